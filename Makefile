@@ -92,7 +92,7 @@ test-vllm: $(DEV_STAMP)  ## those that need vLLM, in an environment that it make
 
 test-verl: $(STAMP)  ## those that need verl, in an environment that it makes
 	$(BIN)/bombus install verl
-	verl=$$($(BIN)/python -c 'from bombus.host.environments import environment_python as place; print(place("verl"))') \
+	verl=$$($(BIN)/python -c 'from bombus.machine.environments import environment_python as place; print(place("verl"))') \
 	  && $$verl -m pip install --quiet --disable-pip-version-check pytest pytest-asyncio hypothesis psutil \
 	  && BOMBUS_PYTHON=$(abspath $(BIN)/python) $$verl -m pytest tests/verl
 
@@ -131,7 +131,7 @@ $(ATROPOS_STAMP): tests/atropos/requirements.txt locks/$(TORCH).txt
 	touch $(ATROPOS_STAMP)
 
 test-atropos: $(DEV_STAMP) $(ATROPOS_STAMP)  ## Atropos's server beside ours, and its environments, unmodified, on a hive (SEQUENCES=2000, CHECKOUT=its repository for its own tests)
-	BOMBUS_ATROPOS_SEQUENCES=$(SEQUENCES) BOMBUS_ATROPOS_CHECKOUT=$(CHECKOUT) BOMBUS_TEST_LONG=1 $(BIN)/python -m pytest $(LONGER) tests/atropos tests/gateway/atropos tests/gateway/scored tests/trainer/test_scored_runs.py tests/system/test_scored_training.py
+	BOMBUS_ATROPOS_SEQUENCES=$(SEQUENCES) BOMBUS_ATROPOS_CHECKOUT=$(CHECKOUT) BOMBUS_TEST_LONG=1 $(BIN)/python -m pytest $(LONGER) tests/atropos tests/gateway/atropos tests/gateway/rollout_groups tests/trainer/test_runs_of_groups.py tests/system/test_rollout_groups.py
 	$(BIN)/python -m tests.atropos.faults
 
 # Some 600 MB in .venv-environments: OpenEnv and MiniStack, of the versions in tests/environments/outside/requirements.txt.
@@ -150,10 +150,10 @@ $(TASKS_STAMP): $(DEV_STAMP) pyproject.toml constraints.txt locks/build.txt
 	$(TASKS_PIP) -c constraints.txt --no-build-isolation -e '.[textarena,aws]'
 	touch $(TASKS_STAMP)
 
-# What `make test` has of environments, pools, tasks, hooks and joint episodes, and what needs the two environments above.
-test-environments: $(DEV_STAMP) $(ENVIRONMENTS_STAMP) $(TASKS_STAMP)  ## environments, pools, the curriculum, ready tasks, slime's hooks, Harbor's folders and joint episodes; OpenEnv, MiniStack, awscli and TextArena, unmodified; then how far steps overlap
+# What `make test` has of environments, pools, tasks, hooks and multi-model episodes, and what needs the two environments above.
+test-environments: $(DEV_STAMP) $(ENVIRONMENTS_STAMP) $(TASKS_STAMP)  ## environments, pools, the curriculum, ready tasks, slime's hooks, Harbor's folders and multi-model episodes; OpenEnv, MiniStack, awscli and TextArena, unmodified; then how far steps overlap
 	BOMBUS_TEST_LONG=1 $(PYTEST) $(LONGER) tests/environments tests/curriculum tests/tasks tests/slime tests/rollout/harbor \
-	  tests/sdk/test_groups.py tests/sdk/test_joint.py tests/gateway/test_joint.py tests/coordinator/test_joint.py \
+	  tests/sdk/test_groups.py tests/sdk/test_multi_model.py tests/gateway/test_multi_model.py tests/coordinator/test_multi_model.py \
 	  "tests/system/test_up.py::test_a_planner_and_a_worker_on_two_engines_train_together"
 	$(ENVIRONMENTS_VENV)/bin/python -m pytest tests/environments/outside
 	PATH=$(abspath $(BIN)):$$PATH $(TASKS_VENV)/bin/python -m pytest tests/tasks/aws tests/tasks/test_textgames.py

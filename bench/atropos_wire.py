@@ -1,4 +1,4 @@
-"""CPU time of a POST of a scored group and of a GET of a batch, here and in Atropos's own server.
+"""CPU time of a POST of a rollout group and of a GET of a batch, here and in Atropos's own server.
 
     python -m bench.atropos_wire
 
@@ -131,7 +131,7 @@ def running(command: list[str]) -> Iterator[Client]:
         process.wait(30)
 
 
-def scored_group(tokens: int, seed: int = 0) -> bytes:
+def rollout_group(tokens: int, seed: int = 0) -> bytes:
     """Return a group as an environment with ManagedServer sends it: a quarter of each sequence is its prompt."""
     chance = random.Random(seed)
     prompt = tokens // 4
@@ -154,7 +154,7 @@ def scored_group(tokens: int, seed: int = 0) -> bytes:
 
 def measured(command: list[str], tokens: int) -> dict[str, float]:
     """Return milliseconds of the server's CPU: the median of some rounds."""
-    body = scored_group(tokens)
+    body = rollout_group(tokens)
     packed = gzip.compress(body)
     found: dict[str, list[float]] = {}
     times = 2**17 // tokens

@@ -18,7 +18,7 @@ NAP_S = 0.05
 
 
 class Napping:
-    """A world whose tools take a given time, or none."""
+    """An environment whose tools take a given time, or none."""
 
     def reset(self, task: Task) -> str:
         return "Sleep."

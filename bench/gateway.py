@@ -25,7 +25,7 @@ from bombus.bus import Bus
 from bombus.demo import hive
 from bombus.hive.generation import Generate, encode_request
 from bombus.hive.records import SamplingParams, pack_tokens
-from bombus.host.process import loop_factory
+from bombus.machine.process import loop_factory
 
 TOKENS = 64
 ANSWER = [4 + number % 30 for number in range(TOKENS)]  # letters of the tiny model

@@ -22,8 +22,8 @@ import httpx
 import psutil
 import torch
 
+from bench.client_models import SHORT, STEP, data_of, executor, run
 from bench.processes import cpu_s
-from bench.tenants import SHORT, STEP, data_of, executor, run
 from bombus.operations import Datum, ForwardBackward, LossSpec
 from bombus.weights.models import build_tiny
 

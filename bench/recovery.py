@@ -17,7 +17,7 @@ from bombus.hive.events import Collection, Event, NotedCall, Outcome, Weights, d
 from bombus.hive.fold.evolve import evolve
 from bombus.hive.records import CallRef
 from bombus.hive.state import FOLD, Hive
-from bombus.host.process import loop_factory
+from bombus.machine.process import loop_factory
 from bombus_coordinator.recovery import Fold
 
 ENGINE = "main"

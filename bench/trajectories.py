@@ -1,4 +1,4 @@
-"""What a batch of scored groups costs in a short and in a long queue, and what a queued group takes.
+"""What a batch of rollout groups costs in a short and in a long queue, and what a queued group takes.
 
     python -m bench.trajectories
 
@@ -29,7 +29,7 @@ from bombus.hive.trajectories.queue import (
     register,
     take,
 )
-from bombus.hive.trajectories.standing import standing
+from bombus.hive.trajectories.queue_status import environment_status
 
 BATCH = 256
 QUEUED = (100, 10_000, 100_000)
@@ -142,7 +142,7 @@ def measure_groups(queued: int) -> None:
     )
     start = process_time()
     for _ in range(100):
-        standing(queue, queue.environments[0])
+        environment_status(queue, queue.environments[0])
     stood = (process_time() - start) / 100
     print(f"what one of 4 environments is told: {stood * 1e6:.0f} us")
 

@@ -1,4 +1,4 @@
-"""A world to serve: `bombus env serve guess_number:GuessNumber --slots 8`, in this folder."""
+"""An environment to serve: `bombus env serve guess_number:GuessNumber --slots 8`, in this folder."""
 
 import random
 

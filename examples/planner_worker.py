@@ -9,7 +9,7 @@ import random
 from common import arguments, job, run
 from openai import OpenAI
 
-from bombus import Credentials, JointEpisode, SwarmClient, Task
+from bombus import Credentials, MultiModelEpisode, SwarmClient, Task
 from bombus.sdk.client import start_engines
 
 BATCH_SIZE, NUM_REPEAT = 2, 4
@@ -29,10 +29,10 @@ def ask(credentials: Credentials, system: str, text: str) -> str:
     return (reply.choices[0].message.content or "").strip()
 
 
-def team(task: Task, joint: JointEpisode) -> dict[str, float]:
-    """Play one joint episode: an episode of each engine, which are ended together, with a reward for each role."""
-    plan = ask(joint["planner"], "name the numbers.", task.main_query)
-    answer = ask(joint["worker"], f"reply with the answer only. {plan}", task.main_query)
+def play(task: Task, episode: MultiModelEpisode) -> dict[str, float]:
+    """Play an episode of each engine. They are ended together, with a reward for each role."""
+    plan = ask(episode["planner"], "name the numbers.", task.main_query)
+    answer = ask(episode["worker"], f"reply with the answer only. {plan}", task.main_query)
     right = answer == task.metadata["answer"]
     return {role: 0.3 * digits(text) + 0.7 * right for role, text in (("planner", plan), ("worker", answer))}
 
@@ -48,7 +48,7 @@ def main() -> None:
         for step in range(options.steps):
             tasks = list({task.task_id: task for task in (question() for _ in range(50))}.values())[:BATCH_SIZE]
             groups = client.run_episodes_until_all_complete(
-                tasks, lambda task: client.run_joint_group(task, team, NUM_REPEAT, ENGINES)
+                tasks, lambda task: client.run_multi_model_group(task, play, NUM_REPEAT, ENGINES)
             )
             played = [rewards for group in groups for rewards in group or () if rewards]
             means = {role: sum(rewards[role] for rewards in played) / len(played) for role in ENGINES}

@@ -49,5 +49,5 @@ def test_a_point_that_does_not_exist_is_refused_at_once() -> None:
 
 def test_each_point_stands_somewhere_in_the_code() -> None:
     sources = [path for folder in ("services", "shared") for path in (ROOT / folder).rglob("*.py")]
-    used = {name for path in sources for name in re.findall(r"\bPoint\.(\w+)\)", path.read_text())}
+    used = {name for path in sources for name in re.findall(r"\bPoint\.(\w+),?\s*\)", path.read_text())}
     assert used == {point.name for point in Point}

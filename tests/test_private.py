@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bombus.host.process import free_port
+from bombus.machine.process import free_port
 from bombus.private import private_folder, write_private
 from bombus_trainer.data.sample_files import write
 from bombus_trainer.publish.directories import access_of, draft_directory, make_durable_directory

@@ -69,6 +69,73 @@ def test_no_service_imports_another(service: str) -> None:
         assert not imports(path) & others, f"{path} imports another service: they meet on the bus"
 
 
+# The wings of shared/bombus, by their rooms and modules. A wing imports itself and those before it.
+WINGS = {
+    "shared": {
+        "architectures",
+        "bus",
+        "config",
+        "datums",
+        "endpoints",
+        "hive",
+        "machine",
+        "operations",
+        "text",
+        "weights",
+        "bus_address",
+        "cli",
+        "durable",
+        "errors",
+        "faults",
+        "figures",
+        "json_lines",
+        "logs",
+        "private",
+        "task_groups",
+        "telemetry",
+        "terminal",
+    },
+    "clients": {"curriculum", "demo", "environments", "rollout", "sdk", "slime", "tasks"},
+    "operators": {"commands", "export", "host", "replay"},
+}
+# What services import of the other wings, and why.
+OTHER_WINGS = {
+    ("bombus_coordinator", "replay"): "it archives what it compacts, and verifies that first",
+    ("bombus_gateway", "sdk"): "its answers have the types and the pauses that clients read",
+    ("bombus_trainer", "commands"): "a launcher of ranks reads the flags of `bombus up`",
+    ("bombus_trainer", "host"): "a launcher of ranks starts and ends them as `bombus up` does",
+    ("bombus_trainer", "replay"): "it trains the steps of a log again",
+}
+
+
+def rooms_imported(path: Path) -> set[str]:
+    """The rooms and modules of shared/bombus that a module imports."""
+    return {name.split(".")[1] for name in modules_of(path) if name.startswith("bombus.")} & set().union(
+        *WINGS.values()
+    )
+
+
+def modules_in(room: str) -> list[Path]:
+    return sources(SHARED / room) if (SHARED / room).is_dir() else [SHARED / f"{room}.py"]
+
+
+def test_every_room_of_shared_is_in_one_wing_and_imports_no_later_one() -> None:
+    rooms = {path.stem for path in SHARED.iterdir() if path.suffix in ("", ".py") and not path.stem.startswith("__")}
+    assert rooms == set().union(*WINGS.values())
+    assert sum(map(len, WINGS.values())) == len(rooms)
+    allowed: set[str] = set()
+    for wing in WINGS.values():
+        allowed |= wing
+        for path in (path for room in wing for path in modules_in(room)):
+            assert not rooms_imported(path) - allowed, path
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_service_imports_what_everybody_shares_alone_but_for_listed_reasons(service: str) -> None:
+    others = set().union(*(rooms_imported(path) for path in sources(SERVICES[service]))) - WINGS["shared"]
+    assert others == {room for name, room in OTHER_WINGS if name == service}
+
+
 def test_shared_imports_no_service() -> None:
     for path in sources(SHARED):
         assert not imports(path) & set(SERVICES), path
@@ -282,7 +349,7 @@ def test_shared_imports_by_name_only_where_it_is_listed() -> None:
 
 
 GATEWAY = SERVICES["bombus_gateway"]
-DOORS = ("anthropic", "generate", "openai", "responses", "scored", "swarm", "tenants")
+APIS = ("anthropic", "generate", "openai", "operations", "responses", "rollout_groups", "swarm")
 
 
 def modules_of(path: Path) -> set[str]:
@@ -308,20 +375,20 @@ def imports_of_room(room: str, others: tuple[str, ...]) -> list[str]:
     ]
 
 
-def test_every_door_of_the_gateway_is_named_here() -> None:
+def test_every_api_of_the_gateway_is_named_here() -> None:
     rooms = {folder.name for folder in GATEWAY.iterdir() if (folder / "__init__.py").exists()}
-    assert rooms == {"atropos", "call", "decoding", "harnesses", "history", "text", "training", *DOORS}
+    assert rooms == {"atropos", "call", "decoding", "harnesses", "history", "operations_wire", "text", *APIS}
 
 
-def test_calls_know_no_door_and_no_harness() -> None:
-    assert not imports_of_room("call", ("harnesses", *DOORS))
+def test_calls_know_no_api_and_no_harness() -> None:
+    assert not imports_of_room("call", ("harnesses", *APIS))
 
 
-def test_what_is_known_of_harnesses_knows_no_door() -> None:
-    assert not imports_of_room("harnesses", DOORS)
+def test_what_is_known_of_harnesses_knows_no_api() -> None:
+    assert not imports_of_room("harnesses", APIS)
 
 
-@pytest.mark.parametrize("room", ["training", "atropos"])
+@pytest.mark.parametrize("room", ["operations_wire", "atropos"])
 def test_a_wire_that_is_read_for_others_knows_no_clock_no_network_and_no_other_room(room: str) -> None:
     forbidden = {
         "time",
@@ -338,16 +405,16 @@ def test_a_wire_that_is_read_for_others_knows_no_clock_no_network_and_no_other_r
     }
     for path in sources(GATEWAY / room):
         assert not imports(path) & forbidden, path
-    assert not imports_of_room(room, ("call", "harnesses", "history", "text", *DOORS))
+    assert not imports_of_room(room, ("call", "harnesses", "history", "text", *APIS))
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_no_door_of_the_gateway_imports_another(door: str) -> None:
-    assert not imports_of_room(door, tuple(other for other in DOORS if other != door))
+@pytest.mark.parametrize("api", APIS)
+def test_no_api_of_the_gateway_imports_another(api: str) -> None:
+    assert not imports_of_room(api, tuple(other for other in APIS if other != api))
 
 
-def test_text_knows_neither_calls_nor_doors() -> None:
-    assert not imports_of_room("text", ("call", "harnesses", *DOORS))
+def test_text_knows_neither_calls_nor_apis() -> None:
+    assert not imports_of_room("text", ("call", "harnesses", *APIS))
 
 
 # ---- folders and names ----

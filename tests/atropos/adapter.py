@@ -22,7 +22,7 @@ from bombus.hive.trajectories.queue import (
     take,
     why_not_queued,
 )
-from bombus.hive.trajectories.standing import standing
+from bombus.hive.trajectories.queue_status import environment_status
 
 Answer = dict[str, Any]
 
@@ -93,7 +93,7 @@ class QueueTransport(httpx.BaseTransport):
         return {"current_step": self.step, "queue_size": len(self.queue.groups) - self.queue.held_groups}
 
     def status_of_environment(self, body: Answer) -> Answer:
-        told = standing(self.queue, self.queue.environments[body["env_id"]])
+        told = environment_status(self.queue, self.queue.environments[body["env_id"]])
         return {"current_step": self.step, **{name: getattr(told, name) for name in told.__struct_fields__}}
 
     def push_one(self, body: Answer) -> Answer:

@@ -138,7 +138,7 @@ class Sequence:
         return [id for id, each in self.joined.items() if each.connected]
 
     def _group(self) -> dict[str, Any]:
-        """Return a scored group, all of whose tokens are its number."""
+        """Return a rollout group, all of whose tokens are its number."""
         self.pushed += 1
         senders = self._connected()
         sender = None if not senders or self.random.random() < self.anonymous else self.random.choice(senders)

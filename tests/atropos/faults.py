@@ -15,7 +15,7 @@ class Fault:
 
 
 _QUEUE, _FORMING = "hive/trajectories/test_queue.py", "hive/trajectories/test_forming.py"
-_RULES, _ROUTES = "coordinator/test_trajectories.py", "gateway/scored/test_routes.py"
+_RULES, _ROUTES = "coordinator/test_trajectories.py", "gateway/rollout_groups/test_routes.py"
 _READING, _GZIP = "gateway/atropos/test_scored_data.py", "gateway/atropos/test_compression.py"
 
 FAULTS = (
@@ -55,9 +55,9 @@ FAULTS = (
     Fault(
         "a group larger than the batch, or 3, 3, 3, 3, 4 with batches of 8, blocks or strands for ever",
         (
-            f"{_QUEUE}::test_a_group_larger_than_a_batch_is_refused_at_the_door",
+            f"{_QUEUE}::test_a_group_larger_than_a_batch_is_refused_at_arrival",
             f"{_FORMING}::test_sizes_that_do_not_divide_each_other_fill_a_batch_where_some_selection_does",
-            "hive/test_status.py::test_scored_groups_are_shown_with_their_environments_and_what_no_batch_can_take",
+            "hive/test_status.py::test_rollout_groups_are_shown_with_their_environments_and_what_no_batch_can_take",
         ),
     ),
     Fault(

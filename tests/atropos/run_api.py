@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from bombus.host.process import free_port
+from bombus.machine.process import free_port
 from tests.chaos.killer import kind_of
 
 TRAINER = {

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from bombus.cli import main
-from bombus.host.process import free_port
+from bombus.machine.process import free_port
 from tests.atropos.run_api import TRAINER, run_api
 
 GROUP = {"tokens": [[1, 2], [3]], "masks": [[-100, 2], [3]], "scores": [1.0, 0.0]}

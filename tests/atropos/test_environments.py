@@ -33,7 +33,7 @@ pytestmark = [
 
 
 class EnvironmentHive:
-    """A hive of an engine that plays episodes and one that takes scored groups. `key` is that of an episode."""
+    """A hive of an engine that plays episodes and one that takes rollout groups. `key` is that of an episode."""
 
     def __init__(self, up: Up, key: str, tokenizer: Path) -> None:
         self.up = up

@@ -11,7 +11,7 @@ from bombus.bus.server import find_server
 from bombus.config.streams import StreamLimits
 from bombus.errors import BusUnavailable, LogCorrupted, Refused
 from bombus.hive import inbox
-from bombus.host.process import free_port
+from bombus.machine.process import free_port
 from tests.conftest import SMALL_STREAMS, freeze, kill, thaw
 from tests.patience import PATIENCE_S, until
 

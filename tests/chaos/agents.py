@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import httpx
 from openai import AsyncOpenAI, OpenAIError
 
-from bombus import JointEpisode, Task, WorkflowOutput
+from bombus import MultiModelEpisode, Task, WorkflowOutput
 from bombus.sdk.aio import AsyncSwarmClient
 from bombus.sdk.errors import BadReward, EngineOffline, SwarmError
 from bombus.sdk.types import Credentials, EpisodeKind
@@ -19,7 +19,7 @@ from tests.chaos.plain import end_plainly
 from tests.chaos.rewards import REFUSED, reward_of
 
 AGENTS = 6
-JOINT_AGENTS = 2
+MULTI_MODEL_AGENTS = 2
 TASKS = "abc"
 CALL_S = 30.0
 RETRIES = 12
@@ -58,8 +58,8 @@ class Agents:
             await agent.play_one()
 
 
-class JointAgents:
-    """Two agents that play joint episodes on all engines until `stop`; each engine's ledger has its part."""
+class MultiModelAgents:
+    """Two agents that play multi-model episodes on all engines until `stop`; each engine's ledger has its part."""
 
     def __init__(self, url: str, ledgers: Mapping[str, Ledger], seed: int) -> None:
         self._url = url
@@ -77,40 +77,40 @@ class JointAgents:
             httpx.AsyncClient(timeout=CALL_S) as http,
             asyncio.TaskGroup() as tasks,
         ):
-            for number in range(JOINT_AGENTS):
-                pick = random.Random(f"{self._seed} joint {number}")
+            for number in range(MULTI_MODEL_AGENTS):
+                pick = random.Random(f"{self._seed} multi {number}")
                 agents = {name: _Agent(client, http, self._url, each, pick) for name, each in self._ledgers.items()}
                 tasks.create_task(self._work(client, agents, pick))
 
     async def _work(self, client: AsyncSwarmClient, agents: Mapping[str, "_Agent"], pick: random.Random) -> None:
         while not self._stopping:
             try:
-                joint = await client.begin_joint_episode({name: name for name in agents}, IDLE_S, max_wait_s=20.0)
+                multi = await client.begin_multi_model_episode({name: name for name in agents}, IDLE_S, max_wait_s=20.0)
             except SwarmError:  # the engines are not up yet, or there was no room on all of them
                 await asyncio.sleep(pick.random())
                 continue
             for name, ledger in self._ledgers.items():
-                ledger.claims.add(joint[name].episode)
+                ledger.claims.add(multi[name].episode)
             try:
-                await self._play(client, agents, joint, pick)
+                await self._play(client, agents, multi, pick)
             except (OpenAIError, SwarmError) as error:
-                self._ledgers[next(iter(agents))].troubles[f"joint: {type(error).__name__}"] += 1
+                self._ledgers[next(iter(agents))].troubles[f"multi-model: {type(error).__name__}"] += 1
 
     async def _play(
-        self, client: AsyncSwarmClient, agents: Mapping[str, "_Agent"], joint: JointEpisode, pick: random.Random
+        self, client: AsyncSwarmClient, agents: Mapping[str, "_Agent"], multi: MultiModelEpisode, pick: random.Random
     ) -> None:
         task = pick.choice(TASKS)
-        texts = {name: await agent.converse(joint[name], task) for name, agent in agents.items()}
+        texts = {name: await agent.converse(multi[name], task) for name, agent in agents.items()}
         if pick.random() < 0.1:
-            await client.abort_joint_episode(joint)
+            await client.abort_multi_model_episode(multi)
             for name, ledger in self._ledgers.items():
-                ledger.aborts.add(joint[name].episode)
+                ledger.aborts.add(multi[name].episode)
             return
         rewards = {name: reward_of(text.count(task), pick) for name, text in texts.items()}
-        await client.end_joint_episode(Task(task_id=task), joint, rewards)
+        await client.end_multi_model_episode(Task(task_id=task), multi, rewards)
         self.ended += 1
         for name, ledger in self._ledgers.items():
-            ledger.ends[joint[name].episode] = rewards[name]
+            ledger.ends[multi[name].episode] = rewards[name]
 
 
 @dataclass(frozen=True)

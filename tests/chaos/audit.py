@@ -29,8 +29,8 @@ async def audit(bus: Bus, ledgers: Mapping[str, Ledger]) -> Report:
     for number, event in enumerate(events):
         evolve(hive, event)
         events[number] = as_folded(hive, event)
-        if isinstance(event, ev.MessageSetAside):
-            report.wrong_in_hive.append(f"a message {event.message} was set aside: {event.why}")
+        if isinstance(event, ev.MessageDeadLettered):
+            report.wrong_in_hive.append(f"a message {event.message} became a dead letter: {event.why}")
     for engine, ledger in ledgers.items():
         log = EngineLog(engine, events)
         found = report.engines[engine] = EngineReport(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bombus import Job
-from bombus.host.process import free_port
+from bombus.machine.process import free_port
 
 LENGTHS = {
     "max_prompt_length": 256,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from bombus.host.process import PARENT_VARIABLE, free_port
+from bombus.machine.process import PARENT_VARIABLE, free_port
 from tests.chaos.engines import cluster
 
 READY_S = 240.0

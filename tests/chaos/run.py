@@ -13,7 +13,7 @@ from bombus.bus import Bus
 from bombus.bus.follow import Follower
 from bombus.hive.state import EngineState, Hive, Phase
 from bombus.sdk.aio import AsyncSwarmClient
-from tests.chaos.agents import Agents, JointAgents
+from tests.chaos.agents import Agents, MultiModelAgents
 from tests.chaos.audit import audit
 from tests.chaos.engines import ENGINES, LEFT
 from tests.chaos.hive import RunningHive
@@ -36,7 +36,7 @@ class Outcome:
     report: Report
     killer: Killer
     agents: Mapping[str, Agents]  # by engine
-    joint: JointAgents
+    multi: MultiModelAgents
     restarted: int  # processes that were killed at once in the middle
     seconds: float
 
@@ -47,11 +47,11 @@ async def run(folder: Path, kills: int, seed: int, say: Say, broken_replica: boo
     hive = RunningHive(folder, broken_replica)
     killer = Killer(hive, seed)
     agents = {engine.name: Agents(hive.url, engine, seed) for engine in ENGINES}
-    joint = JointAgents(hive.url, {name: each.ledger for name, each in agents.items()}, seed)
+    multi = MultiModelAgents(hive.url, {name: each.ledger for name, each in agents.items()}, seed)
     try:
         await hive.start()
         say(f"a hive at {hive.url}, whose log is {hive.log}")
-        async with _playing(agents, joint) as playing, _telling(killer, kills, agents, say):
+        async with _playing(agents, multi) as playing, _telling(killer, kills, agents, say):
             await _while(playing, killer.run(kills // 2))
             await _while(playing, _more_steps(hive.url, 1))  # so that there is something to lose
             restarted = await _while(playing, _restart(hive))
@@ -59,7 +59,7 @@ async def run(folder: Path, kills: int, seed: int, say: Say, broken_replica: boo
             await _while(playing, killer.run(kills))
             say("the killing has ended; waiting for more steps")
             made = await _while(playing, _more_steps(hive.url, STEPS_AFTER))
-            joint.stop()
+            multi.stop()
             for each in agents.values():
                 each.stop()
             await asyncio.wait_for(playing, QUIET_S)
@@ -75,19 +75,19 @@ async def run(folder: Path, kills: int, seed: int, say: Say, broken_replica: boo
         await _verify(hive, report)
     finally:
         await hive.stop()
-    return Outcome(report, killer, agents, joint, restarted, time.monotonic() - began)
+    return Outcome(report, killer, agents, multi, restarted, time.monotonic() - began)
 
 
 # ---- while agents play --------------------------------------------------------------------------------------------
 
 
 @asynccontextmanager
-async def _playing(agents: Mapping[str, Agents], joint: JointAgents) -> AsyncIterator["asyncio.Task[None]"]:
+async def _playing(agents: Mapping[str, Agents], multi: MultiModelAgents) -> AsyncIterator["asyncio.Task[None]"]:
     """Let all agents play, in a task that ends once they were stopped, or when one of them fails."""
 
     async def play() -> None:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(joint.run())
+            tasks.create_task(multi.run())
             for each in agents.values():
                 tasks.create_task(each.run())
 
@@ -231,7 +231,7 @@ def summary(outcome: Outcome) -> str:
             f"  at once, in the middle{outcome.restarted:12}   (everything)",
             f"stops                   {killer.stops.total():12}   ({stops})",
             *lines(outcome.report),
-            f"joint episodes ended    {outcome.joint.ended:12}   (none in parts, by `bombus log verify`)",
+            f"multi-model episodes ended    {outcome.multi.ended:12}   (none in parts, by `bombus log verify`)",
             f"seconds                 {outcome.seconds:12.0f}",
         ]
     )

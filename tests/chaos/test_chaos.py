@@ -17,7 +17,7 @@ async def test_nothing_acknowledged_is_lost_and_nothing_is_trained_twice(tmp_pat
     print("\n".join([*lines, summary(outcome)]))
     assert report.wrong == []
     assert report.verified
-    assert outcome.joint.ended > 0
+    assert outcome.multi.ended > 0
     for engine in report.engines.values():
         assert engine.calls_found == engine.calls_acknowledged > 0
         assert engine.episodes_trained_once > 0

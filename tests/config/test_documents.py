@@ -386,7 +386,7 @@ def test_settings_that_can_learn_nothing_together_are_refused(document: dict[str
         {**COMPARED, "trainer": {"adv_estimator": "reinforce++"}},
         {**COMPARED, "trainer": {"kl_coef": 0.1}},
         {**COMPARED, "collection": {"method": "rollout_until_finish_enough_episodes"}},  # groups as large as they are
-        {**COMPARED, "collection": {"scored_groups": True}},
+        {**COMPARED, "collection": {"rollout_groups": True}},
         {"rollout": {"temperature": 0, "sampling": "obey"}},
         {"trainer": {"correction": "token_mask", "tis_clip": 0}},
     ],

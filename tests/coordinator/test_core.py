@@ -396,7 +396,7 @@ def test_a_cut_off_call_is_noted_but_never_belongs_to_the_outcome(harness: CoreH
     assert harness.engine.pool[episode].calls == ()
 
 
-def test_a_masked_side_call_belongs_to_the_outcome_and_has_no_reward_and_no_age(harness: CoreHarness) -> None:
+def test_a_masked_auxiliary_call_belongs_to_the_outcome_and_has_no_reward_and_no_age(harness: CoreHarness) -> None:
     (episode,) = harness.claim()
     for number, masked in enumerate((True, False, True)):
         noted = NotedCall(
@@ -414,7 +414,7 @@ def test_a_masked_side_call_belongs_to_the_outcome_and_has_no_reward_and_no_age(
     counters = harness.engine.counters
     assert (counters.calls, counters.calls_masked, counters.calls_merged, counters.calls_incomplete) == (3, 2, 1, 3)
     why = refused(harness.end(episode, reward=None, call_rewards=(1.0, 1.0, 1.0)), Code.BAD_REWARD)
-    assert "3 rewards for 1 completed calls (side calls of its harness, 2 here, have none)" in why
+    assert "3 rewards for 1 completed calls (auxiliary calls of its harness, 2 here, have none)" in why
     assert isinstance(harness.end(episode, reward=None, call_rewards=(0.5,)), Done)
     ended = harness.engine.pool[episode]
     assert ([ref.id for ref in ended.calls], ended.reward, ended.oldest) == (["n0", "n1", "n2"], 0.5, 1)
@@ -457,7 +457,7 @@ def test_rewards_by_the_ids_of_calls_are_put_into_their_order(harness: CoreHarne
         harness.send(inbox.CallRecorded(id=f"m{number}", engine=ENGINE, run=1, call=noted))
     for given in ({"n0": 1.0}, {"n0": 1.0, "n1": 1.0, "n2": 1.0}, {"n0": 1.0, "else": 1.0}, {}):
         why = refused(harness.end(episode, reward=None, rewards_by_call=given), Code.BAD_REWARD)
-        assert f"{len(given)} rewards by call for 2 completed calls (side calls of its harness, 1 here" in why
+        assert f"{len(given)} rewards by call for 2 completed calls (auxiliary calls of its harness, 1 here" in why
     assert "1 calls have none, and 1 ids are not of its calls" in refused(
         harness.end(episode, reward=None, rewards_by_call={"n0": 1.0, "else": 1.0}), Code.BAD_REWARD
     )

@@ -1,4 +1,4 @@
-"""Runs whose episodes become scored groups: claims keep pace with the trainer, and no group waits for ever (R16)."""
+"""Runs whose episodes become rollout groups: claims keep pace with the trainer, and no group waits for ever (R16)."""
 
 import pytest
 
@@ -14,7 +14,7 @@ from bombus.hive.status.text import render_status
 from bombus.hive.trajectories.order import why_out_of_order
 from bombus.hive.trajectories.state import HANDED_S
 from tests.coordinator.core_in_memory import ENGINE
-from tests.coordinator.scored_in_memory import ScoredHarness
+from tests.coordinator.groups_in_memory import GroupHarness
 from tests.coordinator.test_trained_trajectories import TrainedHarness
 
 
@@ -22,8 +22,8 @@ class GroupsHarness(TrainedHarness):
     """A core whose job makes groups of two episodes, for batches of four sequences. The trainer may be ours."""
 
     def __init__(self, ours: bool = True, bound: int = 1) -> None:
-        ScoredHarness.__init__(self)
-        self.configure(Collection(scored_groups=ours, episode_groups=True, num_repeat=2, max_carry_staleness=bound))
+        GroupHarness.__init__(self)
+        self.configure(Collection(rollout_groups=ours, episode_groups=True, num_repeat=2, max_carry_staleness=bound))
 
     def why_not_granted(self, count: int = 1, type: EpisodeType = EpisodeType.TRAIN) -> str:
         """Claim. Return why nothing was granted, "" where it was."""
@@ -194,7 +194,7 @@ def test_clients_that_are_faster_than_the_trainer_keep_it_busy_and_lose_nothing(
     for _ in range(30):
         harness.claim_all()
         harness.finish_all()
-        assert len(harness.scored.queue.groups) <= 4, "two batches"
+        assert len(harness.trajectories.queue.groups) <= 4, "two batches"
         harness.make_step()
     assert harness.engine.batch is not None
     assert harness.given_up() == []
@@ -217,14 +217,14 @@ def test_a_group_that_has_waited_for_too_many_versions_is_given_up_with_its_reas
     harness = rolling()
     harness.push(harness.group(sequences=3))
     harness.finish(*(harness.claim()[0] for _ in range(2)), sequences=3)
-    assert list(harness.scored.queue.groups) == [1, 2], "3 and 3 are not 4"
+    assert list(harness.trajectories.queue.groups) == [1, 2], "3 and 3 are not 4"
     for _ in range(2):
         assert harness.given_up() == []
         harness.push_batch()
         harness.make_step()
     assert harness.given_up() == [(2,)]
-    assert list(harness.scored.queue.groups) == [1], "nobody knows the age of what is pushed"
-    assert not harness.scored.queued_at
+    assert list(harness.trajectories.queue.groups) == [1], "nobody knows the age of what is pushed"
+    assert not harness.trajectories.queued_at
     shown = render_status(harness.core.hive)
     assert "1 group was given up, the last because they have waited in the queue for more than" in shown
     assert "max_carry_staleness (1) policy versions" in shown
@@ -261,23 +261,27 @@ def test_an_outside_trainer_finds_each_group_however_long_it_has_waited() -> Non
     assert harness.given_up() == []
     harness.push(harness.group(sequences=1))
     assert harness.ask() == 5
-    assert harness.scored.batch is not None
-    assert harness.scored.batch.numbers[0] == 1
-    assert not harness.scored.queued_at
+    assert harness.trajectories.batch is not None
+    assert harness.trajectories.batch.numbers[0] == 1
+    assert not harness.trajectories.queued_at
 
 
 def test_a_new_run_has_no_group_that_has_waited() -> None:
     harness = rolling()
     harness.finish(*(harness.claim()[0] for _ in range(2)), sequences=3)
     harness.roll(num_steps=1_000)
-    assert (harness.scored.queued_at, harness.scored.grouped, harness.scored.grouped_sequences) == ({}, 0, 0)
+    assert (harness.trajectories.queued_at, harness.trajectories.grouped, harness.trajectories.grouped_sequences) == (
+        {},
+        0,
+        0,
+    )
 
 
 # ---- a batch that does not arrive -----------------------------------------------------------------------------------
 
 
 def test_the_bodies_of_a_batch_that_was_handed_out_long_ago_are_moved_and_it_is_handed_out_from_there() -> None:
-    harness = ScoredHarness()
+    harness = GroupHarness()
     harness.register()
     harness.push(harness.group(sequences=4))
     assert harness.ask(after=0) == 1
@@ -294,6 +298,6 @@ def test_the_bodies_of_a_batch_that_was_handed_out_long_ago_are_moved_and_it_is_
     )
     assert harness.send(lost) == [], "it was looked for where it is no more"
     assert harness.ask(after=0) == 1
-    assert harness.scored.batch is not None
-    assert [group.body.first for group in harness.scored.batch.groups if group.body] == [50]
-    assert [group.body.first for group in harness.scored.needed() if group.body] == [50]
+    assert harness.trajectories.batch is not None
+    assert [group.body.first for group in harness.trajectories.batch.groups if group.body] == [50]
+    assert [group.body.first for group in harness.trajectories.needed() if group.body] == [50]

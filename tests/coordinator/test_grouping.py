@@ -1,4 +1,4 @@
-"""The leader makes scored groups of ended episodes: their calls are read from a real stream."""
+"""The leader makes rollout groups of ended episodes: their calls are read from a real stream."""
 
 import logging
 from contextlib import suppress
@@ -13,10 +13,10 @@ from bombus.hive import inbox
 from bombus.hive.events import Collection, NotedCall
 from bombus.hive.inbox import EpisodesGrouped
 from bombus.hive.records import CallRecord, CallRef, digest, encode_record
-from bombus.hive.trajectories.records import ScoredGroup, decode_group, int_rows
+from bombus.hive.trajectories.records import RolloutGroup, decode_group, int_rows
 from bombus_coordinator.grouping import AGAIN_S, EpisodeGrouper
 from tests.coordinator.core_in_memory import ENGINE
-from tests.coordinator.scored_in_memory import ScoredHarness
+from tests.coordinator.groups_in_memory import GroupHarness
 from tests.coordinator.test_trained_trajectories import TrainedHarness
 from tests.trainer.small_batches import call
 
@@ -47,14 +47,14 @@ async def made(bus: Bus, number: int = 1) -> EpisodesGrouped:
     return message
 
 
-async def group_in(bus: Bus, message: EpisodesGrouped) -> ScoredGroup:
+async def group_in(bus: Bus, message: EpisodesGrouped) -> RolloutGroup:
     assert message.group is not None
     assert message.group.body is not None
     return decode_group(await Parts(bus, bus.subjects.trajectories_stream).fetch(message.group.body))
 
 
 async def fill(bus: Bus) -> None:
-    """Fill the stream of scored groups."""
+    """Fill the stream of rollout groups."""
     parts = Parts(bus, bus.subjects.trajectories_stream)
     for size in (32 << 20, 1 << 20, 64 << 10, 4 << 10, 100):
         with suppress(BusUnavailable):
@@ -87,7 +87,7 @@ async def test_an_episode_that_cannot_be_in_a_group_does_not_take_the_others_wit
     assert message.episodes == episodes, "both leave the pool"
     harness.send(message)
     assert not harness.engine.pool
-    assert len(harness.scored.queue.groups) == 1
+    assert len(harness.trajectories.queue.groups) == 1
 
 
 async def test_where_no_episode_can_be_in_a_group_all_are_dropped_with_the_reason(bus: Bus) -> None:
@@ -135,10 +135,10 @@ async def test_a_group_with_a_sequence_that_is_too_long_for_our_trainer_is_dropp
         assert (message.group is not None) == is_made, message.why
 
 
-async def test_what_follows_a_side_call_is_learnt_and_the_side_call_is_not(bus: Bus) -> None:
+async def test_what_follows_a_auxiliary_call_is_learnt_and_the_auxiliary_call_is_not(bus: Bus) -> None:
     harness = rolling()
     for name in ("a", "b"):
-        first = call(name, [1], [2], side_call="judge")
+        first = call(name, [1], [2], auxiliary_call="judge")
         await play(bus, harness, 1.0, first, call(name * 2, [3], [4], parent=first))
     await make(bus, harness)
     group = await group_in(bus, await made(bus))
@@ -150,7 +150,7 @@ class GroupedHarness(TrainedHarness):
     """A core that makes groups of two episodes, with a job as it is on the log."""
 
     def __init__(self, config: str) -> None:
-        ScoredHarness.__init__(self)
+        GroupHarness.__init__(self)
         rules = Collection(episode_groups=True, num_repeat=2)
         job = inbox.Configure(
             id=self.id(), engine=ENGINE, config=config, config_digest="d", collection=rules, model="tiny"

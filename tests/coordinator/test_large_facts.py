@@ -139,7 +139,7 @@ def test_a_claim_for_more_episodes_than_one_event_can_name_is_refused() -> None:
     assert answer.code == Code.MALFORMED
 
 
-async def test_a_message_that_cannot_be_decided_is_set_aside_and_the_next_one_is_read(
+async def test_a_message_that_cannot_be_decided_becomes_a_dead_letter_and_the_next_one_is_read(
     bus: Bus, nats_url: str, hive: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def faulty(engine: EngineState, live: Live, message: inbox.Lookup) -> Decisions:
@@ -161,7 +161,7 @@ async def test_a_message_that_cannot_be_decided_is_set_aside_and_the_next_one_is
         for event in map(decoded, await log_of(bus)):
             evolve(state, event)
         assert [(event.message, event.id) for event in state.aside] == [("lookup", "bad")]
-        assert "could not be decided and was set aside" in render_status(state)
+        assert "could not be decided and became a dead letter" in render_status(state)
         assert granted.episodes[0] in state.engine(ENGINE).open
     finally:
         leading.cancel()
@@ -177,7 +177,7 @@ def record(harness: CoreHarness, episode: str, name: str) -> None:
         harness.log += each.decision.events
 
 
-def test_a_call_with_an_id_of_any_length_is_set_aside_and_the_calls_before_it_are_noted() -> None:
+def test_a_call_with_an_id_of_any_length_becomes_a_dead_letter_and_the_calls_before_it_are_noted() -> None:
     """The event that noted it was too large for the log, and so was that of every leader after."""
     harness = CoreHarness()
     harness.boot()
@@ -185,7 +185,11 @@ def test_a_call_with_an_id_of_any_length_is_set_aside_and_the_calls_before_it_ar
     record(harness, episode, "short")
     record(harness, episode, "x" * 600_000)
     record(harness, episode, "y" * 600_000)
-    assert [type(event) for event in harness.log[-3:]] == [ev.CallsNoted, ev.MessageSetAside, ev.MessageSetAside]
+    assert [type(event) for event in harness.log[-3:]] == [
+        ev.CallsNoted,
+        ev.MessageDeadLettered,
+        ev.MessageDeadLettered,
+    ]
     record(harness, episode, "short, too")
     assert isinstance(harness.end(episode), Done)
     assert harness.engine.counters.calls == 2

@@ -13,7 +13,7 @@ from bombus.hive.pauses import PAUSES_KEPT, Pause, led_ns, note_pause
 from bombus.hive.state import Hive, Phase
 from bombus_coordinator.core import Core
 from tests.coordinator.core_in_memory import ENGINE, SECOND, CoreHarness
-from tests.coordinator.tenants_in_memory import TenantHarness
+from tests.coordinator.operations_in_memory import OperationHarness
 from tests.effort import effort
 
 LIMIT_S = 60
@@ -72,7 +72,7 @@ def agreed() -> CoreHarness:
 
 def ending() -> CoreHarness:
     """Return a hive with a model that could not be saved as its session ended, which is tried again after a minute."""
-    harness = TenantHarness().serving()
+    harness = OperationHarness().serving()
     harness.close_session()
     harness.done(next(key for key, each in harness.model.operations.items() if each.waits), failed=True)
     return harness
@@ -80,7 +80,7 @@ def ending() -> CoreHarness:
 
 def idling() -> CoreHarness:
     """Return a hive whose run of operations has no model any more."""
-    harness = TenantHarness()
+    harness = OperationHarness()
     harness.limits(run_idle_s=LIMIT_S)
     harness.serving()
     harness.operate("1", "end_model")
@@ -90,7 +90,7 @@ def idling() -> CoreHarness:
 
 def modelless() -> CoreHarness:
     """Return a hive with a session for one model, which it has not created."""
-    harness = TenantHarness()
+    harness = OperationHarness()
     harness.limits(run_idle_s=1e6)
     harness.serving().open_session("t", for_model=True)
     return harness

@@ -1,4 +1,4 @@
-"""Which bodies of scored groups are stored once more: few, and only where much can be purged for them."""
+"""Which bodies of rollout groups are stored once more: few, and only where much can be purged for them."""
 
 import msgspec
 

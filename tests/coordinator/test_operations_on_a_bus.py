@@ -8,8 +8,8 @@ from bombus.bus.large.parts import Parts
 from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.inbox import Accepted, Done
+from bombus.hive.operations.state import Queued
 from bombus.hive.state import EngineState, Phase
-from bombus.hive.tenants.state import Queued
 from bombus.operations import (
     AdamParams,
     OptimStep,
@@ -21,7 +21,7 @@ from bombus.operations import (
     encode_result,
 )
 from tests.coordinator.core_in_memory import ENGINE
-from tests.coordinator.tenants_in_memory import BASE
+from tests.coordinator.operations_in_memory import BASE
 from tests.coordinator.test_shell import leading, log_of
 from tests.patience import PATIENCE_S
 
@@ -97,7 +97,7 @@ async def trainer(bus: Bus) -> None:
 def ahead(engine: EngineState, sent: set[tuple[str, int]]) -> list[tuple[str, Queued]]:
     return [
         (model.name, queued)
-        for model in engine.tenants.open_models
+        for model in engine.clients.open_models
         for queued in model.again()
         if queued.waits and (model.name, queued.number) not in sent
     ]
@@ -113,8 +113,8 @@ async def test_r17_operations_survive_the_death_of_leaders_and_are_completed_onc
         await executing
         async with leading(bus) as coordinator:
             answers = await clients
-            tenants = coordinator.core.hive.engine(ENGINE).tenants
-            while tenants.waiting:
+            state = coordinator.core.hive.engine(ENGINE).clients
+            while state.waiting:
                 await asyncio.sleep(0.01)
     for session, given in zip(SESSIONS, answers):
         expected = [f"{session}:train:0:{number}" for number in range(OPERATIONS) for _ in range(2)]

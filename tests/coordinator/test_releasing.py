@@ -9,7 +9,7 @@ from bombus.bus import Bus
 from bombus.bus.large.parts import Parts
 from bombus.errors import Code, LogCorrupted, Refused
 from bombus.hive import inbox
-from bombus.hive.events import BatchDelivered, BatchHandedOut, Collection, GroupsPushed, Tenancy
+from bombus.hive.events import BatchDelivered, BatchHandedOut, Collection, GroupsPushed, OperationLimits
 from bombus.hive.fold.evolve import evolve
 from bombus.hive.inbox import Accepted, BatchTaken, Done, Pushed
 from bombus.hive.records import BodyRef
@@ -19,7 +19,7 @@ from bombus_coordinator.moving import BodyMover
 from bombus_coordinator.releasing import GRACE_S, TRAJECTORIES, Releaser
 from bombus_coordinator.shell import Coordinator
 from tests.coordinator.core_in_memory import ENGINE
-from tests.coordinator.tenants_in_memory import BASE, MODEL, SESSION
+from tests.coordinator.operations_in_memory import BASE, MODEL, SESSION
 from tests.coordinator.test_shell import leading
 from tests.patience import PATIENCE_S
 
@@ -32,7 +32,7 @@ class Clock:
         return self.now_s
 
 
-class Tenant:
+class TrainingClient:
     """A client and a trainer of one model, on a bus."""
 
     def __init__(self, bus: Bus, coordinator: Coordinator, model: str = MODEL) -> None:
@@ -67,7 +67,7 @@ class Tenant:
         return answer
 
     async def done(self, key: str) -> None:
-        queued = self.core.hive.engine(ENGINE).tenants.models[self.model].operations[key]
+        queued = self.core.hive.engine(ENGINE).clients.models[self.model].operations[key]
         result = await self.parts.store(self.subject, f"result {key}".encode())
         await self.bus.inbox.send(
             inbox.OperationDone(
@@ -83,8 +83,8 @@ class Tenant:
         )
         await self.until(lambda: not queued.waits)
 
-    async def cover(self, number: int) -> None:
-        written = inbox.CoverWritten(
+    async def checkpoint(self, number: int) -> None:
+        written = inbox.CheckpointWritten(
             id=self.id(),
             engine=ENGINE,
             run=1,
@@ -95,7 +95,7 @@ class Tenant:
             digest="d",
         )
         await self.bus.inbox.send(written)
-        await self.until(lambda: self.core.hive.engine(ENGINE).tenants.models[self.model].covered == number)
+        await self.until(lambda: self.core.hive.engine(ENGINE).clients.models[self.model].checkpointed == number)
 
     async def until(self, holds: object) -> None:
         async with asyncio.timeout(PATIENCE_S):
@@ -103,68 +103,68 @@ class Tenant:
                 await asyncio.sleep(0.01)
 
 
-async def configure(bus: Bus, **tenancy: object) -> None:
-    rules = Collection(tenancy=Tenancy(**tenancy))  # type: ignore[arg-type]
+async def configure(bus: Bus, **limits: object) -> None:
+    rules = Collection(operations=OperationLimits(**limits))  # type: ignore[arg-type]
     configured = inbox.Configure(
         id="configure", engine=ENGINE, config="{}", config_digest="d", collection=rules, model="tiny"
     )
     assert isinstance(await bus.inbox.request(configured), Done)
 
 
-async def report_until(releaser: Releaser, tenant: Tenant, released: int) -> None:
+async def report_until(releaser: Releaser, client: TrainingClient, released: int) -> None:
     await releaser.report()
-    await tenant.until(lambda: tenant.core.hive.released == released)
+    await client.until(lambda: client.core.hive.released == released)
 
 
 async def test_r17_what_no_trainer_and_no_client_needs_is_released_on_the_log_and_then_purged(bus: Bus) -> None:
     clock = Clock()
     async with leading(bus) as coordinator:
         await configure(bus, results_bytes_max=20)
-        tenant = Tenant(bus, coordinator)
-        await tenant.open()  # 1, and its result at 2
+        client = TrainingClient(bus, coordinator)
+        await client.open()  # 1, and its result at 2
         for key in ("1", "2"):
-            await tenant.operate(key)  # 3, 5
-            await tenant.done(key)  # 4, 6
+            await client.operate(key)  # 3, 5
+            await client.done(key)  # 4, 6
         releaser = Releaser(bus, lambda: coordinator.core.hive, clock=clock)
-        await tenant.cover(2)
+        await client.checkpoint(2)
         await releaser.report()
         clock.now_s = GRACE_S - 1
         await releaser.report()
         assert coordinator.core.hive.released == 0, "nothing that is younger than the grace"
         clock.now_s = GRACE_S
-        await report_until(releaser, tenant, 4)
+        await report_until(releaser, client, 4)
         await releaser.purge(releaser.released())
         state = await bus.state(bus.subjects.ops_stream)
         assert (state.first_seq, state.last_seq) == (4, 6), "operation 2 is at 5, the results that are kept at 4 and 6"
-        for queued in coordinator.core.hive.engine(ENGINE).tenants.models[MODEL].again():
+        for queued in coordinator.core.hive.engine(ENGINE).clients.models[MODEL].again():
             assert queued.body is not None
-            assert await tenant.parts.fetch(queued.body) == f"operation {queued.key}".encode()
+            assert await client.parts.fetch(queued.body) == f"operation {queued.key}".encode()
 
 
 async def test_a_body_that_waited_too_long_for_its_operation_is_refused_and_stored_again(bus: Bus) -> None:
     clock = Clock()
     async with leading(bus) as coordinator:
-        tenant = Tenant(bus, coordinator)
-        early = await tenant.parts.store(tenant.subject, b"early")
+        client = TrainingClient(bus, coordinator)
+        early = await client.parts.store(client.subject, b"early")
         releaser = Releaser(bus, lambda: coordinator.core.hive, clock=clock)
         await releaser.report()
         clock.now_s = GRACE_S
-        await report_until(releaser, tenant, 2)
+        await report_until(releaser, client, 2)
         await releaser.purge(releaser.released())
         with pytest.raises(LogCorrupted):
-            await tenant.parts.fetch(early)
-        await tenant.open()
+            await client.parts.fetch(early)
+        await client.open()
         with pytest.raises(Refused) as refused:
-            await bus.inbox.request(tenant.message("1", early))
+            await bus.inbox.request(client.message("1", early))
         assert refused.value.code == Code.BODY_GONE
-        await tenant.operate("1")
+        await client.operate("1")
 
 
 async def test_an_overfull_stream_is_purged_subject_by_subject(bus: Bus) -> None:
     clock = Clock()
     async with leading(bus) as coordinator:
         await configure(bus, results_bytes_max=1)
-        idle, busy = Tenant(bus, coordinator), Tenant(bus, coordinator, "s:train:1")
+        idle, busy = TrainingClient(bus, coordinator), TrainingClient(bus, coordinator, "s:train:1")
         await idle.open()
         await busy.operate("0", "create_model")
         await busy.done("0")
@@ -172,12 +172,12 @@ async def test_an_overfull_stream_is_purged_subject_by_subject(bus: Bus) -> None
             await busy.parts.store(busy.subject, bytes(17 << 20))
         await busy.operate("1")
         await busy.done("1")
-        await busy.cover(2)
+        await busy.checkpoint(2)
         releaser = Releaser(bus, lambda: coordinator.core.hive, clock=clock)
         await releaser.report()
         clock.now_s = GRACE_S
         await releaser.report()
-        models = coordinator.core.hive.engine(ENGINE).tenants
+        models = coordinator.core.hive.engine(ENGINE).clients
         await busy.until(lambda: models.released)
         before = await bus.state(bus.subjects.ops_stream)
         await releaser.purge(releaser.released())
@@ -186,7 +186,7 @@ async def test_an_overfull_stream_is_purged_subject_by_subject(bus: Bus) -> None
         assert after.messages < 10 < before.messages
 
 
-async def test_scored_groups_that_were_taken_are_released_sooner_where_their_stream_is_overfull(bus: Bus) -> None:
+async def test_rollout_groups_that_were_taken_are_released_sooner_where_their_stream_is_overfull(bus: Bus) -> None:
     clock, hive = Clock(), Hive()
     parts = Parts(bus, bus.subjects.trajectories_stream)
     releaser = Releaser(bus, lambda: hive, clock=clock, bodies=TRAJECTORIES)
@@ -321,17 +321,17 @@ async def test_a_waiting_group_that_is_lost_is_given_up_when_its_body_is_to_be_s
 
 async def test_r6_what_is_released_goes_back_to_the_end_of_a_stream_that_has_lost_it(bus: Bus) -> None:
     async with leading(bus) as coordinator:
-        tenant = Tenant(bus, coordinator)
+        client = TrainingClient(bus, coordinator)
         coordinator.core.hive.released = 9
         releaser = Releaser(bus, lambda: coordinator.core.hive)
-        await report_until(releaser, tenant, 1)
+        await report_until(releaser, client, 1)
         engine = coordinator.core.hive.engines.setdefault(ENGINE, EngineState(name=ENGINE))
         of_ann = engine.trajectories.queue.kept_of("ann")
-        of_ann.released = engine.tenants.released["m"] = 9
+        of_ann.released = engine.clients.released["m"] = 9
         for each in (releaser, Releaser(bus, lambda: coordinator.core.hive, bodies=TRAJECTORIES)):
             await each.report()
         async with asyncio.timeout(PATIENCE_S):
-            while (of_ann.released, engine.tenants.released["m"]) != (1, 1):
+            while (of_ann.released, engine.clients.released["m"]) != (1, 1):
                 await asyncio.sleep(0.01)
 
 

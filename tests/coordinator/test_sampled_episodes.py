@@ -5,19 +5,19 @@ import pytest
 from bombus.errors import Code
 from bombus.hive import events as ev
 from bombus.hive import inbox
-from bombus.hive.events import Collection, DropReason, EpisodeType, SamplerWeights, Tenancy
+from bombus.hive.events import Collection, DropReason, EpisodeType, OperationLimits, SamplerWeights
 from bombus.hive.inbox import BASE_SAMPLER, Accepted, Done, Granted
 from bombus.hive.state import Phase
 from tests.coordinator.core_in_memory import ENGINE, CoreHarness
-from tests.coordinator.tenants_in_memory import MODEL, SESSION, TenantHarness, saved
+from tests.coordinator.operations_in_memory import MODEL, SESSION, OperationHarness, saved
 
 SNAPSHOT = f"{MODEL}/sampler/step-1"
 DAY_S = 86_400.0
 
 
-def with_snapshot(owner: str = "", **rules: object) -> TenantHarness:
+def with_snapshot(owner: str = "", **rules: object) -> OperationHarness:
     """Return a run with one saved model. Its clients show no life, so they have to live for long."""
-    harness = TenantHarness()
+    harness = OperationHarness()
     if rules:
         harness.configure(Collection(**rules))  # type: ignore[arg-type]
     harness.open_session(idle_s=7 * DAY_S, owner=owner)
@@ -28,7 +28,7 @@ def with_snapshot(owner: str = "", **rules: object) -> TenantHarness:
     return harness
 
 
-def save(harness: TenantHarness, key: str, name: str, ttl_s: float = 0.0) -> None:
+def save(harness: OperationHarness, key: str, name: str, ttl_s: float = 0.0) -> None:
     harness.operate(key, "save_weights")
     harness.done(key, saved=saved(name, "sampler", ttl_s))
 
@@ -43,7 +43,7 @@ def take(harness: CoreHarness, *episodes: str, client: str = "c1") -> inbox.AnyA
     return harness.request(inbox.Take(id=harness.id(), engine=ENGINE, client=client, episodes=episodes))
 
 
-def played(harness: TenantHarness, reward: float = 1.0, client: str = "c1", owner: str = "") -> str:
+def played(harness: OperationHarness, reward: float = 1.0, client: str = "c1", owner: str = "") -> str:
     (episode,) = harness.claim(client, sampler=SNAPSHOT, owner=owner)
     harness.call(episode, 0)
     assert isinstance(harness.end(episode, reward=reward, client=client), Done)
@@ -77,7 +77,7 @@ def test_a_claim_that_names_no_saved_model_of_the_run_is_refused_in_words() -> N
 
 
 def test_a_saved_model_of_all_weights_or_on_another_base_is_refused_in_words() -> None:
-    harness = TenantHarness()
+    harness = OperationHarness()
     harness.open_session()
     harness.create()
     harness.serve()
@@ -163,7 +163,7 @@ def test_what_is_too_much_is_dropped_of_whoever_has_most_by_the_name_of_its_key(
 
 
 def test_what_nobody_takes_is_dropped_after_its_time_and_beyond_the_limits_the_oldest_first() -> None:
-    harness = with_snapshot(max_pool_episodes=2, tenancy=Tenancy(episodes_s=100.0))
+    harness = with_snapshot(max_pool_episodes=2, operations=OperationLimits(episodes_s=100.0))
     first, second, third = (played(harness) for _ in range(3))
     dropped = harness.log[-1]
     assert isinstance(dropped, ev.GroupDropped)
@@ -191,10 +191,10 @@ def test_a_saved_model_outlives_its_time_while_an_open_episode_samples_from_it()
     (episode,) = harness.claim(sampler=name, discard_timeout_s=1000.0)
     harness.send(inbox.Touch(id=harness.id(), engine=ENGINE, confirmed=(harness.engine.open[episode].claim,)))
     harness.tick(after_s=200.0)
-    assert name in harness.tenants.kept
+    assert name in harness.clients.kept
     harness.end(episode)
     harness.tick()
-    assert name not in harness.tenants.kept
+    assert name not in harness.clients.kept
 
 
 def test_a_claim_that_waited_until_its_saved_model_was_removed_is_refused() -> None:
@@ -209,23 +209,23 @@ def test_a_claim_that_waited_until_its_saved_model_was_removed_is_refused() -> N
 
 
 def test_room_for_a_save_is_not_made_of_one_that_an_open_episode_samples_from() -> None:
-    harness = with_snapshot(tenancy=Tenancy(checkpoints_max=3))  # one of which has a name
+    harness = with_snapshot(operations=OperationLimits(checkpoints_max=3))  # one of which has a name
     save(harness, "2", "sample-2", DAY_S)
     save(harness, "3", "sample-3", DAY_S)
     (episode,) = harness.claim(sampler=f"{MODEL}/sampler/sample-2")
     save(harness, "4", "sample-4", DAY_S)
-    assert [each.noted.saved.name for each in harness.tenants.kept.values()] == ["step-1", "sample-2", "sample-4"]
+    assert [each.noted.saved.name for each in harness.clients.kept.values()] == ["step-1", "sample-2", "sample-4"]
     harness.claim(sampler=f"{MODEL}/sampler/sample-4")
     why = refused(harness.operate("5", "save_weights"), Code.QUOTA)
     assert why.startswith("3 saved models are kept, 3 of them of this key")
     assert why.endswith("remove some that nobody needs.")
     assert isinstance(harness.end(episode, reward=1.0), Done)
     save(harness, "5", "sample-5", DAY_S)
-    assert [each.noted.saved.name for each in harness.tenants.kept.values()] == ["step-1", "sample-4", "sample-5"]
+    assert [each.noted.saved.name for each in harness.clients.kept.values()] == ["step-1", "sample-4", "sample-5"]
 
 
 def test_room_for_a_save_is_made_first_of_what_models_that_have_ended_left_behind() -> None:
-    harness = TenantHarness()
+    harness = OperationHarness()
     harness.limits(checkpoints_max=4)
     for session, owner in (("ended", "ann"), ("others", "eve"), ("now", "ann")):
         harness.open_session(session, idle_s=7 * DAY_S, owner=owner)
@@ -237,14 +237,14 @@ def test_room_for_a_save_is_made_first_of_what_models_that_have_ended_left_behin
     def sampled(key: str, model: str) -> set[str]:
         assert isinstance(harness.operate(key, "save_weights", model, session=model), Accepted)
         harness.done(key, model, saved=saved(f"sample-{key}", "sampler", DAY_S))
-        return {name.replace("/sampler/sample", "") for name in harness.tenants.kept}
+        return {name.replace("/sampler/sample", "") for name in harness.clients.kept}
 
     for key, model in (("1", "now"), ("1", "ended"), ("1", "others")):
         sampled(key, model)
     assert sampled("2", "ended") == {"now-1", "ended-1", "others-1", "ended-2"}
     assert sampled("3", "ended") == {"now-1", "ended-2", "others-1", "ended-3"}, "its own oldest: none has ended"
     harness.close_session("ended", save=False)
-    (ends,) = [key for key, each in harness.tenants.models["ended"].operations.items() if each.waits]
+    (ends,) = [key for key, each in harness.clients.models["ended"].operations.items() if each.waits]
     harness.done(ends, "ended", closes=True)
     assert sampled("2", "now") == {"now-1", "ended-3", "others-1", "now-2"}
     assert sampled("3", "now") == {"now-1", "now-3", "others-1", "now-2"}

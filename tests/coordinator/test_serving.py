@@ -13,16 +13,16 @@ from bombus.hive.state import Phase
 from bombus.hive.status.detail import detail_of
 from bombus_coordinator.core import Core
 from tests.coordinator.core_in_memory import ENGINE, SECOND, CoreHarness
-from tests.coordinator.tenants_in_memory import BASE, MODEL, TenantHarness
+from tests.coordinator.operations_in_memory import BASE, MODEL, OperationHarness
 from tests.coordinator.test_suspending import refused, suspend
 
 
-def stored(harness: TenantHarness, below: int, overfull: bool = False) -> list[ev.AnyEvent]:
+def stored(harness: OperationHarness, below: int, overfull: bool = False) -> list[ev.AnyEvent]:
     return harness.send(inbox.OperationsStored(id=harness.id(), below=below, overfull=overfull))
 
 
 def test_the_first_model_starts_a_run_on_an_engine_that_is_offline() -> None:
-    harness = TenantHarness()
+    harness = OperationHarness()
     harness.open_session()
     assert harness.create() == Accepted(run=1, operation=f"{MODEL}:0", number=1)
     assert harness.kinds()[-3:] == ["engine.started", "model.opened", "operation.accepted"]
@@ -33,7 +33,7 @@ def test_the_first_model_starts_a_run_on_an_engine_that_is_offline() -> None:
 
 
 def test_it_rolls_once_its_trainer_has_loaded_the_base_without_any_replica() -> None:
-    harness = TenantHarness()
+    harness = OperationHarness()
     harness.open_session()
     harness.create()
     epoch = harness.open_trainer()
@@ -47,7 +47,7 @@ def test_it_rolls_once_its_trainer_has_loaded_the_base_without_any_replica() -> 
 
 
 def test_a_leader_that_dies_between_the_boot_and_rolling_leaves_the_rest_to_the_next() -> None:
-    harness = TenantHarness()
+    harness = OperationHarness()
     harness.open_session()
     harness.create()
     harness.open_trainer()
@@ -58,7 +58,7 @@ def test_a_leader_that_dies_between_the_boot_and_rolling_leaves_the_rest_to_the_
 
 
 def test_the_rules_of_episodes_leave_such_a_run_alone() -> None:
-    harness = TenantHarness().serving()
+    harness = OperationHarness().serving()
     harness.send(inbox.ReplicaAlive(id=harness.id(), engine=ENGINE, replica="r1", url="http://r1"))
     for _ in range(20):
         assert harness.tick(after_s=9) == []
@@ -68,7 +68,7 @@ def test_the_rules_of_episodes_leave_such_a_run_alone() -> None:
 
 
 def test_its_base_is_version_0_whose_replicas_are_listed_while_no_phase_changes() -> None:
-    harness = TenantHarness().serving()
+    harness = OperationHarness().serving()
     harness.send(inbox.ReplicaAlive(id=harness.id(), engine=ENGINE, replica="r1", url="http://r1"))
     assert [ev.kind_of(event) for event in harness.save_weights(0)] == ["weights.ready"]
     assert harness.save_weights(0) == [], "it never changes"
@@ -81,7 +81,7 @@ def test_its_base_is_version_0_whose_replicas_are_listed_while_no_phase_changes(
 
 
 def test_a_replica_that_cannot_load_its_base_suspends_no_run_of_operations() -> None:
-    harness = TenantHarness()
+    harness = OperationHarness()
     harness.open_session()
     harness.create()
     harness.send(inbox.ReplicaAlive(id=harness.id(), engine=ENGINE, replica="r1", url="http://r1"))
@@ -94,7 +94,7 @@ def test_a_replica_that_cannot_load_its_base_suspends_no_run_of_operations() -> 
 
 
 def test_claims_and_votes_there_are_refused_in_words() -> None:
-    harness = TenantHarness().serving()
+    harness = OperationHarness().serving()
     why = refused(harness.request(harness.claim_message(wait_s=2.0)), Code.UNSUPPORTED)
     assert why.startswith("Run 1 of engine main serves training operations: say which of its saved models")
     refused(harness.request(inbox.AgreeSync(id=harness.id(), engine=ENGINE, client="c1")), Code.UNSUPPORTED)
@@ -103,7 +103,7 @@ def test_claims_and_votes_there_are_refused_in_words() -> None:
 
 
 def test_an_engine_that_plays_episodes_takes_no_model() -> None:
-    harness = TenantHarness()
+    harness = OperationHarness()
     harness.boot()
     harness.open_session()
     why = refused(harness.create(), Code.WRONG_PHASE)
@@ -112,7 +112,7 @@ def test_an_engine_that_plays_episodes_takes_no_model() -> None:
 
 
 def test_it_ends_by_itself_some_time_after_its_last_model_has_ended() -> None:
-    harness = TenantHarness().serving()
+    harness = OperationHarness().serving()
     assert harness.tick(after_s=301) == []
     harness.operate("1", "end_model")
     harness.done("1", closes=True)
@@ -122,12 +122,12 @@ def test_it_ends_by_itself_some_time_after_its_last_model_has_ended() -> None:
     assert harness.create(MODEL + "2") == Accepted(run=2, operation=f"{MODEL}2:0", number=1)
 
 
-def begin_sampling(harness: TenantHarness, base: str = BASE, session: str = "s") -> AnyAnswer:
+def begin_sampling(harness: OperationHarness, base: str = BASE, session: str = "s") -> AnyAnswer:
     return harness.request(inbox.BeginSampling(id=harness.id(), engine=ENGINE, session=session, base=base))
 
 
 def test_a_session_that_samples_starts_a_run_without_any_model_which_goes_on_until_the_session_has_ended() -> None:
-    harness = TenantHarness()
+    harness = OperationHarness()
     harness.open_session(idle_s=7 * 24 * 3600.0)
     assert begin_sampling(harness) == inbox.Done(run=1)
     assert harness.kinds()[-2:] == ["engine.started", "sampling.begun"]
@@ -149,11 +149,11 @@ def test_a_session_that_samples_starts_a_run_without_any_model_which_goes_on_unt
     harness.open_session("t")
     assert harness.phase() == Phase.OFFLINE
     begin_sampling(harness, session="t")
-    assert (harness.engine.run, harness.tenants.sessions["t"].samples_in) == (2, 2)
+    assert (harness.engine.run, harness.clients.sessions["t"].samples_in) == (2, 2)
 
 
 def test_a_session_samples_where_models_could_be_made_and_elsewhere_that_is_refused_in_words() -> None:
-    harness = TenantHarness()
+    harness = OperationHarness()
     assert refused(begin_sampling(harness), Code.SESSION_OVER)
     harness.open_session()
     assert refused(begin_sampling(harness, base=""), Code.MALFORMED)
@@ -163,14 +163,14 @@ def test_a_session_samples_where_models_could_be_made_and_elsewhere_that_is_refu
     assert refused(harness.create(base="another"), Code.UNKNOWN_MODEL)
     harness.close_session()
     assert refused(begin_sampling(harness), Code.SESSION_OVER)
-    episodes = TenantHarness()
+    episodes = OperationHarness()
     episodes.boot()
     episodes.open_session()
     assert refused(begin_sampling(episodes), Code.WRONG_PHASE)
 
 
 def test_a_run_that_is_stopped_or_fails_tells_every_operation_that_waits() -> None:
-    harness = TenantHarness().serving()
+    harness = OperationHarness().serving()
     harness.operate("1")
     harness.done("1")
     harness.operate("2")
@@ -188,7 +188,7 @@ def test_a_run_that_is_stopped_or_fails_tells_every_operation_that_waits() -> No
 
 
 def test_a_suspended_run_takes_operations_and_results_and_does_not_end() -> None:
-    harness = TenantHarness().serving()
+    harness = OperationHarness().serving()
     suspend(harness)
     assert isinstance(harness.operate("1"), Accepted)
     assert len(harness.done("1")) == 1
@@ -196,7 +196,7 @@ def test_a_suspended_run_takes_operations_and_results_and_does_not_end() -> None
 
 
 def test_a_boot_that_takes_too_long_suspends_the_run_and_its_operations_wait() -> None:
-    harness = TenantHarness()
+    harness = OperationHarness()
     harness.open_session()
     harness.create()
     (suspended,) = harness.tick(after_s=1801)
@@ -205,7 +205,7 @@ def test_a_boot_that_takes_too_long_suspends_the_run_and_its_operations_wait() -
 
 
 def test_trainers_that_end_without_a_word_count_only_while_something_waits() -> None:
-    harness = TenantHarness().serving()
+    harness = OperationHarness().serving()
     for _ in range(30):
         harness.open_trainer()
     assert not harness.engine.suspended
@@ -219,28 +219,28 @@ def test_trainers_that_end_without_a_word_count_only_while_something_waits() -> 
 
 
 def test_r17_bodies_stay_until_they_were_executed_and_covered_and_results_until_they_cannot_be_read() -> None:
-    harness = TenantHarness().serving()  # the body at 1, its result at 2
+    harness = OperationHarness().serving()  # the body at 1, its result at 2
     harness.operate("1")  # 3
     harness.done("1")  # 4
     harness.operate("2", passive=True)  # 5
-    assert stored(harness, 3) == [], "operation 1 is not covered"
-    harness.cover(2)
+    assert stored(harness, 3) == [], "operation 1 is in no recovery checkpoint"
+    harness.checkpoint(2)
     assert stored(harness, 3) == [ev.OperationsReleased(at_ns=harness.now_ns, below=2)], "the result at 2 can be read"
     harness.close_session()
     harness.done("2")  # 6
     harness.done("_end-4", closes=True)  # 7
     harness.tick(after_s=3600)
-    assert harness.tenants.models == {}
+    assert harness.clients.models == {}
     assert [type(event) for event in stored(harness, 6)] == [ev.OperationsReleased]
     assert harness.core.hive.released == 6, "no further than what has been there for long"
     assert stored(harness, 6) == []
 
 
 def test_an_operation_whose_body_may_be_purged_is_refused_and_stored_again() -> None:
-    harness = TenantHarness().serving()
+    harness = OperationHarness().serving()
     late = harness.operate_message("1")  # its body is at 3
-    harness.cover(1)
-    harness.engine.tenants.models[MODEL].operations["0"].result = None
+    harness.checkpoint(1)
+    harness.engine.clients.models[MODEL].operations["0"].result = None
     stored(harness, 4)
     assert harness.core.hive.released == 4
     assert refused(harness.request(late), Code.BODY_GONE).endswith("store it again.")
@@ -249,15 +249,15 @@ def test_an_operation_whose_body_may_be_purged_is_refused_and_stored_again() -> 
 
 
 def test_an_overfull_stream_is_purged_between_what_idle_models_hold() -> None:
-    harness = TenantHarness().serving()  # of which 1 and 2 stay
+    harness = OperationHarness().serving()  # of which 1 and 2 stay
     harness.create("s:train:1")  # 3
     harness.done("0", "s:train:1")  # 4
     for key in range(1, 4):
         harness.operate(str(key), model="s:train:1")  # 5, 7, 9
         harness.done(str(key), "s:train:1")  # 6, 8, 10
-    harness.cover(3, "s:train:1")
+    harness.checkpoint(3, "s:train:1")
     for dropped in ("0", "1"):
-        harness.tenants.models["s:train:1"].operations[dropped].result = None
+        harness.clients.models["s:train:1"].operations[dropped].result = None
     assert stored(harness, 11) == []
     (released,) = stored(harness, 11, overfull=True)
     assert isinstance(released, ev.OperationsReleased)
@@ -274,7 +274,7 @@ def test_an_overfull_stream_is_purged_between_what_idle_models_hold() -> None:
 
 
 def test_r6_a_stream_that_has_lost_its_end_takes_bodies_at_its_old_sequences_again() -> None:
-    harness = TenantHarness()
+    harness = OperationHarness()
     stored(harness, 50)
     shrunk = inbox.OperationsStored(id=harness.id(), below=7, shrunk=True)
     assert harness.send(shrunk) == [ev.OperationsReleased(at_ns=harness.now_ns, below=7)]
@@ -285,7 +285,7 @@ def test_r6_a_stream_that_has_lost_its_end_takes_bodies_at_its_old_sequences_aga
 
 
 def test_without_models_everything_old_is_released() -> None:
-    harness = TenantHarness()
+    harness = OperationHarness()
     assert [type(event) for event in stored(harness, 50)] == [ev.OperationsReleased]
     assert harness.core.hive.released == 50
 
@@ -294,18 +294,18 @@ def test_a_run_of_episodes_has_no_sessions_and_serves_no_operations() -> None:
     harness = CoreHarness()
     harness.boot()
     assert harness.engine.plays_episodes
-    assert (harness.engine.tenants.sessions, harness.engine.tenants.models) == ({}, {})
+    assert (harness.engine.clients.sessions, harness.engine.clients.models) == ({}, {})
     assert not harness.engine.serves_operations
 
 
 # ---- a trainer that rests -----------------------------------------------------------------------------------------
 
 
-def rest(harness: TenantHarness, asleep: bool) -> inbox.AnyAnswer:
+def rest(harness: OperationHarness, asleep: bool) -> inbox.AnyAnswer:
     return harness.request(inbox.AskRest(id=harness.id(), engine=ENGINE, asleep=asleep))
 
 
-def rests(harness: TenantHarness, asleep: bool, epoch: int | None = None) -> list[str]:
+def rests(harness: OperationHarness, asleep: bool, epoch: int | None = None) -> list[str]:
     trainer_epoch = harness.engine.trainer_epoch if epoch is None else epoch
     said = inbox.TrainerRests(
         id=harness.id(), engine=ENGINE, run=harness.engine.run, trainer_epoch=trainer_epoch, asleep=asleep
@@ -314,7 +314,7 @@ def rests(harness: TenantHarness, asleep: bool, epoch: int | None = None) -> lis
 
 
 def test_a_trainer_sleeps_and_wakes_up_when_it_says_so_and_a_repeat_changes_nothing() -> None:
-    harness = TenantHarness().serving()
+    harness = OperationHarness().serving()
     assert isinstance(rest(harness, asleep=True), inbox.Done)
     assert (harness.engine.rest_wanted, harness.engine.asleep) == (True, False)
     assert isinstance(rest(harness, asleep=True), inbox.Done)
@@ -330,7 +330,7 @@ def test_a_trainer_sleeps_and_wakes_up_when_it_says_so_and_a_repeat_changes_noth
 
 
 def test_a_model_is_created_by_a_trainer_that_is_awake_alone() -> None:
-    harness = TenantHarness().serving()
+    harness = OperationHarness().serving()
     rest(harness, asleep=True)
     why = refused(harness.create("s:train:1"), Code.WRONG_PHASE)
     assert why.endswith("sleeps, and makes no model until it is woken up with /wake_up.")
@@ -339,7 +339,7 @@ def test_a_model_is_created_by_a_trainer_that_is_awake_alone() -> None:
 
 
 def test_a_trainer_that_is_asked_for_the_opposite_on_its_way_has_to_say_when_it_is_there() -> None:
-    harness = TenantHarness().serving()
+    harness = OperationHarness().serving()
     rest(harness, asleep=True)
     rest(harness, asleep=False)
     assert (harness.engine.rest_wanted, harness.engine.asleep) == (False, True), "it may have freed its memory"
@@ -350,11 +350,11 @@ def test_a_trainer_that_is_asked_for_the_opposite_on_its_way_has_to_say_when_it_
 
 
 def test_operations_wait_for_a_trainer_that_sleeps_and_it_owes_nothing() -> None:
-    harness = TenantHarness().serving()
+    harness = OperationHarness().serving()
     rest(harness, asleep=True)
     rests(harness, asleep=True)
     assert isinstance(harness.operate("1"), Accepted)
-    assert harness.tenants.waiting == 1
+    assert harness.clients.waiting == 1
     detail = detail_of(harness.engine, harness.now_ns + 90 * 86_400 * SECOND)
     asleep, _, serving = detail.partition("; ")
     assert asleep == "asleep for 90 d 00 h: nothing is executed and no session ends until /wake_up"
@@ -365,7 +365,7 @@ def test_operations_wait_for_a_trainer_that_sleeps_and_it_owes_nothing() -> None
 
 
 def test_no_session_is_idle_while_the_trainer_sleeps_and_its_time_begins_when_that_wakes_up() -> None:
-    harness = TenantHarness().serving()
+    harness = OperationHarness().serving()
     rest(harness, asleep=True)
     rests(harness, asleep=True)
     assert harness.tick(after_s=3 * 3600) == []
@@ -377,7 +377,7 @@ def test_no_session_is_idle_while_the_trainer_sleeps_and_its_time_begins_when_th
 
 
 def test_only_a_run_of_operations_that_serves_is_put_to_sleep() -> None:
-    harness = TenantHarness()
+    harness = OperationHarness()
     assert refused(rest(harness, asleep=True), Code.WRONG_PHASE)
     harness.open_session()
     harness.create()
@@ -389,7 +389,7 @@ def test_only_a_run_of_operations_that_serves_is_put_to_sleep() -> None:
 
 
 def test_a_run_that_ends_takes_its_rest_with_it() -> None:
-    harness = TenantHarness().serving()
+    harness = OperationHarness().serving()
     rest(harness, asleep=True)
     rests(harness, asleep=True)
     harness.request(inbox.Stop(id=harness.id(), engine=ENGINE))

@@ -13,15 +13,15 @@ from bombus.hive.state import Hive, Phase
 from bombus.hive.status.text import render_status
 from bombus.hive.trajectories.queue import GROUPS_MAX, QueuedGroup
 from tests.coordinator.core_in_memory import ENGINE, CoreHarness
-from tests.coordinator.scored_in_memory import ScoredHarness
+from tests.coordinator.groups_in_memory import GroupHarness
 
 
-class TrainedHarness(ScoredHarness):
-    """A core whose engine has a job that trains scored groups."""
+class TrainedHarness(GroupHarness):
+    """A core whose engine has a job that trains rollout groups."""
 
     def __init__(self, **rules: object) -> None:
         super().__init__()
-        self.configure(Collection(scored_groups=True, **rules))  # type: ignore[arg-type]
+        self.configure(Collection(rollout_groups=True, **rules))  # type: ignore[arg-type]
 
     def register_ours(self, **more: object) -> AnyAnswer:
         return self.register(**{"checkpoint_dir": "atropos/a", **more})  # type: ignore[arg-type]
@@ -74,7 +74,7 @@ def test_registering_begins_a_run_of_the_job_which_boots_with_our_trainer() -> N
 
 
 def test_without_such_a_job_the_trainer_is_somebody_elses() -> None:
-    harness = ScoredHarness()
+    harness = GroupHarness()
     harness.configure(Collection())
     harness.register()
     assert harness.phase() == Phase.ROLLING
@@ -118,10 +118,10 @@ def test_a_run_that_resumes_wants_the_step_of_its_checkpoint_as_starting_step() 
     harness.push_batch()
     harness.step_done(1)
     harness.request(inbox.Stop(id=harness.id(), engine=ENGINE))
-    harness.configure(Collection(scored_groups=True, resume="from 1"))
+    harness.configure(Collection(rollout_groups=True, resume="from 1"))
     assert "begins at step 1" in refused(harness.register_ours(starting_step=0)).why
     assert harness.register_ours(starting_step=1) == Done(run=2)
-    assert harness.scored.current_step == 1
+    assert harness.trajectories.current_step == 1
 
 
 # ---- steps ------------------------------------------------------------------------------------------------------
@@ -132,11 +132,11 @@ def test_a_batch_is_taken_for_one_step_as_soon_as_there_is_one() -> None:
     (pushed, ready) = harness.push_batch()
     assert isinstance(pushed, ev.GroupsPushed)
     assert isinstance(ready, ev.BatchReady)
-    assert (ready.step, ready.taken, ready.groups, ready.scored) == (1, (1, 2), (), ())
+    assert (ready.step, ready.taken, ready.groups, ready.rollout_groups) == (1, (1, 2), (), ())
     assert harness.engine.batch is not None
-    assert [group.body.first for group in harness.engine.batch.scored if group.body] == [1, 2]
-    assert not harness.scored.queue.groups
-    assert (harness.scored.current_step, harness.phase()) == (1, Phase.ROLLING)
+    assert [group.body.first for group in harness.engine.batch.rollout_groups if group.body] == [1, 2]
+    assert not harness.trajectories.queue.groups
+    assert (harness.trajectories.current_step, harness.phase()) == (1, Phase.ROLLING)
 
 
 def test_the_next_batch_waits_for_the_step_its_weights_and_a_replica_that_serves_them() -> None:
@@ -237,8 +237,8 @@ def test_a_group_of_a_step_that_is_lost_is_on_the_log_and_stays_out_of_the_step_
     assert harness.send(msgspec.structs.replace(lost, id=harness.id())) == [], "it is known"
     for batch in (harness.engine.batch, harness.engine.steps[-1].batch):
         assert batch is not None
-        assert [group.body is None for group in batch.scored] == [False, True]
-    assert harness.scored.current_step == 1, "the step is made"
+        assert [group.body is None for group in batch.rollout_groups] == [False, True]
+    assert harness.trajectories.current_step == 1, "the step is made"
     assert harness.folded() == harness.core.hive
 
 
@@ -266,7 +266,7 @@ def test_a_group_of_episodes_takes_them_from_the_pool_once() -> None:
     assert isinstance(pushed, ev.GroupsPushed)
     assert (pushed.episodes, harness.engine.pool) == (episodes, {})
     assert grouped(harness, harness.group(), episodes=episodes) == [], "another leader has made the same"
-    assert len(harness.scored.queue.groups) == 1
+    assert len(harness.trajectories.queue.groups) == 1
     assert harness.folded() == harness.core.hive
     *_, ready = harness.send(inbox.PushGroups(id=harness.id(), engine=ENGINE, groups=(harness.group(),)))
     assert isinstance(ready, ev.BatchReady)
@@ -307,7 +307,7 @@ def test_open_episodes_end_with_the_run_that_another_register_or_a_reset_ends() 
 
 def test_a_run_without_such_a_job_still_has_no_episodes() -> None:
     harness = rolling()
-    assert "takes scored trajectories and has no episodes" in refused(harness.request(harness.claim_message())).why
+    assert "takes rollout groups and has no episodes" in refused(harness.request(harness.claim_message())).why
 
 
 def test_ended_episodes_that_wait_for_others_of_their_task_are_dropped_when_they_are_too_old() -> None:
@@ -402,11 +402,11 @@ def test_a_full_pool_of_incomplete_tasks_is_cleared() -> None:
 
 def test_a_group_of_episodes_waits_while_the_queue_is_full() -> None:
     harness = pooled()
-    harness.scored.queue.groups.update(dict.fromkeys(range(GROUPS_MAX), harness.group()))
-    harness.scored.queue.kept_of("").groups = GROUPS_MAX
+    harness.trajectories.queue.groups.update(dict.fromkeys(range(GROUPS_MAX), harness.group()))
+    harness.trajectories.queue.kept_of("").groups = GROUPS_MAX
     assert grouped(harness, harness.group()) == []
     assert len(harness.engine.pool) == 2
-    harness.scored.queue.groups.clear()
+    harness.trajectories.queue.groups.clear()
     assert len(grouped(harness, harness.group())) == 1
 
 

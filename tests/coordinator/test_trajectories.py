@@ -1,4 +1,4 @@
-"""Runs of trajectories: a trainer registers, environments push scored groups, and batches are handed out (R16)."""
+"""Runs of trajectories: a trainer registers, environments push rollout groups, and batches are handed out (R16)."""
 
 import msgspec
 import pytest
@@ -16,21 +16,21 @@ from bombus.hive.status.data import hive_status
 from bombus.hive.trajectories import queue
 from bombus.hive.trajectories.queue import QueuedGroup
 from bombus.hive.trajectories.state import ANSWERS_KEPT, PUSHES_BETWEEN, REPEAT_S, Trajectories, push
-from bombus.hive.trajectories.status import scored_lines
+from bombus.hive.trajectories.status import rollout_group_lines
 from bombus_coordinator.core import Core
 from bombus_coordinator.rules.trajectories.registering import ENVIRONMENT_IDLE_S
 from tests.coordinator.core_in_memory import ENGINE, CoreHarness
-from tests.coordinator.scored_in_memory import ScoredHarness
+from tests.coordinator.groups_in_memory import GroupHarness
 
 
 @pytest.fixture
-def harness() -> ScoredHarness:
-    return ScoredHarness()
+def harness() -> GroupHarness:
+    return GroupHarness()
 
 
-def rolling() -> ScoredHarness:
+def rolling() -> GroupHarness:
     """Return a run whose trainer has asked for a batch of 4 sequences, and found none."""
-    harness = ScoredHarness()
+    harness = GroupHarness()
     harness.register()
     assert harness.ask() == 0
     return harness
@@ -39,11 +39,11 @@ def rolling() -> ScoredHarness:
 # ---- a run ----------------------------------------------------------------------------------------------------
 
 
-def test_registering_begins_a_run_that_takes_groups_at_once(harness: ScoredHarness) -> None:
+def test_registering_begins_a_run_that_takes_groups_at_once(harness: GroupHarness) -> None:
     assert harness.register(starting_step=3) == Done(run=1)
     assert harness.phase() == Phase.ROLLING
     assert harness.engine.queues_groups
-    assert harness.scored.current_step == 3
+    assert harness.trajectories.current_step == 3
 
 
 def test_a_second_trainer_begins_a_new_run_without_the_groups_of_the_first_and_with_its_environments() -> None:
@@ -54,10 +54,10 @@ def test_a_second_trainer_begins_a_new_run_without_the_groups_of_the_first_and_w
     assert harness.ask() == 0
     harness.push(harness.group(environment))
     assert harness.ask() == 1
-    assert [group.environment for group in harness.scored.batch.groups] == [environment]  # type: ignore[union-attr]
+    assert [group.environment for group in harness.trajectories.batch.groups] == [environment]  # type: ignore[union-attr]
 
 
-def test_r16_groups_that_come_before_any_trainer_wait_for_it(harness: ScoredHarness) -> None:
+def test_r16_groups_that_come_before_any_trainer_wait_for_it(harness: GroupHarness) -> None:
     assert isinstance(harness.push(harness.group(), harness.group()), Pushed)
     harness.register(batch_size=4)
     assert harness.ask() == 1
@@ -72,7 +72,7 @@ def test_what_is_left_of_a_run_that_was_stopped_goes_with_it() -> None:
     assert harness.ask() == 0
 
 
-def test_an_engine_that_plays_episodes_takes_neither_a_trainer_nor_groups(harness: ScoredHarness) -> None:
+def test_an_engine_that_plays_episodes_takes_neither_a_trainer_nor_groups(harness: GroupHarness) -> None:
     harness.boot()
     for answer in (harness.register(), harness.push(harness.group())):
         assert isinstance(answer, Refusal)
@@ -80,7 +80,7 @@ def test_an_engine_that_plays_episodes_takes_neither_a_trainer_nor_groups(harnes
         assert "plays episodes: stop it, or use another engine" in answer.why
 
 
-def test_a_run_of_trajectories_waits_neither_for_a_trainer_nor_for_replicas(harness: ScoredHarness) -> None:
+def test_a_run_of_trajectories_waits_neither_for_a_trainer_nor_for_replicas(harness: GroupHarness) -> None:
     harness.boot()
     harness.request(inbox.Stop(id=harness.id(), engine=ENGINE))
     harness.register()
@@ -97,10 +97,10 @@ def test_a_run_of_trajectories_grants_no_claims_and_says_so() -> None:
     claim = inbox.Claim(id="c", engine=ENGINE, claim="c", client="me")
     answer = harness.request(claim)
     assert isinstance(answer, Refusal)
-    assert "takes scored trajectories and has no episodes" in answer.why
+    assert "takes rollout groups and has no episodes" in answer.why
 
 
-def test_a_batch_is_only_handed_out_to_a_trainer_that_has_registered(harness: ScoredHarness) -> None:
+def test_a_batch_is_only_handed_out_to_a_trainer_that_has_registered(harness: GroupHarness) -> None:
     answer = harness.request(inbox.TakeBatch(id="t", engine=ENGINE))
     assert isinstance(answer, Refusal)
     assert answer.code == Code.WRONG_PHASE
@@ -112,7 +112,7 @@ def test_resetting_ends_the_run_and_forgets_groups_and_environments() -> None:
     harness.push(harness.group(environment))
     assert harness.request(inbox.ResetGroups(id="r", engine=ENGINE)) == Done(run=1)
     assert harness.phase() == Phase.OFFLINE
-    assert (harness.scored.queue.groups, harness.scored.queue.environments) == ({}, {})
+    assert (harness.trajectories.queue.groups, harness.trajectories.queue.environments) == ({}, {})
 
 
 # ---- batches --------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def test_r16_a_batch_is_handed_out_again_until_it_was_delivered() -> None:
     assert [harness.ask(), harness.ask()] == [1, 1]
     harness.arrived(1)
     assert [harness.ask(), harness.ask()] == [2, 2]
-    assert harness.scored.current_step == 2
+    assert harness.trajectories.current_step == 2
     harness.arrived(2)
     assert harness.ask() == 0
 
@@ -147,7 +147,7 @@ def test_r16_a_leader_that_takes_over_hands_out_the_same_batch() -> None:
     hive = Hive()
     for event in harness.log:
         evolve(hive, event)
-    assert hive.engines[ENGINE].trajectories == harness.scored
+    assert hive.engines[ENGINE].trajectories == harness.trajectories
     answer = CoreHarness(Core(hive)).request(inbox.TakeBatch(id="again", engine=ENGINE))
     assert answer == BatchTaken(run=1, number=1, again=True)
 
@@ -155,13 +155,13 @@ def test_r16_a_leader_that_takes_over_hands_out_the_same_batch() -> None:
 # ---- environments ---------------------------------------------------------------------------------------------
 
 
-def test_environments_wait_until_the_trainer_has_asked_for_a_batch(harness: ScoredHarness) -> None:
+def test_environments_wait_until_the_trainer_has_asked_for_a_batch(harness: GroupHarness) -> None:
     assert harness.join() is None
     harness.register()
     assert harness.join() is None
     harness.ask()
     assert [harness.join(), harness.join()] == [0, 1]
-    assert [each.name for each in harness.scored.queue.environments.values()] == ["gsm_0", "gsm_1"]
+    assert [each.name for each in harness.trajectories.queue.environments.values()] == ["gsm_0", "gsm_1"]
 
 
 def test_small_groups_are_held_until_they_make_up_the_size_of_their_environment() -> None:
@@ -178,7 +178,7 @@ def test_a_group_that_no_batch_could_take_is_refused_with_its_position() -> None
     answer = harness.push(harness.group(), harness.group(sequences=5))
     assert isinstance(answer, Refusal)
     assert answer.why.startswith("Group 1 has 5 sequences, and a batch has 4")
-    assert harness.scored.queue.groups == {}
+    assert harness.trajectories.queue.groups == {}
 
 
 def test_groups_that_only_have_to_wait_for_room_are_to_be_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,14 +212,14 @@ def test_one_that_shows_itself_stays_and_one_that_comes_back_is_connected_again(
     assert environment is not None
     assert harness.let_pass(ENVIRONMENT_IDLE_S + 1, touching=environment) == []
     harness.let_pass(ENVIRONMENT_IDLE_S + 1)
-    assert not harness.scored.queue.environments[environment].connected
+    assert not harness.trajectories.queue.environments[environment].connected
     harness.touch(environment)
     (joined,) = harness.tick()
     assert isinstance(joined, ev.EnvironmentJoined)
-    assert harness.scored.queue.environments[environment].connected
+    assert harness.trajectories.queue.environments[environment].connected
     harness.let_pass(ENVIRONMENT_IDLE_S + 1)
     harness.push(harness.group(environment))
-    assert harness.scored.queue.environments[environment].connected
+    assert harness.trajectories.queue.environments[environment].connected
 
 
 def test_one_that_fell_silent_in_the_run_before_comes_back_under_its_number_in_the_next() -> None:
@@ -229,11 +229,11 @@ def test_one_that_fell_silent_in_the_run_before_comes_back_under_its_number_in_t
     harness.request(inbox.LeaveEnvironment(id=harness.id(), engine=ENGINE, environment=left or 0))
     harness.let_pass(ENVIRONMENT_IDLE_S + 1)
     harness.register()
-    assert list(harness.scored.queue.environments) == [silent]
-    assert not harness.scored.queue.environments[silent].connected
+    assert list(harness.trajectories.queue.environments) == [silent]
+    assert not harness.trajectories.queue.environments[silent].connected
     harness.push(harness.group(silent))
-    assert harness.scored.queue.environments[silent].connected
-    assert harness.scored.queue.environments[silent].share.sequences == 2
+    assert harness.trajectories.queue.environments[silent].connected
+    assert harness.trajectories.queue.environments[silent].share.sequences == 2
 
 
 def test_an_environment_leaves_once_and_one_that_is_not_known_is_told_so() -> None:
@@ -258,10 +258,10 @@ def test_r16_a_push_that_is_sent_again_counts_once_and_after_the_window_it_is_an
     group = harness.group()
     first = harness.push(group, key="k")
     assert harness.push(group, key="k") == first
-    assert len(harness.scored.queue.groups) == 1
+    assert len(harness.trajectories.queue.groups) == 1
     harness.let_pass(REPEAT_S + 1)
     harness.push(harness.group(), key="k")
-    assert len(harness.scored.queue.groups) == 2
+    assert len(harness.trajectories.queue.groups) == 2
 
 
 def test_other_groups_under_the_key_of_a_recent_push_are_refused_and_not_taken_for_it() -> None:
@@ -270,7 +270,7 @@ def test_other_groups_under_the_key_of_a_recent_push_are_refused_and_not_taken_f
     answer = harness.push(harness.group(), key="k")
     assert isinstance(answer, Refusal)
     assert answer.code == Code.OTHER_BODY
-    assert len(harness.scored.queue.groups) == 1
+    assert len(harness.trajectories.queue.groups) == 1
 
 
 def test_a_push_that_is_sent_again_to_the_next_run_is_queued_there() -> None:
@@ -278,7 +278,7 @@ def test_a_push_that_is_sent_again_to_the_next_run_is_queued_there() -> None:
     harness.push(harness.group(), key="k")
     harness.register()
     harness.push(harness.group(), key="k")
-    assert len(harness.scored.queue.groups) == 1
+    assert len(harness.trajectories.queue.groups) == 1
 
 
 def test_r16_bodies_are_released_when_nothing_names_them_and_older_ones_are_refused() -> None:
@@ -355,7 +355,7 @@ def test_while_the_stream_is_full_and_no_batch_can_be_made_who_has_most_queued_l
     (given_up,) = harness.tick()
     assert isinstance(given_up, ev.GroupsGivenUp)
     assert given_up.groups == (1, 2, 3), "the 250 bytes beyond the 750 that are shared"
-    assert "those of their key had more than its share" in harness.scored.given_up_why
+    assert "those of their key had more than its share" in harness.trajectories.given_up_why
     assert not harness.tick()
     harness.send(inbox.StorageSeen(id="room", what="trajectories", used=700, size=1_000, reserve=100))
     assert isinstance(harness.push(harness.group(sequences=1, holder="dan")), Pushed)
@@ -364,16 +364,16 @@ def test_while_the_stream_is_full_and_no_batch_can_be_made_who_has_most_queued_l
 
 def test_groups_of_which_a_batch_can_be_made_stay_while_the_stream_is_full_and_so_do_those_before_a_trainer() -> None:
     for registered in (True, False):
-        harness = rolling() if registered else ScoredHarness()
+        harness = rolling() if registered else GroupHarness()
         harness.core.open_epoch("x", trajectories_bytes_max=1_000)
         for holder in ["ann"] * 7 + ["bob"] * 2:
             assert isinstance(harness.push(harness.group(sequences=2 if registered else 3, holder=holder)), Pushed)
         harness.send(inbox.StorageSeen(id="full", what="trajectories", used=950, size=1_000, reserve=100))
         assert not harness.tick()
-        assert len(harness.scored.queue.groups) == 9
+        assert len(harness.trajectories.queue.groups) == 9
 
 
-def test_a_full_stream_of_scored_groups_refuses_groups_and_nothing_else(harness: ScoredHarness) -> None:
+def test_a_full_stream_of_scored_groups_refuses_groups_and_nothing_else(harness: GroupHarness) -> None:
     harness.boot()
     full = inbox.StorageSeen(id="full", what="trajectories", used=95, size=100, reserve=10)
     harness.send(full)
@@ -400,7 +400,7 @@ def test_a_full_stream_of_scored_groups_names_the_group_that_keeps_it_from_being
 
 
 def test_the_group_that_was_pushed_last_is_not_kept_in_a_stream_that_is_full() -> None:
-    harness = ScoredHarness()
+    harness = GroupHarness()
     harness.register(batch_size=2)
     harness.push(harness.group())
     harness.ask()
@@ -415,7 +415,7 @@ def test_the_group_that_was_pushed_last_is_not_kept_in_a_stream_that_is_full() -
 
 
 def test_a_body_is_not_moved_to_a_place_that_was_released_meanwhile() -> None:
-    harness = ScoredHarness()
+    harness = GroupHarness()
     harness.register()
     harness.stored = 49
     group = harness.group()
@@ -426,14 +426,14 @@ def test_a_body_is_not_moved_to_a_place_that_was_released_meanwhile() -> None:
         body = msgspec.structs.replace(group.body, seqs=(place,))
         stored = inbox.BodiesStored(id=harness.id(), engine=ENGINE, moved=(ev.MovedBody(1, body),), was=(50,))
         harness.send(stored)
-        for known in (harness.scored.queue.groups[1], harness.scored.latest):
+        for known in (harness.trajectories.queue.groups[1], harness.trajectories.latest):
             assert known is not None
             assert known.body is not None
             assert known.body.first == moved
 
 
 def test_a_new_run_does_not_know_what_the_trainer_of_the_last_one_had() -> None:
-    harness = ScoredHarness()
+    harness = GroupHarness()
     harness.register(batch_size=2)
     harness.push(harness.group(), harness.group())
     for number in (1, 2):
@@ -441,9 +441,9 @@ def test_a_new_run_does_not_know_what_the_trainer_of_the_last_one_had() -> None:
         harness.arrived(number)
     harness.push(harness.group())
     assert harness.ask() == 3
-    assert harness.scored.before == 2
+    assert harness.trajectories.before == 2
     harness.register(batch_size=2)
-    assert harness.scored.before == 0
+    assert harness.trajectories.before == 0
     assert harness.ask(after=0) == 0
 
 
@@ -458,7 +458,7 @@ def test_after_a_power_cut_what_is_released_goes_back_to_the_end_of_the_stream()
 # ---- groups that are lost -------------------------------------------------------------------------------------
 
 
-def give_up(harness: ScoredHarness, number: int, *lost: tuple[int, int]) -> list[ev.GroupsGivenUp]:
+def give_up(harness: GroupHarness, number: int, *lost: tuple[int, int]) -> list[ev.GroupsGivenUp]:
     """Say that these groups, with the places of their bodies, are lost; return what was decided about groups."""
     message = inbox.GiveUpGroups(
         id=harness.id(),
@@ -477,18 +477,18 @@ def test_a_lost_group_is_given_up_and_the_others_of_its_batch_are_in_the_next_at
     assert harness.ask() == 1
     (given_up,) = give_up(harness, 1, (1, 1))
     assert given_up.groups == (1,)
-    assert harness.scored.current_step == 0
+    assert harness.trajectories.current_step == 0
     assert harness.ask() == 2
-    assert harness.scored.batch is not None
-    assert harness.scored.batch.numbers == (2, 3)
-    assert harness.scored.current_step == 1
+    assert harness.trajectories.batch is not None
+    assert harness.trajectories.batch.numbers == (2, 3)
+    assert harness.trajectories.current_step == 1
     harness.arrived(1)
-    assert not harness.scored.batch.delivered, "what was said of the batch that is gone is not about the next one"
+    assert not harness.trajectories.batch.delivered, "what was said of the batch that is gone is not about the next one"
     harness.arrived(2)
-    assert harness.scored.batch.delivered
-    status = hive_status(harness.core.hive).engines[0].scored
+    assert harness.trajectories.batch.delivered
+    status = hive_status(harness.core.hive).engines[0].rollout_groups
     assert status is not None
-    assert "  1 group was given up, the last because the stream has no message at 1" in scored_lines(status)
+    assert "  1 group was given up, the last because the stream has no message at 1" in rollout_group_lines(status)
 
 
 def test_a_group_is_not_given_up_that_was_delivered_or_is_somewhere_else_now() -> None:
@@ -502,7 +502,7 @@ def test_a_group_is_not_given_up_that_was_delivered_or_is_somewhere_else_now() -
     assert give_up(harness, 1, (1, 1)) == [], "its trainer has it"
     (given_up,) = give_up(harness, 0, (3, 3))
     assert given_up.groups == (3,)
-    assert harness.scored.queue.groups == {}
+    assert harness.trajectories.queue.groups == {}
 
 
 # ---- trainers that say what they have -------------------------------------------------------------------------
@@ -521,7 +521,7 @@ def test_a_trainer_that_says_which_batch_it_has_gets_the_next_one_until_it_has_t
     assert [harness.ask(after=3), harness.ask(after=3)] == [0, 0]
     delivered = [event.number for event in harness.log if isinstance(event, ev.BatchDelivered)]
     assert delivered == [1, 2, 3]
-    assert harness.scored.current_step == 3
+    assert harness.trajectories.current_step == 3
 
 
 def test_a_trainer_that_says_what_it_cannot_have_is_told_what_there_is() -> None:
@@ -557,7 +557,7 @@ def test_a_push_is_known_for_a_minute_however_many_others_come_in_it() -> None:
     for number in range(5_000):
         harness.push(harness.group(sequences=4), key=str(number))
     assert harness.push(group, key="mine") == first
-    assert len(harness.scored.queue.groups) == 5_001
+    assert len(harness.trajectories.queue.groups) == 5_001
 
 
 def test_pushes_that_are_too_old_to_be_sent_again_are_forgotten_and_many_in_a_minute_are_bounded() -> None:

@@ -246,7 +246,7 @@ def test_closing_twice_does_nothing_and_writing_afterwards_is_an_error(tmp_path:
         curriculum.record_result("a", True, 1.0)
 
 
-def test_a_reward_is_what_it_is_at_every_door() -> None:
+def test_a_reward_is_what_it_is_at_every_api() -> None:
     curriculum = Curriculum(PLAN)
     (recorded, *_) = curriculum.record_result("a", True, np.array([0.5]))  # type: ignore[arg-type]
     assert isinstance(recorded, ResultRecorded)

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from bombus.config.algorithms import Estimator
-from bombus.datums.episodes import EndedEpisode, datums_of, learnt_lines, read_ended
+from bombus.datums.episodes import EndedEpisode, datums_of, learnt_sequences, read_ended
 from bombus.datums.groups import GroupedEpisode, group_of_episodes, sequences_of
 from bombus.errors import LogCorrupted
 from bombus.hive.records import CallRecord, CallStatus, unpack_logprobs, unpack_tokens
@@ -28,7 +28,7 @@ def ended(
         task_id=task,
         reward=reward,
         calls=len(records),
-        lines=learnt_lines(records),
+        sequences=learnt_sequences(records),
         call_rewards=call_rewards,
         sampler=sampler,
     )
@@ -38,30 +38,30 @@ def test_a_line_has_the_exact_tokens_of_its_calls_and_ends_after_the_last_that_i
     first = call("a", [1, 2], [3, 4], logprob=-0.5)
     second = call("b", [5], [6], parent=first, logprob=-0.25)
     greedy = call("c", [7], [8], parent=second, temperature=0.0)
-    (line,) = learnt_lines([first, second, greedy])
-    assert unpack_tokens(line.tokens) == [1, 2, 3, 4, 5, 6]
-    assert unpack_logprobs(line.logprobs) == [0.0, 0.0, -0.5, -0.5, 0.0, -0.25]
-    assert array("i", line.calls).tolist() == [-1, -1, 0, 0, -1, 1]
-    assert list(line.mask) == [0, 0, 1, 1, 0, 1]
+    (sequence,) = learnt_sequences([first, second, greedy])
+    assert unpack_tokens(sequence.tokens) == [1, 2, 3, 4, 5, 6]
+    assert unpack_logprobs(sequence.logprobs) == [0.0, 0.0, -0.5, -0.5, 0.0, -0.25]
+    assert array("i", sequence.calls).tolist() == [-1, -1, 0, 0, -1, 1]
+    assert list(sequence.mask) == [0, 0, 1, 1, 0, 1]
 
 
 def test_what_two_branches_share_is_learnt_in_the_first_and_a_parent_outside_is_not_learnt() -> None:
     outside = call("late", [1], [2])
     left, right = call("b", [4], [5], parent=outside), call("c", [6], [7], parent=outside)
-    first, second = learnt_lines([left, right], [outside])
+    first, second = learnt_sequences([left, right], [outside])
     assert (unpack_tokens(first.tokens), list(first.mask)) == ([1, 2, 4, 5], [0, 0, 0, 1])
     assert (unpack_tokens(second.tokens), list(second.mask)) == ([1, 2, 6, 7], [0, 0, 0, 1])
     root = call("a", [1], [2])
-    first, second = learnt_lines([root, call("b", [4], [5], parent=root), call("c", [6], [7], parent=root)])
+    first, second = learnt_sequences([root, call("b", [4], [5], parent=root), call("c", [6], [7], parent=root)])
     assert (list(first.mask), list(second.mask)) == ([0, 1, 0, 1], [0, 0, 0, 1])
 
 
 def test_an_episode_without_anything_to_learn_has_no_line_and_a_logprob_that_is_no_number_is_refused() -> None:
-    assert learnt_lines([]) == ()
-    assert learnt_lines([call("a", [1], [2], temperature=0.0)]) == ()
-    assert learnt_lines([call("a", [], [2])]) == (), "nothing comes before its first token"
+    assert learnt_sequences([]) == ()
+    assert learnt_sequences([call("a", [1], [2], temperature=0.0)]) == ()
+    assert learnt_sequences([call("a", [], [2])]) == (), "nothing comes before its first token"
     with pytest.raises(LogCorrupted, match="logprob is not finite"):
-        learnt_lines([call("a", [1], [2], logprob=float("nan"))])
+        learnt_sequences([call("a", [1], [2], logprob=float("nan"))])
 
 
 def test_a_datum_is_shifted_by_one_and_has_the_reward_less_the_mean_of_its_task() -> None:
@@ -110,21 +110,21 @@ def test_an_episode_travels_as_json() -> None:
         read_ended([{"episode_uuid": 1}])
 
 
-def test_at_every_door_only_tokens_that_are_learnt_weigh_in_the_baseline_of_opo() -> None:
+def test_at_every_api_only_tokens_that_are_learnt_weigh_in_the_baseline_of_opo() -> None:
     greedy = call("a1", [1], [2, 3, 4, 5, 6], temperature=0.0)
     formed = call("a2", [7], [8, 9], [8, 8], parent=greedy, constrained=("response_format",))
     lost = call("a3", [1], [2, 3], status=CallStatus.CUT_OFF)
     unprompted = call("a4", [], [2, 3], [2, 4])  # nothing predicts the first token of each
     calls = ((greedy, formed, lost, unprompted), (call("b1", [1], [2, 3]),))
-    lines = datums_of([ended(f"e{n}", 1.0 - n, *of) for n, of in enumerate(calls)], Estimator.OPO)
-    by_datum = {datum.episode: max(datum.advantages, key=abs) for datum in lines}
+    sequences = datums_of([ended(f"e{n}", 1.0 - n, *of) for n, of in enumerate(calls)], Estimator.OPO)
+    by_datum = {datum.episode: max(datum.advantages, key=abs) for datum in sequences}
     played = [sequences_of(GroupedEpisode(reward=1.0 - n, records=of)) for n, of in enumerate(calls)]
     given = group_of_episodes(played, Estimator.OPO).advantages
     assert given is not None
     (of_group,) = given.rows([len(given)])
     job = EpisodeGroup("t", tuple(episode(f"e{n}", 1.0 - n, *of) for n, of in enumerate(calls)))
     (prepared,) = prepare([job], tiny_settings(adv_estimator="opo"), VOCAB).groups
-    of_job = {line.sequence.episode: float(line.advantages_T[-1]) for line in prepared.lines}
+    of_job = {sequence.sequence.episode: float(sequence.advantages_T[-1]) for sequence in prepared.sequences}
     # two tokens of each episode are learnt, so the baseline is the mean
     assert by_datum == of_job == {"e0": 0.5, "e1": -0.5}
     assert {each for each in of_group if each} == {0.5, -0.5}

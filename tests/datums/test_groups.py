@@ -1,4 +1,4 @@
-"""Ended episodes as a scored group, which our own trainer and outside ones read."""
+"""Ended episodes as a rollout group, which our own trainer and outside ones read."""
 
 import json
 from time import process_time
@@ -8,10 +8,10 @@ import pytest
 from bombus.datums.groups import EpisodeSequences, GroupedEpisode, group_of_episodes, sequences_of
 from bombus.errors import LogCorrupted
 from bombus.hive.records import CallRecord
-from bombus.hive.trajectories.records import ScoredGroup, int_rows
+from bombus.hive.trajectories.records import RolloutGroup, int_rows
 from bombus.hive.trajectories.training import why_not_trained
 from bombus_trainer.data.batch import prepare
-from bombus_trainer.data.scored import group_of
+from bombus_trainer.data.rollout_groups import group_of
 from tests.trainer.small_batches import VOCAB, call, tiny_settings
 
 
@@ -19,7 +19,7 @@ def played(reward: float, *records: CallRecord, call_rewards: tuple[float, ...] 
     return sequences_of(GroupedEpisode(reward=reward, records=records, call_rewards=call_rewards))
 
 
-def rows(group: ScoredGroup, packed: bytes) -> list[list[int]]:
+def rows(group: RolloutGroup, packed: bytes) -> list[list[int]]:
     return int_rows(packed, group.sequence_lengths())
 
 
@@ -50,8 +50,8 @@ def test_an_episode_of_several_conversations_counts_once_by_the_advantages_of_it
     assert group.advantages is not None  # rewards 3 and 1 of two episodes: the mean is 2, and not 7/3
     assert group.advantages.rows([4, 4, 2]) == [[0.0, 1.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0], [0.0, -1.0]]
     assert why_not_trained(group) == ""
-    lines = prepare([group_of("g", group)], tiny_settings(adv_estimator="dr_grpo"), VOCAB).groups[0].lines
-    learnt = [line.advantages_T[line.sequence.loss_mask_T].tolist() for line in lines]
+    sequences = prepare([group_of("g", group)], tiny_settings(adv_estimator="dr_grpo"), VOCAB).groups[0].sequences
+    learnt = [sequence.advantages_T[sequence.sequence.loss_mask_T].tolist() for sequence in sequences]
     assert learnt == [[1.0, 1.0], [1.0], [-1.0]]
 
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from bombus.demo.folder import DemoOf, open_folder
-from bombus.host.process import free_port
+from bombus.machine.process import free_port
 from tests import smollm2_wheel
 from tests.ctrl_c import heed_the_terminal
 from tests.effort import long_only

@@ -8,7 +8,7 @@ import pytest
 from bombus import InfraError, Rollout, RolloutBudgets, Task
 from bombus.environments.chat_model import NoModelAnswer, OutageWarnings, answer_of
 from tests.environments.scripted import CREDENTIALS, ScriptedModel
-from tests.environments.worlds import Counter
+from tests.environments.small_environments import Counter
 
 
 @pytest.mark.parametrize(("own", "asked"), [(None, 1000), (64, 64), (5000, 1000)])

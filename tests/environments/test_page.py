@@ -73,12 +73,12 @@ def test_the_class_of_the_page_passes_validation(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "worlds.py").write_text(TILL)
+    (tmp_path / "my_env.py").write_text(TILL)
     (tmp_path / "tasks.jsonl").write_text('{"cents": 37}\n{"cents": 4}\n')
     (command,) = re.findall(r"^bombus (env validate .*)$", PAGE, re.MULTILINE)
     assert main(command.split()) == 0, capsys.readouterr()
     assert "  gold         ok      reward 1" in capsys.readouterr().out
-    sys.modules.pop("worlds")
+    sys.modules.pop("my_env")
 
 
 def test_the_defaults_of_the_page_are_those_of_the_budgets() -> None:

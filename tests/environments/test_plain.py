@@ -22,7 +22,7 @@ from bombus.environments.plain.description import WrongClass, describe
 from bombus.environments.plain.environment import PlainEnvironment
 from bombus.environments.plain.marks import metric, reward, stop, success
 from bombus.sdk import running
-from tests.environments.worlds import Counter, Point, Threads, Together
+from tests.environments.small_environments import Counter, Point, Threads, Together
 from tests.patience import PATIENCE_S, until
 
 TASK = Task(task_id="t1", metadata={"goal": 3})
@@ -242,18 +242,18 @@ class Working(Counter):
         self.closed += 1
 
 
-async def test_a_world_is_closed_after_the_method_that_runs_in_it() -> None:
-    world = Working()
-    environment = PlainEnvironment(world)
+async def test_an_environment_is_closed_after_the_method_that_runs_in_it() -> None:
+    instance = Working()
+    environment = PlainEnvironment(instance)
     await environment.open(TASK)
     working = asyncio.create_task(environment.call(call("work")))
-    await world.begun.wait()
+    await instance.begun.wait()
     closing = asyncio.create_task(environment.close())
     await asyncio.wait({closing}, timeout=0.05)
-    world.release.set()
+    instance.release.set()
     assert (await working).text == "closed 0 times"
     await closing
-    assert world.closed == 1
+    assert instance.closed == 1
 
 
 # ---- what is wrong with a class ----
@@ -340,7 +340,7 @@ class Hidden(Counter):
     always = partialmethod(each)
 
     def alone() -> str:  # type: ignore[misc]
-        """Tell something without a world."""
+        """Tell something without an environment."""
         return ""
 
 
@@ -851,7 +851,7 @@ async def test_what_reset_says_is_text_that_a_model_can_be_shown_too() -> None:
 # ---- threads ----
 
 
-async def test_methods_of_a_world_run_off_the_loop_in_one_thread_which_ends_with_it() -> None:
+async def test_methods_of_an_environment_run_off_the_loop_in_one_thread_which_ends_with_it() -> None:
     before = set(threading.enumerate())
     environment = PlainEnvironment(Threads())
     await environment.open(TASK)
@@ -870,9 +870,9 @@ async def test_tools_overlap_where_their_class_says_so() -> None:
     await environment.close()
 
 
-async def test_a_world_whose_tool_hangs_in_a_thread_is_given_up() -> None:
-    world = Threads()
-    environment = PlainEnvironment(world)
+async def test_an_environment_whose_tool_hangs_in_a_thread_is_given_up() -> None:
+    instance = Threads()
+    environment = PlainEnvironment(instance)
     await environment.open(TASK)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(1.0):
@@ -880,21 +880,21 @@ async def test_a_world_whose_tool_hangs_in_a_thread_is_given_up() -> None:
     with pytest.raises(EnvironmentLost, match=r"`hang` did not end in its time.*cannot be cancelled"):
         await environment.is_over(Transcript())
     await environment.close()
-    world.release.set()
+    instance.release.set()
 
 
 async def test_a_call_that_has_waited_for_one_that_hangs_is_not_carried_out() -> None:
-    world = Threads()
-    environment = PlainEnvironment(world)
+    instance = Threads()
+    environment = PlainEnvironment(instance)
     await environment.open(TASK)
     hanging = asyncio.create_task(environment.call(call("hang")))
     waiting = asyncio.create_task(environment.call(call("touch")))
-    await until(world.hangs.is_set)
+    await until(instance.hangs.is_set)
     hanging.cancel()
     with pytest.raises(EnvironmentLost, match="`hang` did not end in its time"):
         await waiting
     await environment.close()
-    world.release.set()
+    instance.release.set()
 
 
 class Open(Together):
@@ -916,20 +916,20 @@ class Open(Together):
         self.closed.set()
 
 
-async def test_a_world_that_is_given_up_is_closed_once_its_methods_have_ended() -> None:
-    world = Open()
-    environment = PlainEnvironment(world)
+async def test_an_environment_that_is_given_up_is_closed_once_its_methods_have_ended() -> None:
+    instance = Open()
+    environment = PlainEnvironment(instance)
     await environment.open(TASK)
     running = [asyncio.create_task(environment.call(call("stall"))) for _ in range(2)]
-    await asyncio.to_thread(world.begun.wait)
+    await asyncio.to_thread(instance.begun.wait)
     for each in running:
         each.cancel()
     await asyncio.wait(running)
     await environment.close()
-    assert not world.closed.is_set(), "its methods still use what `close` gives up"
-    world.release.set()
-    assert await asyncio.to_thread(world.closed.wait, PATIENCE_S)
-    assert world.closed_in.startswith("bombus-world-")
+    assert not instance.closed.is_set(), "its methods still use what `close` gives up"
+    instance.release.set()
+    assert await asyncio.to_thread(instance.closed.wait, PATIENCE_S)
+    assert instance.closed_in.startswith("bombus-instance-")
 
 
 class Parted(Together):
@@ -953,23 +953,23 @@ class Parted(Together):
 
 
 async def test_it_is_not_closed_before_the_last_of_them_has_ended() -> None:
-    world = Parted()
-    environment = PlainEnvironment(world)
+    instance = Parted()
+    environment = PlainEnvironment(instance)
     await environment.open(TASK)
-    running = [asyncio.create_task(environment.call(call("stall", f'{{"name": "{name}"}}'))) for name in world.left]
-    await asyncio.to_thread(world.begun.wait)
+    running = [asyncio.create_task(environment.call(call("stall", f'{{"name": "{name}"}}'))) for name in instance.left]
+    await asyncio.to_thread(instance.begun.wait)
     for each in running:
         each.cancel()
     await asyncio.wait(running)
     await environment.close()
-    world.left["first"].set()
-    await asyncio.to_thread(world.threads["first"].join, PATIENCE_S)
-    assert not world.closed.is_set()
-    world.left["last"].set()
-    assert await asyncio.to_thread(world.closed.wait, PATIENCE_S)
+    instance.left["first"].set()
+    await asyncio.to_thread(instance.threads["first"].join, PATIENCE_S)
+    assert not instance.closed.is_set()
+    instance.left["last"].set()
+    assert await asyncio.to_thread(instance.closed.wait, PATIENCE_S)
 
 
-async def test_a_world_that_is_made_after_nobody_waits_for_it_any_more_is_closed_as_well() -> None:
+async def test_an_environment_that_is_made_after_nobody_waits_for_it_any_more_is_closed_as_well() -> None:
     release, closed = threading.Event(), threading.Event()
 
     class Late(Counter):
@@ -990,7 +990,7 @@ async def test_a_world_that_is_made_after_nobody_waits_for_it_any_more_is_closed
     assert await asyncio.to_thread(closed.wait, PATIENCE_S)
 
 
-async def test_a_world_whose_coroutine_goes_on_although_it_was_cancelled_is_closed_once_that_ends(
+async def test_an_environment_whose_coroutine_goes_on_although_it_was_cancelled_is_closed_once_that_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(running, "CANCELLED_S", 0.05)
@@ -1019,7 +1019,7 @@ async def test_a_world_whose_coroutine_goes_on_although_it_was_cancelled_is_clos
     assert closed == [True]
 
 
-async def test_a_coroutine_that_takes_too_long_is_cancelled_and_its_world_goes_on() -> None:
+async def test_a_coroutine_that_takes_too_long_is_cancelled_and_its_environment_goes_on() -> None:
     environment = PlainEnvironment(Threads())
     await environment.open(TASK)
     with pytest.raises(TimeoutError):

@@ -18,7 +18,7 @@ from bombus.environments.rollout import Rollout, RolloutResult
 from bombus.hive.generation import Generate
 from bombus.hive.records import decode_record
 from tests.environments.scripted import CREDENTIALS, ScriptedModel
-from tests.environments.worlds import Counter
+from tests.environments.small_environments import Counter
 from tests.gateway.openai_hive import GatewayHive, Send, gateway_hive, says
 
 TASK = Task(task_id="t1", main_query="1+1")
@@ -252,21 +252,21 @@ async def test_a_role_is_a_short_printable_text() -> None:
         (await played(ScriptedModel(), Odd)).output()
 
 
-class Joint(BaseModel):
-    """A joint episode: an episode of an engine for each role."""
+class MultiModel(BaseModel):
+    """A multi-model episode: an episode of an engine for each role."""
 
     credentials: dict[str, Credentials]
 
 
-async def test_roles_of_a_joint_episode_are_played_by_the_models_of_their_engines() -> None:
+async def test_roles_of_a_multi_model_episode_are_played_by_the_models_of_their_engines() -> None:
     model = ScriptedModel("a", "bcd", "aye")
-    joint = Joint(
+    multi = MultiModel(
         credentials={
             role: CREDENTIALS.model_copy(update={"model": f"{role}-model", "api_key": f"sk-{role}"})
             for role in ("speaker", "judge", "silent")
         }
     )
-    outputs = await Rollout(Debate, transport=model).joint(TASK, joint)
+    outputs = await Rollout(Debate, transport=model).multi_model(TASK, multi)
     assert [request["model"] for request in model.requests] == ["speaker-model", "speaker-model", "judge-model"]
     assert [headers["authorization"] for headers in model.headers][1:] == ["Bearer sk-speaker", "Bearer sk-judge"]
     assert {role: output.reward for role, output in outputs.items()} == {
@@ -274,10 +274,12 @@ async def test_roles_of_a_joint_episode_are_played_by_the_models_of_their_engine
         "judge": 1.5,
         "silent": pytest.approx((2.5 + 6.5 + 1.5) / 3),  # it has no calls of its own
     }
-    with pytest.raises(InfraError, match="the joint episode has no role 'judge'"):
-        await Rollout(Debate, transport=ScriptedModel()).joint(TASK, Joint(credentials={"speaker": CREDENTIALS}))
+    with pytest.raises(InfraError, match="the multi-model episode has no role 'judge'"):
+        await Rollout(Debate, transport=ScriptedModel()).multi_model(
+            TASK, MultiModel(credentials={"speaker": CREDENTIALS})
+        )
     with pytest.raises(TypeError, match="only a class with `play` has agents for the roles"):
-        await Rollout(Counter, transport=ScriptedModel()).joint(Task(metadata={"goal": 1}), joint)
+        await Rollout(Counter, transport=ScriptedModel()).multi_model(Task(metadata={"goal": 1}), multi)
 
 
 # ---- on a hive ----

@@ -30,7 +30,7 @@ from bombus.environments.plain.marks import reward
 from bombus.environments.rollout import Rollout, RolloutResult, WrongTask
 from bombus.sdk import running
 from tests.environments.scripted import CREDENTIALS, ScriptedModel, calls, completion
-from tests.environments.worlds import Counter, Threads, Together
+from tests.environments.small_environments import Counter, Threads, Together
 from tests.patience import PATIENCE_S
 
 SHORT_S = 2.0  # for what never ends, where something else has to end within it on a machine that is slow
@@ -86,7 +86,7 @@ async def test_what_a_tool_does_wrong_is_shown_to_the_model_and_the_loop_goes_on
     assert (result.transcript.tool_calls, result.transcript.tool_failures) == (4, 3)
 
 
-async def test_a_name_that_the_model_makes_up_reads_no_attribute_of_the_world() -> None:
+async def test_a_name_that_the_model_makes_up_reads_no_attribute_of_the_environment() -> None:
     class Connected(Counter):
         @property
         def connection(self) -> None:
@@ -317,14 +317,14 @@ async def test_methods_of_an_environment_run_in_one_task_so_that_it_can_hold_som
 
 
 async def test_a_tool_that_hangs_in_a_thread_ends_the_episode_as_infrastructure() -> None:
-    world = Threads()
+    instance = Threads()
     model = ScriptedModel(calls(("hang", {})), "done")
-    result = await played(model, lambda: world, tool_s=1.0)
+    result = await played(model, lambda: instance, tool_s=1.0)
     assert result.status == RolloutStatus.ABORTED
     with pytest.raises(EnvironmentLost, match=r"`hang` did not end in its time.*cannot be cancelled"):
         result.output()
     assert len(model.requests) == 1
-    world.release.set()
+    instance.release.set()
 
 
 async def test_an_episode_that_uses_up_its_time_is_cut_and_scored() -> None:
@@ -388,18 +388,18 @@ async def test_an_episode_whose_time_is_over_before_the_first_answer_is_infrastr
     assert (result.status, result.transcript.turns) == (RolloutStatus.TRUNCATED, 1), "after an answer it is cut"
 
 
-async def test_tools_of_an_answer_overlap_where_the_world_allows_it() -> None:
+async def test_tools_of_an_answer_overlap_where_the_environment_allows_it() -> None:
     model = ScriptedModel(calls(("meet", {}), ("meet", {})), "done")
     await played(model, Together)
     assert model.shown(1) == ["met", "met"]
 
 
-async def test_calls_of_a_world_that_does_not_say_that_it_takes_several_are_made_one_by_one() -> None:
-    world = Other()
+async def test_calls_of_an_environment_that_does_not_say_that_it_takes_several_are_made_one_by_one() -> None:
+    instance = Other()
     model = ScriptedModel(calls(*(("touch", {}) for _ in range(4))), "done")
-    await played(model, lambda: world)
+    await played(model, lambda: instance)
     assert len(model.shown(1)) == 4
-    assert world.most == 1
+    assert instance.most == 1
 
 
 async def test_g1_tools_of_eight_episodes_run_at_the_same_time() -> None:
@@ -416,16 +416,16 @@ async def test_g1_tools_of_eight_episodes_run_at_the_same_time() -> None:
     assert [model.shown(1) for model in models] == [["met"]] * 8
 
 
-async def test_a_rollout_that_is_cancelled_closes_its_world() -> None:
-    world = Counter()
+async def test_a_rollout_that_is_cancelled_closes_its_environment() -> None:
+    instance = Counter()
     model = ScriptedModel()
     model.hangs = True
-    running = asyncio.create_task(played(model, lambda: world))
+    running = asyncio.create_task(played(model, lambda: instance))
     await model.asked.wait()
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert world.closed == 1
+    assert instance.closed == 1
 
 
 # ---- the server ----
@@ -468,7 +468,7 @@ class Unjudged(Counter):
         raise RuntimeError("no judge")
 
 
-async def test_a_world_that_cannot_be_judged_is_infrastructure() -> None:
+async def test_an_environment_that_cannot_be_judged_is_infrastructure() -> None:
     with pytest.raises(MethodFailed, match=r"Unjudged.broken failed: RuntimeError: no judge"):
         (await played(ScriptedModel(), Unjudged)).output()
 
@@ -488,20 +488,20 @@ async def test_a_picture_in_a_prompt_is_not_counted_by_the_characters_of_its_fil
 
 
 async def test_any_environment_may_be_played_and_one_that_is_given_stays_open() -> None:
-    world = Counter()
-    environment = PlainEnvironment(world)
+    instance = Counter()
+    environment = PlainEnvironment(instance)
     rollout = Rollout(Counter, transport=ScriptedModel())
     for _ in range(2):
         assert (await rollout.play(TASK, CREDENTIALS, environment)).output().reward == -0.5
-    assert world.closed == 0
+    assert instance.closed == 0
     await environment.close()
 
     async def made() -> PlainEnvironment:
-        return PlainEnvironment(world)
+        return PlainEnvironment(instance)
 
-    world.closed = 0
+    instance.closed = 0
     assert (await played(ScriptedModel(), made)).output().reward == -0.5
-    assert world.closed == 1
+    assert instance.closed == 1
 
 
 class Unmade(Counter):
@@ -522,7 +522,7 @@ async def test_an_environment_that_cannot_be_made_is_infrastructure_and_leaves_n
     assert not {thread.name for thread in set(threading.enumerate()) - before}
 
 
-async def test_a_function_makes_a_world_in_the_thread_in_which_its_methods_run() -> None:
+async def test_a_function_makes_an_environment_in_the_thread_in_which_its_methods_run() -> None:
     class Kept(Threads):
         def __init__(self) -> None:
             super().__init__()
@@ -578,17 +578,17 @@ async def test_what_an_episode_changes_in_its_task_concerns_no_other_one() -> No
 
 
 async def test_a_function_that_gives_two_episodes_the_same_instance_is_refused_while_the_first_one_plays() -> None:
-    world, model = Counter(), ScriptedModel()
+    instance, model = Counter(), ScriptedModel()
     model.hangs = True
-    first = asyncio.create_task(played(model, lambda: world))
+    first = asyncio.create_task(played(model, lambda: instance))
     await model.asked.wait()
     with pytest.raises(WrongClass, match="has given two episodes the same instance: make another one at each call"):
-        await played(ScriptedModel(), lambda: world)
-    assert world.closed == 0, "it belongs to the first one"
+        await played(ScriptedModel(), lambda: instance)
+    assert instance.closed == 0, "it belongs to the first one"
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
         await first
-    assert (await played(ScriptedModel(), lambda: world)).output().reward == -0.5
+    assert (await played(ScriptedModel(), lambda: instance)).output().reward == -0.5
 
 
 async def test_a_function_may_return_a_coroutine_that_makes_the_environment() -> None:
@@ -648,7 +648,7 @@ async def test_a_timeout_of_the_environments_own_is_no_limit_of_the_rollout() ->
         await played(ScriptedModel(), Judged)
 
 
-async def test_a_world_that_does_not_close_in_order_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_environment_that_does_not_close_in_order_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     class Sticky(Counter):
         async def close(self) -> None:  # type: ignore[override]
             await asyncio.Event().wait()

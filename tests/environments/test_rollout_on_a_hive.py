@@ -19,7 +19,7 @@ from bombus.hive.events import AbortReason
 from bombus.hive.generation import Generate
 from bombus.hive.records import CallRecord, decode_record, unpack_tokens
 from tests.environments.serving.served import ServerProcess
-from tests.environments.worlds import Counter
+from tests.environments.small_environments import Counter
 from tests.gateway.openai_hive import TEXT, GatewayHive, Send, gateway_hive, says
 from tests.patience import until
 
@@ -191,8 +191,8 @@ async def test_a_group_whose_environment_server_is_killed_is_completed_with_fres
 ) -> None:
     """Of three episodes one has ended and two have acted once when the server is killed; another one takes its place.
 
-    The world is over after three calls of `add`, and worth a third for each, so that an episode that went on in a new
-    world, or that was ended where it broke, would have less than 1.
+    The environment is over after three calls of `add`, and worth a third for each, so that an episode that went on in a
+    new environment, or that was ended where it broke, would have less than 1.
     """
     asked: dict[str, int] = {}  # calls of each episode
     held: set[str] = set()

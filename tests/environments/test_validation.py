@@ -18,7 +18,7 @@ from bombus.environments.plain.marks import reward, success
 from bombus.environments.plain.play import AgentCall, PlayAgents
 from bombus.environments.plain.validation import ClassValidation
 from bombus.errors import Refused
-from tests.environments.worlds import Counter
+from tests.environments.small_environments import Counter
 
 TASK = Task(task_id="t1", metadata={"goal": 3})
 
@@ -233,7 +233,7 @@ def test_the_command_prints_a_table_and_fails_with_a_sentence_for_each_problem(
     name = f"{__name__}:Unsolved"
     assert main(["env", "validate", f"{Counter.__module__}:Counter", "--task", str(tasks), "--gold"]) == 0
     assert capsys.readouterr().out.splitlines()[:3] == [
-        "tests.environments.worlds:Counter: tools 3, rewards 2, metrics 1, tasks 2 of 2",
+        "tests.environments.small_environments:Counter: tools 3, rewards 2, metrics 1, tasks 2 of 2",
         "  plays        ok      reward -0.5 for doing nothing",
         "  gold         ok      reward 1.5",
     ]
@@ -256,8 +256,8 @@ def test_the_command_prints_a_table_and_fails_with_a_sentence_for_each_problem(
     [
         ("Counter", "write module:Class"),
         ("nowhere:Counter", "nowhere:Counter cannot be imported: ModuleNotFoundError"),
-        ("tests.environments.worlds:Nothing", "cannot be imported: AttributeError"),
-        ("tests.environments.worlds:asyncio", "is module, not a class"),
+        ("tests.environments.small_environments:Nothing", "cannot be imported: AttributeError"),
+        ("tests.environments.small_environments:asyncio", "is module, not a class"),
     ],
 )
 def test_what_is_not_a_class_is_refused(name: str, why: str) -> None:

@@ -1,4 +1,4 @@
-"""A valid request for every route of every HTTP door, from which the wrong ones are made.
+"""A valid request for every route of every HTTP api, from which the wrong ones are made.
 
 `@episode@` and the like stand for what the hive that is running has: `Names` of tests/fuzz/http.py fills them in.
 """
@@ -272,7 +272,7 @@ SWARM: dict[str, list[Tree]] = {
     "/abort_episodes": [{"client_uuid": CLIENT, "episode_uuids": EPISODES, "infra": True, "detail": "d"}],
     "/touch_episodes": [{"client_uuid": CLIENT, "episode_uuids": EPISODES}],
     "/touch_client": [{"client_uuid": CLIENT}],
-    "/claim_joint_episodes": [
+    "/claim_multi_model_episodes": [
         {
             "client_uuid": CLIENT,
             "claim_id": "j",
@@ -285,11 +285,13 @@ SWARM: dict[str, list[Tree]] = {
             "task_id": "t",
         },
     ],
-    "/end_joint_episodes": [
-        {"client_uuid": CLIENT, "joint_episodes": [[END, {**END, "episode_uuid": "@other@"}]]},
+    "/end_multi_model_episodes": [
+        {"client_uuid": CLIENT, "multi_model_episodes": [[END, {**END, "episode_uuid": "@other@"}]]},
     ],
-    "/abort_joint_episodes": [{"client_uuid": CLIENT, "episode_uuids": ["@other@"], "infra": True, "detail": "d"}],
-    "/touch_joint_episodes": [{"client_uuid": CLIENT, "episode_uuids": EPISODES}],
+    "/abort_multi_model_episodes": [
+        {"client_uuid": CLIENT, "episode_uuids": ["@other@"], "infra": True, "detail": "d"}
+    ],
+    "/touch_multi_model_episodes": [{"client_uuid": CLIENT, "episode_uuids": EPISODES}],
     "/read_ended_episodes": [{"client_uuid": CLIENT, "episode_uuids": EPISODES}],
     "/take_ended_episodes": [{"client_uuid": CLIENT, "episode_uuids": EPISODES}],
 }

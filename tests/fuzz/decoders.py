@@ -39,17 +39,17 @@ from bombus_gateway.generate.dialect import GenerateDialect
 from bombus_gateway.keys import Keys
 from bombus_gateway.openai.request import read_chat, read_completion
 from bombus_gateway.openai.tokenizing import read_tokenize
+from bombus_gateway.operations.rest.searching import read_search
+from bombus_gateway.operations_wire.checkpoints import read_load, read_save, read_weights_info
+from bombus_gateway.operations_wire.data.json_data import read_json_data
+from bombus_gateway.operations_wire.dialects import TrainingDialect
+from bombus_gateway.operations_wire.futures import read_retrieve
+from bombus_gateway.operations_wire.generate import read_generate
+from bombus_gateway.operations_wire.models import AdapterDefaults, read_create_model
+from bombus_gateway.operations_wire.sampling import read_sample, read_sampling_session
+from bombus_gateway.operations_wire.steps import read_optim_step
 from bombus_gateway.responses.request import read_response_request
 from bombus_gateway.swarm import bodies
-from bombus_gateway.tenants.rest.searching import read_search
-from bombus_gateway.training.checkpoints import read_load, read_save, read_weights_info
-from bombus_gateway.training.data.json_data import read_json_data
-from bombus_gateway.training.dialects import TrainingDialect
-from bombus_gateway.training.futures import read_retrieve
-from bombus_gateway.training.generate import read_generate
-from bombus_gateway.training.models import AdapterDefaults, read_create_model
-from bombus_gateway.training.sampling import read_sample, read_sampling_session
-from bombus_gateway.training.steps import read_optim_step
 from bombus_inference.model_files import read_shapes
 from bombus_trainer.publish import checkpoint
 from tests.fuzz.corpus import (
@@ -209,7 +209,7 @@ def _manifest(body: bytes, folder: Path) -> None:
     checkpoint.read_facts(folder, sha256(body).hexdigest())
 
 
-# ---- doors ---------------------------------------------------------------------------------------------------------
+# ---- APIs ---------------------------------------------------------------------------------------------------------
 
 
 def _end(body: bytes) -> None:
@@ -218,7 +218,7 @@ def _end(body: bytes) -> None:
 
 
 def _bodies() -> list[Decoder]:
-    """Return the decoder of every body of the swarm door."""
+    """Return the decoder of every body of the swarm API."""
     kinds = [kind for kind in vars(bodies).values() if isinstance(kind, type) and issubclass(kind, BaseModel)]
     valid = [body for found in SWARM.values() for body in found]
     own = [kind for kind in kinds if kind.__module__ == bodies.__name__]
@@ -300,11 +300,11 @@ def _atropos() -> list[Decoder]:
         "generate": (read_vllm, VLLM),
         "call": (lambda body: GenerateDialect().read(body, {}), [*GENERATED, *VLLM]),
     }
-    doors = [
+    decoders = [
         Decoder(f"atropos {name}", _plain(read), (Refused,), valid, to_json) for name, (read, valid) in readers.items()
     ]
     packed = Decoder("atropos gzip", _plain(_inflated), (Refused,), SCORED["/scored_data"], _gzipped)
-    return [*doors, packed, Decoder("scored group", _plain(decode_group), (LogCorrupted,), _groups())]
+    return [*decoders, packed, Decoder("rollout group", _plain(decode_group), (LogCorrupted,), _groups())]
 
 
 def _environments() -> list[Decoder]:

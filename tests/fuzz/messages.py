@@ -18,7 +18,7 @@ from tests.fuzz.examples import examples
 from tests.fuzz.values import ODD, Tree, damaged, mutated, to_msgpack
 
 OTHER = "other"
-OF_CLIENTS = inbox.Claim | inbox.End | inbox.JointEnd | inbox.Abort | inbox.AgreeSync | inbox.Lookup | inbox.Touch
+OF_CLIENTS = inbox.Claim | inbox.End | inbox.MultiModelEnd | inbox.Abort | inbox.AgreeSync | inbox.Lookup | inbox.Touch
 _OF_THE_LEADER = {"storage.seen", "operations.stored"}  # which it sends to itself, about the bus
 TREES: list[Tree] = [each for each in examples(inbox.AnyMessage) if each["kind"] not in _OF_THE_LEADER]
 # Not subjects, and those of others.
@@ -68,7 +68,7 @@ async def send(bus: Bus, seed: int, number: int, trainer_epoch: int) -> None:
 
 
 async def _object(bus: Bus, name: str, description: bytes) -> None:
-    """Store an object, spoil its description, and read it."""
+    """Store an object, fail_gradient its description, and read it."""
     blobs = Blobs(bus)
     await blobs.put(name, b"content")
     await bus.publisher.publish(blobs._meta_subject(name), description[: 1 << 18], msg_id=f"{name}-spoiled")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
 
-from bombus.host.http_limits import DEFAULTS
+from bombus.machine.http_limits import DEFAULTS
 from bombus_gateway.limits import WAIT_S
 from tests.fuzz import corpus
 from tests.fuzz.values import ODD, Tree, damaged, mutated, to_json, to_msgpack
@@ -21,7 +21,7 @@ Route = tuple[str, str]  # the method and the path
 Fill = Callable[[bytes], bytes]  # puts what a hive has where `@episode@` and the like stand
 
 
-class Door(StrEnum):
+class ModelAPI(StrEnum):
     GATEWAY = auto()
     REPLICA = auto()
 
@@ -58,13 +58,13 @@ class Request:
 
 @dataclass(frozen=True)
 class HttpCase:
-    """Requests for one door, each over a connection of its own. The server owes an answer if `is_owed`.
+    """Requests for one API, each over a connection of its own. The server owes an answer if `is_owed`.
 
     With `reads` the client hangs up after so many bytes of the answer, otherwise after `within_s`.
     """
 
     number: int
-    door: Door
+    api: ModelAPI
     kind: Kind
     requests: tuple[Request, ...]
     within_s: float
@@ -74,14 +74,14 @@ class HttpCase:
     @property
     def label(self) -> str:
         first = self.requests[0]
-        return f"case {self.number}, {self.kind} at the {self.door}: {first.method} {first.target[:80]!r}"
+        return f"case {self.number}, {self.kind} at the {self.api}: {first.method} {first.target[:80]!r}"
 
 
 @dataclass(frozen=True)
 class SlowSender:
     """A client that never comes to the end of its request. The server has to close within `limit_s`."""
 
-    door: Door
+    api: ModelAPI
     chunks: tuple[bytes | float, ...]
     limit_s: float
 
@@ -96,34 +96,34 @@ def slow_sender(seed: int, number: int) -> SlowSender:
     limit_s = SLOW_S + (DEFAULTS.body_s if in_body else DEFAULTS.head_s)
     drip = [part for _ in range(round(limit_s)) for part in (1.0, pick.choice((b"x", b"{", b" ")))]
     return SlowSender(
-        pick.choice(list(Door)), (start[: -pick.randrange(1, 8)] if not in_body else start, *drip), limit_s
+        pick.choice(list(ModelAPI)), (start[: -pick.randrange(1, 8)] if not in_body else start, *drip), limit_s
     )
 
 
 def http_case(seed: int, number: int, routes: Sequence[Route], avoided: str = "/stop_engine") -> HttpCase:
     """Return a case for the gateway, whose `routes` these are, or for a replica. `avoided` is not called."""
     pick = random.Random(f"http/{seed}/{number}")
-    door = pick.choices((Door.GATEWAY, Door.REPLICA), (8, 1))[0]
+    api = pick.choices((ModelAPI.GATEWAY, ModelAPI.REPLICA), (8, 1))[0]
     kind = pick.choices(list(Kind), (70, 14, 9, 7))[0]
-    if door == Door.REPLICA:
+    if api == ModelAPI.REPLICA:
         route, request = _replica_request(pick, changes=kind == Kind.CONTENT)
     elif kind == Kind.TOGETHER:
-        return HttpCase(number, door, kind, _together(pick), CALL_S)
+        return HttpCase(number, api, kind, _together(pick), CALL_S)
     else:
         route = pick.choice([each for each in routes if not each[1].endswith(avoided)])
         request = _gateway_request(route, pick, changes=kind == Kind.CONTENT or pick.random() < 0.3)
     is_claim, is_call = "/claim_episode" in route[1], "/v1/" in route[1] or route[1] == "/generate"
     match kind:
         case Kind.RAW:
-            return HttpCase(number, door, kind, (_spoiled(request, pick),), RAW_S, is_owed=False)
+            return HttpCase(number, api, kind, (_spoiled(request, pick),), RAW_S, is_owed=False)
         case Kind.DROPPED:
             return HttpCase(
-                number, door, kind, (request,), pick.uniform(0, 2), is_owed=False, reads=pick.choice((0, 1, 200, 2000))
+                number, api, kind, (request,), pick.uniform(0, 2), is_owed=False, reads=pick.choice((0, 1, 200, 2000))
             )
     if is_claim and pick.random() < 0.9:
-        return HttpCase(number, door, kind, (request,), CLAIM_S, is_owed=False)
+        return HttpCase(number, api, kind, (request,), CLAIM_S, is_owed=False)
     within_s = WAIT_S + ANSWER_S if is_claim else CALL_S if is_call else ANSWER_S
-    return HttpCase(number, door, Kind.CONTENT, (request,), within_s)
+    return HttpCase(number, api, Kind.CONTENT, (request,), within_s)
 
 
 # ---- what a request says -------------------------------------------------------------------------------------------

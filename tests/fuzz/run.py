@@ -25,7 +25,7 @@ from bombus_gateway.settings import GatewaySettings
 from tests.fuzz import messages
 from tests.fuzz.hive import RSS_MIB_MAX, FuzzedHive, Held, fuzzed_hive, written
 from tests.fuzz.judging import wrong_with
-from tests.fuzz.requests import Door, HttpCase, Route, http_case, slow_sender
+from tests.fuzz.requests import HttpCase, ModelAPI, Route, http_case, slow_sender
 from tests.fuzz.sockets import Address, Ended, Received, answers_in, exchange
 
 WORKERS = 6
@@ -176,7 +176,7 @@ class _Runner:
             client = slow_sender(self._seed, number)
             if time.monotonic() + client.limit_s > until or self.broken:
                 return
-            address = self._address(client.door)
+            address = self._address(client.api)
             chunks = [
                 each.replace(b"@host@", written(address).encode()).replace(b"@replica_key@", self._hive.replica_key)
                 if isinstance(each, bytes)
@@ -185,10 +185,10 @@ class _Runner:
             ]
             received = await exchange(address, chunks, client.limit_s, reads=None)
             if received.ended == Ended.LEFT:
-                self._note("slow", [f"slow sender {number} at the {client.door} is open after {client.limit_s:.0f} s"])
+                self._note("slow", [f"slow sender {number} at the {client.api} is open after {client.limit_s:.0f} s"])
 
-    def _address(self, door: Door) -> Address:
-        return self._hive.gateway if door == Door.GATEWAY else self._hive.replica
+    def _address(self, api: ModelAPI) -> Address:
+        return self._hive.gateway if api == ModelAPI.GATEWAY else self._hive.replica
 
     def _break(self, cases: str, found: Sequence[str]) -> None:
         """Note what ends a run: a hive with such a fault would only show what follows from it."""
@@ -216,7 +216,7 @@ class _Runner:
 
     async def _http(self, case: HttpCase, held: Held) -> None:
         fill = self._fill(held)
-        address = self._address(case.door)
+        address = self._address(case.api)
         before = self._hive.settled
         asked = [exchange(address, request.chunks(fill), case.within_s, case.reads) for request in case.requests]
         received = await asyncio.gather(*asked)

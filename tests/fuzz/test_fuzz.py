@@ -15,7 +15,7 @@ from tests.fuzz.decoders import Decoder, all_decoders
 from tests.fuzz.decoding import BadDecoding, problem, run
 from tests.fuzz.judging import wrong_with
 from tests.fuzz.messages import message
-from tests.fuzz.requests import Door, HttpCase, Kind, Request, http_case
+from tests.fuzz.requests import HttpCase, Kind, ModelAPI, Request, http_case
 from tests.fuzz.run import fuzz, routes_of
 from tests.fuzz.sockets import Ended, Received
 from tests.fuzz.values import Pairs, at, copies, mutated, paths
@@ -54,10 +54,10 @@ DECODING = {
     "bombus/operations/kinds.py": "operation",
     "bombus/hive/records.py": "call record",
     "bombus/hive/status/data.py": OWN,
-    "bombus/hive/trajectories/records.py": "scored group",
+    "bombus/hive/trajectories/records.py": "rollout group",
     "bombus/hive/trajectories/training.py": "atropos trained group",
     "bombus/host/doctor_streams.py": SERVER,
-    "bombus/host/environments.py": OWN,
+    "bombus/machine/environments.py": OWN,
     "bombus/host/installing.py": OWN,
     "bombus/replay/archive.py": "archive",
     "bombus/replay/episode/tree.py": "a map of files, which is decoded as messages are",
@@ -73,7 +73,7 @@ DECODING = {
     "bombus/slime/settings.py": OWN,
     "bombus/tasks/aws/console.py": "answers of a process of our own",
     "bombus/tasks/aws/worker.py": "requests of a process of our own",
-    "bombus/tasks/aws/world.py": "what an AWS simulator prints",
+    "bombus/tasks/aws/environment.py": "what an AWS simulator prints",
     "bombus/tasks/search/backends.py": SERVER,
     "bombus/tasks/search/corpus.py": OWN,
     "bombus/weights/adapters.py": "adapter",
@@ -94,22 +94,22 @@ DECODING = {
     "bombus_gateway/call/replica_client.py": "answers of a replica, which is ours",
     "bombus_gateway/decoding/json_body.py": "chat",
     "bombus_gateway/keys.py": "key",
-    "bombus_gateway/tenants/bodies.py": "training create_model",
-    "bombus_gateway/tenants/rest/downloads.py": "link",
-    "bombus_gateway/tenants/rest/routes.py": "requests to the routes of training clients",
-    "bombus_gateway/tenants/rest/searching.py": "training search",
-    "bombus_gateway/tenants/routes.py": "requests to the routes of training clients",
-    "bombus_gateway/tenants/sessions.py": "requests to the routes of training clients",
-    "bombus_gateway/training/checkpoints.py": "training save",
-    "bombus_gateway/training/data/json_data.py": "training forward",
-    "bombus_gateway/training/data/json_numbers.py": "training forward",
-    "bombus_gateway/training/endpoints.py": "requests to the routes of training clients",
-    "bombus_gateway/training/futures.py": "training future",
-    "bombus_gateway/training/generate.py": "training sglang",
-    "bombus_gateway/training/models.py": "training create_model",
-    "bombus_gateway/training/sampling.py": "training sample",
-    "bombus_gateway/training/steps.py": "training optim_step",
-    "bombus_gateway/training/submission.py": "training optim_step",
+    "bombus_gateway/operations/bodies.py": "training create_model",
+    "bombus_gateway/operations/rest/downloads.py": "link",
+    "bombus_gateway/operations/rest/routes.py": "requests to the routes of training clients",
+    "bombus_gateway/operations/rest/searching.py": "training search",
+    "bombus_gateway/operations/routes.py": "requests to the routes of training clients",
+    "bombus_gateway/operations/sessions.py": "requests to the routes of training clients",
+    "bombus_gateway/operations_wire/checkpoints.py": "training save",
+    "bombus_gateway/operations_wire/data/json_data.py": "training forward",
+    "bombus_gateway/operations_wire/data/json_numbers.py": "training forward",
+    "bombus_gateway/operations_wire/endpoints.py": "requests to the routes of training clients",
+    "bombus_gateway/operations_wire/futures.py": "training future",
+    "bombus_gateway/operations_wire/generate.py": "training sglang",
+    "bombus_gateway/operations_wire/models.py": "training create_model",
+    "bombus_gateway/operations_wire/sampling.py": "training sample",
+    "bombus_gateway/operations_wire/steps.py": "training optim_step",
+    "bombus_gateway/operations_wire/submission.py": "training optim_step",
     "bombus_gateway/text/reading/values.py": "what a model samples: tests/gateway/reading/test_total.py",
     "bombus_gateway/openai/request.py": "chat",
     "bombus_gateway/openai/tokenizing.py": "tokenize",
@@ -120,7 +120,7 @@ DECODING = {
     "bombus_inference/backends/vllm/wire.py": SERVER,
     "bombus_inference/model_files.py": "shapes",
     "bombus_inference/server.py": "requests to a replica",
-    "bombus_trainer/tenants/checkpoints.py": OWN,
+    "bombus_trainer/operations/checkpoints.py": OWN,
     "bombus_trainer/publish/checkpoint.py": "checkpoint",
     "bombus_trainer/replay/batch.py": "a map of files, which is decoded as messages are",
 }
@@ -233,7 +233,7 @@ def test_a_change_leaves_the_tree_that_it_was_made_of_alone() -> None:
     ],
 )
 def test_an_answer_that_must_not_be_is_found(sent: bytes, settled: bool, wrong: str) -> None:
-    case = HttpCase(1, Door.GATEWAY, Kind.CONTENT, (Request("POST", "/x"),), 1.0)
+    case = HttpCase(1, ModelAPI.GATEWAY, Kind.CONTENT, (Request("POST", "/x"),), 1.0)
     found = wrong_with(case, [Received(sent, Ended.CLOSED)], settled, bytes)
     assert (wrong in found) if wrong else not found
 
@@ -242,7 +242,7 @@ def test_an_answer_that_must_not_be_is_found(sent: bytes, settled: bool, wrong: 
     ("status", "settled", "wrong"), [(503, False, ""), (503, True, "503 while"), (500, False, "a fault of the server")]
 )
 def test_an_answer_that_its_client_cut_off_is_judged_by_its_status(status: int, settled: bool, wrong: str) -> None:
-    case = HttpCase(1, Door.REPLICA, Kind.DROPPED, (Request("POST", "/generate"),), 1.0, is_owed=False)
+    case = HttpCase(1, ModelAPI.REPLICA, Kind.DROPPED, (Request("POST", "/generate"),), 1.0, is_owed=False)
     sent = b"HTTP/1.1 %d x\r\ntransfer-encoding: chunked\r\n\r\n" % status
     found = wrong_with(case, [Received(sent, Ended.CLOSED)], settled, bytes)
     assert (wrong in found) if wrong else not found

@@ -26,7 +26,7 @@ from bombus.hive.events import EpisodeType, NotedCall, Weights
 from bombus.hive.generation import Fault, Finished, Frame, Generate, Tokens, decode_request, encode_frame
 from bombus.hive.records import CallRecord, decode_record, pack_logprobs, pack_tokens, unpack_tokens
 from bombus.hive.state import EngineState, Phase
-from bombus.host.process import listen
+from bombus.machine.process import listen
 from bombus_coordinator.shell import Coordinator
 from bombus_gateway.app import create_app
 from bombus_gateway.call.workers import INLINE_BYTES_MAX, THREADS, Workers

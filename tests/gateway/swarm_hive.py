@@ -1,4 +1,4 @@
-"""A whole hive in one process for tests of the swarm door: a real bus, the real coordinator and the real gateway.
+"""A whole hive in one process for tests of the swarm API: a real bus, the real coordinator and the real gateway.
 
 The trainer and the replica are played: they send the messages of real ones, without a model.
 """
@@ -31,7 +31,7 @@ from bombus.hive.records import (
     pack_tokens,
 )
 from bombus.hive.state import EngineState, Phase
-from bombus.host.http_server import http_server
+from bombus.machine.http_server import http_server
 from bombus_coordinator.shell import Coordinator
 from bombus_gateway.app import create_app
 from bombus_gateway.context import Gateway

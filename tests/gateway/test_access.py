@@ -17,8 +17,8 @@ from pydantic import ValidationError
 from bombus.bus import Bus
 from bombus.config.cluster import Cluster
 from bombus.errors import Code, Refused
-from bombus.host.hive_keys import HiveKeys, NamedKey, add_key_arguments, keys_for
 from bombus.host.layout import Layout, services
+from bombus.machine.hive_keys import HiveKeys, NamedKey, add_key_arguments, keys_for
 from bombus_gateway.access import Access, Guard, KeyHolder
 from bombus_gateway.app import GatewayApp
 from bombus_gateway.settings import GatewaySettings
@@ -119,7 +119,7 @@ CLIENTS |= {"/", "/batch", "/disconnect-env", "/info", "/latest_example", "/regi
 CLIENTS |= {"/scored_data_list", "/status", "/status-env", "/wandb_info"}
 
 
-JOINT = {f"/{what}_joint_episodes" for what in ("claim", "end", "abort", "touch")}  # of no engine
+MULTI_MODEL = {f"/{what}_multi_model_episodes" for what in ("claim", "end", "abort", "touch")}  # of no engine
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ async def test_every_route_has_its_guard(keyed: PlayedHive) -> None:
     """A new route has to be added to one of the sets above, and be guarded accordingly."""
     keyed.gateway.ready = False  # a request that passes gets a 503 and changes nothing
     routes = routes_of(keyed.app)
-    assert {path.removeprefix("/e/main") for _, path in routes} == OPEN | CALL | CONTROL | CLIENTS | JOINT
+    assert {path.removeprefix("/e/main") for _, path in routes} == OPEN | CALL | CONTROL | CLIENTS | MULTI_MODEL
     assert {path for _, path in routes if path.startswith("/e/")} >= {
         f"/e/main{one}" for one in CALL | CONTROL | CLIENTS
     }

@@ -1,4 +1,4 @@
-"""Anthropic's door, over HTTP with a real bus and coordinator, and its encoding by hand."""
+"""Anthropic's API, over HTTP with a real bus and coordinator, and its encoding by hand."""
 
 import asyncio
 import json
@@ -199,7 +199,7 @@ def test_a_sign_of_life_is_a_ping() -> None:
     assert events_of(Played().encoder.beat().decode()) == [{"type": "ping"}]
 
 
-# ---- the door -----------------------------------------------------------------------------------------------------
+# ---- the API -----------------------------------------------------------------------------------------------------
 
 
 async def test_a_message_is_answered_and_recorded(served: GatewayHive) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from bombus.errors import Code, Refused
 from bombus_gateway.anthropic.request import read_messages
-from bombus_gateway.call.request import CompletionRequest, Demand, SamplingWish
+from bombus_gateway.call.request import CompletionRequest, Demand, RequestedSampling
 from bombus_gateway.decoding.json_body import BadParameter
 from bombus_gateway.text.message import ChatMessage
 
@@ -240,9 +240,9 @@ def test_an_answer_may_have_a_schema(field: str) -> None:
 
 def test_sampling_is_a_wish_and_max_tokens_may_be_missing() -> None:
     found = read(temperature=0, top_p=0.9, top_k=5, stop_sequences=["x"], stream=True)
-    assert found.wish == SamplingWish(temperature=0, top_p=0.9, top_k=5, max_tokens=64)
+    assert found.sampling == RequestedSampling(temperature=0, top_p=0.9, top_k=5, max_tokens=64)
     assert (found.stops, found.stream) == (("x",), True)
-    assert read(max_tokens=None).wish == SamplingWish()
+    assert read(max_tokens=None).sampling == RequestedSampling()
 
 
 def test_what_claude_code_sends_beside_the_conversation_says_nothing() -> None:

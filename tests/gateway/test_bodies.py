@@ -57,7 +57,7 @@ LARGE = {  # routes whose bodies may be larger than what is decoded at once
     "/detokenize",
     "/end_episode",
     "/end_episodes",
-    "/end_joint_episodes",
+    "/end_multi_model_episodes",
     "/sync_train_config",
     "/api/v1/forward",
     "/api/v1/forward_backward",

@@ -8,7 +8,7 @@ import pytest
 from bombus.bus import Bus
 from bombus.errors import Code, Refused
 from bombus.hive.state import Hive
-from bombus.host.hive_keys import HiveKeys, NamedKey
+from bombus.machine.hive_keys import HiveKeys, NamedKey
 from bombus_gateway.access import Access, Guard
 from bombus_gateway.call.capacity import CallCapacity
 from bombus_gateway.settings import GatewaySettings

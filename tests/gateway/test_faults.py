@@ -329,7 +329,7 @@ async def test_interleaved_agents_merge_on_their_own_lines_and_a_rewritten_histo
     assert len(records[4].messages) == 6
 
 
-async def test_a_side_call_and_a_sub_agent_are_recorded_as_such(served: GatewayHive) -> None:
+async def test_a_auxiliary_call_and_a_sub_agent_are_recorded_as_such(served: GatewayHive) -> None:
     episode, key = await served.claim()
     client = served.client(key)
     titled = "You are a title generator. You output ONLY a thread title. Nothing else."
@@ -339,13 +339,13 @@ async def test_a_side_call_and_a_sub_agent_are_recorded_as_such(served: GatewayH
     of_sub_agent = {"x-session-id": "ses_2", "x-parent-session-id": "ses_1"}
     await client.chat.completions.create(model=MODEL, messages=USER, extra_headers=of_sub_agent)
     records = await served.records(episode, 3)
-    marks = [(record.role, record.side_call) for record in records]
+    marks = [(record.role, record.auxiliary_call) for record in records]
     assert marks == [("title", "title"), ("", ""), ("subagent ses_2", "")]
     assert [call.masked for call in await served.calls(episode, 3)] == [True, False, False]
 
 
-async def test_a_side_call_that_the_job_trains_is_noted_like_others(bus: Bus) -> None:
-    rollout = {**JOB["bombus"]["rollout"], "side_calls": "train"}
+async def test_a_auxiliary_call_that_the_job_trains_is_noted_like_others(bus: Bus) -> None:
+    rollout = {**JOB["bombus"]["rollout"], "auxiliary_calls": "train"}
     async with gateway_hive(bus, {"bombus": {**JOB["bombus"], "rollout": rollout}}) as hive:
         episode, key = await hive.claim()
         title: Any = [
@@ -510,7 +510,7 @@ async def test_r18_a_gateway_that_has_not_folded_the_log_takes_nothing(served: G
             await served.client(key, url).chat.completions.create(model=MODEL, messages=USER)
 
 
-async def test_a_key_of_another_engine_does_not_open_this_engines_door(served: GatewayHive) -> None:
+async def test_a_key_of_another_engine_does_not_open_this_engines_api(served: GatewayHive) -> None:
     key = Keys(SECRET).sign("other", 1, "other-1-1", 2**62)
     with pytest.raises(openai.AuthenticationError, match="for engine other"):
         await served.client(key, f"{served.base_url}/e/{ENGINE}").chat.completions.create(model=MODEL, messages=USER)

@@ -90,7 +90,7 @@ async def test_a_model_that_was_read_for_a_call_is_reported_too(bus: Bus) -> Non
         assert hive.gateway is not None
         models = EngineModels(bus)
         reports = FormatReports(hive.gateway, models)
-        assert not await sends(hive, reports), "its doors are for another engine"
+        assert not await sends(hive, reports), "its APIs are for another engine"
         await models.text_model(hive.engine)
         await reports.check()
         await hive.until(lambda engine: bool(engine.formats))

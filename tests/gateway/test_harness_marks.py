@@ -1,4 +1,4 @@
-"""Side calls and sub-agents, as harnesses were seen to send them, and the ordinary calls beside them."""
+"""Auxiliary calls and sub-agents, as harnesses were seen to send them, and the ordinary calls beside them."""
 
 import json
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 
 from bombus_gateway.call.request import CompletionRequest
 from bombus_gateway.harnesses.marks import Marks, marks_of
-from bombus_gateway.harnesses.rules import SIDE_CALL_RULES
+from bombus_gateway.harnesses.rules import AUXILIARY_CALL_RULES
 from bombus_gateway.openai.request import read_chat
 
 CLAUDE = {b"x-claude-code-session-id": b"b3b5a064", b"x-app": b"cli"}
@@ -40,11 +40,11 @@ def asked(*messages: dict[str, Any], tools: tuple[dict[str, Any], ...] = ()) -> 
     return CompletionRequest(chat=True, messages=messages, tools=tools)
 
 
-def side_call_of_chat(system: str, *, tools: bool = False, headers: dict[bytes, bytes] | None = None) -> str:
+def auxiliary_call_of_chat(system: str, *, tools: bool = False, headers: dict[bytes, bytes] | None = None) -> str:
     """Return the mark of a body of chat completions with this system message."""
     messages = [{"role": "system", "content": [{"type": "text", "text": system}]}, TASK]
     body = {"model": "policy", "messages": messages, "stream": True} | ({"tools": [BASH]} if tools else {})
-    return marks_of(headers or {}, read_chat(json.dumps(body).encode()).completion).side_call
+    return marks_of(headers or {}, read_chat(json.dumps(body).encode()).completion).auxiliary_call
 
 
 def codex_turn(kind: str) -> dict[bytes, bytes]:
@@ -56,7 +56,7 @@ def codex_turn(kind: str) -> dict[bytes, bytes]:
 
 
 def test_each_rule_has_a_mark_by_which_most_calls_are_told_at_once() -> None:
-    assert [rule for rule in SIDE_CALL_RULES if not (rule.header or rule.request_kind or rule.system)] == []
+    assert [rule for rule in AUXILIARY_CALL_RULES if not (rule.header or rule.request_kind or rule.system)] == []
 
 
 def test_a_title_of_claude_code_has_no_tools_and_asks_for_json_with_a_title() -> None:
@@ -64,7 +64,7 @@ def test_a_title_of_claude_code_has_no_tools_and_asks_for_json_with_a_title() ->
 
 
 def test_other_json_without_tools_is_a_helper_of_claude_code() -> None:
-    assert marks_of(CLAUDE, asked(TASK), answer=frozenset({"ok", "reason"})).side_call == "helper"
+    assert marks_of(CLAUDE, asked(TASK), answer=frozenset({"ok", "reason"})).auxiliary_call == "helper"
 
 
 def test_the_json_that_a_user_of_claude_code_asks_for_comes_as_a_tool() -> None:
@@ -73,7 +73,7 @@ def test_the_json_that_a_user_of_claude_code_asks_for_comes_as_a_tool() -> None:
     assert marks_of(CLAUDE, asked(TASK, tools=tools), answer=frozenset({"title"})) == Marks()
 
 
-def test_json_without_tools_is_no_side_call_of_anybody_else() -> None:
+def test_json_without_tools_is_no_auxiliary_call_of_anybody_else() -> None:
     assert marks_of({}, asked(TASK), answer=frozenset({"title"})) == Marks()
 
 
@@ -87,7 +87,7 @@ def test_claude_code_compacts_with_a_text_at_the_end_of_the_users_last_message()
     request = asked(TASK, ANSWER, {"role": "user", "content": "Go on." + CLAUDE_COMPACTION}, tools=(BASH,))
     assert marks_of(CLAUDE, request) == Marks("compaction", "compaction")
     reminded = asked(*request.messages, {"role": "system", "content": "<reminder>"}, tools=(BASH,))
-    assert marks_of(CLAUDE, reminded).side_call == "compaction"
+    assert marks_of(CLAUDE, reminded).auxiliary_call == "compaction"
 
 
 def test_a_conversation_about_compaction_is_none() -> None:
@@ -119,7 +119,7 @@ def test_a_header_of_codex_that_cannot_be_read_says_nothing(header: bytes) -> No
 
 
 @pytest.mark.parametrize(
-    ("system", "side_call"),
+    ("system", "auxiliary_call"),
     [
         (OPENCODE_TITLE, "title"),
         (OPENCODE_COMPACTION, "compaction"),
@@ -130,23 +130,23 @@ def test_a_header_of_codex_that_cannot_be_read_says_nothing(header: bytes) -> No
         (AIDER_SUMMARY, "compaction"),
     ],
 )
-def test_a_side_call_is_known_by_how_its_system_message_begins(system: str, side_call: str) -> None:
-    assert side_call_of_chat(system) == side_call
-    assert side_call_of_chat(f"You help. {system}") == ""
+def test_a_auxiliary_call_is_known_by_how_its_system_message_begins(system: str, auxiliary_call: str) -> None:
+    assert auxiliary_call_of_chat(system) == auxiliary_call
+    assert auxiliary_call_of_chat(f"You help. {system}") == ""
 
 
 @pytest.mark.parametrize("system", [OPENCODE_TITLE, OPENCODE_COMPACTION, QWEN_COMPACTION, AIDER_COMMIT, AIDER_SUMMARY])
 def test_an_agent_with_tools_and_the_same_words_is_ordinary(system: str) -> None:
-    assert side_call_of_chat(system, tools=True) == ""
+    assert auxiliary_call_of_chat(system, tools=True) == ""
 
 
 def test_the_agents_of_qwen_codes_memory_have_tools() -> None:
-    assert side_call_of_chat(QWEN_MEMORY, tools=True) == "memory"
-    assert side_call_of_chat(QWEN_DREAM, tools=True) == "memory"
+    assert auxiliary_call_of_chat(QWEN_MEMORY, tools=True) == "memory"
+    assert auxiliary_call_of_chat(QWEN_DREAM, tools=True) == "memory"
 
 
 def test_a_developers_message_is_a_system_message() -> None:
-    assert marks_of(OPENCODE, asked({"role": "developer", "content": OPENCODE_TITLE}, TASK)).side_call == "title"
+    assert marks_of(OPENCODE, asked({"role": "developer", "content": OPENCODE_TITLE}, TASK)).auxiliary_call == "title"
 
 
 def test_ordinary_calls_without_tools_have_no_marks() -> None:
@@ -158,7 +158,7 @@ def test_ordinary_calls_without_tools_have_no_marks() -> None:
 
 
 def test_every_rule_looks_at_something() -> None:
-    for rule in SIDE_CALL_RULES:
+    for rule in AUXILIARY_CALL_RULES:
         assert rule.system or rule.user or rule.request_kind or rule.only_tool or rule.answer is not None
 
 
@@ -185,7 +185,7 @@ def test_main_agents_have_no_role() -> None:
         assert marks_of(headers, asked(TASK, tools=(BASH,))) == Marks()
 
 
-def test_a_side_call_of_a_sub_agent_keeps_its_role_which_has_a_limit() -> None:
+def test_a_auxiliary_call_of_a_sub_agent_keeps_its_role_which_has_a_limit() -> None:
     headers = CLAUDE | {b"x-claude-code-agent-id": b"a" * 100}
     request = asked({"role": "user", "content": CLAUDE_COMPACTION}, tools=(BASH,))
     assert marks_of(headers, request) == Marks(f"subagent {'a' * 55}", "compaction")

@@ -27,7 +27,7 @@ TOOL = {"type": "object", "properties": {"messages": {"type": "array"}, "input":
 SIGNATURE = "0123456789abcdef" * 2
 
 
-class Door(NamedTuple):
+class ModelAPI(NamedTuple):
     """How one dialect writes a conversation: items that ask, items that answer, and the fields around the list."""
 
     read: Callable[..., Any]
@@ -45,8 +45,8 @@ def blocks(*found: Json) -> list[Json]:
     return [*found]
 
 
-DOORS = {
-    "chat": Door(
+APIS = {
+    "chat": ModelAPI(
         read_chat,
         "messages",
         [
@@ -60,7 +60,7 @@ DOORS = {
         ],
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": TOOL}}], "metadata": {"messages": []}},
     ),
-    "messages": Door(
+    "messages": ModelAPI(
         read_messages,
         "messages",
         [
@@ -86,7 +86,7 @@ DOORS = {
             "tools": [{"name": "f", "input_schema": TOOL}, {"name": "late", "defer_loading": True}],
         },
     ),
-    "responses": Door(
+    "responses": ModelAPI(
         read_response_request,
         "input",
         [
@@ -120,27 +120,27 @@ turns = st.lists(
 )
 
 
-def made(door: Door, item: tuple[bool, int, str]) -> Json:
+def made(api: ModelAPI, item: tuple[bool, int, str]) -> Json:
     is_answer, kind, text = item
-    forms = door.answered if is_answer else door.asked
+    forms = api.answered if is_answer else api.asked
     return forms[kind % len(forms)](text)
 
 
 class Reader:
-    """Reads the bodies of one episode as a door does."""
+    """Reads the bodies of one episode as an API does."""
 
     def __init__(self) -> None:
         self.bodies = EarlierBodies()
         self.spared = 0  # items that were not read again
 
-    def read(self, door: Door, body: bytes) -> Any:
+    def read(self, api: ModelAPI, body: bytes) -> Any:
         before = self.bodies.continued_by(ROUTE, body)
         self.spared += before.prefix.items
         try:
-            found = door.read(body, before.prefix)
+            found = api.read(body, before.prefix)
         except AnotherList:
             before = nothing_of(ROUTE)
-            found = door.read(body)
+            found = api.read(body)
         found_digest, kept = before.continued(body, found.prefix)
         assert found_digest == digest(ROUTE + b"\0" + body)
         self.bodies.keep(kept, before)
@@ -157,48 +157,48 @@ def outcome(read: Callable[[bytes], Any], body: bytes) -> Any:
     return fields | {"prefix": None}
 
 
-def alone(door: Door, body: bytes) -> Any:
+def alone(api: ModelAPI, body: bytes) -> Any:
     """Return what a body says when all its items are read in one go."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reading, "ITEMS_READ_AGAIN", 1 << 20)
-        return outcome(door.read, body)
+        return outcome(api.read, body)
 
 
-@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+@pytest.mark.parametrize("api", APIS.values(), ids=APIS)
 @given(turns)
 @settings(max_examples=150, deadline=None)
-def test_what_a_body_says_does_not_depend_on_those_before_it(door: Door, steps: Any) -> None:
+def test_what_a_body_says_does_not_depend_on_those_before_it(api: ModelAPI, steps: Any) -> None:
     reader, said = Reader(), list[Json]()
     for added, taken_away, other, indent, is_first in steps:
         said = said[: max(len(said) - taken_away, 0)] if taken_away > 8 else said
         if other is not None:
-            said = [*said[:-1], made(door, other)]
-        said = [*said, *(made(door, item) for item in added)]
-        listed = {door.field: said}
-        fields = {"model": "m", **({**listed, **door.around} if is_first else {**door.around, **listed})}
+            said = [*said[:-1], made(api, other)]
+        said = [*said, *(made(api, item) for item in added)]
+        listed = {api.field: said}
+        fields = {"model": "m", **({**listed, **api.around} if is_first else {**api.around, **listed})}
         body = json.dumps(fields, indent=indent).encode()
-        assert outcome(partial(reader.read, door), body) == alone(door, body)
+        assert outcome(partial(reader.read, api), body) == alone(api, body)
 
 
-@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
-def test_only_what_is_new_of_a_long_conversation_is_read(door: Door) -> None:
+@pytest.mark.parametrize("api", APIS.values(), ids=APIS)
+def test_only_what_is_new_of_a_long_conversation_is_read(api: ModelAPI) -> None:
     reader, said = Reader(), list[Json]()
     for number in range(20):
-        said += [made(door, (False, number, str(number))), made(door, (True, number // 2, str(number)))]
-        body = json.dumps({"model": "m", door.field: said, **door.around}).encode()
-        assert outcome(partial(reader.read, door), body) == alone(door, body)
+        said += [made(api, (False, number, str(number))), made(api, (True, number // 2, str(number)))]
+        body = json.dumps({"model": "m", api.field: said, **api.around}).encode()
+        assert outcome(partial(reader.read, api), body) == alone(api, body)
     assert reader.spared == sum(max(2 * number - ITEMS_READ_AGAIN, 0) for number in range(20))
 
 
-@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
-def test_a_refused_item_is_named_by_its_place_in_the_whole_list(door: Door) -> None:
+@pytest.mark.parametrize("api", APIS.values(), ids=APIS)
+def test_a_refused_item_is_named_by_its_place_in_the_whole_list(api: ModelAPI) -> None:
     reader = Reader()
-    said = [made(door, (number % 2 == 1, 0, str(number))) for number in range(10)]
-    reader.read(door, json.dumps({"model": "m", door.field: said}).encode())
+    said = [made(api, (number % 2 == 1, 0, str(number))) for number in range(10)]
+    reader.read(api, json.dumps({"model": "m", api.field: said}).encode())
     for wrong in ({"role": "user", "content": [{"type": "text"}]}, {"role": 3}):
         with pytest.raises(BadParameter) as caught:
-            reader.read(door, json.dumps({"model": "m", door.field: [*said, wrong]}).encode())
-        assert caught.value.param.startswith((f"{door.field}.10.", f"{door.field}[10]."))
+            reader.read(api, json.dumps({"model": "m", api.field: [*said, wrong]}).encode())
+        assert caught.value.param.startswith((f"{api.field}.10.", f"{api.field}[10]."))
     assert reader.spared == 2 * (len(said) - ITEMS_READ_AGAIN)
 
 
@@ -249,24 +249,24 @@ def test_a_list_that_is_not_the_one_that_was_read_is_read_alone(body: bytes) -> 
 
 
 def test_what_is_no_json_is_refused_as_a_whole_however_it_begins() -> None:
-    reader, door = Reader(), DOORS["chat"]
-    said = [made(door, (number % 2 == 1, 0, str(number))) for number in range(10)]
+    reader, api = Reader(), APIS["chat"]
+    said = [made(api, (number % 2 == 1, 0, str(number))) for number in range(10)]
     body = json.dumps({"model": "m", "messages": said}).encode()
-    reader.read(door, body)
+    reader.read(api, body)
     for wrong in (body.replace(b"]}", b",]}"), body[:-1], body[:-2], body.replace(b'"9"', b'"9')):
         assert reader.bodies.continued_by(ROUTE, wrong).prefix.items
-        refusal = outcome(partial(reader.read, door), wrong)
-        assert refusal == alone(door, wrong)
+        refusal = outcome(partial(reader.read, api), wrong)
+        assert refusal == alone(api, wrong)
         assert "could not be read as JSON" in refusal[1]
-    assert outcome(partial(reader.read, door), body) == alone(door, body)
+    assert outcome(partial(reader.read, api), body) == alone(api, body)
 
 
 def test_half_of_a_character_in_an_older_item_is_read_once() -> None:
-    reader, door = Reader(), DOORS["chat"]
-    said = [made(door, (number % 2 == 1, 0, "x\ud83d")) for number in range(10)]
+    reader, api = Reader(), APIS["chat"]
+    said = [made(api, (number % 2 == 1, 0, "x\ud83d")) for number in range(10)]
     for _ in range(2):
         body = json.dumps({"model": "m", "messages": said}).encode()
-        assert [each["content"] for each in reader.read(door, body).completion.messages] == ["x\ufffd"] * 10
+        assert [each["content"] for each in reader.read(api, body).completion.messages] == ["x\ufffd"] * 10
     assert reader.spared == len(said) - ITEMS_READ_AGAIN
 
 

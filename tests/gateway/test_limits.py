@@ -108,10 +108,10 @@ async def test_a_long_conversation_goes_on_without_a_thread_as_its_template_says
 async def test_an_answer_of_many_numbers_is_written_in_a_thread_while_others_go_on(served: GatewayHive) -> None:
     assert served.gateway is not None
     served.replica.scripts.append(says([5] * 220, finish="length"))
-    wish = {"logprobs": True, "top_logprobs": 20, "max_tokens": 220}
+    asked_for = {"logprobs": True, "top_logprobs": 20, "max_tokens": 220}
     async with await agent(served) as one, await agent(served) as other:
         with every_thread_busy(served.gateway.workers):
-            large = asyncio.create_task(one.chat(body([{"role": "user", "content": "hi"}], **wish)))
+            large = asyncio.create_task(one.chat(body([{"role": "user", "content": "hi"}], **asked_for)))
             await until(lambda: served.replica.requests)
             assert (await other.say("hi")).status_code == 200
             assert not large.done()

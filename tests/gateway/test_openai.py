@@ -1,4 +1,4 @@
-"""The OpenAI door, called by OpenAI's own SDK."""
+"""The OpenAI API, called by OpenAI's own SDK."""
 
 import asyncio
 import json
@@ -382,7 +382,7 @@ async def test_a_call_without_its_image_is_counted(served: GatewayHive) -> None:
     await served.until(lambda engine: engine.counters.calls_incomplete == 1)
 
 
-# An image at each door: the path, the body, and how the door names the image.
+# An image at each API: the path, the body, and how the API names the image.
 IMAGES: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/chat/completions", IMAGE, "messages.0.content.0"),
     (
@@ -404,7 +404,7 @@ async def answers_to_images(served: GatewayHive, key: str) -> list[httpx.Respons
         return [await http.post(path, json={"model": MODEL, **body}) for path, body, _ in IMAGES]
 
 
-async def test_every_door_refuses_an_image_in_a_training_episode(served: GatewayHive) -> None:
+async def test_every_api_refuses_an_image_in_a_training_episode(served: GatewayHive) -> None:
     """The model would learn from an empty turn."""
     _, key = await served.claim()
     for answer, (path, _, place) in zip(await answers_to_images(served, key), IMAGES, strict=True):
@@ -413,7 +413,7 @@ async def test_every_door_refuses_an_image_in_a_training_episode(served: Gateway
     assert served.replica.requests == []
 
 
-async def test_every_door_leaves_an_image_out_of_training_for_a_job_that_relaxes_it(bus: Bus) -> None:
+async def test_every_api_leaves_an_image_out_of_training_for_a_job_that_relaxes_it(bus: Bus) -> None:
     groups = JOB["bombus"]
     job = {"bombus": {**groups, "rollout": {**groups["rollout"], "unsupported": "relax"}}}
     async with gateway_hive(bus, job) as served:
@@ -449,8 +449,8 @@ async def test_a_client_may_limit_prompt_and_answer_together(served: GatewayHive
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
 async def test_a_length_that_is_capped_is_named_as_the_client_named_it(served: GatewayHive, field: str) -> None:
     _, key = await served.claim()
-    wished: Any = {field: 5000}
-    answer = await served.client(key).chat.completions.with_raw_response.create(model=MODEL, messages=USER, **wished)
+    asked_for: Any = {field: 5000}
+    answer = await served.client(key).chat.completions.with_raw_response.create(model=MODEL, messages=USER, **asked_for)
     assert answer.headers["x-bombus-overridden"] == field
 
 

@@ -1,4 +1,4 @@
-"""The OpenAPI page describes what the gateway answers: each field of each door, whole and streamed, and refusals.
+"""The OpenAPI page describes what the gateway answers: each field of each API, whole and streamed, and refusals.
 
 `make test-harnesses` has schemathesis look for answers of other kinds.
 """

@@ -14,7 +14,7 @@ from bombus.hive.episodes import without_secret
 from bombus.hive.events import BatchReady, StepCompleted
 from bombus.hive.inbox import Claim, Touch
 from bombus.hive.steps import SealedStep, idle_limit_s
-from bombus.host.hive_keys import HiveKeys, NamedKey
+from bombus.machine.hive_keys import HiveKeys, NamedKey
 from bombus_gateway.keys import Keys
 from tests.gateway.swarm_hive import JOB, PlayedHive, played_hive
 

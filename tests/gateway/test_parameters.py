@@ -1,4 +1,4 @@
-"""Every parameter of every door is carried out, refused, or named as left out; a new one needs its place here."""
+"""Every parameter of every API is carried out, refused, or named as left out; a new one needs its place here."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -12,14 +12,14 @@ from bombus_gateway.atropos import vllm_generate
 from bombus_gateway.decoding.json_body import field_names
 from bombus_gateway.generate.dialect import GenerateDialect
 from bombus_gateway.openai import request as openai
+from bombus_gateway.operations_wire import generate, sampling
 from bombus_gateway.responses import request as responses
-from bombus_gateway.training import generate, sampling
 
 HI = [{"role": "user", "content": "hi"}]
 FUNCTION = {"name": "f", "parameters": {"type": "object"}}
 TOOLS = [{"type": "function", "function": FUNCTION}]
 # How a client names a request, caches or keeps it: no answer depends on these, and nobody waits for anything.
-SAID = "said of the request, and no wish"
+SAID = "said of the request, and no request"
 DONE, LEFT_OUT, REFUSED = "carried out", "left out by name", "refused by name"
 
 
@@ -28,8 +28,8 @@ def named(found: Any) -> list[str]:
     return [each.field for each in found.completion.unsupported]
 
 
-class Door(NamedTuple):
-    """A door: what reads its bodies, one that asks for nothing, and its parameters with values that do.
+class ModelAPI(NamedTuple):
+    """An API: what reads its bodies, one that asks for nothing, and its parameters with values that do.
 
     `fields` are all that it knows, of the body or of its part `within`.
     """
@@ -142,27 +142,27 @@ def sampled(body: bytes) -> sampling.SampleRequest:
 TOKENS = {"prompt_token_ids": [1, 2]}
 SAMPLE: dict[str, Any] = {"sampling_session_id": "s", "seq_id": 1, "type": "sample", "sampling_params": {}}
 SAMPLE["prompt"] = {"chunks": [{"tokens": [1, 2, 3], "type": "encoded_text"}]}
-DOORS = {
-    "chat": Door(openai.read_chat, {"model": "m", "messages": HI}, field_names(openai.ChatBody), CHAT),
-    "completions": Door(
+APIS = {
+    "chat": ModelAPI(openai.read_chat, {"model": "m", "messages": HI}, field_names(openai.ChatBody), CHAT),
+    "completions": ModelAPI(
         openai.read_completion, {"model": "m", "prompt": "a"}, field_names(openai.CompletionBody), COMPLETIONS
     ),
-    "messages": Door(
+    "messages": ModelAPI(
         messages.read_messages, {"model": "m", "messages": HI}, field_names(messages.MessagesBody), MESSAGES
     ),
-    "responses": Door(
+    "responses": ModelAPI(
         responses.read_response_request,
         {"model": "m", "input": "hi"},
         field_names(responses.ResponsesBody),
         RESPONSES,
     ),
-    "generate, vLLM's": Door(
+    "generate, vLLM's": ModelAPI(
         vllm_generate.read_vllm, {"prompt": TOKENS}, field_names(vllm_generate._Generate), VLLM, nothing_left_out
     ),
-    "generate, SGLang's": Door(
+    "generate, SGLang's": ModelAPI(
         generate.read_generate, {"input_ids": [1]}, field_names(generate._Generate), SGLANG, nothing_left_out
     ),
-    "generate, SGLang's params": Door(
+    "generate, SGLang's params": ModelAPI(
         generate.read_generate,
         {"input_ids": [1]},
         field_names(generate._GenerateParams),
@@ -170,39 +170,39 @@ DOORS = {
         nothing_left_out,
         "sampling_params",
     ),
-    "asample": Door(sampled, SAMPLE, field_names(sampling._Sample) - {"sampling_params"}, TINKER, nothing_left_out),
-    "asample's params": Door(
+    "asample": ModelAPI(sampled, SAMPLE, field_names(sampling._Sample) - {"sampling_params"}, TINKER, nothing_left_out),
+    "asample's params": ModelAPI(
         sampled, SAMPLE, field_names(sampling._Params), TINKER_PARAMS, nothing_left_out, "sampling_params"
     ),
 }
 
 
 def each_parameter() -> Iterator[Any]:
-    for name, door in DOORS.items():
-        for field, (value, outcome) in door.asks.items():
-            yield pytest.param(door, field, value, outcome, id=f"{name}: {field}")
+    for name, api in APIS.items():
+        for field, (value, outcome) in api.asks.items():
+            yield pytest.param(api, field, value, outcome, id=f"{name}: {field}")
 
 
-@pytest.mark.parametrize("name", DOORS)
-def test_every_field_that_a_door_knows_has_its_outcome_here(name: str) -> None:
-    door = DOORS[name]
-    assert door.fields - set(door.base) - set(door.asks) == set()
+@pytest.mark.parametrize("name", APIS)
+def test_every_field_that_an_api_knows_has_its_outcome_here(name: str) -> None:
+    api = APIS[name]
+    assert api.fields - set(api.base) - set(api.asks) == set()
 
 
-@pytest.mark.parametrize(("door", "field", "value", "outcome"), each_parameter())
-def test_a_parameter_is_carried_out_refused_or_named(door: Door, field: str, value: Any, outcome: str) -> None:
+@pytest.mark.parametrize(("api", "field", "value", "outcome"), each_parameter())
+def test_a_parameter_is_carried_out_refused_or_named(api: ModelAPI, field: str, value: Any, outcome: str) -> None:
     sent = field.partition(".")[0]
-    asked = {door.within: {**door.base.get(door.within, {}), sent: value}} if door.within else {sent: value}
-    base, body = (json.dumps({**door.base, **more}).encode() for more in ({}, asked))
-    before = door.read(base)
+    asked = {api.within: {**api.base.get(api.within, {}), sent: value}} if api.within else {sent: value}
+    base, body = (json.dumps({**api.base, **more}).encode() for more in ({}, asked))
+    before = api.read(base)
     if outcome == REFUSED:
         with pytest.raises(Refused) as refused:
-            door.read(body)
+            api.read(body)
         assert sent in f"{refused.value.why} {getattr(refused.value, 'param', '')}" or sent == "text"
         return
-    found = door.read(body)
-    assert door.left_out(before) == []
-    assert door.left_out(found) == ([field.rstrip(".")] if outcome == LEFT_OUT else [])
+    found = api.read(body)
+    assert api.left_out(before) == []
+    assert api.left_out(found) == ([field.rstrip(".")] if outcome == LEFT_OUT else [])
     if outcome == DONE:
         assert found != before
     elif outcome == SAID:
@@ -212,10 +212,10 @@ def test_a_parameter_is_carried_out_refused_or_named(door: Door, field: str, val
 @pytest.mark.parametrize("value", [None, False, 0, 0.0, -0.0, "", [], {}])
 @pytest.mark.parametrize("name", ["generate, SGLang's", "asample", "asample's params"])
 def test_a_field_that_nobody_knows_may_have_a_value_that_asks_for_nothing(name: str, value: Any) -> None:
-    door = DOORS[name]
+    api = APIS[name]
     asked = {"nobody_knows": value}
-    body = {**door.base, **({door.within: {**door.base[door.within], **asked}} if door.within else asked)}
-    assert door.read(json.dumps(body).encode()) == door.read(json.dumps(door.base).encode())
+    body = {**api.base, **({api.within: {**api.base[api.within], **asked}} if api.within else asked)}
+    assert api.read(json.dumps(body).encode()) == api.read(json.dumps(api.base).encode())
 
 
 def neutral(found: Any) -> Any:

@@ -327,7 +327,7 @@ def test_several_calls_are_followed_by_their_results_although_the_template_takes
         made.renderer.render(conversation, [TOOL])
 
 
-def test_text_beside_calls_stays_where_a_template_takes_it_for_the_reasoning() -> None:
+def test_text_beauxiliary_calls_stays_where_a_template_takes_it_for_the_reasoning() -> None:
     made = model(
         "{% for tool in tools or [] %}<|tool|>{{ tool | tojson }}{% endfor %}"
         "{% for message in messages %}<|head|>{{ message.role }}<|body|>"

@@ -81,7 +81,7 @@ def test_a_call_of_another_form_is_a_call_and_null_is_nothing(
     ],
 )
 def test_the_least_top_p_is_one_that_replicas_take(read: Callable[[bytes], Any], body: dict[str, Any]) -> None:
-    assert 0 < read(json.dumps({"model": "m", **body}).encode()).completion.wish.top_p < 0.001
+    assert 0 < read(json.dumps({"model": "m", **body}).encode()).completion.sampling.top_p < 0.001
 
 
 @pytest.mark.parametrize(("stop", "stops"), [("", ()), ([""], ()), (["", "x"], ("x",))])

@@ -10,7 +10,7 @@ import pytest
 
 from bombus.bus import Bus
 from bombus.hive.generation import Generate
-from bombus_gateway.call import door
+from bombus_gateway.call import api
 from bombus_gateway.call.upstream import ATTEMPTS_MAX
 from tests.gateway.openai_hive import MODEL, Died, GatewayHive, Send, gateway_hive, says
 
@@ -23,7 +23,7 @@ WIRES = pytest.mark.parametrize(
 
 @pytest.fixture
 async def served(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[GatewayHive]:
-    monkeypatch.setattr(door, "BEAT_S", 0.05)
+    monkeypatch.setattr(api, "BEAT_S", 0.05)
     async with gateway_hive(bus) as hive:
         yield hive
 

@@ -213,7 +213,7 @@ def test_a_conversation_without_variables_has_the_digest_of_earlier_versions() -
 
 
 PLAIN = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
-DOORS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+APIS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": USER}, {"reasoning_effort": "none"}),
     ("/v1/responses", {"input": USER}, {"reasoning": {"effort": "none", "summary": "auto"}}),
     ("/v1/messages", {"messages": USER}, {"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}}),
@@ -227,16 +227,16 @@ async def post(hive: GatewayHive, key: str, path: str, body: dict[str, Any]) -> 
     return answer
 
 
-async def test_a_wish_for_thinking_reaches_the_template_at_every_door_without_a_word_of_the_job(bus: Bus) -> None:
+async def test_a_wish_for_thinking_reaches_the_template_at_every_api_without_a_word_of_the_job(bus: Bus) -> None:
     async with gateway_hive(bus, files=files(THINKS)) as hive:
-        for path, asked, wish in DOORS:
+        for path, asked, asked_for in APIS:
             episode, key = await hive.claim()
-            answer = await post(hive, key, path, {**asked, **wish})
+            answer = await post(hive, key, path, {**asked, **asked_for})
             assert prompts(hive)[-1].endswith(PLAIN)
             assert "x-bombus-overridden" not in answer.headers
             (record,) = await hive.records(episode, 1)
             assert record.chat_template_kwargs == {"enable_thinking": False}
-        counted = await post(hive, key, "/v1/messages/count_tokens", {"messages": USER, **wish})
+        counted = await post(hive, key, "/v1/messages/count_tokens", {"messages": USER, **asked_for})
         tokens = await post(hive, key, "/tokenize", {"messages": USER, "reasoning_effort": "none"})
         assert counted.json()["input_tokens"] == tokens.json()["count"] == record.prompt_tokens
 
@@ -248,7 +248,7 @@ async def test_a_conversation_goes_on_where_its_wish_for_thinking_stays_and_begi
         episode, key = await hive.claim()
         messages = list(USER)
         for effort in ("none", "none", "high"):
-            answer = await post(hive, key, DOORS[0][0], {"messages": messages, "reasoning_effort": effort})
+            answer = await post(hive, key, APIS[0][0], {"messages": messages, "reasoning_effort": effort})
             messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": "and?"}]
         first, second, third = await hive.records(episode, 3)
         assert (first.parent, second.parent and second.parent.id, third.parent) == (None, first.id, None)
@@ -262,9 +262,9 @@ async def test_a_job_that_says_how_much_is_thought_is_not_overruled_and_the_answ
     groups = JOB["bombus"]
     fixed = {"bombus": {**groups, "model": {"path": MODEL, "chat_template_kwargs": {"enable_thinking": True}}}}
     async with gateway_hive(bus, fixed, files(THINKS)) as hive:
-        for path, asked, wish in DOORS:
+        for path, asked, asked_for in APIS:
             episode, key = await hive.claim()
-            answer = await post(hive, key, path, {**asked, **wish})
+            answer = await post(hive, key, path, {**asked, **asked_for})
             assert answer.headers["x-bombus-overridden"] in ("reasoning_effort", "reasoning.effort", "thinking")
             (record,) = await hive.records(episode, 1)
             assert (record.chat_template_kwargs, len(record.overridden)) == ({}, 1)
@@ -273,7 +273,7 @@ async def test_a_job_that_says_how_much_is_thought_is_not_overruled_and_the_answ
 
 async def test_variables_that_a_request_gives_itself_win_over_its_wish_for_thinking(served: GatewayHive) -> None:
     _, key = await served.claim()
-    answer = await post(served, key, DOORS[0][0], {"messages": USER, "reasoning_effort": "medium", **NO_THINKING})
+    answer = await post(served, key, APIS[0][0], {"messages": USER, "reasoning_effort": "medium", **NO_THINKING})
     assert answer.headers["x-bombus-overridden"] == "reasoning_effort"
     assert prompts(served)[-1].endswith(PLAIN)
 
@@ -292,8 +292,8 @@ async def test_what_a_model_has_no_variable_for_is_named_and_the_usual_is_not(bu
             {"reasoning": {"effort": "medium", "summary": "auto"}},
             {"thinking": {"type": "adaptive", "display": "omitted"}, "output_config": {"effort": "high"}},
         ]
-        for (path, asked, _), wish, plain in zip(DOORS, beyond, usual, strict=True):
-            assert (await post(hive, key, path, {**asked, **wish})).headers["x-bombus-overridden"] in (
+        for (path, asked, _), asked_for, plain in zip(APIS, beyond, usual, strict=True):
+            assert (await post(hive, key, path, {**asked, **asked_for})).headers["x-bombus-overridden"] in (
                 "reasoning_effort",
                 "reasoning.effort",
                 "thinking",

@@ -1,4 +1,4 @@
-"""A wish for the model's thinking becomes the variables that its chat template reads."""
+"""A request for the model's thinking becomes the variables that its chat template reads."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from bombus.text.chat_template import ChatTemplate, TemplateRefused
-from bombus_gateway.text.thinking import ThinkingVariables, ThinkingWish, find_thinking
+from bombus_gateway.text.thinking import RequestedThinking, ThinkingVariables, find_thinking
 
-FIELDS = ThinkingWish(on_field="thinking", effort_field="effort", budget_field="budget")
+FIELDS = RequestedThinking(on_field="thinking", effort_field="effort", budget_field="budget")
 # How families write it: Qwen3 and GLM, DeepSeek, gpt-oss, Hunyuan, Kimi, MiniMax, Seed-OSS.
 SWITCH = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
 EITHER = (
@@ -34,8 +34,8 @@ OWN = "{% for message in messages %}{% set thinking = message.thinking %}{{ thin
 ON, OFF = FIELDS._replace(on=True), FIELDS._replace(on=False)
 
 
-def effort(value: str, usual: str = "medium") -> ThinkingWish:
-    return ThinkingWish(on=True, effort=value, usual=usual, effort_field="effort")
+def effort(value: str, usual: str = "medium") -> RequestedThinking:
+    return RequestedThinking(on=True, effort=value, usual=usual, effort_field="effort")
 
 
 def found_in(source: str, thinks: bool = True) -> ThinkingVariables:
@@ -51,7 +51,7 @@ def found_in(source: str, thinks: bool = True) -> ThinkingVariables:
 
 
 @pytest.mark.parametrize(
-    ("source", "wish", "variables", "left_out"),
+    ("source", "asked_for", "variables", "left_out"),
     [
         (SWITCH, ON, {"enable_thinking": True}, []),
         (SWITCH, OFF, {"enable_thinking": False}, []),
@@ -80,19 +80,19 @@ def found_in(source: str, thinks: bool = True) -> ThinkingVariables:
     ],
 )
 def test_a_wish_becomes_what_the_template_reads_and_the_rest_is_named(
-    source: str, wish: ThinkingWish, variables: dict[str, Any], left_out: list[str]
+    source: str, asked_for: RequestedThinking, variables: dict[str, Any], left_out: list[str]
 ) -> None:
-    assert found_in(source).given(wish) == (variables, left_out)
+    assert found_in(source).given(asked_for) == (variables, left_out)
 
 
 @pytest.mark.parametrize(
-    ("wish", "left_out"),
+    ("asked_for", "left_out"),
     [(ON, ["thinking"]), (OFF, []), (effort("medium"), []), (effort("high"), ["effort"]), (effort("high", "high"), [])],
 )
 def test_a_model_that_does_not_think_is_only_asked_in_vain_for_what_goes_beyond_the_usual(
-    wish: ThinkingWish, left_out: list[str]
+    asked_for: RequestedThinking, left_out: list[str]
 ) -> None:
-    assert found_in("{{ messages[0].content }}", thinks=False).given(wish) == ({}, left_out)
+    assert found_in("{{ messages[0].content }}", thinks=False).given(asked_for) == ({}, left_out)
 
 
 def test_a_template_that_refuses_a_value_is_not_given_it() -> None:

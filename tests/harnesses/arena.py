@@ -81,7 +81,7 @@ class Played:
         """Return what one needs to know of an episode that went wrong."""
         evidence = self.evidence
         lines = [f"exit code {self.ended.code}", *map(str, self.exchanges), *self.hosts]
-        calls = f"{evidence.calls} calls, {evidence.side_calls} of them side calls"
+        calls = f"{evidence.calls} calls, {evidence.auxiliary_calls} of them auxiliary calls"
         lines += [f"{calls}, {evidence.sequences} sequences, lost {evidence.lost}, {evidence.twice}"]
         lines += map(str, evidence.rewrites)
         return "\n".join([*lines, "--- output", self.ended.output])

@@ -29,12 +29,12 @@ class Rewrite:
 class Evidence:
     """An episode as the log has it. `lost` and `twice` have the numbers of calls whose tokens are not trained once.
 
-    `side_calls` are those of its `calls` that the harness made on its own account. They are not trained, as in a job
-    that masks them, and have no sequences.
+    `auxiliary_calls` are those of its `calls` that the harness made on its own account. They are not trained, as in a
+    job that masks them, and have no sequences.
     """
 
     calls: int
-    side_calls: int
+    auxiliary_calls: int
     sequences: int
     rewrites: tuple[Rewrite, ...]
     lost: tuple[int, ...]
@@ -44,8 +44,8 @@ class Evidence:
 
 def evidence_of(records: Sequence[CallRecord], text_of: TextOf) -> Evidence:
     """Read the records of an episode, in the order of the log."""
-    numbers = [number for number, record in enumerate(records) if not record.side_call]  # of the agents' calls
-    aside = [record for record in records if record.side_call]
+    numbers = [number for number, record in enumerate(records) if not record.auxiliary_call]  # of the agents' calls
+    aside = [record for record in records if record.auxiliary_call]
     merged = merge_calls("episode", [records[number] for number in numbers], aside)
     trained = [0] * len(records)
     for sequence in merged.sequences:
@@ -55,7 +55,7 @@ def evidence_of(records: Sequence[CallRecord], text_of: TextOf) -> Evidence:
     numbered = list(enumerate(zip(sampled, trained)))
     return Evidence(
         calls=len(records),
-        side_calls=len(aside),
+        auxiliary_calls=len(aside),
         sequences=len(merged.sequences),
         rewrites=tuple(rewrites(records, text_of)),
         lost=tuple(number for number, (wanted, found) in numbered if found < wanted),
@@ -66,7 +66,7 @@ def evidence_of(records: Sequence[CallRecord], text_of: TextOf) -> Evidence:
 
 def _wanted(record: CallRecord) -> int:
     """Return how many tokens of a call are to be trained."""
-    return record.completion_tokens() if record.status == CallStatus.COMPLETE and not record.side_call else 0
+    return record.completion_tokens() if record.status == CallStatus.COMPLETE and not record.auxiliary_call else 0
 
 
 def rewrites(records: Sequence[CallRecord], text_of: TextOf) -> Iterator[Rewrite]:
@@ -76,14 +76,14 @@ def rewrites(records: Sequence[CallRecord], text_of: TextOf) -> Iterator[Rewrite
     for number, record in enumerate(records):
         parent = by_id[record.parent.id][record.parent_choice] if record.parent is not None else []
         prompt = parent + unpack_tokens(record.prompt_tail)
-        if lines and record.parent is None and not record.side_call:
+        if lines and record.parent is None and not record.auxiliary_call:
             nearest = max(lines, key=lambda line: shared(line, prompt))
             start = shared(nearest, prompt)
             if start < len(nearest):
                 before, now = nearest[start : start + SHOWN], prompt[start : start + SHOWN]
                 yield Rewrite(number, start, text_of(before), text_of(now))
         by_id[record.id] = [prompt + choice.token_ids() for choice in record.choices]
-        lines += by_id[record.id] if not record.side_call else []
+        lines += by_id[record.id] if not record.auxiliary_call else []
 
 
 def shared(one: Sequence[int], other: Sequence[int]) -> int:

@@ -12,8 +12,8 @@ from enum import Enum
 import httpx
 from starlette.types import Receive, Scope, Send
 
-from bombus.host.http_server import http_server
-from bombus.host.process import listen
+from bombus.machine.http_server import http_server
+from bombus.machine.process import listen
 
 CALLS = ("/chat/completions", "/messages", "/responses")
 HOP_BY_HOP = {b"host", b"connection", b"transfer-encoding", b"content-length", b"keep-alive"}

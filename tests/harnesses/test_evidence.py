@@ -5,7 +5,7 @@ from tests.harnesses.evidence import Rewrite, evidence_of
 
 
 def record(
-    name: str, tail: list[int], sampled: list[int], prompt_tokens: int, parent: str = "", side_call: str = ""
+    name: str, tail: list[int], sampled: list[int], prompt_tokens: int, parent: str = "", auxiliary_call: str = ""
 ) -> CallRecord:
     return CallRecord(
         id=name,
@@ -17,7 +17,7 @@ def record(
         prompt_tokens=prompt_tokens,
         choices=(Choice(pack_tokens(sampled), pack_logprobs([-1.0] * len(sampled))),),
         sampling=SamplingParams(),
-        side_call=side_call,
+        auxiliary_call=auxiliary_call,
     )
 
 
@@ -45,15 +45,15 @@ def test_a_prompt_that_begins_with_a_whole_line_is_no_rewrite() -> None:
     assert (evidence.sequences, evidence.rewrites) == (1, ())
 
 
-def test_side_calls_are_counted_apart_and_are_neither_sequences_nor_rewrites() -> None:
-    title, first = record("t", [9], [8], 1, side_call="title"), record("a", [1, 2], [3], 2)
-    summary = record("s", [7], [6, 6], 4, parent="a", side_call="compaction")
+def test_auxiliary_calls_are_counted_apart_and_are_neither_sequences_nor_rewrites() -> None:
+    title, first = record("t", [9], [8], 1, auxiliary_call="title"), record("a", [1, 2], [3], 2)
+    summary = record("s", [7], [6, 6], 4, parent="a", auxiliary_call="compaction")
     last = record("b", [5], [4], 7, parent="s")
     evidence = evidence_of([title, first, summary, last], text_of)
-    assert (evidence.calls, evidence.side_calls, evidence.sequences, evidence.rewrites) == (4, 2, 1, ())
+    assert (evidence.calls, evidence.auxiliary_calls, evidence.sequences, evidence.rewrites) == (4, 2, 1, ())
     assert evidence.lost == evidence.twice == ()
 
 
-def test_a_turn_that_shares_its_beginning_with_a_side_call_alone_is_no_rewrite() -> None:
-    title, first = record("t", [1, 9], [8], 2, side_call="title"), record("a", [1, 2], [3], 2)
+def test_a_turn_that_shares_its_beginning_with_a_auxiliary_call_alone_is_no_rewrite() -> None:
+    title, first = record("t", [1, 9], [8], 2, auxiliary_call="title"), record("a", [1, 2], [3], 2)
     assert evidence_of([title, first], text_of).rewrites == ()

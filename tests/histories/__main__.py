@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bombus.bus import Bus, EmbeddedServer
 from bombus.config.streams import StreamLimits
-from bombus.host.process import loop_factory
+from bombus.machine.process import loop_factory
 from tests.histories.hive import arena_of
 from tests.histories.run import Outcome, play, play_all, shortened
 

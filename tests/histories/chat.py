@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tests.histories.answers import STOP
-from tests.histories.dialect import MODEL, Ask, Json, SideCall, events, function, in_pieces
+from tests.histories.dialect import MODEL, Ask, AuxiliaryCall, Json, events, function, in_pieces
 from tests.histories.entries import Entry, Said, SaidCall, Style, call_id
 from tests.histories.spelling import arguments_text, call_name, spelled
 
@@ -18,11 +18,11 @@ class Chat:
     path = "/v1/chat/completions"
     continues = False
     joins_users = False
-    side_calls = (
-        SideCall("title", "You are a title generator. You output ONLY a thread title.", "Generate a title"),
-        SideCall("compaction", "You are a context summarization agent.", "Summarize all of it"),
-        SideCall("memory", "You are now acting as the managed memory extraction subagent", "Remember"),
-        SideCall(
+    auxiliary_calls = (
+        AuxiliaryCall("title", "You are a title generator. You output ONLY a thread title.", "Generate a title"),
+        AuxiliaryCall("compaction", "You are a context summarization agent.", "Summarize all of it"),
+        AuxiliaryCall("memory", "You are now acting as the managed memory extraction subagent", "Remember"),
+        AuxiliaryCall(
             "commit",
             "You are an expert software engineer that generates concise, one-line Git commit messages",
             "A change",

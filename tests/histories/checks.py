@@ -41,7 +41,7 @@ def problems(evidence: Evidence) -> Iterator[str]:
     if wrong:
         yield from wrong
         return
-    episode = EpisodeCalls("e", 1.0, tuple(evidence.records)).without_side_calls()
+    episode = EpisodeCalls("e", 1.0, tuple(evidence.records)).without_auxiliary_calls()
     sequences = merge_calls("e", episode.records, episode.context).sequences
     yield from _wrong_tokens(evidence, sequences)
     yield from _wrong_prompts(evidence)
@@ -60,17 +60,18 @@ def problems(evidence: Evidence) -> Iterator[str]:
 
 
 def _wrong_records(evidence: Evidence) -> Iterator[str]:
-    """Each generation has one record with its tokens and logprobs; a side call is told; answers say what was meant."""
+    """Each generation has one record with its tokens and logprobs; an auxiliary call is told; answers say what was
+    meant."""
     counted = Counter(record.id for record in evidence.records)
     if counted != Counter([*evidence.generations]):
         yield f"{len(evidence.generations)} calls were sampled, and these recorded: {counted}"
         return
-    sides = {asked.call: asked.side_call for asked in evidence.asked if asked.call}
+    sides = {asked.call: asked.auxiliary_call for asked in evidence.asked if asked.call}
     for record in evidence.records:
         generation = evidence.generations[record.id]
         (choice,) = record.choices
-        if record.side_call != sides.get(record.id, record.side_call):
-            yield f"call {record.id} is recorded as side call {record.side_call!r}, not {sides[record.id]!r}"
+        if record.auxiliary_call != sides.get(record.id, record.auxiliary_call):
+            yield f"call {record.id} is recorded as auxiliary call {record.auxiliary_call!r}, not {sides[record.id]!r}"
         tokens, logprobs = unpack_tokens(choice.tokens), unpack_logprobs(choice.logprobs)
         wanted = len(tokens) if record.status == CallStatus.CUT_OFF else _used(generation)
         if tuple(tokens) != generation.tokens[:wanted] or len(tokens) != wanted:
@@ -108,7 +109,7 @@ def _misread(asked: Asked, generation: Generation) -> Iterator[str]:
 
 
 def _wrong_tokens(evidence: Evidence, sequences: Sequence[TokenSequence]) -> Iterator[str]:
-    """Each sampled token is trained once, with its logprob, unless it belongs to a side call or was cut off.
+    """Each sampled token is trained once, with its logprob, unless it belongs to an auxiliary call or was cut off.
 
     Each logprob is that of one token alone, so it says where the token is.
     """
@@ -133,7 +134,7 @@ def _wrong_tokens(evidence: Evidence, sequences: Sequence[TokenSequence]) -> Ite
     wanted = {
         (record.id, number)
         for record in evidence.records
-        if not record.side_call and record.status == CallStatus.COMPLETE
+        if not record.auxiliary_call and record.status == CallStatus.COMPLETE
         for number in range(record.completion_tokens())
     }
     twice = [token for token, count in trained.items() if count > 1]
@@ -267,7 +268,7 @@ def _taken_by_others(evidence: Evidence) -> set[str]:
     them apart. So both go on with one answer, which is a branch that no move explains.
     """
     parents = {record.id: record.parent.id for record in evidence.records if record.parent is not None}
-    found = [(parents.get(asked.call), asked.tip, asked) for asked in evidence.asked if not asked.side_call]
+    found = [(parents.get(asked.call), asked.tip, asked) for asked in evidence.asked if not asked.auxiliary_call]
     since: dict[str, int] = {}  # when the first request of an answer's own line was answered
     for parent, tip, asked in found:
         if parent is not None and tip is not None and tip.is_told and tip.said.call == parent:

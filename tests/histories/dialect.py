@@ -21,10 +21,10 @@ class Ask:
     stops: bool = False
     stream: bool = False
     continues: str = ""
-    fields: Mapping[str, Any] = field(default_factory=dict)  # of the body, such as those of a side call
+    fields: Mapping[str, Any] = field(default_factory=dict)  # of the body, such as those of an auxiliary call
 
 
-class SideCall(NamedTuple):
+class AuxiliaryCall(NamedTuple):
     """A call that a harness makes on its own account, and how it shows that.
 
     `system` and `user` are what it says, `appended` whether it follows the main conversation.
@@ -56,7 +56,7 @@ class Dialect(Protocol):
         ...
 
     @property
-    def side_calls(self) -> Sequence[SideCall]: ...
+    def auxiliary_calls(self) -> Sequence[AuxiliaryCall]: ...
 
     def names(self, said: Said, style: Style) -> bool:
         """Return whether an answer in this style says which one it is, by more than the ids of its calls."""

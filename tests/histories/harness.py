@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from bombus.errors import BusUnavailable
 from bombus_gateway.app import GatewayApp
 from tests.histories import answers, entries
-from tests.histories.dialect import Ask, Dialect, SideCall
+from tests.histories.dialect import Ask, AuxiliaryCall, Dialect
 from tests.histories.engine import CODE, Mind
 from tests.histories.entries import VERBATIM, Entry, Said, Style, any_style
 from tests.histories.hive import Reply, post
@@ -62,7 +62,7 @@ class Harness:
     they may cost."""
 
     dialect: Dialect
-    doors: Sequence[GatewayApp]
+    apis: Sequence[GatewayApp]
     key: str
     mind: Mind
     chance: random.Random
@@ -133,8 +133,8 @@ class Harness:
         """Return how an answer is written back. What is named by its id is always the answer itself."""
         return VERBATIM if self.dialect.continues else any_style(line.chance, said, stopped, own_ids)
 
-    async def aside(self, line: Line, side: SideCall) -> Said | None:
-        """Make a side call, which leaves the conversation as it is."""
+    async def aside(self, line: Line, side: AuxiliaryCall) -> Said | None:
+        """Make an auxiliary call, which leaves the conversation as it is."""
         ask = [entries.user(f"{side.user}\n{line.words()}")]
         if side.appended:
             return await self.send(line, (*line.entries, *ask), side=side)
@@ -142,19 +142,19 @@ class Harness:
         return await self.send(line, (*head, *ask), side=side)
 
     async def send(
-        self, line: Line, conversation: tuple[Entry, ...], side: SideCall | None = None, hang_up: bool = False
+        self, line: Line, conversation: tuple[Entry, ...], side: AuxiliaryCall | None = None, hang_up: bool = False
     ) -> Said | None:
         """Send a request, and note what it is and what comes back."""
         ask, asked = self._prepared(line, conversation, side, hang_up)
         headers = side.headers if side is not None else {}
         self.mind.slow = self.mind.slow or hang_up
-        reply = await self._post(self._door(line), asked, headers, hang_up)
+        reply = await self._post(self._api(line), asked, headers, hang_up)
         if hang_up:
             return None
         return self._read(ask, asked, reply)
 
     def _prepared(
-        self, line: Line, conversation: tuple[Entry, ...], side: SideCall | None = None, stream: bool = False
+        self, line: Line, conversation: tuple[Entry, ...], side: AuxiliaryCall | None = None, stream: bool = False
     ) -> tuple[Ask, Asked]:
         found = self.truth.continues(conversation) if self.dialect.continues else None
         sent, named = conversation, ""
@@ -173,14 +173,14 @@ class Harness:
         body = json.dumps(self.dialect.body(ask, line.chance), ensure_ascii=line.chance.random() < 0.5).encode()
         return ask, self.truth.ask(ask, conversation, body, side.purpose if side else "")
 
-    def _door(self, line: Line) -> GatewayApp:
-        return line.chance.choice(self.doors) if self.roams else self.doors[0]
+    def _api(self, line: Line) -> GatewayApp:
+        return line.chance.choice(self.apis) if self.roams else self.apis[0]
 
     async def _post(
-        self, door: GatewayApp, asked: Asked, headers: Mapping[bytes, bytes] = {}, hang_up: bool = False
+        self, api: GatewayApp, asked: Asked, headers: Mapping[bytes, bytes] = {}, hang_up: bool = False
     ) -> Reply:
         sent = {b"authorization": f"Bearer {self.key}".encode(), **headers}
-        return await post(door, self.dialect.path, sent, asked.body, hang_up)
+        return await post(api, self.dialect.path, sent, asked.body, hang_up)
 
     def _read(self, ask: Ask, asked: Asked, reply: Reply) -> Said | None:
         """Return the answer in a reply; none of the two where it is refused."""
@@ -211,25 +211,25 @@ class Harness:
         """Ask, lose the answer, and send the same bytes again, after it or (`at_once`) while it is on its way."""
         ask, asked = self._prepared(line, conversation)
         if not marked:
-            self._read(ask, asked, await self._post(self._door(line), asked))
+            self._read(ask, asked, await self._post(self._api(line), asked))
             again = self.truth.ask(ask, conversation, asked.body, "")
-            return self._read(ask, again, await self._post(self._door(line), again))
+            return self._read(ask, again, await self._post(self._api(line), again))
         self.tell(line, f"an answer is asked for twice, with a mark{' and at once' if at_once else ''}")
         if at_once:
             self.mind.slow = True
-            door = self._door(line)
-            first, second = await asyncio.gather(self._post(door, asked), self._once_sampling(door, asked))
+            api = self._api(line)
+            first, second = await asyncio.gather(self._post(api, asked), self._once_sampling(api, asked))
         else:
-            first = await self._post(self._door(line), asked)
-            second = await self._post(self._door(line), asked, RETRIED)
+            first = await self._post(self._api(line), asked)
+            second = await self._post(self._api(line), asked, RETRIED)
         said, replayed = self._read(ask, asked, first), self._said(ask, second)
         if replayed is not None:
             self.truth.retried.append((asked, replayed))
         return said
 
-    async def _once_sampling(self, door: GatewayApp, asked: Asked) -> Reply:
+    async def _once_sampling(self, api: GatewayApp, asked: Asked) -> Reply:
         """Send a retry when the model is at work on the first request."""
         before = len(self.mind.generations)
         while len(self.mind.generations) == before:
             await asyncio.sleep(0.001)
-        return await self._post(door, asked, RETRIED)
+        return await self._post(api, asked, RETRIED)

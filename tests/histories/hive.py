@@ -39,11 +39,11 @@ JOB: dict[str, Any] = {
 
 @dataclass
 class Arena:
-    """What histories are played against. `doors` are the gateways' applications."""
+    """What histories are played against. `apis` are the gateways' applications."""
 
     hive: GatewayHive
     engine: Engine
-    doors: Sequence[GatewayApp]
+    apis: Sequence[GatewayApp]
 
     async def records(self, episode: str, count: int) -> list[CallRecord]:
         """Return the calls of an episode, once so many are noted. Raises `TimeoutError`."""
@@ -115,20 +115,20 @@ async def arena_of(bus: Bus) -> AsyncIterator[Arena]:
         await asyncio.wait_for(coordinator.leading.wait(), PATIENCE_S)
         await hive.start(JOB, FILES)
         running.append(asyncio.create_task(hive.keep_replicas()))
-        doors: list[GatewayApp] = []
+        apis: list[GatewayApp] = []
         for _ in range(GATEWAYS):
             follower = Follower(bus)
             settings = GatewaySettings(hive=bus.subjects.hive)
             gateway = Gateway(settings=settings, bus=bus, follower=follower, keys=Keys(SECRET))
-            doors.append(create_app(gateway))
+            apis.append(create_app(gateway))
             running.append(asyncio.create_task(follower.run()))
             running.append(asyncio.create_task(gateway.heartbeats.run()))
             await follower.caught_up(10)
             gateway.ready = True
-        yield Arena(hive, engine, doors)
-        for door in doors:
-            door.calls.client.close()
-            door.calls.workers.close()
+        yield Arena(hive, engine, apis)
+        for api in apis:
+            api.calls.client.close()
+            api.calls.workers.close()
     finally:
         await hive.replica.stop()
         for task in running:

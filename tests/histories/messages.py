@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tests.histories.answers import STOP
-from tests.histories.dialect import MODEL, Ask, Json, SideCall, events, function
+from tests.histories.dialect import MODEL, Ask, AuxiliaryCall, Json, events, function
 from tests.histories.entries import Entry, Said, SaidCall, Style, call_id
 from tests.histories.spelling import arguments_object, call_name, spelled
 
@@ -24,15 +24,15 @@ class Messages:
     path = "/v1/messages"
     continues = False
     joins_users = True
-    side_calls = (
-        SideCall(
+    auxiliary_calls = (
+        AuxiliaryCall(
             "title",
             "Write a title.",
             "A task",
             headers=SESSION,
             fields={"output_config": {"format": {"type": "json_schema", "schema": TITLE}}},
         ),
-        SideCall("compaction", user=COMPACTION, appended=True, headers=SESSION),
+        AuxiliaryCall("compaction", user=COMPACTION, appended=True, headers=SESSION),
     )
 
     def names(self, said: Said, style: Style) -> bool:

@@ -35,12 +35,12 @@ async def rewind(harness: Harness, line: Line, back: int = 0) -> None:
 
 
 async def compact(harness: Harness, line: Line) -> None:
-    """Let the history be summarised, by a side call or by an ordinary one, and go on with the summary."""
+    """Let the history be summarised, by an auxiliary call or by an ordinary one, and go on with the summary."""
     if line.waits_for_results:
         line.go_on()
-    side = next((each for each in harness.dialect.side_calls if each.purpose == "compaction"), None)
+    side = next((each for each in harness.dialect.auxiliary_calls if each.purpose == "compaction"), None)
     if side is not None and line.chance.random() < 0.7:
-        harness.tell(line, "compacts by a side call", 2)
+        harness.tell(line, "compacts by an auxiliary call", 2)
         summary = await harness.aside(line, side)
     else:
         harness.tell(line, "compacts by an ordinary call", 2)
@@ -82,12 +82,12 @@ async def swarm(harness: Harness, line: Line) -> None:
             await harness.ask(each)
 
 
-async def side_call(harness: Harness, line: Line) -> None:
+async def auxiliary_call(harness: Harness, line: Line) -> None:
     """Make a call on the harness's own account, such as for a title."""
-    side = line.chance.choice(harness.dialect.side_calls)
+    side = line.chance.choice(harness.dialect.auxiliary_calls)
     if side.appended and line.waits_for_results:
         line.go_on()
-    harness.tell(line, f"makes a side call: {side.purpose}", 1 if side.appended else 0)
+    harness.tell(line, f"makes an auxiliary call: {side.purpose}", 1 if side.appended else 0)
     await harness.aside(line, side)
 
 
@@ -207,7 +207,7 @@ MOVES = (
     Weighed(compact, 0.8, _answered),
     Weighed(delegate, 1, lambda harness, line: len(harness.lines) < 5),
     Weighed(swarm, 0.5, lambda harness, line: len(harness.lines) < 4),
-    Weighed(side_call, 1),
+    Weighed(auxiliary_call, 1),
     Weighed(inject, 0.8, _answered),
     Weighed(remind, 0.6, _answered),
     Weighed(rewrite, 0.4, _answered),

@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tests.histories.dialect import MODEL, Ask, Json, SideCall, events, function, in_pieces
+from tests.histories.dialect import MODEL, Ask, AuxiliaryCall, Json, events, function, in_pieces
 from tests.histories.entries import Entry, Said, SaidCall, Style, call_id
 from tests.histories.spelling import arguments_text, call_name, spelled
 
@@ -16,7 +16,7 @@ COMPACTION = {b"x-codex-turn-metadata": b'{"request_kind": "compaction"}'}
 class Responses:
     path = "/v1/responses"
     joins_users = False
-    side_calls = (SideCall("compaction", user="Summarize all of it", appended=True, headers=COMPACTION),)
+    auxiliary_calls = (AuxiliaryCall("compaction", user="Summarize all of it", appended=True, headers=COMPACTION),)
 
     def __init__(self, continues: bool) -> None:
         self.continues = continues

@@ -87,7 +87,7 @@ async def played(arena: Arena, seed: int, number: int, moves: int | None = None)
     mind = arena.engine.minds[episode] = Mind(seed)
     harness = Harness(
         dialect,
-        arena.doors,
+        arena.apis,
         key,
         mind,
         chance,
@@ -109,7 +109,7 @@ async def _moves(harness: Harness, count: int, turns: int) -> None:
     main = harness.new_line("main")
     harness.lines.append(main)
     if harness.chance.random() < 0.2:
-        await harness.aside(main, next(iter(harness.dialect.side_calls)))
+        await harness.aside(main, next(iter(harness.dialect.auxiliary_calls)))
     await harness.ask(main)
     for number in range(count):
         if number < turns:

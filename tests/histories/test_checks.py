@@ -41,7 +41,7 @@ async def two_lines(bus: Bus, *later: tuple[int, Style]) -> Evidence:
         episode, key = await arena.hive.claim()
         mind = arena.engine.minds[episode] = Agreeing(0)
         dialect = Responses(continues=False)
-        harness = Harness(dialect, arena.doors, key, mind, random.Random(0), roams=False, streams=0.0)
+        harness = Harness(dialect, arena.apis, key, mind, random.Random(0), roams=False, streams=0.0)
         line = harness.new_line("main")
         said = [await harness.send(line, line.entries) for _ in range(2)]
         for number, style in later:

@@ -60,8 +60,8 @@ def lacks_a_token_between_turns(evidence: Evidence, record: CallRecord) -> Itera
     return (changed(record, prompt_tail=record.prompt_tail[4:], prompt_tokens=record.prompt_tokens - 1),)
 
 
-def is_no_side_call(evidence: Evidence, record: CallRecord) -> Iterable[CallRecord]:
-    return (changed(record, side_call="" if record.side_call else "title"),)
+def is_no_auxiliary_call(evidence: Evidence, record: CallRecord) -> Iterable[CallRecord]:
+    return (changed(record, auxiliary_call="" if record.auxiliary_call else "title"),)
 
 
 def begins_a_line_of_its_own(evidence: Evidence, record: CallRecord) -> Iterable[CallRecord]:
@@ -75,7 +75,7 @@ CHANGES: list[Change] = [
     lacks_a_token,
     has_other_logprobs,
     lacks_a_token_between_turns,
-    is_no_side_call,
+    is_no_auxiliary_call,
     begins_a_line_of_its_own,
 ]
 
@@ -101,5 +101,5 @@ def _is_whole(evidence: Evidence, record: CallRecord) -> bool:
     """Return whether a call continues another one, is continued by none, and has ended by itself."""
     parents = {each.parent.id for each in evidence.records if each.parent is not None}
     answered = {asked.call for asked in evidence.asked}
-    whole = record.parent is not None and record.id in answered - parents and not record.side_call
+    whole = record.parent is not None and record.id in answered - parents and not record.auxiliary_call
     return whole and evidence.generations[record.id].tokens[-1] == END

@@ -44,7 +44,7 @@ class Asked:
     tip: Tip | None
     entries: tuple[Entry, ...]
     body: bytes
-    side_call: str
+    auxiliary_call: str
     began: int
     ended: int = 0
     said: Said | None = None
@@ -64,11 +64,11 @@ class Truth:
     _answers: dict[Place, set[Visible]] = field(default_factory=dict)
     _steps: int = 0
 
-    def ask(self, ask: Ask, entries: tuple[Entry, ...], body: bytes, side_call: str) -> Asked:
+    def ask(self, ask: Ask, entries: tuple[Entry, ...], body: bytes, auxiliary_call: str) -> Asked:
         """Note a request before it is sent. `entries` are the whole conversation, which it may name in part."""
         place, tip = self.walk(ask.tools, entries, bool(ask.continues))
         self._steps += 1
-        asked = Asked(place, tip, entries, body, side_call, self._steps)
+        asked = Asked(place, tip, entries, body, auxiliary_call, self._steps)
         self.asked.append(asked)
         return asked
 

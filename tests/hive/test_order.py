@@ -1,4 +1,4 @@
-"""What no coordinator can have written about operations and scored groups is found before it is folded."""
+"""What no coordinator can have written about operations and rollout groups is found before it is folded."""
 
 import msgspec
 import pytest
@@ -7,13 +7,13 @@ from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.events import AnyEvent
 from bombus.hive.fold.evolve import evolve
+from bombus.hive.operations.order import why_out_of_order
 from bombus.hive.records import BodyRef
 from bombus.hive.state import Hive
-from bombus.hive.tenants.order import why_out_of_order
 from bombus.hive.trajectories import order
 from tests.coordinator.core_in_memory import ENGINE
-from tests.coordinator.scored_in_memory import ScoredHarness
-from tests.coordinator.tenants_in_memory import MODEL, TenantHarness
+from tests.coordinator.groups_in_memory import GroupHarness
+from tests.coordinator.operations_in_memory import MODEL, OperationHarness
 from tests.coordinator.test_sampled_episodes import played, take, with_snapshot
 from tests.overwatch.story import operating, rolling
 
@@ -32,14 +32,16 @@ def completed(number: int, key: str) -> ev.OperationCompleted:
     )
 
 
-def covered(number: int) -> ev.ModelCovered:
-    return ev.ModelCovered(engine=ENGINE, run=1, model=MODEL, number=number, trainer_epoch=1, folder="/c", digest="d")
+def checkpointed(number: int) -> ev.ModelCheckpointed:
+    return ev.ModelCheckpointed(
+        engine=ENGINE, run=1, model=MODEL, number=number, trainer_epoch=1, folder="/c", digest="d"
+    )
 
 
 @pytest.fixture
 def hive() -> Hive:
     """A model with one operation that was executed and two that wait."""
-    harness = TenantHarness().serving()
+    harness = OperationHarness().serving()
     for key in ("1", "2"):
         harness.operate(key)
     return harness.core.hive
@@ -54,8 +56,8 @@ def hive() -> Hive:
         (completed(4, "9"), f"it completes operation 4 of {MODEL}, which was not accepted"),
         (completed(1, "0"), f"operation 1 of {MODEL} is completed twice"),
         (completed(3, "2"), f"operation 3 of {MODEL} is completed before 2"),
-        (covered(2), f"a cover of {MODEL} has operation 2, which waits"),
-        (covered(9), f"a cover of {MODEL} has operation 9, which cannot be"),
+        (checkpointed(2), f"a recovery checkpoint of {MODEL} has operation 2, which waits"),
+        (checkpointed(9), f"a recovery checkpoint of {MODEL} has operation 9, which cannot be"),
         (
             ev.EpisodesTaken(engine=ENGINE, run=1, client="c1", episodes=("main-1-7",)),
             "c1 takes main-1-7, which is not there",
@@ -67,19 +69,19 @@ def test_an_event_that_cannot_follow_is_told_from_the_others(hive: Hive, event: 
 
 
 def test_a_model_that_cannot_be_made_again_is_ended_before_what_waits_for_it() -> None:
-    harness = TenantHarness().serving()
+    harness = OperationHarness().serving()
     harness.operate("1")
     harness.operate("2", "end_model")
     ended = msgspec.structs.replace(completed(3, "2"), op="end_model")
     assert why_out_of_order(harness.core.hive, ended) == f"operation 3 of {MODEL} is completed before 2"
-    harness.model.suspended = "its cover is gone"
+    harness.model.suspended = "its recovery checkpoint is gone"
     assert not why_out_of_order(harness.core.hive, ended)
 
 
 def test_what_a_coordinator_writes_is_in_order() -> None:
     harness = with_snapshot()
     take(harness, played(harness))
-    harness.cover(2)
+    harness.checkpoint(2)
     for events in (harness.log, operating().events, rolling(2).events):
         hive = Hive()
         for event in events:
@@ -87,13 +89,13 @@ def test_what_a_coordinator_writes_is_in_order() -> None:
             evolve(hive, event)
 
 
-# ---- scored groups --------------------------------------------------------------------------------------------
+# ---- rollout groups --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def taken() -> ScoredHarness:
+def taken() -> GroupHarness:
     """A run whose batch 1, of groups 1 and 2, is handed out, and group 3 is queued."""
-    harness = ScoredHarness()
+    harness = GroupHarness()
     harness.register()
     harness.push(*[harness.group() for _ in range(3)])
     assert harness.ask() == 1
@@ -124,12 +126,12 @@ def taken() -> ScoredHarness:
     ],
 )
 def test_an_event_about_groups_that_cannot_follow_is_told_from_the_others(
-    taken: ScoredHarness, event: AnyEvent, why: str
+    taken: GroupHarness, event: AnyEvent, why: str
 ) -> None:
     assert order.why_out_of_order(taken.core.hive, event) == why
 
 
-def test_a_batch_that_is_not_exact_is_told_from_the_others(taken: ScoredHarness) -> None:
+def test_a_batch_that_is_not_exact_is_told_from_the_others(taken: GroupHarness) -> None:
     taken.arrived(1)
     short = ev.BatchHandedOut(engine=ENGINE, run=1, number=2, groups=(3,))
     assert order.why_out_of_order(taken.core.hive, short) == "batch 2 has 2 sequences instead of 4"
@@ -137,7 +139,7 @@ def test_a_batch_that_is_not_exact_is_told_from_the_others(taken: ScoredHarness)
     assert order.why_out_of_order(taken.core.hive, again) == "batch 2 has group 1, which is not queued"
 
 
-def test_what_a_coordinator_writes_of_groups_is_in_order(taken: ScoredHarness) -> None:
+def test_what_a_coordinator_writes_of_groups_is_in_order(taken: GroupHarness) -> None:
     lost = inbox.LostGroup(1, 1)
     taken.request(inbox.GiveUpGroups(id=taken.id(), engine=ENGINE, run=1, number=1, groups=(lost,), why="gone"))
     assert taken.ask() == 2

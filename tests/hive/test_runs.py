@@ -24,7 +24,7 @@ PROPERTIES = (
         (EPISODES, Collection(), {"has_policy", "makes_steps", "plays_episodes"}),
         (OPERATIONS, Collection(), {"serves_operations"}),
         (OUTSIDE, Collection(), {"queues_groups"}),
-        (GROUPS, Collection(scored_groups=True), {"has_policy", "queues_groups", "makes_steps"}),
+        (GROUPS, Collection(rollout_groups=True), {"has_policy", "queues_groups", "makes_steps"}),
         (
             GROUPS,
             Collection(episode_groups=True),
@@ -32,7 +32,7 @@ PROPERTIES = (
         ),
         (
             GROUPS,
-            Collection(scored_groups=True, episode_groups=True),
+            Collection(rollout_groups=True, episode_groups=True),
             {"has_policy", "queues_groups", "groups_episodes", "makes_steps", "plays_episodes"},
         ),
     ],

@@ -19,25 +19,25 @@ from bombus.hive.fold.evolve import evolve
 from bombus.hive.state import Hive, Phase
 from bombus.hive.status.data import engine_status, hive_status, status_dict
 from bombus.hive.status.text import render_status
-from tests.coordinator.scored_in_memory import ScoredHarness
-from tests.coordinator.tenants_in_memory import MODEL, TenantHarness
+from tests.coordinator.groups_in_memory import GroupHarness
+from tests.coordinator.operations_in_memory import MODEL, OperationHarness
 from tests.overwatch.story import ENGINE, SECOND, Story, failed, operating, rolling
 
 
-def test_scored_groups_are_shown_with_their_environments_and_what_no_batch_can_take() -> None:
-    harness = ScoredHarness()
+def test_rollout_groups_are_shown_with_their_environments_and_what_no_batch_can_take() -> None:
+    harness = GroupHarness()
     harness.register(batch_size=4, starting_step=3)
     harness.ask()
     environment = harness.join("gsm", group_size=3)
     harness.push(harness.group(environment, sequences=3), harness.group(environment, sequences=3))
     text = render_status(harness.core.hive, "main")
-    assert "2 scored groups for batches of 4 sequences of an outside trainer" in text
+    assert "2 rollout groups for batches of 4 sequences of an outside trainer" in text
     assert "outside trainer: step 3, batches of 4 sequences, 0 handed out" in text
     assert "  environment 0 gsm_0: 6 sequences, group_size 3, weight 1" in text
     assert "no selection of them has exactly 4 sequences. One more group of 1 or 4 sequences" in text
     (shown,) = hive_status(harness.core.hive).engines
-    assert shown.scored is not None
-    assert (shown.scored.groups, len(shown.scored.stranded)) == (2, 1)
+    assert shown.rollout_groups is not None
+    assert (shown.rollout_groups.groups, len(shown.rollout_groups.stranded)) == (2, 1)
     json.dumps(status_dict(harness.core.hive))
 
 
@@ -239,7 +239,7 @@ def test_an_empty_variable_does_not_hide_the_hive_of_this_folder(
 
 
 def test_a_stopped_run_of_an_outside_trainer_shows_nothing_of_a_trainer_or_replicas_of_ours() -> None:
-    harness = ScoredHarness()
+    harness = GroupHarness()
     harness.register()
     harness.request(inbox.Stop(id=harness.id(), engine=ENGINE))
     text = render_status(harness.core.hive, ENGINE)
@@ -248,7 +248,7 @@ def test_a_stopped_run_of_an_outside_trainer_shows_nothing_of_a_trainer_or_repli
 
 
 def test_a_run_of_operations_shows_its_models_and_what_waits() -> None:
-    harness = TenantHarness()
+    harness = OperationHarness()
     assert status_dict(harness.core.hive)["engines"] == []
     harness.serving()
     harness.operate("1")
@@ -259,7 +259,7 @@ def test_a_run_of_operations_shows_its_models_and_what_waits() -> None:
     assert engine.operations is not None
     assert (engine.operations.accepted, engine.operations.executed, engine.operations.failed) == (3, 2, 0)
     (model,) = engine.operations.models
-    assert (model.model, model.waiting, model.executed, model.covered, model.step) == (MODEL, 1, 2, 0, 1)
+    assert (model.model, model.waiting, model.executed, model.checkpointed, model.step) == (MODEL, 1, 2, 0, 1)
     assert model.adapter is not None
     text = render_status(harness.core.hive, now_ns=harness.now_ns + 4 * SECOND)
     assert "operations: 1 waiting, 2 executed, 0 failed; 1 session, 0 saved models\n" in text

@@ -1,6 +1,6 @@
 """A stopwatch shows for how long it has run, whatever comes twice or out of order."""
 
-from bombus.hive.tenants.stopwatch import Stopwatch
+from bombus.hive.operations.stopwatch import Stopwatch
 
 
 def test_a_stopwatch_counts_while_it_runs_and_goes_on_where_it_stood() -> None:

@@ -21,10 +21,10 @@ from bombus.host.doctor import Finding, State, examine_environment, examine_mach
 from bombus.host.doctor_deployment import Need, examine_deployment, needed, parameters, weigh
 from bombus.host.doctor_model import examine_model
 from bombus.host.doctor_streams import examine_streams
-from bombus.host.environments import MARKER, InstalledEnvironment
-from bombus.host.hardware import Gpu, nvidia_gpus
 from bombus.host.installing import recipe
-from bombus.host.process import free_port
+from bombus.machine.environments import MARKER, InstalledEnvironment
+from bombus.machine.hardware import Gpu, nvidia_gpus
+from bombus.machine.process import free_port
 from bombus.weights.models import build_tiny
 from tests.bus.outside_nats import outside_nats
 from tests.config.test_cluster import read_cluster

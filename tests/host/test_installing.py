@@ -9,8 +9,8 @@ import pytest
 
 from bombus.cli import main
 from bombus.errors import EngineFault
-from bombus.host.environments import MARKER, environment_python, read_marker
 from bombus.host.installing import VERL, VERL_UNDECLARED, VLLM, VLLM_CPU, Recipe, commands, install, own_source, recipe
+from bombus.machine.environments import MARKER, environment_python, read_marker
 from tests.effort import long_only
 from tests.test_tidy import EXTRAS
 

@@ -12,9 +12,9 @@ import pytest
 from transformers import PreTrainedModel
 
 from bombus.hive.generation import Generate, encode_request
-from bombus.host.advertising import url_of
-from bombus.host.http_server import http_server
-from bombus.host.process import listen
+from bombus.machine.advertising import url_of
+from bombus.machine.http_server import http_server
+from bombus.machine.process import listen
 from bombus_inference.backends.openai.backend import OpenAIBackend
 from bombus_inference.backends.protocol import Policy
 from bombus_inference.backends.torch.backend import TorchBackend

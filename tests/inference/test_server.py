@@ -12,9 +12,9 @@ import pytest
 
 from bombus.errors import EngineFault
 from bombus.hive.generation import CONTENT_TYPE, Fault, FrameReader, Generate, encode_request
-from bombus.host.advertising import url_of
-from bombus.host.http_server import http_server
-from bombus.host.process import listen
+from bombus.machine.advertising import url_of
+from bombus.machine.http_server import http_server
+from bombus.machine.process import listen
 from bombus_inference.backends.protocol import UNLOADED
 from bombus_inference.backends.torch.backend import TorchBackend
 from bombus_inference.backends.torch.engine import Engine

@@ -356,7 +356,7 @@ def chaos(seed: int, count: int = 150) -> list[Event]:
         lambda: story.tell(ev.CompactionFailed(why="the archive cannot be written")),
         lambda: story.tell(ev.LogCompacted(below=7)),
         lambda: story.tell(ev.StreamWentBack(what="calls", known=90, kept=60, needed=2)),
-        lambda: story.tell(ev.MessageSetAside(message="end", about="main", id="m", why="ValueError")),
+        lambda: story.tell(ev.MessageDeadLettered(message="end", about="main", id="m", why="ValueError")),
         lambda: tell(ev.PoolCleared, reason=ev.DropReason.OVERFLOW, episodes=3, bytes=99),
         lambda: story.train(draw.randint(0, 3)),
         lambda: tell(ev.StepFailed, step=1, trainer_epoch=1, reason="out of memory", failures=1),
@@ -382,9 +382,9 @@ def chaos(seed: int, count: int = 150) -> list[Event]:
             ev.OperationCompleted, model=model, number=1, key="1", op="optim_step", trainer_epoch=1, result=body
         ),
         lambda: tell(ev.OperationBegun, model=model, number=1, key="1", trainer_epoch=1),
-        lambda: tell(ev.ModelSuspended, model=model, why="its cover is away"),
-        lambda: tell(ev.ModelRemaking, model=model, trainer_epoch=1, number=draw.randint(0, 3)),
-        lambda: tell(ev.ModelCovered, model=model, number=1, trainer_epoch=1, folder="/c", digest="d"),
+        lambda: tell(ev.ModelSuspended, model=model, why="its recovery checkpoint is away"),
+        lambda: tell(ev.ModelRebuilding, model=model, trainer_epoch=1, number=draw.randint(0, 3)),
+        lambda: tell(ev.ModelCheckpointed, model=model, number=1, trainer_epoch=1, folder="/c", digest="d"),
         lambda: tell(ev.ModelClosed, model=model, reason=ev.ModelEnd.ENDED),
         lambda: tell(ev.WeightsKept, model=model, session="s", base="tiny", saved=kept),
         lambda: story.tell(ev.WeightsRemoved(**story.at, model=model, use="training", name="w")),
@@ -402,7 +402,7 @@ def chaos(seed: int, count: int = 150) -> list[Event]:
 
 
 def scored(story: Story) -> list[Callable[[], None]]:
-    """Return what can happen to scored groups, in any order."""
+    """Return what can happen to rollout groups, in any order."""
     draw = story.random
 
     def tell(kind: type[Event], **given: Any) -> None:

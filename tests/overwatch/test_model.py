@@ -13,7 +13,7 @@ from bombus.hive.events import AbortReason, EpisodeType, Event
 from bombus_overwatch.model import TAIL_KEPT, HiveView, fold
 from bombus_overwatch.screen import Screen, StageState, screen_data
 from bombus_overwatch.timeline import Timeline, replicate
-from tests.coordinator.joint_in_memory import BIG, SMALL, THIRD, JointHarness
+from tests.coordinator.multi_model_in_memory import BIG, SMALL, THIRD, MultiModelHarness
 from tests.coordinator.steady_clients import Steady
 from tests.overwatch.story import ENGINE, SECOND, Story, chaos, failed, operating, rolling
 
@@ -185,9 +185,9 @@ def test_each_engine_is_shown_alone_with_the_events_of_the_hive() -> None:
     assert len(screen.tail) == len(other.events)
 
 
-def test_a_claim_of_joint_episodes_is_one_row_on_each_of_its_engines() -> None:
-    harness = JointHarness(BIG, SMALL, THIRD)
-    first, _ = harness.claim_jointly(BIG, SMALL, count=2, discard_timeout_s=60.0)
+def test_a_claim_of_multi_model_episodes_is_one_row_on_each_of_its_engines() -> None:
+    harness = MultiModelHarness(BIG, SMALL, THIRD)
+    first, _ = harness.claim_multi_model(BIG, SMALL, count=2, discard_timeout_s=60.0)
     (single,) = harness.claim_on(BIG, "c2", discard_timeout_s=60.0)
     harness.now_ns += 50 * SECOND
     with harness.on(SMALL):
@@ -195,12 +195,12 @@ def test_a_claim_of_joint_episodes_is_one_row_on_each_of_its_engines() -> None:
     view = folded(harness.log)
     for engine, alone in ((BIG, [single]), (SMALL, []), (THIRD, [])):
         rows = screen_data(view, harness.now_ns, engine).episodes
-        joint = [("2 on big+small", 2, 1)] if engine != THIRD else []
+        multi = [("2 on big+small", 2, 1)] if engine != THIRD else []
         assert sorted((row.episode.episode, row.count, row.episode.calls) for row in rows) == sorted(
-            joint + [(name, 1, 0) for name in alone]
+            multi + [(name, 1, 0) for name in alone]
         )
     (row,) = screen_data(view, harness.now_ns, SMALL).episodes
-    assert row.near, "of its two joint episodes one has been idle all the time"
+    assert row.near, "of its two multi-model episodes one has been idle all the time"
 
 
 def test_an_empty_log_can_be_shown() -> None:

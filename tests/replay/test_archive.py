@@ -155,7 +155,7 @@ async def pushed_group(bus: Bus) -> None:
         await bus.inbox.request(inbox.PushGroups(id="p", engine=ENGINE, groups=(group,), key="k"))
 
 
-async def test_scored_groups_are_counted_because_the_file_does_not_have_their_tokens(bus: Bus, tmp_path: Path) -> None:
+async def test_rollout_groups_are_counted_because_the_file_does_not_have_their_tokens(bus: Bus, tmp_path: Path) -> None:
     await pushed_group(bus)
     path = tmp_path / "a.bombuslog"
     assert (await export(BusSource(bus, "the bus"), path)).groups == 1
@@ -165,7 +165,7 @@ async def test_scored_groups_are_counted_because_the_file_does_not_have_their_to
 
 async def test_a_run_whose_trainer_is_elsewhere_is_not_one_to_export(bus: Bus) -> None:
     await pushed_group(bus)
-    with pytest.raises(NotOnLog, match="main took scored groups for a trainer elsewhere, which has the weights"):
+    with pytest.raises(NotOnLog, match="main took rollout groups for a trainer elsewhere, which has the weights"):
         await read_run(BusSource(bus, "the bus"))
 
 

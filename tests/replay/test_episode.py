@@ -132,7 +132,7 @@ async def test_masks_versions_and_advantages_are_those_that_the_trainer_uses(gol
         assert job is not None
         prepared = prepare(batch.groups, TrainerSettings.of_job(RunConfig.from_json(job.config)), vocab_size=1000)
         trained: dict[str, list[tuple[float, ...]]] = {}
-        for line in (line for group in prepared.groups for line in group.lines):
+        for line in (line for group in prepared.groups for line in group.sequences):
             sequence = line.sequence
             columns = (sequence.tokens_T, sequence.logprobs_T, sequence.versions_T, line.advantages_T)
             rows = zip(*(column[sequence.loss_mask_T].tolist() for column in columns))
@@ -238,7 +238,7 @@ def transcript_of(shown: str, advantage: float | None = 0.5) -> EpisodeTranscrip
         tools=({"function": {"name": shown, "description": shown}},), prompt_added=3, sampling=SamplingParams(),
         variables={"tone": shown},
         replies=(TurnReply(tokens=tokens, finish="stop", message=message),), seconds=0.1, untrained="",
-        advantage=advantage, side_call=shown, overridden=(shown,),
+        advantage=advantage, auxiliary_call=shown, overridden=(shown,),
     )  # fmt: skip
     return EpisodeTranscript(story=story, turns=(turn,), lost=(shown,), notes=(shown,))
 
@@ -251,15 +251,19 @@ def test_what_a_call_asked_for_and_did_not_get_is_shown() -> None:
     assert "  overridden or left out: messages.0" in [*text(transcript_of("messages.0"), 10, colour=False)]
 
 
-def test_a_side_call_that_is_not_trained_is_no_branch() -> None:
+def test_a_auxiliary_call_that_is_not_trained_is_no_branch() -> None:
     (turn,) = transcript_of("w").turns
-    made = partial(msgspec.structs.replace, turn, side_call="")
-    title = made(number=1, side_call="title", untrained="a side call")
-    lines = (title, made(number=2), made(number=3, parent=2, side_call="compaction", untrained="a side call"))
+    made = partial(msgspec.structs.replace, turn, auxiliary_call="")
+    title = made(number=1, auxiliary_call="title", untrained="an auxiliary call")
+    lines = (
+        title,
+        made(number=2),
+        made(number=3, parent=2, auxiliary_call="compaction", untrained="an auxiliary call"),
+    )
     assert with_turns(lines).branches() == [(2,)]
     # A call that continues a compaction is a branch with it.
     assert with_turns((*lines, made(number=4, parent=3))).branches() == [(2, 3, 4)]
-    trained = made(number=1, side_call="title")
+    trained = made(number=1, auxiliary_call="title")
     assert with_turns((trained, made(number=2))).branches() == [(1,), (2,)]
 
 

@@ -135,11 +135,11 @@ def test_the_part_of_an_event_that_is_about_an_episode() -> None:
     claimed = EpisodeClaimed(run=1, claim="c", client="a", episodes=("e1", "e2"))
     assert about(claimed, "e2") == EpisodeClaimed(run=1, claim="c", client="a", episodes=("e2",))
     assert about(claimed, "e3") is None
-    joint = msgspec.structs.replace(claimed, partners={"small": ("s1", "s2")})
-    assert about(joint, "e2") == EpisodeClaimed(
+    multi = msgspec.structs.replace(claimed, partners={"small": ("s1", "s2")})
+    assert about(multi, "e2") == EpisodeClaimed(
         run=1, claim="c", client="a", episodes=("e2",), partners={"small": ("s2",)}
     )
-    assert line_of(joint) == "a claimed e1 and 1 more (train, together with s1 and 1 more)"
+    assert line_of(multi) == "a claimed e1 and 1 more (train, together with s1 and 1 more)"
     mine, other = (Outcome(episode=name, task="t", reward=0.0, digest=b"") for name in ("e1", "e2"))
     ended = EpisodeEnded(run=1, client="a", outcomes=(mine, other))
     assert about(ended, "e1") == EpisodeEnded(run=1, client="a", outcomes=(mine,))

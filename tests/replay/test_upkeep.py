@@ -45,13 +45,15 @@ async def test_the_bodies_and_results_of_operations_are_read_and_their_loss_is_f
     async with leading(bus):
         await asyncio.gather(trainer(bus), *(client(bus, session) for session in SESSIONS))
     verified = await upkeep.verify(bus)
-    assert verified.bodies == 2 * OPERATIONS * len(SESSIONS), "each has a body, which no cover has, and a result"
+    assert verified.bodies == 2 * OPERATIONS * len(SESSIONS), (
+        "each has a body, which no recovery checkpoint has, and a result"
+    )
     await bus.purge_below(bus.subjects.ops_stream, 3)
     with pytest.raises(LogCorrupted):
         await upkeep.verify(bus)
 
 
-async def test_a_joint_episode_that_ends_in_parts_is_found(bus: Bus) -> None:
+async def test_a_multi_model_episode_that_ends_in_parts_is_found(bus: Bus) -> None:
     async with leading(bus):
         pass
     newest = await bus.last(bus.subjects.events_stream)
@@ -67,7 +69,7 @@ async def test_a_joint_episode_that_ends_in_parts_is_found(bus: Bus) -> None:
     await upkeep.verify(bus)
     aborted = ev.EpisodeAborted(engine="big", run=1, episodes=("big-1-1",), reason=ev.AbortReason.CLIENT)
     await append(bus, aborted, epoch, answers + 2)
-    with pytest.raises(LogCorrupted, match="small-1-1 was not aborted with the rest of its joint episode"):
+    with pytest.raises(LogCorrupted, match="small-1-1 was not aborted with the rest of its multi-model episode"):
         await upkeep.verify(bus)
     outcome = ev.Outcome(episode="small-1-1", task="t", reward=1.0, digest=b"d")
     ended = ev.EpisodeEnded(engine="small", run=1, client="c1", outcomes=(outcome,))

@@ -336,24 +336,24 @@ async def test_an_agent_that_fails_while_no_replica_serves_is_played_again(
 async def test_an_agent_that_failed_while_the_hive_was_away_is_not_rewarded(
     served: GatewayHive, folder: Path, exit_code: int, lost: int
 ) -> None:
-    door = Door()
+    api = ModelAPI()
     write_tasks(folder, {"prompt": "the quick"})
     agent = f"sh -c '{AGENT} x 1; touch {folder}/has_called; sleep 3; exit {exit_code}'"
-    async with AsyncSwarmClient(served.base_url, verbose=False, transport_=door) as client:
+    async with AsyncSwarmClient(served.base_url, verbose=False, transport_=api) as client:
         rolled = Rolled(folder, client, agent=agent, retries=0)
         running = asyncio.create_task(rolled.run())
         await called(served, 1)
         await until((folder / "has_called").exists)
-        door.is_shut = True
-        await door.was_tried.wait()
-        door.is_shut = False
+        api.is_shut = True
+        await api.was_tried.wait()
+        api.is_shut = False
         tally = await running
     assert tally.lost.total() == lost
     if lost:
         assert "the hive was away while the agent ran, which failed (exit code 1)" in str(tally.lost)
 
 
-class Door(httpx.AsyncHTTPTransport):
+class ModelAPI(httpx.AsyncHTTPTransport):
     """The way to a hive, which can be shut."""
 
     def __init__(self) -> None:
@@ -364,7 +364,7 @@ class Door(httpx.AsyncHTTPTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         if self.is_shut:
             self.was_tried.set()
-            raise httpx.ConnectError("the door is shut", request=request)
+            raise httpx.ConnectError("the API is shut", request=request)
         return await super().handle_async_request(request)
 
 

@@ -21,10 +21,10 @@ from bombus.hive.episodes import without_secret
 from bombus.hive.events import AbortReason
 from bombus.hive.inbox import AnyMessage, Claim, Touch
 from bombus.hive.state import Phase
-from bombus.host.hive_keys import HiveKeys
+from bombus.machine.hive_keys import HiveKeys
 from bombus.sdk import running, threads, transport
 from bombus.sdk.errors import BadRequest, EpisodeGone, NotYourEpisode, OtherOutcome, ServerUnreachable, Unauthorized
-from bombus.sdk.joint import HiveCore
+from bombus.sdk.multi_model import HiveCore
 from bombus.sdk.progress import ProgressBar
 from tests.ctrl_c import heed_the_terminal
 from tests.gateway.swarm_hive import PlayedHive, played_hive
@@ -91,7 +91,7 @@ async def test_the_async_client_does_the_same(played: PlayedHive) -> None:
 
 def test_threads_have_each_operation_with_its_signature_and_its_documentation() -> None:
     operations = {name for name, _ in inspect.getmembers(HiveCore, inspect.iscoroutinefunction) if name[0] != "_"}
-    assert {"begin_episode", "end_joint_episode", "stop_engine"} <= operations
+    assert {"begin_episode", "end_multi_model_episode", "stop_engine"} <= operations
     for name in operations:
         method, operation = getattr(SwarmClient, name), getattr(AsyncSwarmClient, name)
         assert inspect.signature(method) == inspect.signature(operation), name
@@ -632,7 +632,7 @@ async def test_ctrl_c_ends_a_program_whose_claims_wait_at_once_and_their_wait_to
 async def test_a_group_that_is_cancelled_while_the_hive_is_away_ends_at_once(url: str) -> None:
     away = asyncio.Event()
 
-    class Door(httpx.AsyncHTTPTransport):
+    class ModelAPI(httpx.AsyncHTTPTransport):
         async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
             if away.is_set():
                 raise httpx.ConnectError("nobody is there", request=request)
@@ -643,7 +643,7 @@ async def test_a_group_that_is_cancelled_while_the_hive_is_away_ends_at_once(url
         await asyncio.Event().wait()
         return 1.0
 
-    async with AsyncSwarmClient(url, transport_=Door(), retry_s=3600) as client:
+    async with AsyncSwarmClient(url, transport_=ModelAPI(), retry_s=3600) as client:
         running = asyncio.create_task(client.run_group(TASK, agent, 2))
         await asyncio.wait_for(away.wait(), PATIENCE_S)
         running.cancel()

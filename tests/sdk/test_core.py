@@ -618,7 +618,7 @@ LEARNT = {
     "task_id": "t",
     "reward": 1.0,
     "calls": 1,
-    "lines": [{"tokens": "AQAAAAIAAAA=", "logprobs": "AAAAAAAAgL8=", "calls": "/////wAAAAA=", "mask": "AAE="}],
+    "sequences": [{"tokens": "AQAAAAIAAAA=", "logprobs": "AAAAAAAAgL8=", "calls": "/////wAAAAA=", "mask": "AAE="}],
     "sampler": "tinker://m/sampler_weights/one",
     "call_rewards": None,
 }  # tokens 1 and 2, of which the second was sampled, with the logprob -1

@@ -32,8 +32,9 @@ from tests.sim.lease import RENEW_S, Lease
 from tests.sim.link import Link, Net, Reader
 from tests.sim.loop import Process
 from tests.sim.lost_ends import find
+from tests.sim.operations import store
 from tests.sim.referee import ENGINE, RECOVERED, Referee
-from tests.sim.scored import ScoredLedger
+from tests.sim.rollout_groups import PushedLedger
 from tests.sim.server import (
     CALLS_STREAM,
     EVENTS_STREAM,
@@ -44,13 +45,12 @@ from tests.sim.server import (
     TRAJECTORIES_STREAM,
     Message,
 )
-from tests.sim.tenants import store
 from tests.sim.variants import Variant
 
 ASK_S = 0.3
 TICK_S = 1.0
 TRIM_S = 3.0
-GRACE_S = 6.0  # which a door that hangs exceeds
+GRACE_S = 6.0  # which an API that hangs exceeds
 WATCH_S = 2.0
 COMPACT_S = 4.0
 GROUP_S = 0.5
@@ -347,7 +347,7 @@ class Coordinator(Process):
                 pass  # the next one covers this one
 
     async def _release_groups(self) -> None:
-        """Let the core release the bodies of scored groups, then purge what the log says is released."""
+        """Let the core release the bodies of rollout groups, then purge what the log says is released."""
         stream = self.link.server.streams[TRAJECTORIES_STREAM]
         ends: list[tuple[float, int]] = []
         number = 0
@@ -392,9 +392,9 @@ class Coordinator(Process):
         await self.link.send(told)
 
     @property
-    def _bodies(self) -> ScoredLedger | GroupedLedger:
-        """Return the ledger of the engine that has scored groups."""
-        ledger = self._referee.scored or self._referee.grouped
+    def _bodies(self) -> PushedLedger | GroupedLedger:
+        """Return the ledger of the engine that has rollout groups."""
+        ledger = self._referee.pushed or self._referee.grouped
         assert ledger is not None
         return ledger
 

@@ -1,4 +1,4 @@
-"""Runs whose episodes become scored groups, in the simulator: their engine, and clients that play on it."""
+"""Runs whose episodes become rollout groups, in the simulator: their engine, and clients that play on it."""
 
 import random
 
@@ -16,8 +16,8 @@ from tests.sim.gateway import Gateway
 from tests.sim.grouped_ledger import BATCH, GROUPED_ENGINE, GroupedLedger
 from tests.sim.link import Link, Net
 from tests.sim.loop import Process
+from tests.sim.operations import store
 from tests.sim.server import TRAJECTORIES_STREAM
-from tests.sim.tenants import store
 
 BEAT_S = 0.7
 
@@ -30,7 +30,7 @@ class GroupedEngine(Process):
         self._net = net
         self._mood = mood
         self._job = Collection(
-            scored_groups=net.pick.random() < 0.6,
+            rollout_groups=net.pick.random() < 0.6,
             episode_groups=True,
             num_repeat=net.pick.choice((1, 2, 2)),
             max_carry_staleness=net.pick.choice((0, 1, 1, 2)),

@@ -1,4 +1,4 @@
-"""What must hold, in the simulator, of runs whose episodes become scored groups.
+"""What must hold, in the simulator, of runs whose episodes become rollout groups.
 
 Each ended episode is in one group at most, and each group is taken once: by a step of our own trainer, or by a batch of
 an outside one. None is taken or given up before its time, but to make room in a full stream, and none is forgotten.
@@ -15,9 +15,9 @@ from bombus.hive.records import BodyRef
 from bombus.hive.state import EngineState, Hive, Phase
 from bombus_coordinator.rules.crowding import WHY_GIVEN_UP
 from bombus_coordinator.rules.episodes import outcome_digest
-from tests.sim.scored import check_crowded
+from tests.sim.operations import fetch
+from tests.sim.rollout_groups import check_crowded
 from tests.sim.server import TRAJECTORIES_STREAM, Server
-from tests.sim.tenants import fetch
 
 GROUPED_ENGINE = "grouped"
 BATCH = 4  # sequences

@@ -23,7 +23,7 @@ class Lease:
         return self._link.net.loop.now_s < self._until_s
 
     async def acquire(self) -> bool:
-        """Take or renew the lease. Return False when another has it or the server does not answer."""
+        """Take or renew the lease. Return False when another process holds it or the server does not answer."""
         server, requested_s, mine = self._link.server, self._link.net.loop.now_s, self._seq if self.held else None
 
         def write() -> int:

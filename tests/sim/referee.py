@@ -20,10 +20,10 @@ from tests.coordinator.core_world import check_as_asked, check_in_time, check_re
 from tests.hive.phases import TRANSITIONS
 from tests.hive.pinned import PinLedger
 from tests.sim.grouped_ledger import GROUPED_ENGINE, GroupedLedger
-from tests.sim.joint_ledger import SIDE, JointLedger
-from tests.sim.scored import SCORED_ENGINE, ScoredLedger
+from tests.sim.multi_model_ledger import SIDE, MultiModelLedger
+from tests.sim.operations import OPS_ENGINE, Ledger
+from tests.sim.rollout_groups import GROUPS_ENGINE, PushedLedger
 from tests.sim.server import Message
-from tests.sim.tenants import OPS_ENGINE, Ledger
 
 ENGINE = "main"
 RECOVERED = "Sim-Recovered"  # on events that a new leader derived from the fold alone
@@ -72,9 +72,9 @@ class Referee:
         self.pins = PinLedger()
         self.position = 0
         self.ledger: Ledger | None = None  # of a hive that serves training operations
-        self.scored: ScoredLedger | None = None  # of a hive that takes scored groups
-        self.grouped: GroupedLedger | None = None  # of a hive whose episodes become scored groups
-        self.joint: JointLedger | None = None  # of a hive with a second engine, and joint episodes
+        self.pushed: PushedLedger | None = None  # of a hive that takes rollout groups
+        self.grouped: GroupedLedger | None = None  # of a hive whose episodes become rollout groups
+        self.multi_model: MultiModelLedger | None = None  # of a hive with a second engine, and multi-model episodes
         self.disk: dict[str, Checkpoint] = {}
         self.weights: dict[str, Published] = {}
         self.seen: Counter[str] = Counter()
@@ -125,9 +125,9 @@ class Referee:
             event = message.event
             self._check_order(message, event)
             self.pins.note(event)
-            if self.joint is not None and event.engine == ENGINE:
-                self.joint.check(event, self.hive.engine(ENGINE))
-            if event.engine in (OPS_ENGINE, SCORED_ENGINE, GROUPED_ENGINE, SIDE):
+            if self.multi_model is not None and event.engine == ENGINE:
+                self.multi_model.check(event, self.hive.engine(ENGINE))
+            if event.engine in (OPS_ENGINE, GROUPS_ENGINE, GROUPED_ENGINE, SIDE):
                 self._note_apart(message, event)
                 continue
             engine = self.hive.engine(ENGINE)
@@ -142,16 +142,16 @@ class Referee:
             after = engine.phase
             assert after == before or after in TRANSITIONS[before], f"{before} -> {after} is not a transition"
             self.seen[ev.kind_of(event)] += 1
-        if self.joint is not None:
-            self.joint.check_wholes()
+        if self.multi_model is not None:
+            self.multi_model.check_wholes()
 
     def _note_apart(self, message: Message, event: Event) -> None:
         """Note an event of another engine."""
         ledger = {
             OPS_ENGINE: self.ledger,
-            SCORED_ENGINE: self.scored,
+            GROUPS_ENGINE: self.pushed,
             GROUPED_ENGINE: self.grouped,
-            SIDE: self.joint,
+            SIDE: self.multi_model,
         }[event.engine]
         assert ledger is not None
         engine = self.hive.engine(event.engine)

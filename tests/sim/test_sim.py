@@ -14,16 +14,16 @@ from bombus.hive import events as ev
 from tests.effort import LONG, effort, long_only
 from tests.sim.faults import Fault
 from tests.sim.variants import Variant
-from tests.sim.world import GROUPED, JOINT, LOSING, MORTAL, OPERATING, SCORING, simulate, tally
+from tests.sim.world import GROUPED, LOSING, MORTAL, MULTI_MODEL, OPERATING, SCORING, simulate, tally
 
 SEEDS = effort(60, 1000)
 VARIANT_SEEDS = 1000
 OF_EACH_KIND = effort(10, 100) * OPERATING
-SCORING_SEEDS = range(SCORING, OF_EACH_KIND, OPERATING)  # those of hives that take scored groups
-GROUPED_SEEDS = range(GROUPED, OF_EACH_KIND, OPERATING)  # those of hives that make scored groups of episodes
+SCORING_SEEDS = range(SCORING, OF_EACH_KIND, OPERATING)  # those of hives that take rollout groups
+GROUPED_SEEDS = range(GROUPED, OF_EACH_KIND, OPERATING)  # those of hives that make rollout groups of episodes
 LOSING_SEEDS = range(LOSING, OF_EACH_KIND, OPERATING)  # those of hives whose inbox loses its end
 OPERATING_SEEDS = range(OPERATING - 1, OF_EACH_KIND, OPERATING)  # those of hives with training operations
-JOINT_SEEDS = range(JOINT, OF_EACH_KIND, OPERATING)  # those of hives with joint episodes
+MULTI_MODEL_SEEDS = range(MULTI_MODEL, OF_EACH_KIND, OPERATING)  # those of hives with multi-model episodes
 MORTAL_SEEDS = range(MORTAL, OF_EACH_KIND, OPERATING)  # those of hives with clients that die
 # Fault rates that find a variant which the usual ones find only in one of thousands of seeds.
 RATES = {
@@ -82,7 +82,7 @@ def test_many_hives_keep_every_guarantee_through_crashes_partitions_and_clock_ju
     assert seen["dropped while rolling"] < seen["trained while rolling"] / 4, "whatever the faults"
     check_rare(seen, "begun at a checkpoint", "begun anew beside another job", "checkpoints passed over")
     check_rare(seen, "silent trainers", "resumed by a replica", "the old leader wrote in between")
-    kinds = set(ev.AnyEvent.__args__) - {ev.MessageSetAside}  # which takes a fault of ours
+    kinds = set(ev.AnyEvent.__args__) - {ev.MessageDeadLettered}  # which takes a fault of ours
     check_rare(seen, *map(ev.kind_of, kinds), *(fault.name for fault in Fault))
 
 
@@ -113,7 +113,7 @@ def test_r17_operations_are_executed_in_the_order_of_the_log_and_completed_once_
     check_rare(seen, *(f"operations refused: {refused}" for refused in refusals))
 
 
-ALIKE = [830 + SCORING, 830 + GROUPED, 830 + JOINT]
+ALIKE = [830 + SCORING, 830 + GROUPED, 830 + MULTI_MODEL]
 
 
 @pytest.mark.parametrize("seed", [3, 840 + OPERATING - 1, *(pytest.param(seed, marks=long_only) for seed in ALIKE)])
@@ -165,15 +165,15 @@ def test_r16_each_ended_episode_is_in_one_group_at_most_and_each_group_is_taken_
     check_rare(seen, "episodes dropped: stale", "episodes dropped: unfit")
 
 
-def test_r13_the_episodes_of_a_joint_one_are_open_ended_or_aborted_together_whatever_is_killed() -> None:
+def test_r13_the_episodes_of_a_multi_model_one_are_open_ended_or_aborted_together_whatever_is_killed() -> None:
     """The ledger checks it after each append, and that every acknowledged grant and end is on the log as a whole."""
     seen: Counter[str] = Counter()
-    for seed in JOINT_SEEDS:
+    for seed in MULTI_MODEL_SEEDS:
         seen += tally(simulate(seed))
-    hives = len(JOINT_SEEDS)
-    assert seen["joint grants acknowledged"] > 2 * hives
-    assert seen["joint ends acknowledged"] > 2 * hives
-    assert seen["joint episodes aborted"] > hives / 2
+    hives = len(MULTI_MODEL_SEEDS)
+    assert seen["multi-model grants acknowledged"] > 2 * hives
+    assert seen["multi-model ends acknowledged"] > 2 * hives
+    assert seen["multi-model episodes aborted"] > hives / 2
 
 
 def test_r6_whatever_is_acknowledged_after_the_inbox_lost_its_end_counts_and_the_hive_goes_on() -> None:

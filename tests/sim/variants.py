@@ -15,7 +15,7 @@ class Variant(StrEnum):
     CALLS_PURGED = "calls are purged up to the one noted last"
     STEPS_PURGED = "calls are kept for the newest two steps alone, not for those that the older checkpoint lacks"
     OPS_PURGED = "training operations are purged up to the end of their stream"
-    GROUPS_PURGED = "scored groups are purged up to the end of their stream"
+    GROUPS_PURGED = "rollout groups are purged up to the end of their stream"
     SENT_EARLY = "a batch is said to be delivered before its last byte has left"
     OLD_EXECUTOR = "an operation.done of a superseded trainer epoch is accepted"
     ENDED_APART = "the events of a decision about several engines are stored one by one"

@@ -11,16 +11,16 @@ from tests.sim.faults import SCHEDULED, Fault, Faults
 from tests.sim.gateway import Gateway
 from tests.sim.grouped import GroupedClient, GroupedEngine
 from tests.sim.grouped_ledger import GroupedLedger
-from tests.sim.joint import JointClient, SideEngine
-from tests.sim.joint_ledger import JointLedger
 from tests.sim.link import Net
 from tests.sim.loop import Loop, Process
 from tests.sim.mortal import FREED_S, MortalClient, SilenceLedger
+from tests.sim.multi_model import MultiModelClient, SideEngine
+from tests.sim.multi_model_ledger import MultiModelLedger
+from tests.sim.operations import Ledger, OperationTrainer, TrainingClient
 from tests.sim.referee import ENGINE, Referee
 from tests.sim.replica import Replica
-from tests.sim.scored import ScoredEnvironment, ScoredLedger, ScoredTrainer
+from tests.sim.rollout_groups import AtroposEnvironment, AtroposTrainer, PushedLedger
 from tests.sim.server import EVENTS_STREAM, INBOX_STREAM, OPS_STREAM, SECOND, SIZE, TRAJECTORIES_STREAM, Message, Server
-from tests.sim.tenants import Ledger, TenantClient, TenantTrainer
 from tests.sim.trainer import Trainer
 from tests.sim.variants import Variant
 
@@ -32,10 +32,10 @@ STEP_S = 150.0  # until another step is completed
 QUIET_S = 60.0  # until every command is answered
 REPORTING = 8  # in one of so many hives gateways report how they read the model
 OPERATING = 10  # one of so many hives serves training operations too
-SCORING = 4  # of so many hives as OPERATING says, the one that takes scored groups
+SCORING = 4  # of so many hives as OPERATING says, the one that takes rollout groups
 LOSING = 2  # of so many hives as OPERATING says, the one whose inbox loses its end now and then
-GROUPED = 5  # of so many hives as OPERATING says, the one whose second engine makes scored groups of episodes
-JOINT = 7  # of so many hives as OPERATING says, the one with a second engine and joint episodes
+GROUPED = 5  # of so many hives as OPERATING says, the one whose second engine makes rollout groups of episodes
+MULTI_MODEL = 7  # of so many hives as OPERATING says, the one with a second engine and multi-model episodes
 MORTAL = 6  # of so many hives as OPERATING says, the one with clients that show that they live, and die
 OVER_S = 240.0  # an end that failed is tried again after a minute, twice
 COMPACTING = 6  # of so many seeds, some compact their logs
@@ -79,7 +79,7 @@ class World:
         keeps_name = pick.random() < 0.5
         self.replicas = [Replica(f"r{n}", net, referee, keeps_name, variant) for n in range(pick.randint(1, 2))]
         self.mortals: list[MortalClient] = []
-        self.clients: list[Client | GroupedClient | JointClient | MortalClient] = [
+        self.clients: list[Client | GroupedClient | MultiModelClient | MortalClient] = [
             Client(name, self.gateways, referee, self.mood, pick) for name in ("ann", "bob", "eve")
         ]
         self.operator = Operator(self.gateways, self.mood, pick)
@@ -89,51 +89,51 @@ class World:
             [*self.trainers],
             [*self.replicas],
         ]
-        self.tenants: list[TenantClient] = []
-        self.executors: list[TenantTrainer] = []
+        self.training_clients: list[TrainingClient] = []
+        self.executors: list[OperationTrainer] = []
         if operates:
-            self._add_tenants()
+            self._add_clients()
         if scores:
-            self._add_scored(variant)
+            self._add_pushed(variant)
         if groups:
             self._add_grouped()
-        if seed % OPERATING == JOINT:
-            self._add_joint()
+        if seed % OPERATING == MULTI_MODEL:
+            self._add_multi_model()
         if seed % OPERATING == MORTAL:
             self._add_mortals()
         if trace is not None:
             self.server.streams[EVENTS_STREAM].watchers.append(self._tell)
 
-    def _add_tenants(self) -> None:
+    def _add_clients(self) -> None:
         """Add clients of training operations, on an engine of their own, and its trainer."""
         ledger = Ledger(self.server, lambda: self.referee.hive, self.referee.seen)
         self.referee.ledger = ledger
         names = ("kim", "zoe")
-        self.tenants = [TenantClient(name, self.net, ledger, lambda: self.mood.playing) for name in names]
-        self.executors = [TenantTrainer(name, self.net, ledger) for name in ("o0", "o1")]
-        self._kinds += [[*self.tenants], [*self.executors]]
+        self.training_clients = [TrainingClient(name, self.net, ledger, lambda: self.mood.playing) for name in names]
+        self.executors = [OperationTrainer(name, self.net, ledger) for name in ("o0", "o1")]
+        self._kinds += [[*self.training_clients], [*self.executors]]
 
-    def _add_scored(self, variant: Variant | None) -> None:
-        """Add environments and a trainer of scored groups, on an engine of their own."""
-        ledger = ScoredLedger(self.server, lambda: self.referee.hive, self.referee.seen)
-        self.referee.scored = ledger
-        environments = [ScoredEnvironment(name, self.net, ledger, lambda: self.mood.playing) for name in ("e0", "e1")]
-        self._kinds += [[*environments], [ScoredTrainer("s0", self.net, ledger, lambda: self.mood.playing, variant)]]
+    def _add_pushed(self, variant: Variant | None) -> None:
+        """Add environments and a trainer of rollout groups, on an engine of their own."""
+        ledger = PushedLedger(self.server, lambda: self.referee.hive, self.referee.seen)
+        self.referee.pushed = ledger
+        environments = [AtroposEnvironment(name, self.net, ledger, lambda: self.mood.playing) for name in ("e0", "e1")]
+        self._kinds += [[*environments], [AtroposTrainer("s0", self.net, ledger, lambda: self.mood.playing, variant)]]
 
     def _add_grouped(self) -> None:
-        """Add an engine whose episodes become scored groups, and clients that play on it."""
+        """Add an engine whose episodes become rollout groups, and clients that play on it."""
         ledger = GroupedLedger(self.server, lambda: self.referee.hive, self.referee.seen)
         self.referee.grouped = ledger
         self._kinds.append([GroupedEngine("grouped", self.net, self.mood)])
         self.clients += [GroupedClient(name, self.gateways, ledger, self.mood, self.pick) for name in ("pat", "sam")]
 
-    def _add_joint(self) -> None:
+    def _add_multi_model(self) -> None:
         """Add a second engine, and clients that play on both at once."""
-        ledger = JointLedger(lambda: self.referee.hive, self.referee.seen)
-        self.referee.joint = ledger
+        ledger = MultiModelLedger(lambda: self.referee.hive, self.referee.seen)
+        self.referee.multi_model = ledger
         self._kinds.append([SideEngine("side", self.net, self.mood)])
-        joint = [JointClient(name, self.gateways, ledger, self.mood, self.pick) for name in ("lou", "max")]
-        self.clients += joint
+        multi = [MultiModelClient(name, self.gateways, ledger, self.mood, self.pick) for name in ("lou", "max")]
+        self.clients += multi
 
     def _add_mortals(self) -> None:
         """Add clients that show that they live, and die."""
@@ -177,15 +177,15 @@ class World:
         if ledger is not None:
             self._expect(OVER_S, lambda: ledger.is_over, "every session of training operations is over")
             ledger.finish()
-        scored = self.referee.scored
-        if scored is not None:
-            self._expect(OVER_S, lambda: scored.is_over, "every batch of scored groups is delivered")
+        pushed = self.referee.pushed
+        if pushed is not None:
+            self._expect(OVER_S, lambda: pushed.is_over, "every batch of rollout groups is delivered")
         self.loop.run(self.loop.now_s + 5.0)
         self._expect(QUIET_S, self._all_agree, "every service has folded the log")
         self.referee.finish()
-        if scored is not None:
-            scored.finish()
-        for apart in (self.referee.grouped, self.referee.joint):
+        if pushed is not None:
+            pushed.finish()
+        for apart in (self.referee.grouped, self.referee.multi_model):
             if apart is not None:
                 apart.finish()
         self.referee.refold(self.server.streams[EVENTS_STREAM].messages)

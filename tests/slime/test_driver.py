@@ -18,7 +18,7 @@ from bombus.hive.generation import Generate
 from bombus.hive.records import CallRecord, decode_record, unpack_tokens
 from bombus.sdk.core import EpisodeReport
 from bombus.sdk.errors import EngineOffline
-from bombus.slime.driver import RolloutReport, SlimeDriver, Told
+from bombus.slime.driver import Notify, RolloutReport, SlimeDriver
 from bombus.slime.functions import load_function, make_slime_importable
 from bombus.slime.generation import GenerateState, load_tokenizer
 from bombus.slime.http import close_client
@@ -100,7 +100,7 @@ def options_of(served: GatewayHive, model: str, folder: Path, **more: Any) -> Sl
 
 @asynccontextmanager
 async def driving(
-    options: SlimeOptions, tell: Told = lambda line: None, kind: type[AsyncSwarmClient] = AsyncSwarmClient
+    options: SlimeOptions, tell: Notify = lambda line: None, kind: type[AsyncSwarmClient] = AsyncSwarmClient
 ) -> AsyncIterator[SlimeDriver]:
     assert options.prompt_data is not None
     prompts = read_prompts(options.prompt_data, options, load_tokenizer(options.hf_checkpoint))
@@ -112,7 +112,7 @@ async def driving(
             await close_client()
 
 
-async def played(options: SlimeOptions, tell: Told = lambda line: None) -> list[RolloutReport]:
+async def played(options: SlimeOptions, tell: Notify = lambda line: None) -> list[RolloutReport]:
     async with driving(options, tell) as driver:
         return await asyncio.wait_for(driver.run(), 60)
 

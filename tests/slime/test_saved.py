@@ -1,4 +1,4 @@
-"""Rollouts as files, and the scored groups that are pushed of them."""
+"""Rollouts as files, and the rollout groups that are pushed of them."""
 
 import os
 from argparse import Namespace
@@ -12,11 +12,11 @@ import torch
 
 from bombus.bus import Bus
 from bombus.errors import BombusError, Refused
-from bombus.slime.pushing import groups_of, push_rollouts, scored_group
+from bombus.slime.pushing import groups_of, push_rollouts, rollout_group
 from bombus.slime.saved import load_rollout, rollout_file, save_rollout
 from bombus.slime.settings import SlimeOptions
 from bombus.slime.types import SlimeSample
-from tests.trainer.test_scored_runs import ScoredStage, scored_stage
+from tests.trainer.test_runs_of_groups import GroupStage, group_stage
 
 ARGS = Namespace(reward_key=None, rollout_temperature=0.5)
 ABORTED = SlimeSample.Status.ABORTED
@@ -40,8 +40,8 @@ def sample_of(reward: float, group: int | None = 0) -> SlimeSample:
 
 
 @pytest.fixture
-async def scored(bus: Bus, tmp_path: Path) -> AsyncIterator[ScoredStage]:
-    async with scored_stage(bus, tmp_path) as scored:
+async def scored(bus: Bus, tmp_path: Path) -> AsyncIterator[GroupStage]:
+    async with group_stage(bus, tmp_path) as scored:
         yield scored
 
 
@@ -117,7 +117,7 @@ def test_a_template_with_other_braces_is_refused() -> None:
 def test_a_group_is_pushed_with_what_its_samples_say_is_trained() -> None:
     gone = [SlimeSample(group_index=0, status=ABORTED), sample_of(9.0)]
     gone[1].remove_sample = True
-    body = scored_group([sample_of(1.0), sample_of(0.0), *gone], ARGS)
+    body = rollout_group([sample_of(1.0), sample_of(0.0), *gone], ARGS)
     assert body == {
         "tokens": [[1, 2, 3, 4]] * 2,
         "masks": [[-100, 2, -100, 4]] * 2,
@@ -125,20 +125,20 @@ def test_a_group_is_pushed_with_what_its_samples_say_is_trained() -> None:
         "generation_params": {"temperature": 0.5},
         "inference_logprobs": [[1.0, -0.5, 1.0, -0.25]] * 2,
     }
-    assert scored_group(gone, ARGS) is None
+    assert rollout_group(gone, ARGS) is None
     unknown = sample_of(1.0)
     unknown.rollout_log_probs = None
-    both = scored_group([sample_of(0.0), unknown], ARGS)
+    both = rollout_group([sample_of(0.0), unknown], ARGS)
     assert both is not None
     assert "inference_logprobs" not in both
     broken = sample_of(1.0)
     broken.loss_mask = [1]
     with pytest.raises(Refused, match="does not fit its tokens"):
-        scored_group([broken], ARGS)
+        rollout_group([broken], ARGS)
     broken = sample_of(1.0)
     broken.rollout_log_probs = [-0.5, -0.25]
     with pytest.raises(Refused, match="has 2 rollout_log_probs for 3 tokens of a response"):
-        scored_group([broken], ARGS)
+        rollout_group([broken], ARGS)
 
 
 def test_a_file_of_slimes_with_numbers_of_numpy_and_counters_of_another_release_is_read(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_file_of_slimes_with_numbers_of_numpy_and_counters_of_another_release_
     (sample,) = load_rollout(tmp_path / "slime.pt")
     assert (sample.metadata["seen"].tolist(), sample.metadata["count"]) == ([0, 1, 2], 7)
     assert sample.spec_info.spec_verify_ct == 2
-    body = scored_group([sample], ARGS)
+    body = rollout_group([sample], ARGS)
     assert body is not None
     assert (body["tokens"], body["scores"]) == ([[1, 2, 3, 4]], [0.5])
     assert body["inference_logprobs"] == [[1.0, -0.5, 1.0, -0.25]]
@@ -183,7 +183,7 @@ def test_samples_of_one_prompt_are_a_group() -> None:
     assert [len(group) for group in groups_of(given)] == [2, 1, 1]
 
 
-async def test_loaded_rollouts_are_trained(scored: ScoredStage, tmp_path: Path) -> None:
+async def test_loaded_rollouts_are_trained(scored: GroupStage, tmp_path: Path) -> None:
     template = str(tmp_path / "{rollout_id}.pt")
     for rollout in (0, 1):
         save_rollout(rollout_file(template, rollout), rollout, [sample_of(1.0), sample_of(0.0)])

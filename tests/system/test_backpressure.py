@@ -22,7 +22,7 @@ from bombus.hive import inbox
 from bombus.hive.events import AbortReason, NotedCall
 from bombus.hive.records import CallRef, digest
 from bombus.hive.state import Hive
-from bombus.host.hive_keys import HiveKeys, NamedKey
+from bombus.machine.hive_keys import HiveKeys, NamedKey
 from bombus_coordinator import storage
 from bombus_coordinator.retention import Purge, floors_of, floors_of_holders
 from bombus_gateway.keys import Keys

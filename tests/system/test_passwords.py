@@ -19,7 +19,7 @@ from bombus.config.cluster import Cluster
 from bombus.config.parts import InferencePart
 from bombus.errors import Refused
 from bombus.host.layout import Layout, services
-from bombus.host.process import free_port
+from bombus.machine.process import free_port
 from bombus_inference.settings import OpenAISettings
 
 PASSWORD = "a-password-for-tests"

@@ -24,7 +24,7 @@ from bombus import Job, SwarmClient, Task, WorkflowOutput
 from bombus.bus import Bus, Reader
 from bombus.bus_address import without_login
 from bombus.hive import events as ev
-from bombus.host.process import free_port
+from bombus.machine.process import free_port
 from tests.effort import long_only
 from tests.patience import wait_until
 
@@ -512,7 +512,7 @@ def test_bad_arguments_are_refused_with_a_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["up --data-dir data", "env serve bombus.tasks.aws.world:AwsWorld", "inference", "gateway"]
+    "command", ["up --data-dir data", "env serve bombus.tasks.aws.environment:AwsEnvironment", "inference", "gateway"]
 )
 def test_a_port_that_another_program_has_is_named_in_a_sentence(tmp_path: Path, command: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:

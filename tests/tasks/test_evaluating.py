@@ -21,7 +21,7 @@ from bombus.hive.status.text import render_status
 from bombus.sdk.errors import SwarmError
 from bombus.tasks.evaluating import NOT_BEGUN, EvalSchedule, EvalScore, EvalSet, Evaluation, wait_until_due
 from bombus.tasks.playing import FAILURES_IN_A_ROW_MAX, ServerFailed
-from tests.environments.worlds import Counter
+from tests.environments.small_environments import Counter
 from tests.gateway.openai_hive import GatewayHive, Send, frame_of, gateway_hive, says, tokens_of
 from tests.rollout.test_cli import bombus, ended
 from tests.rollout.test_rollout import events, train
@@ -240,7 +240,7 @@ async def test_a_data_set_whose_environment_is_broken_is_given_up_and_the_others
 
 async def test_only_failures_in_a_row_give_a_data_set_up(client: AsyncSwarmClient) -> None:
     def breaks_at_first() -> Counter:
-        made.append("a world")
+        made.append("an environment")
         if len(made) % FAILURES_IN_A_ROW_MAX:
             raise OSError("the simulator did not start")
         return Counter()

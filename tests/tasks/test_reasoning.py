@@ -21,10 +21,10 @@ def drawn(size: int, seed: int = 0, split: TaskSplit = TaskSplit.TRAIN, name: st
 
 
 async def scored(task: Task, reply: str) -> RolloutScores:
-    world = PlainEnvironment(LEGS.environment())
-    await world.open(task)
-    scores = await world.score(Transcript(messages=[{"role": "assistant", "content": reply}]))
-    await world.close()
+    environment = PlainEnvironment(LEGS.environment())
+    await environment.open(task)
+    scores = await environment.score(Transcript(messages=[{"role": "assistant", "content": reply}]))
+    await environment.close()
     return scores
 
 
@@ -70,31 +70,31 @@ def test_the_answer_of_a_reply(text: str, answer: str) -> None:
 @pytest.mark.parametrize("name", GENERATORS)
 async def test_the_gold_answer_of_every_generator_is_worth_1_but_for_those_that_are_marked(name: str) -> None:
     (task,) = drawn(1, name=name)
-    world = PlainEnvironment(ReasoningPuzzle())
-    await world.open(task)
+    environment = PlainEnvironment(ReasoningPuzzle())
+    await environment.open(task)
     (gold,) = ReasoningPuzzle().gold(task)
-    scores = await world.score(Transcript(messages=[{"role": "assistant", "content": gold}]))
-    await world.close()
+    scores = await environment.score(Transcript(messages=[{"role": "assistant", "content": gold}]))
+    await environment.close()
     assert scores.reward == 1.0 or (name in GOLD_SCORES_NOTHING and scores.reward <= 0.01), scores
 
 
 async def test_an_answer_that_a_verifier_cannot_read_is_wrong() -> None:
     (task,) = drawn(1, name="prime_factorization")
-    world = PlainEnvironment(ReasoningPuzzle())
-    await world.open(task)
-    scores = await world.score(Transcript(messages=[{"role": "assistant", "content": "no idea"}]))
+    environment = PlainEnvironment(ReasoningPuzzle())
+    await environment.open(task)
+    scores = await environment.score(Transcript(messages=[{"role": "assistant", "content": "no idea"}]))
     assert scores.reward == 0.0
 
 
 async def test_a_reply_that_only_repeats_the_question_is_worth_nothing() -> None:
     # The verifier of knights_knaves gives 0.65 for the names and roles that stand in the question.
     for task in drawn(6, name="knights_knaves"):
-        world = PlainEnvironment(ReasoningPuzzle())
-        await world.open(task)
+        environment = PlainEnvironment(ReasoningPuzzle())
+        await environment.open(task)
         for reply in (task.main_query, f"<answer>I repeat: {task.main_query}</answer>"):
-            scores = await world.score(Transcript(messages=[{"role": "assistant", "content": reply}]))
+            scores = await environment.score(Transcript(messages=[{"role": "assistant", "content": reply}]))
             assert scores.reward == 0.0
-        await world.close()
+        await environment.close()
 
 
 @pytest.mark.parametrize("answer", ["nan", "(NaN)", "n a n", "nan+nanj", "1+nani"])

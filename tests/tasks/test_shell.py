@@ -12,7 +12,7 @@ from bombus.environments.kinds import ResetFailed
 from bombus.errors import Refused
 from bombus.sdk.types import Task
 from bombus.tasks.kinds import TaskDraw, TaskSplit
-from bombus.tasks.shell import JOBS, ShellTasks, ShellWorld, job_of
+from bombus.tasks.shell import JOBS, ShellEnvironment, ShellTasks, job_of
 from tests.effort import effort
 from tests.tasks.model_server import Conversation, model_server
 
@@ -34,18 +34,18 @@ async def sandboxes() -> None:
 @pytest.mark.usefixtures("sandboxes")
 @pytest.mark.parametrize("task", DONE, ids=lambda task: f"{task.metadata['job']}-{task.task_id[-1]}")
 async def test_a_job_is_done_by_its_gold_command_alone(task: Task) -> None:
-    world = ShellWorld()
+    environment = ShellEnvironment()
     try:
-        await world.reset(task)
-        assert (await world.is_left_so(), await world.is_done()) == (0.0, False)
-        await world.run("echo wrong > answer.txt; echo wrong > sorted.txt")
-        assert await world.is_left_so() == 0.0
-        await world.run("rm answer.txt sorted.txt")
-        ((_, arguments), _) = world.gold(task)  # type: ignore[misc]
-        await world.run(arguments["command"])  # type: ignore[has-type]
-        assert (await world.is_left_so(), await world.is_done()) == (1.0, True)
+        await environment.reset(task)
+        assert (await environment.is_left_so(), await environment.is_done()) == (0.0, False)
+        await environment.run("echo wrong > answer.txt; echo wrong > sorted.txt")
+        assert await environment.is_left_so() == 0.0
+        await environment.run("rm answer.txt sorted.txt")
+        ((_, arguments), _) = environment.gold(task)  # type: ignore[misc]
+        await environment.run(arguments["command"])  # type: ignore[has-type]
+        assert (await environment.is_left_so(), await environment.is_done()) == (1.0, True)
     finally:
-        await world.close()
+        await environment.close()
 
 
 @pytest.mark.usefixtures("sandboxes")
@@ -73,37 +73,37 @@ async def test_a_job_is_done_by_its_gold_command_alone(task: Task) -> None:
 )
 async def test_a_folder_that_only_looks_so_or_lost_what_it_had_is_not_paid(job: str, line: str) -> None:
     task = next(each for each in DRAWN if each.metadata["job"] == job)
-    world = ShellWorld()
+    environment = ShellEnvironment()
     try:
-        await world.reset(task)
-        await world.run(line.replace("{gold}", job_of(task).gold))
-        assert await world.is_left_so() == 0.0
+        await environment.reset(task)
+        await environment.run(line.replace("{gold}", job_of(task).gold))
+        assert await environment.is_left_so() == 0.0
     finally:
-        await world.close()
+        await environment.close()
 
 
 @pytest.mark.usefixtures("sandboxes")
 async def test_space_around_an_answer_and_files_beside_it_do_not_matter() -> None:
     task = next(each for each in DRAWN if each.metadata["job"] == "count-lines")
-    world = ShellWorld()
+    environment = ShellEnvironment()
     try:
-        await world.reset(task)
-        await world.run(f"printf ' %s \\n\\n' {job_of(task).expected} > answer.txt; touch notes; mkdir more")
-        assert await world.is_left_so() == 1.0
+        await environment.reset(task)
+        await environment.run(f"printf ' %s \\n\\n' {job_of(task).expected} > answer.txt; touch notes; mkdir more")
+        assert await environment.is_left_so() == 1.0
     finally:
-        await world.close()
+        await environment.close()
 
 
 @pytest.mark.usefixtures("sandboxes")
 async def test_what_a_command_prints_and_its_code_are_shown() -> None:
-    world = ShellWorld()
-    await world.reset(DRAWN[0])
-    assert await world.run("echo a; false") == "a\n(exit code 1)"
-    assert await world.run("true") == "(done, without output)"
-    assert world.failed_commands() == 1.0
-    await world.close()
+    environment = ShellEnvironment()
+    await environment.reset(DRAWN[0])
+    assert await environment.run("echo a; false") == "a\n(exit code 1)"
+    assert await environment.run("true") == "(done, without output)"
+    assert environment.failed_commands() == 1.0
+    await environment.close()
     with pytest.raises(ResetFailed, match="was not set up"):
-        await world.run("true")
+        await environment.run("true")
 
 
 def test_jobs_are_made_from_seed_and_split() -> None:

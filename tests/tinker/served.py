@@ -43,12 +43,12 @@ from bombus.operations import (
     Scores,
     StepTaken,
 )
-from bombus_gateway.training.checkpoints import read_load, read_save
-from bombus_gateway.training.compression import decompressed
-from bombus_gateway.training.data.forward_backward import read_forward_backward
-from bombus_gateway.training.data.json_data import read_json_data
-from bombus_gateway.training.dialects import PROTOBUF, TrainingDialect, dialect_of
-from bombus_gateway.training.futures import (
+from bombus_gateway.operations_wire.checkpoints import read_load, read_save
+from bombus_gateway.operations_wire.compression import decompressed
+from bombus_gateway.operations_wire.data.forward_backward import read_forward_backward
+from bombus_gateway.operations_wire.data.json_data import read_json_data
+from bombus_gateway.operations_wire.dialects import PROTOBUF, TrainingDialect, dialect_of
+from bombus_gateway.operations_wire.futures import (
     FutureAnswer,
     accepted,
     failed,
@@ -58,12 +58,17 @@ from bombus_gateway.training.futures import (
     try_again,
     unknown,
 )
-from bombus_gateway.training.models import AdapterDefaults, read_create_by_load, read_create_model
-from bombus_gateway.training.results import write_result
-from bombus_gateway.training.samples import SampledTokens, unscored, write_samples
-from bombus_gateway.training.sampling import SampleSubmission, read_sample, read_sampling_session, sample_accepted
-from bombus_gateway.training.steps import read_abort_epoch, read_optim_step
-from bombus_gateway.training.submission import Submission
+from bombus_gateway.operations_wire.models import AdapterDefaults, read_create_by_load, read_create_model
+from bombus_gateway.operations_wire.results import write_result
+from bombus_gateway.operations_wire.samples import SampledTokens, unscored, write_samples
+from bombus_gateway.operations_wire.sampling import (
+    SampleSubmission,
+    read_sample,
+    read_sampling_session,
+    sample_accepted,
+)
+from bombus_gateway.operations_wire.steps import read_abort_epoch, read_optim_step
+from bombus_gateway.operations_wire.submission import Submission
 
 SAVES = {
     "save_weights": CheckpointKind.TRAINING,

@@ -1,4 +1,4 @@
-"""Episodes that agents play train a model of Tinker's SDK: begun with our SDK, played through OpenAI's door."""
+"""Episodes that agents play train a model of Tinker's SDK: begun with our SDK, played through OpenAI's API."""
 
 import os
 import subprocess

@@ -36,13 +36,13 @@ from bombus.operations import (
     SaveWeights,
     StepTaken,
 )
-from bombus_gateway.training.checkpoints import read_load, read_save
-from bombus_gateway.training.dialects import JSON, TrainingDialect, dialect_of
-from bombus_gateway.training.futures import FutureAnswer, failed, read_retrieve, try_again
-from bombus_gateway.training.models import AdapterDefaults, read_create_by_load, read_create_model
-from bombus_gateway.training.results import write_result
-from bombus_gateway.training.sampling import SampleRequest, read_sample, read_sampling_session
-from bombus_gateway.training.steps import read_optim_step
+from bombus_gateway.operations_wire.checkpoints import read_load, read_save
+from bombus_gateway.operations_wire.dialects import JSON, TrainingDialect, dialect_of
+from bombus_gateway.operations_wire.futures import FutureAnswer, failed, read_retrieve, try_again
+from bombus_gateway.operations_wire.models import AdapterDefaults, read_create_by_load, read_create_model
+from bombus_gateway.operations_wire.results import write_result
+from bombus_gateway.operations_wire.sampling import SampleRequest, read_sample, read_sampling_session
+from bombus_gateway.operations_wire.steps import read_optim_step
 from tinker import types
 
 TINKER = TrainingDialect.TINKER

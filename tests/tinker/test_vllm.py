@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bombus.host.environments import environments_folder, read_marker
+from bombus.machine.environments import environments_folder, read_marker
 from tests.tinker.test_hive import SENTENCES, learn, logprobs, made
 from tests.tinker.test_sampling import PROMPT, sampled
 from tests.tinker.whole_hive import PYTHON, Hive, running

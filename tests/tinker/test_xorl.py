@@ -32,15 +32,15 @@ from bombus.operations import (
     Scores,
     StepTaken,
 )
-from bombus_gateway.training.data.json_data import read_json_data
-from bombus_gateway.training.dialects import TrainingDialect
-from bombus_gateway.training.futures import failed, read_retrieve, try_again
-from bombus_gateway.training.generate import read_generate, write_generated
-from bombus_gateway.training.models import AdapterDefaults, drawn_seed, read_create_model
-from bombus_gateway.training.results import kill_session_answer, write_result
-from bombus_gateway.training.samples import SampledTokens
-from bombus_gateway.training.steps import read_optim_step
-from bombus_gateway.training.submission import Submission
+from bombus_gateway.operations_wire.data.json_data import read_json_data
+from bombus_gateway.operations_wire.dialects import TrainingDialect
+from bombus_gateway.operations_wire.futures import failed, read_retrieve, try_again
+from bombus_gateway.operations_wire.generate import read_generate, write_generated
+from bombus_gateway.operations_wire.models import AdapterDefaults, drawn_seed, read_create_model
+from bombus_gateway.operations_wire.results import kill_session_answer, write_result
+from bombus_gateway.operations_wire.samples import SampledTokens
+from bombus_gateway.operations_wire.steps import read_optim_step
+from bombus_gateway.operations_wire.submission import Submission
 
 XORL = TrainingDialect.XORL
 

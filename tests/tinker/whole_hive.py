@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from bombus.host.process import free_port
+from bombus.machine.process import free_port
 
 PYTHON = os.environ.get("BOMBUS_PYTHON", "")  # of the environment that the hive runs in
 READY_S = 120.0

@@ -128,7 +128,7 @@ def _answer(value: int) -> None:
 
 def _trainer(command: dict[str, Any]) -> int:
     from bombus import logs
-    from bombus.host.process import run_service
+    from bombus.machine.process import run_service
     from bombus_trainer import service
     from bombus_trainer.options import TrainerOptions
 

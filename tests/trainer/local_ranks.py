@@ -38,13 +38,13 @@ from bombus_trainer.backend import BackendLost, Interrupted, OperationBackend, T
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.data.batch import EpisodeGroup
 from bombus_trainer.leading import Board, Leader, follow
+from bombus_trainer.operations.executor import OperationExecutor
+from bombus_trainer.operations.settings import ExecutorSettings
 from bombus_trainer.publish.checkpoint import Facts
 from bombus_trainer.publish.export import digest_of
 from bombus_trainer.ranks import Ranks
-from bombus_trainer.tenants.executor import OperationExecutor
-from bombus_trainer.tenants.settings import TenantSettings
+from tests.trainer.operations.small_models import BASE, CROSS_ENTROPY, SPEC, datum, floats
 from tests.trainer.small_batches import call, episode, tiny_settings
-from tests.trainer.tenants.small_tenants import BASE, CROSS_ENTROPY, SPEC, datum, floats
 
 SIZE = 2
 WAIT_S = 60.0
@@ -135,7 +135,7 @@ def _rank(folder: Path, scenario: str, rank: int, listening: socket.socket) -> i
     def load(_: RunConfig) -> TrainerBackend:
         return Rank(folder, board.ranks, scenario)
 
-    def load_base(_: RunConfig, settings: TenantSettings) -> OperationExecutor:
+    def load_base(_: RunConfig, settings: ExecutorSettings) -> OperationExecutor:
         if scenario == "one cannot read" and rank:
             settings = settings.model_copy(update={"checkpoints": settings.checkpoints / "elsewhere"})
         settings = settings.model_copy(update={"scratch": settings.scratch / f"rank-{rank}"})
@@ -157,8 +157,8 @@ def _rank(folder: Path, scenario: str, rank: int, listening: socket.socket) -> i
 
 
 def _lead_operations(leader: Leader, folder: Path) -> list[str]:
-    root = folder / f"tenants-{os.getpid()}"
-    settings = TenantSettings(checkpoints=root / "checkpoints", covers=root / "covers", scratch=root / "scratch")
+    root = folder / f"models-{os.getpid()}"
+    settings = ExecutorSettings(checkpoints=root / "checkpoints", recovery=root / "recovery", scratch=root / "scratch")
     try:
         return operated(leader.load_base(RunConfig(), settings))
     except BackendLost as error:
@@ -166,7 +166,7 @@ def _lead_operations(leader: Leader, folder: Path) -> list[str]:
 
 
 def operated(executor: OperationBackend) -> list[str]:
-    """Train a model, spoil its gradient, train on, save and load. Returns what came of each operation."""
+    """Train a model, fail_gradient its gradient, train on, save and load. Returns what came of each operation."""
     data = (datum([1, 2, 3, 4], [2, 3, 4, 5]), datum([7, 8, 9], [8, 9, 10]), datum([11, 12], [12, 13]))
     spoilt = (*data[:2], datum([11, 12], [12, 13], weights=floats(3e38, 3e38)))
     executor.execute("m", CreateModel(base=BASE, adapter=SPEC))

@@ -41,7 +41,7 @@ def call(
     status: CallStatus = CallStatus.COMPLETE,
     version: int = 0,
     episode: str = "main-1-1",
-    side_call: str = "",
+    auxiliary_call: str = "",
     constrained: tuple[str, ...] = (),
 ) -> CallRecord:
     """Make a call with one choice for each of `sampled`. `prompt_tokens` defaults to the correct number."""
@@ -67,7 +67,7 @@ def call(
         ),
         sampling=SamplingParams(temperature=temperature),
         status=status,
-        side_call=side_call,
+        auxiliary_call=auxiliary_call,
         constrained=constrained,
     )
 

@@ -6,8 +6,8 @@ import pytest
 
 from bombus_trainer.backends.torch.executor import Executor
 from tests.trainer.local_ranks import Seen, operated, play, trained
+from tests.trainer.operations.small_models import executor
 from tests.trainer.small_batches import tiny_model_folder, tiny_settings
-from tests.trainer.tenants.small_tenants import executor
 
 
 @pytest.fixture(scope="module")

@@ -255,7 +255,7 @@ async def test_r6_episodes_whose_calls_are_not_those_that_were_referenced_are_le
     stage.train()
     await stage.start(stage.job())
     await stage.until(Phase.ROLLING, version=0)
-    await stage.play_batch(spoil="t2")
+    await stage.play_batch(fail_gradient="t2")
     await stage.until(Phase.ROLLING, version=1)
     done = stage.engine.step_done
     assert done is not None

@@ -18,7 +18,7 @@ from bombus.hive.state import Hive, Phase
 from bombus_trainer.worker import main
 from tests.effort import long_only
 from tests.patience import PATIENCE_S
-from tests.trainer.serving.serving_hive import TrainingClient, create, serving, steps
+from tests.trainer.operations.serving.serving_hive import TrainingClient, create, serving, steps
 from tests.trainer.trainer_hive import staged
 
 WAIT_S = 120.0

@@ -26,7 +26,7 @@ from bombus.datums.advantages import group_advantages
 from bombus.errors import EngineFault
 from bombus_trainer.algorithms.advantages import whitening
 from bombus_trainer.algorithms.aggregation import constant_weights, episode_weights, token_sum_weights, token_weights
-from bombus_trainer.algorithms.corrections import CorrectionRule, line_means, sampler_correction
+from bombus_trainer.algorithms.corrections import CorrectionRule, sampler_correction, sequence_means
 from bombus_trainer.algorithms.kl import KL_ESTIMATES
 from bombus_trainer.algorithms.losses import LossInputs, policy_loss
 from bombus_trainer.backends.verl.algorithms import VerlEstimator
@@ -49,7 +49,7 @@ class Batch:
         random = torch.Generator().manual_seed(seed)
         self.lengths = torch.randint(1, LENGTH + 1, (SEQUENCES,), generator=random)
         self.mask_ST = (torch.arange(LENGTH) < self.lengths[:, None]).double()
-        self.lines_N = torch.repeat_interleave(torch.arange(SEQUENCES), self.lengths)
+        self.sequences_N = torch.repeat_interleave(torch.arange(SEQUENCES), self.lengths)
         self.old_ST = -2 * torch.rand(SEQUENCES, LENGTH, generator=random, dtype=torch.float64)
         self.logprobs_ST = self.old_ST + self._noise(random)
         self.sampler_ST = self.old_ST + self._noise(random)
@@ -68,7 +68,7 @@ class Batch:
 
     def weights_N(self, weigh: Weigh) -> torch.Tensor:
         weights = weigh(self.tokens())
-        return torch.tensor([weights[str(line)] for line in self.lines_N.tolist()], dtype=torch.float64)
+        return torch.tensor([weights[str(line)] for line in self.sequences_N.tolist()], dtype=torch.float64)
 
     def inputs(self, weigh: Weigh = token_weights) -> LossInputs:
         return LossInputs(
@@ -77,8 +77,8 @@ class Batch:
             sampler_logprobs_N=self.flat(self.sampler_ST),
             advantages_N=self.flat(self.advantages_ST),
             weights_N=self.weights_N(weigh),
-            lines_N=self.lines_N,
-            lines=SEQUENCES,
+            sequences_N=self.sequences_N,
+            sequences=SEQUENCES,
         )
 
 
@@ -97,7 +97,7 @@ def ours(batch: Batch, estimator: Estimator, normalise_std: bool) -> torch.Tenso
         rewards = batch.rewards[members].tolist()
         lengths = batch.lengths[members].tolist()
         found[members] = torch.tensor(group_advantages(rewards, lengths, estimator, normalise_std), dtype=torch.float64)
-    advantages_N = found[batch.lines_N]
+    advantages_N = found[batch.sequences_N]
     if estimator.over_batch:
         mean, scale = whitening(advantages_N.numpy())
         advantages_N = (advantages_N - mean) * scale
@@ -254,7 +254,7 @@ def test_importance_sampling_is_verls_loss_with_a_bound_that_is_never_met(batch:
 def test_aggregations_are_verls(batch: Batch, weigh: Weigh, mode: str) -> None:
     batch.mask_ST[3] = 0.0  # of this sequence nothing is trained
     batch.lengths[3] = 0
-    batch.lines_N = torch.repeat_interleave(torch.arange(SEQUENCES), batch.lengths)
+    batch.sequences_N = torch.repeat_interleave(torch.arange(SEQUENCES), batch.lengths)
     theirs = agg_loss(batch.logprobs_ST, batch.mask_ST, mode, loss_scale_factor=25)
     mine = (batch.weights_N(weigh) * batch.flat(batch.logprobs_ST)).sum()
     assert_close(mine, theirs)
@@ -309,7 +309,7 @@ def test_corrections_are_verls(
     theirs = batch.flat(weights.batch["rollout_is_weights"])
     inputs = batch.inputs()
     rule = CorrectionRule(Correction(correction), low, high)
-    mine = sampler_correction(inputs.old_logprobs_N, inputs.sampler_logprobs_N, inputs.lines_N, SEQUENCES, rule)
+    mine = sampler_correction(inputs.old_logprobs_N, inputs.sampler_logprobs_N, inputs.sequences_N, SEQUENCES, rule)
     assert_close(mine.importance_N, theirs)
     assert mine.capped_N.any() or mine.masked_N.any()
 
@@ -321,16 +321,16 @@ def test_what_is_masked_is_what_verl_rejects(batch: Batch) -> None:
             batch.sampler_ST - batch.old_ST, batch.mask_ST, option, rollout_rs_threshold="0.5_2.0"
         )  # its k1 is the negative of the log-ratio: of the inverse, between the inverse bounds
         rule = CorrectionRule(Correction(correction), 0.5, 2.0)
-        mine = sampler_correction(inputs.old_logprobs_N, inputs.sampler_logprobs_N, inputs.lines_N, SEQUENCES, rule)
+        mine = sampler_correction(inputs.old_logprobs_N, inputs.sampler_logprobs_N, inputs.sequences_N, SEQUENCES, rule)
         assert mine.masked_N.tolist() == (batch.flat(kept_ST) == 0).tolist()
 
 
 def test_the_distance_of_a_sequence_from_its_sampler_is_verls_mean_k1(batch: Batch) -> None:
     """verl has no off-policy sequence masking, but it can compute what is compared with the bound."""
-    divergence_S = line_means(batch.flat(batch.sampler_ST - batch.logprobs_ST), batch.lines_N, SEQUENCES)
+    divergence_S = sequence_means(batch.flat(batch.sampler_ST - batch.logprobs_ST), batch.sequences_N, SEQUENCES)
     kept_ST, _ = compute_rollout_rejection_mask(
         batch.logprobs_ST - batch.sampler_ST, batch.mask_ST, "seq_mean_k1", rollout_rs_threshold="1e-30_1.1"
     )
     far_S = divergence_S > np.log(1.1)
     assert far_S.any()
-    assert far_S[batch.lines_N].tolist() == (batch.flat(kept_ST) == 0).tolist()
+    assert far_S[batch.sequences_N].tolist() == (batch.flat(kept_ST) == 0).tolist()

@@ -150,8 +150,8 @@ async def test_prompts_are_scored_with_each_adapter_as_its_merged_model_scores_t
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_scores_come_before_the_tokens_of_the_same_answer(stage: Stage, stream: bool) -> None:
-    wishes: dict[str, Any] = {"temperature": 0.3, "top_k": 2, "logit_bias": {3: 50.0}}
-    made = await stage.ask(scored(request(PROMPT, stream=stream, max_tokens=3, **wishes)))
+    parameters: dict[str, Any] = {"temperature": 0.3, "top_k": 2, "logit_bias": {3: 50.0}}
+    made = await stage.ask(scored(request(PROMPT, stream=stream, max_tokens=3, **parameters)))
     check_scores(stage.merged[BASE], PROMPT, made)
     assert (len(made.only.tokens), made.only.cached) == (3, 0)
 
@@ -164,8 +164,8 @@ async def test_a_prompt_of_one_token_has_no_score(stage: Stage) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_plain_logprobs_are_the_models_own_whatever_is_sampled_from(stage: Stage, stream: bool) -> None:
-    wishes: dict[str, Any] = {"temperature": 0.5, "top_k": 4, "presence_penalty": 1.0, "top_logprobs": 2}
-    body = msgspec.structs.replace(request(PROMPT, n=2, stream=stream, **wishes), plain_logprobs=True)
+    parameters: dict[str, Any] = {"temperature": 0.5, "top_k": 4, "presence_penalty": 1.0, "top_logprobs": 2}
+    body = msgspec.structs.replace(request(PROMPT, n=2, stream=stream, **parameters), plain_logprobs=True)
     address = stage.addresses[-1]
     answer = await stage.ask(body, address)
     assert sorted(answer.choices) == [0, 1]
@@ -173,7 +173,7 @@ async def test_plain_logprobs_are_the_models_own_whatever_is_sampled_from(stage:
         assert worst_difference(stage.merged[address], PROMPT, made) < 1e-4
         most_likely = reference_logprobs(stage.merged[address], PROMPT, made.tokens).topk(2, dim=-1).indices.tolist()
         assert [[token for token, _ in row] for row in made.top] == most_likely
-    drawn = (await stage.ask(request(PROMPT, **wishes), address)).only
+    drawn = (await stage.ask(request(PROMPT, **parameters), address)).only
     assert worst_difference(stage.merged[address], PROMPT, drawn) > 0.1
 
 

@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from bombus.errors import EngineFault
-from bombus.host.environments import environment_python
-from bombus.host.process import free_port
+from bombus.machine.environments import environment_python
+from bombus.machine.process import free_port
 from bombus.weights.models import build_tiny, load_model
 from bombus_inference.backends.openai.backend import OpenAIBackend
 from bombus_inference.backends.protocol import Policy

@@ -9,7 +9,7 @@ from bombus.config.flags import add_settings_arguments, settings_from
 from bombus.config.parts import LogOptions
 from bombus.config.streams import StreamLimits
 from bombus.errors import Code, Refused
-from bombus.host.process import run_service
+from bombus.machine.process import run_service
 from bombus_coordinator import shell
 from bombus_coordinator.compaction import Compaction
 from bombus_coordinator.shell import Housekeeping

@@ -22,7 +22,7 @@ from bombus.errors import BombusError
 from bombus.faults import Point
 from bombus.hive.inbox import CompactionTried
 from bombus.hive.state import Hive
-from bombus.host.process import PARENT_VARIABLE
+from bombus.machine.process import PARENT_VARIABLE
 from bombus_coordinator.preparing import Preparation, Prepared
 from bombus_coordinator.snapshotter import Snapshotter
 
@@ -170,7 +170,7 @@ async def prepared(settings: Compaction, hive: str, cut: Cut) -> Prepared:
         return Prepared(why=f"the process that checks and archives it cannot be started: {error}")
     try:
         async with asyncio.timeout(PREPARE_S_MAX):
-            told, _ = await process.communicate(msgspec.json.encode(wanted))
+            output, _ = await process.communicate(msgspec.json.encode(wanted))
     except TimeoutError:
         return Prepared(why=f"checking and archiving it took more than {PREPARE_S_MAX:.0f} s")
     finally:
@@ -178,7 +178,7 @@ async def prepared(settings: Compaction, hive: str, cut: Cut) -> Prepared:
     if process.returncode:
         return Prepared(why=f"the process that checks and archives it ended with code {process.returncode}")
     try:
-        return msgspec.json.decode(told, type=Prepared)
+        return msgspec.json.decode(output, type=Prepared)
     except msgspec.MsgspecError as error:
         return Prepared(why=f"the process that checks and archives it gave no answer: {error}")
 

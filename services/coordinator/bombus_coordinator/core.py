@@ -27,16 +27,16 @@ from bombus_coordinator.rules import (
     transitions,
 )
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, refusal
-from bombus_coordinator.rules.joint import claims as joint_claims
-from bombus_coordinator.rules.joint import outcomes as joint_outcomes
 from bombus_coordinator.rules.live import Live
-from bombus_coordinator.rules.tenants import endpoints, operations, serving, sessions
+from bombus_coordinator.rules.multi_model import claims as multi_model_claims
+from bombus_coordinator.rules.multi_model import outcomes as multi_model_outcomes
+from bombus_coordinator.rules.operations import endpoints, queue, serving, sessions
 from bombus_coordinator.rules.trajectories import batches, registering
 from bombus_coordinator.rules.waiting import share_of
 
 NOTED_MAX = 1000  # calls in one `calls.noted`
 NOTE_BYTES_MAX = 1024  # of one of them; gateways write a third of it at most
-ID_CHARS_MAX = 256  # of a message that is set aside
+ID_CHARS_MAX = 256  # of a message that becomes a dead letter
 EVENT_BYTES_MAX = 8 << 20
 _TOO_LARGE = (
     "An event of {} bytes does not fit into the {} bytes of one message of the bus: send less at once, or raise the "
@@ -113,13 +113,13 @@ class Core:
         )
         yield self._fold(decision, self._noted_seq)
 
-    def set_aside(self, message: inbox.AnyMessage, seq: int, at_ns: int, why: str) -> Iterator[PendingDecision]:
+    def dead_letters(self, message: inbox.AnyMessage, seq: int, at_ns: int, why: str) -> Iterator[PendingDecision]:
         """Decide nothing but that this message is left out: deciding it failed, by a fault of ours."""
         self.live.arrived(seq, at_ns)
-        yield from self._set_aside(message, seq, why)
+        yield from self._dead_letter(message, seq, why)
 
-    def _set_aside(self, message: inbox.AnyMessage, seq: int, why: str) -> Iterator[PendingDecision]:
-        event = ev.MessageSetAside(
+    def _dead_letter(self, message: inbox.AnyMessage, seq: int, why: str) -> Iterator[PendingDecision]:
+        event = ev.MessageDeadLettered(
             at_ns=self.live.now_ns,
             message=ev.kind_of(message),
             about=message.engine,
@@ -137,11 +137,11 @@ class Core:
                 yield pending.decision
 
     def _fold(self, decision: Decision, answers: int) -> PendingDecision:
-        """Fold a decision, in which joint episodes are aborted as wholes.
+        """Fold a decision, in which multi-model episodes are aborted as wholes.
 
         Raises `Refused`, having folded nothing, when one of its events is too large.
         """
-        decision = joint_outcomes.completed(self.hive, decision)
+        decision = multi_model_outcomes.completed(self.hive, decision)
         bodies = tuple(map(ev.encode_event, decision.events))
         largest = max(map(len, bodies), default=0)
         if largest > self.live.event_bytes_max:
@@ -193,7 +193,7 @@ class Core:
         """Keep a call until the next decision. As many as fit into an event are noted at once."""
         size = len(inbox.encode_message(message))
         if size > NOTE_BYTES_MAX:
-            yield from self._set_aside(message, seq, f"it has {size} bytes, and a call at most {NOTE_BYTES_MAX}")
+            yield from self._dead_letter(message, seq, f"it has {size} bytes, and a call at most {NOTE_BYTES_MAX}")
             return
         self._noted_seq = seq
         key = (message.engine, message.run)
@@ -245,7 +245,8 @@ class Core:
         return _RULES[type(message)](engine, self.live, message)
 
     def _follow(self, changed: Iterable[str]) -> Iterator[PendingDecision]:
-        """Make what follows in the engines that have changed, and in those that change with them by joint episodes."""
+        """Make what follows in the engines that have changed, and in those that change with them by multi-model
+        episodes."""
         left = dict.fromkeys(self._with_neighbours(changed))
         while left:
             name = next(iter(left))
@@ -257,9 +258,9 @@ class Core:
                 yield pending
 
     def _with_neighbours(self, engines: Iterable[str]) -> list[str]:
-        """Return engines, with those of joint claims that wait for one of them: such a claim may wait no more."""
+        """Return engines, with those of multi-model claims that wait for one of them: such a claim may wait no more."""
         names = [name for name in engines if name != ev.HIVE]
-        sets = [each for each in self.live.joint if not set(names).isdisjoint(each)]
+        sets = [each for each in self.live.multi_model if not set(names).isdisjoint(each)]
         return [*names, *(name for each in sets for name in each)]
 
     def _pass_time(self) -> Iterator[PendingDecision]:
@@ -272,9 +273,9 @@ class Core:
             for pending in self._safely(engine, self._tick(engine)):
                 changed += (name for name in _engines_of(pending) if name != engine.name)
                 yield pending
-        if self.live.joint:
+        if self.live.multi_model:
             changed += self.hive.engines
-            yield from self._folded(joint_claims.lapse(self.hive, self.live))
+            yield from self._folded(multi_model_claims.lapse(self.hive, self.live))
         yield from self._follow(changed)
 
     def _follow_up(self, engine: EngineState) -> Decisions:
@@ -302,7 +303,7 @@ class Core:
         for claim in message.confirmed:
             self.live.unconfirmed.pop(claim, None)
         for session in message.sessions:
-            known = engine.tenants.sessions.get(session)
+            known = engine.clients.sessions.get(session)
             if known is not None and known.ended is None:
                 self.live.session_seen[engine.name, session] = self.live.now_ns
         for environment in message.environments:
@@ -338,8 +339,8 @@ _COMMANDS_OF_SEVERAL: dict[type[inbox.Message], Callable[[Hive, Live, Any], Deci
     inbox.BodiesStored: batches.move,
     inbox.EpisodesGrouped: batches.group_episodes,
     inbox.Claim: claims.claim,
-    inbox.JointClaim: joint_claims.claim,
-    inbox.JointEnd: joint_outcomes.end,
+    inbox.MultiModelClaim: multi_model_claims.claim,
+    inbox.MultiModelEnd: multi_model_outcomes.end,
 }
 _RULES: dict[type[inbox.Message], Callable[[EngineState, Live, Any], Decisions]] = {
     inbox.End: episodes.end,
@@ -371,12 +372,12 @@ _RULES: dict[type[inbox.Message], Callable[[EngineState, Live, Any], Decisions]]
     inbox.RemoveWeights: sessions.remove_weights,
     inbox.RetainWeights: sessions.retain_weights,
     inbox.PublishWeights: sessions.publish_weights,
-    inbox.Operate: operations.operate,
-    inbox.OperationDone: operations.done,
-    inbox.CoverWritten: operations.covered,
-    inbox.ModelAway: operations.away,
-    inbox.OperationBegins: operations.begins,
-    inbox.RemakesModel: operations.remakes,
+    inbox.Operate: queue.operate,
+    inbox.OperationDone: queue.done,
+    inbox.CheckpointWritten: queue.checkpointed,
+    inbox.ModelAway: queue.away,
+    inbox.OperationBegins: queue.begins,
+    inbox.RebuildsModel: queue.rebuilds,
     inbox.TrainerServes: serving.trainer_serves,
     inbox.RegisterTrainer: registering.register_trainer,
     inbox.JoinEnvironment: registering.join,

@@ -1,4 +1,4 @@
-"""Make scored groups of ended episodes (R16), in a run whose job says so (`collection.episode_groups`).
+"""Make rollout groups of ended episodes (R16), in a run whose job says so (`collection.episode_groups`).
 
 As soon as a task has `num_repeat` ended episodes, the leader reads their calls, stores the group, and says so. The core
 takes the episodes from the pool and queues the group in one event, so what is made twice counts once. An episode that
@@ -22,7 +22,7 @@ from bombus.hive.inbox import EpisodesGrouped
 from bombus.hive.records import CallRecord
 from bombus.hive.state import Completed, EngineState, Hive
 from bombus.hive.trajectories.queue import QueuedGroup
-from bombus.hive.trajectories.records import ScoredGroup, encode_group
+from bombus.hive.trajectories.records import RolloutGroup, encode_group
 from bombus.hive.trajectories.training import why_not_trained
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class EpisodeGrouper:
 
     async def _group(
         self, engine: EngineState, job: RunConfig, episodes: Sequence[Completed]
-    ) -> tuple[ScoredGroup | None, str]:
+    ) -> tuple[RolloutGroup | None, str]:
         """Return the group of those episodes that can be in one, or why there is none."""
         trainer = engine.trajectories.trainer
         tokens_max = trainer.max_token_len if trainer is not None and engine.makes_steps else 0
@@ -102,7 +102,7 @@ class EpisodeGrouper:
         why = ""
         for each in episodes:
             try:
-                given = await self._played(each, job.rollout.trains_side_calls)
+                given = await self._played(each, job.rollout.trains_auxiliary_calls)
                 played.append(await asyncio.to_thread(sequences_of, given))
             except (LogCorrupted, ValueError) as error:
                 why = str(error)
@@ -117,12 +117,12 @@ class EpisodeGrouper:
         why = await asyncio.to_thread(why_not_trained, group, tokens_max) if engine.makes_steps else ""
         return (None, why) if why else (group, "")
 
-    async def _played(self, completed: Completed, trains_side_calls: bool) -> GroupedEpisode:
+    async def _played(self, completed: Completed, trains_auxiliary_calls: bool) -> GroupedEpisode:
         records: Sequence[CallRecord] = await self._calls.records(completed.calls)
         context: Sequence[CallRecord] = await ancestors(self._calls, records)
-        if not trains_side_calls:
-            context = (*context, *(record for record in records if record.side_call))
-            records = [record for record in records if not record.side_call]
+        if not trains_auxiliary_calls:
+            context = (*context, *(record for record in records if record.auxiliary_call))
+            records = [record for record in records if not record.auxiliary_call]
         return GroupedEpisode(
             reward=completed.reward, records=records, context=context, call_rewards=completed.call_rewards
         )

@@ -62,7 +62,7 @@ class Lease:
         """Renew the lease until cancelled, and take it again when it was lost and is free."""
         while True:
             if not await self.acquire() and not self.held:
-                log.warning("the lease is lost; nothing is decided until it is ours again")
+                log.warning("the lease is lost; decisions pause until it is reacquired")
             await asyncio.sleep(RENEW_S)
 
     async def release(self) -> None:

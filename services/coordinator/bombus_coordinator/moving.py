@@ -1,4 +1,4 @@
-"""Store bodies of scored groups once more that would keep their stream from being purged (R16).
+"""Store bodies of rollout groups once more that would keep their stream from being purged (R16).
 
 A stream can be purged only up to the oldest body that is needed, so one group that fits no batch would keep everything
 after it. Where few such groups have waited for long in a stream that is over half full, the leader copies their bodies
@@ -72,12 +72,12 @@ class BodyMover:
             moved.append(MovedBody(each.group, await self._parts.store(subject, found)))
             was.append(each.first)
         if moved:
-            log.info("the bodies of %d scored groups of engine %s are stored once more", len(moved), engine.name)
+            log.info("the bodies of %d rollout groups of engine %s are stored once more", len(moved), engine.name)
             message = BodiesStored(id=_id(), engine=engine.name, moved=tuple(moved), was=tuple(was))
             await self._bus.inbox.send(message)
         if lost:
             why = next(reversed(lost.values()))
-            log.error("%d scored groups of engine %s are lost and given up: %s", len(lost), engine.name, why)
+            log.error("%d rollout groups of engine %s are lost and given up: %s", len(lost), engine.name, why)
             gone = GiveUpGroups(id=_id(), engine=engine.name, run=run, number=0, groups=tuple(lost), why=why)
             await self._bus.inbox.send(gone)
 

@@ -18,7 +18,7 @@ from bombus.bus.snapshots import Snapshot
 from bombus.errors import BombusError, LogCorrupted
 from bombus.faults import Point
 from bombus.hive.state import FOLD
-from bombus.host.process import die_with_parent
+from bombus.machine.process import die_with_parent
 from bombus.replay.segments import archive_part, archived_up_to, remove_drafts
 from bombus.replay.upkeep import LogCheck, load_snapshot
 

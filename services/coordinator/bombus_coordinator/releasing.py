@@ -1,7 +1,7 @@
 """Purge bodies: the leader removes from `ops` and `trajectories` what the log says is not needed any more (R12).
 
 A body is stored before the operation or the group that names it is accepted, so nothing tells which of the newest
-messages are needed. Those of the last ten minutes are left alone, or of the last minute where scored groups fill more
+messages are needed. Those of the last ten minutes are left alone, or of the last minute where rollout groups fill more
 than half of their stream. Beyond them the core says on the log what is released, and refuses what has an older body
 from then on: its sender stores it again. Only then is it purged.
 
@@ -29,14 +29,14 @@ from bombus.hive.subjects import Subjects
 from bombus_coordinator.moving import BodyMover
 from bombus_coordinator.rules.decision import Decisions
 from bombus_coordinator.rules.live import Live
-from bombus_coordinator.rules.tenants.serving import release
+from bombus_coordinator.rules.operations.serving import release
 from bombus_coordinator.rules.trajectories import batches
 
 log = logging.getLogger(__name__)
 
 PERIOD_S = 10.0
 GRACE_S = 600.0  # between the end of a body's storing and its operation
-OVERFULL_GRACE_S = 60.0  # of scored groups, which come at any rate: full in ten minutes, they would all be refused
+OVERFULL_GRACE_S = 60.0  # of rollout groups, which come at any rate: full in ten minutes, they would all be refused
 OVERFULL = 0.5  # of the stream: above it, what lies between needed messages is purged too
 
 
@@ -55,7 +55,7 @@ def _of_models(hive: Hive, subjects: Subjects) -> dict[str, int]:
     own = {
         subjects.operation(engine.name, model): below
         for engine in hive.engines.values()
-        for model, below in engine.tenants.released.items()
+        for model, below in engine.clients.released.items()
     }
     return {"": hive.released, **own}
 

@@ -74,11 +74,11 @@ class Housekeeping(msgspec.Struct, frozen=True, kw_only=True):
 class Memory(msgspec.Struct):
     """What a process remembers from one term as leader to the next.
 
-    `set_aside` has the inbox messages that could not be decided, by sequence, and why. `log_end` is an event that the
-    log had before it lost its end, 0 where it has not.
+    `dead_letters` has the inbox messages that could not be decided, by sequence, and why. `log_end` is an event that
+    the log had before it lost its end, 0 where it has not.
     """
 
-    set_aside: dict[int, str] = {}
+    dead_letters: dict[int, str] = {}
     log_end: int = 0
 
 
@@ -118,7 +118,7 @@ class Coordinator:
         """Take over from `fold` (by default from a snapshot) and decide until cancelled.
 
         Raises `Deposed` once another coordinator leads, `LogCorrupted` on a damaged log, `Undecidable` for a message
-        that has to be set aside.
+        that has to become a dead letter.
         """
         while not await self._take_over(fold or await Fold.begin(self.bus)):
             log.info("another leader was still at work; folding again")
@@ -274,15 +274,15 @@ class Coordinator:
         await self._reply([reply for each, _ in pending for reply in each.decision.replies])
 
     def _decided(self, message: inbox.AnyMessage, stored: Stored) -> list[PendingDecision]:
-        why = self._memory.set_aside.get(stored.seq)
+        why = self._memory.dead_letters.get(stored.seq)
         if why is not None:
-            return list(self.core.set_aside(message, stored.seq, stored.time_ns, why))
+            return list(self.core.dead_letters(message, stored.seq, stored.time_ns, why))
         try:
             return list(self.core.receive(message, stored.seq, stored.time_ns))
         except Exception as error:  # whatever it is, the next message has to be read
             log.exception("inbox message %d could not be decided: %s", stored.seq, ev.kind_of(message))
-            self._memory.set_aside[stored.seq] = f"{type(error).__name__}: {error}"[:WHY_CHARS_MAX]
-            raise Undecidable(f"inbox message {stored.seq}: {self._memory.set_aside[stored.seq]}") from error
+            self._memory.dead_letters[stored.seq] = f"{type(error).__name__}: {error}"[:WHY_CHARS_MAX]
+            raise Undecidable(f"inbox message {stored.seq}: {self._memory.dead_letters[stored.seq]}") from error
 
     def _note_reply_to(self, command: str, reply_to: str) -> None:
         self._reply_to[command] = reply_to

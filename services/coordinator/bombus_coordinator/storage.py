@@ -20,7 +20,7 @@ from bombus.errors import BusUnavailable
 from bombus.figures import byte_size
 from bombus.hive import events as ev
 from bombus.hive.inbox import StorageSeen
-from bombus.hive.state import SCORED_GROUPS, Hive
+from bombus.hive.state import ROLLOUT_GROUPS, Hive
 from bombus_coordinator.rules.decision import Decision, Decisions
 from bombus_coordinator.rules.live import Live
 
@@ -62,7 +62,7 @@ def seen(hive: Hive, live: Live, place: StorageSeen) -> Decisions:
         left = f"{text(max(0, place.size - place.used))} of {text(place.size)} were left"
         again = f"New work is taken again once {text(int(FREE_AGAIN * place.reserve))} are free."
         raised = f" Or raise its limit with {limit_flag(place.what)}." if is_stream else ""
-        oldest = _oldest_group(hive) if place.what == SCORED_GROUPS else ""
+        oldest = _oldest_group(hive) if place.what == ROLLOUT_GROUPS else ""
         why = f"Storage is nearly full: of {name} {left}. {again} {_ADVICE.get(place.what, '')}{raised}{oldest}"
         filled = ev.StorageFilled(at_ns=live.now_ns, what=place.what, used=place.used, size=place.size, why=why)
         yield Decision(events=(filled,))
@@ -72,7 +72,7 @@ def seen(hive: Hive, live: Live, place: StorageSeen) -> Decisions:
 
 
 def _oldest_group(hive: Hive) -> str:
-    """Return which queued group keeps the stream of scored groups from being trimmed, empty where none is queued."""
+    """Return which queued group keeps the stream of rollout groups from being trimmed, empty where none is queued."""
     queued = [
         (group.body.first, engine.name, number, group)
         for engine in hive.engines.values()

@@ -19,7 +19,7 @@ from starlette.types import Scope
 from bombus.errors import Code, Refused
 from bombus.hive.episodes import KEY_PREFIX
 from bombus.hive.shares import share_name
-from bombus.host.hive_keys import HiveKeys
+from bombus.machine.hive_keys import HiveKeys
 from bombus_gateway.keys import KeyClaims, Keys
 
 PATH_KEY = "/k/"
@@ -140,7 +140,7 @@ class Guard(SecurityBase):
 
 
 class EpisodeGuard:
-    """Verifies episodes' keys at the doors of one engine, or with `any_engine` those of all engines."""
+    """Verifies episodes' keys at the APIs of one engine, or with `any_engine` those of all engines."""
 
     def __init__(self, keys: Keys, engine: str, any_engine: bool) -> None:
         self._keys = keys
@@ -152,7 +152,7 @@ class EpisodeGuard:
         claims = self._keys.verify(key, now_ns)
         if claims.engine != self._engine and not self._any_engine:
             raise Refused(
-                Code.BAD_KEY, f"This key is for engine {claims.engine}, and these are the doors of {self._engine}."
+                Code.BAD_KEY, f"This key is for engine {claims.engine}, and these are the APIs of {self._engine}."
             )
         return claims
 

@@ -1,4 +1,4 @@
-"""The gateway's ASGI application, with all of its doors: `create_app(gateway)`."""
+"""The gateway's ASGI application, with all of its APIs: `create_app(gateway)`."""
 
 import asyncio
 import logging
@@ -12,21 +12,21 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bombus.errors import STATUS, BusUnavailable, Code, EngineFault, Refused
 from bombus_gateway.access import PATH_KEY, EpisodeGuard, without_path_key
-from bombus_gateway.anthropic.routes import AnthropicDoor
+from bombus_gateway.anthropic.routes import AnthropicAPI
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.context import Gateway
 from bombus_gateway.docs_page import HEADERS, docs_page
-from bombus_gateway.generate.routes import GenerateDoor
+from bombus_gateway.generate.routes import GenerateAPI
 from bombus_gateway.limits import in_short
 from bombus_gateway.open_requests import OpenRequests, places_of, share_by_key
-from bombus_gateway.openai.routes import OpenAIDoor
+from bombus_gateway.openai.routes import OpenAIAPI
+from bombus_gateway.operations.routes import training_routes
 from bombus_gateway.plain_routes import PlainRoute, add_plain, below
 from bombus_gateway.refusals import ERROR_HEADERS
-from bombus_gateway.responses.routes import ResponsesDoor
-from bombus_gateway.scored.routes import scored_routes
+from bombus_gateway.responses.routes import ResponsesAPI
+from bombus_gateway.rollout_groups.routes import group_routes
 from bombus_gateway.swarm.health import health_router
-from bombus_gateway.swarm.routes import joint_routes, plain, swarm_routes
-from bombus_gateway.tenants.routes import training_routes
+from bombus_gateway.swarm.routes import multi_model_routes, plain, swarm_routes
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class GatewayApp(FastAPI):
             return
         try:
             counting = partial(self.requests.received, request, receive)
-            await (self._door(path) or self.routed)(scope, counting, send)
+            await (self._mounted(path) or self.routed)(scope, counting, send)
         finally:
             self.requests.leave(request)
 
@@ -71,9 +71,9 @@ class GatewayApp(FastAPI):
         """Answer by FastAPI's own routes."""
         await super().__call__(scope, receive, send)
 
-    def _door(self, path: str) -> ASGIApp | None:
-        door = self.hot.get(path)
-        return door or next((below for prefix, below in self.below if path.startswith(prefix)), None)
+    def _mounted(self, path: str) -> ASGIApp | None:
+        found = self.hot.get(path)
+        return found or next((below for prefix, below in self.below if path.startswith(prefix)), None)
 
     def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI document. It takes 0.1 s for each engine to make, so this is for a thread."""
@@ -85,7 +85,7 @@ class GatewayApp(FastAPI):
 
 
 def create_app(gateway: Gateway) -> GatewayApp:
-    """Make the app with the doors of each engine under `/e/<engine>`, and those of the first one at the root too."""
+    """Make the app with the APIs of each engine under `/e/<engine>`, and those of the first one at the root too."""
     app = GatewayApp(
         title="bombus",
         description="Train language models with the agent harness that you have: change `base_url` and `api_key`.",
@@ -108,12 +108,12 @@ def create_app(gateway: Gateway) -> GatewayApp:
         return JSONResponse(await asyncio.to_thread(app.openapi))
 
     add_plain(app, [PlainRoute("GET", "/docs", docs), PlainRoute("GET", "/openapi.json", document)])
-    for prefix, engine in gateway.doors:
-        openai = OpenAIDoor(gateway, calls, engine, any_engine=not prefix)
+    for prefix, engine in gateway.mounts:
+        openai = OpenAIAPI(gateway, calls, engine, any_engine=not prefix)
         app.hot[f"{prefix}/v1/chat/completions"] = openai.chat
         app.hot[f"{prefix}/v1/completions"] = openai.completions
         app.hot[f"{prefix}/v1/models"] = openai.models
-        anthropic = AnthropicDoor(gateway, calls, engine, any_engine=not prefix)
+        anthropic = AnthropicAPI(gateway, calls, engine, any_engine=not prefix)
         app.hot[f"{prefix}/v1/messages"] = anthropic.messages
         app.hot[f"{prefix}/v1/messages/count_tokens"] = anthropic.count_tokens
         app.hot[f"{prefix}/v1/embeddings"] = openai.embeddings
@@ -121,8 +121,8 @@ def create_app(gateway: Gateway) -> GatewayApp:
             app.hot[f"{place}/tokenize"] = openai.tokens.tokenize
             app.hot[f"{place}/detokenize"] = openai.tokens.detokenize
         agents = EpisodeGuard(gateway.keys, engine, any_engine=not prefix)
-        app.hot[f"{prefix}/generate"] = GenerateDoor(calls, agents, app.routed)
-        responses = ResponsesDoor(gateway, calls, engine, any_engine=not prefix)
+        app.hot[f"{prefix}/generate"] = GenerateAPI(calls, agents, app.routed)
+        responses = ResponsesAPI(gateway, calls, engine, any_engine=not prefix)
         app.hot[f"{prefix}/v1/responses"] = responses.create
         app.below += [
             (f"{prefix}/v1/responses/", responses.stored),
@@ -134,10 +134,10 @@ def create_app(gateway: Gateway) -> GatewayApp:
         signs = ("/health", "/ready", "/touch_client", "/api/v1/session_heartbeat")
         app.uncounted.update(f"{prefix}{path}" for path in signs)
         swarm = swarm_routes(gateway, engine)
-        scored, direct = scored_routes(gateway, engine, app.routed)
-        add_plain(app, below(prefix, [*plain(gateway, swarm), *training_routes(gateway, calls, engine), *scored]))
+        groups, direct = group_routes(gateway, engine, app.routed)
+        add_plain(app, below(prefix, [*plain(gateway, swarm), *training_routes(gateway, calls, engine), *groups]))
         app.hot |= {f"{prefix}{path}": route for path, route in direct.items()}
-    add_plain(app, plain(gateway, joint_routes(gateway)))
+    add_plain(app, plain(gateway, multi_model_routes(gateway)))
     return app
 
 

@@ -1,6 +1,6 @@
 """The gate of all request bodies: how large they may be, alone and together, and that large ones do not stop others.
 
-Every door reads its bodies here, after it has checked the key, and says with `BodyLimits` what its routes take.
+Every API reads its bodies here, after it has checked the key, and says with `BodyLimits` what its routes take.
 """
 
 from collections.abc import Callable
@@ -17,8 +17,8 @@ from bombus_gateway.access import HeaderMap
 from bombus_gateway.atropos.compression import inflated
 from bombus_gateway.call.workers import CLIENTS, INLINE_BYTES_MAX, READ_BYTES_MAX, Workers
 from bombus_gateway.decoding.json_shape import is_deeper, is_flat, marks_of
-from bombus_gateway.training.compression import decompressed
-from bombus_gateway.training.dialects import is_protobuf
+from bombus_gateway.operations_wire.compression import decompressed
+from bombus_gateway.operations_wire.dialects import is_protobuf
 
 _T = TypeVar("_T")
 

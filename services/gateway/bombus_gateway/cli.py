@@ -5,8 +5,8 @@ import argparse
 from bombus import logs
 from bombus.cli import add_hive_arguments
 from bombus.config.flags import add_settings_arguments, settings_from
-from bombus.host.hive_keys import add_key_arguments, keys_for
-from bombus.host.process import run_service
+from bombus.machine.hive_keys import add_key_arguments, keys_for
+from bombus.machine.process import run_service
 from bombus_gateway import service
 from bombus_gateway.settings import GatewaySettings
 

@@ -1,4 +1,4 @@
-"""What all doors of a gateway share."""
+"""What all APIs of a gateway share."""
 
 import logging
 from collections.abc import Sequence
@@ -71,13 +71,13 @@ class Gateway:
         return answer
 
     @property
-    def doors(self) -> list[tuple[str, str]]:
+    def mounts(self) -> list[tuple[str, str]]:
         """The prefixes of paths, each with the engine that it leads to. The first engine is at the root too."""
         engines = self.settings.engines
         return [("", engines[0]), *((f"/e/{engine}", engine) for engine in engines)]
 
     def engines_at(self, engine: str, any_engine: bool) -> tuple[str, ...]:
-        """Return the engines of a door: its own, or at the root all of them."""
+        """Return the engines of an API: its own, or at the root all of them."""
         return tuple(self.settings.engines) if any_engine else (engine,)
 
     def model_names(self, engines: Sequence[str]) -> list[str]:
@@ -94,5 +94,5 @@ class Gateway:
         if self.settings.strict_model_names and name not in self.model_names(engines):
             raise Refused(
                 Code.UNKNOWN_MODEL,
-                f"The model '{name}' does not exist. This door serves {', '.join(self.model_names(engines))}.",
+                f"The model '{name}' does not exist. This API serves {', '.join(self.model_names(engines))}.",
             )

@@ -43,7 +43,7 @@ class Heartbeats:
         self._sessions.setdefault(engine, set()).add(session)
 
     def touch_environment(self, engine: str, environment: int) -> None:
-        """Report that this environment of scored groups is alive now."""
+        """Report that this environment of rollout groups is alive now."""
         self._environments.setdefault(engine, set()).add(environment)
 
     def touch_client(self, client: str) -> None:

@@ -1,4 +1,4 @@
-"""What one request may hold, at every door. docs/limits.md has the table, with what comes before the request.
+"""What one request may hold, at every API. docs/limits.md has the table, with what comes before the request.
 
 The operator's own limits are in `settings.py`: the size of a call's body, open calls, bytes for each episode.
 """
@@ -7,7 +7,7 @@ from typing import Any
 
 from bombus.hive.inbox import DEPTH_MAX
 
-SMALL_BODY_BYTES = 256 << 10  # of routes that take no data, whichever door they are of
+SMALL_BODY_BYTES = 256 << 10  # of routes that take no data, whichever API they are of
 SIGN_BODY_BYTES = 8 << 10  # of signs of life, which a gateway takes however full it is
 
 # Model calls.
@@ -29,14 +29,14 @@ TOTAL_TOKENS_DIGITS = 9  # of the header x-bombus-total-tokens
 OVERRIDDEN = 32  # names of what was asked for and is not done
 CHARACTERS_FOR_A_TOKEN = 16  # of the model's length; English has four, and lines of spaces or signs the most
 
-# The swarm door.
+# The swarm API.
 SWARM_BODY_BYTES = 4 << 20
 SWARM_DEPTH = 900  # what is deeper than `DEPTH` in a report is left out, and the rest is taken
 ID_CHARACTERS = 128
 TASK_CHARACTERS = 512
 DATA_SET_CHARACTERS = 128
 IDEMPOTENCY_KEY_CHARACTERS = 256
-JOINT_ENGINES = 8  # of one joint episode
+MULTI_MODEL_ENGINES = 8  # of one multi-model episode
 EPISODES = 1024
 REWARDS = 100_000
 WAIT_S = 60.0
@@ -56,7 +56,7 @@ ADAPTER_RANK = 4096
 USER_METADATA_BYTES = 4 << 10  # of a model, or of a checkpoint, as JSON
 ADAPTER_TARGETS = 64
 
-# Scored trajectories.
+# Rollout groups.
 TRAJECTORY_BODY_BYTES = 64 << 20  # after it was decompressed, too
 TRAJECTORY_NUMBERS = 8 << 20  # tokens and numbers of all arrays of one request
 SEQUENCE_NUMBERS = 1 << 20  # tokens of one sequence of them, or what stands beside these

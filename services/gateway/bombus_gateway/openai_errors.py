@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape, for the doors that speak one of OpenAI's dialects. Pure."""
+"""Errors in OpenAI's shape, for the APIs that speak one of OpenAI's dialects. Pure."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -111,7 +111,7 @@ def _json(schema: JsonSchema) -> JsonSchema:
     return {"application/json": {"schema": schema}}
 
 
-class DescribedDoor(NamedTuple):
+class DescribedAPI(NamedTuple):
     """What routes have in common: their tag, the keys that open them, any of which will do, and their refusals."""
 
     tag: str

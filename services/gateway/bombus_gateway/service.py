@@ -1,4 +1,4 @@
-"""Runs a gateway: connects it to the bus, folds the log, and serves its doors."""
+"""Runs a gateway: connects it to the bus, folds the log, and serves its APIs."""
 
 import asyncio
 import contextlib
@@ -11,10 +11,10 @@ from bombus import telemetry
 from bombus.bus import Bus
 from bombus.bus.follow import Follower
 from bombus.hive.subjects import SIGNING_SECRET
-from bombus.host.host_names import OwnHostsOnly, host_of
-from bombus.host.http_limits import HttpLimits
-from bombus.host.http_server import http_server
-from bombus.host.process import listen
+from bombus.machine.host_names import OwnHostsOnly, host_of
+from bombus.machine.http_limits import HttpLimits
+from bombus.machine.http_server import http_server
+from bombus.machine.process import listen
 from bombus_gateway.app import GatewayApp, create_app
 from bombus_gateway.context import Gateway
 from bombus_gateway.formats import FormatReports

@@ -6,7 +6,7 @@ from pydantic import Field, field_validator
 
 from bombus.config.flags import Flag, NoFlag, name_of
 from bombus.config.parts import EngineName, GatewayOptions, HiveName
-from bombus.host.hive_keys import HiveKeys
+from bombus.machine.hive_keys import HiveKeys
 
 DAY_S = 86_400.0
 
@@ -21,7 +21,7 @@ class GatewaySettings(GatewayOptions):
     reuse_port: bool = Field(default=False, description="share the port with other gateways of this host")
     engines: Annotated[
         tuple[EngineName, ...], Flag(name="--engine", metavar="NAME", default="main", read=name_of("engine"))
-    ] = Field(default=("main",), description="may be given several times: one door each, the first at the root too")
+    ] = Field(default=("main",), description="may be given several times: one API each, the first at the root too")
     public_url: Annotated[str, Flag(metavar="URL", default="what a client's request says")] = Field(
         default="", description="scheme://host:port as clients see it, behind a proxy"
     )

@@ -10,7 +10,7 @@ from bombus.config.flags import add_settings_arguments, settings_from
 from bombus.errors import BusUnavailable
 from bombus.hive.generation import replica_key
 from bombus.hive.subjects import SIGNING_SECRET
-from bombus.host.process import run_service
+from bombus.machine.process import run_service
 from bombus.terminal import complain, say
 from bombus_inference.settings import InferenceSettings
 

@@ -19,7 +19,7 @@ from bombus import telemetry
 from bombus.errors import STATUS, Code, Refused
 from bombus.hive.decoding import decoded
 from bombus.hive.generation import CONTENT_TYPE, Fault, Generate, decode_request, encode_frame
-from bombus.host.host_names import AsgiApp, AsgiMessage, AsgiReceive, AsgiSend
+from bombus.machine.host_names import AsgiApp, AsgiMessage, AsgiReceive, AsgiSend
 from bombus_inference.backends.protocol import Deliver, Delivery, InferenceBackend
 from bombus_inference.settings import ServerSettings
 

@@ -17,11 +17,11 @@ from bombus.hive.generation import replica_key
 from bombus.hive.inbox import LoadBroke, ReplicaAlive, ReplicaLeaves, StageReached, WeightsLoadedFact
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.subjects import SIGNING_SECRET
-from bombus.host.advertising import url_for_others, url_of
-from bombus.host.host_names import OwnHostsOnly, host_of
-from bombus.host.http_limits import HttpLimits
-from bombus.host.http_server import http_server
-from bombus.host.process import listen
+from bombus.machine.advertising import url_for_others, url_of
+from bombus.machine.host_names import OwnHostsOnly, host_of
+from bombus.machine.http_limits import HttpLimits
+from bombus.machine.http_server import http_server
+from bombus.machine.process import listen
 from bombus_inference.backends.protocol import Deliver, InferenceBackend, Policy
 from bombus_inference.fetching import Fetcher
 from bombus_inference.server import App, GatewaysOnly

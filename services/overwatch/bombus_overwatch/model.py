@@ -12,8 +12,8 @@ from bombus.hive.bounded import trim
 from bombus.hive.describe import KINDS, EventGroup
 from bombus.hive.events import EpisodeType, Event
 from bombus.hive.fold.evolve import evolve
+from bombus.hive.operations.state import FORWARD_BACKWARD, OPTIM_STEP, mean_loss
 from bombus.hive.state import EngineState, EvalStats, Hive
-from bombus.hive.tenants.state import FORWARD_BACKWARD, OPTIM_STEP, mean_loss
 
 TAIL_KEPT = 500  # events for each group of an engine, so that many calls do not displace the other events
 VERSIONS_KEPT = 4_096

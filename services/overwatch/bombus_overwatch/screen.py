@@ -7,10 +7,10 @@ from enum import StrEnum
 from bombus.figures import one_line, seconds_between
 from bombus.hive.describe import EventGroup, line_of, tone_of
 from bombus.hive.events import HIVE
+from bombus.hive.operations.state import mean_loss
 from bombus.hive.state import EngineState, Phase
-from bombus.hive.status.data import engine_status, joint_claims
-from bombus.hive.status.rows import EngineStatus, JointClaimStatus, ModelStatus, OpenEpisode
-from bombus.hive.tenants.state import mean_loss
+from bombus.hive.status.data import engine_status, multi_model_claims
+from bombus.hive.status.rows import EngineStatus, ModelStatus, MultiModelClaimStatus, OpenEpisode
 from bombus_overwatch.model import SECOND, EngineHistory, HiveView, LoggedEvent, ModelHistory, SecondCounts
 
 TAIL_SHOWN = 200
@@ -43,7 +43,8 @@ class StageRow:
 
 @dataclass(frozen=True)
 class EpisodeRow:
-    """An open episode, or a claim of joint ones: then `episode` has the sums over their engines, which it names."""
+    """An open episode, or a claim of multi-model ones: then `episode` has the sums over their engines, which it
+    names."""
 
     episode: OpenEpisode
     used: float  # of its idle limit: 1.0 is the limit
@@ -190,14 +191,15 @@ def screen_data(view: HiveView, now_ns: int, engine: str = "", group: EventGroup
 
 
 def _episodes(view: HiveView, status: EngineStatus, now_ns: int) -> tuple[EpisodeRow, ...]:
-    """Return a row for each open episode of an engine, and one for each claim of joint ones, the longest idle first."""
+    """Return a row for each open episode of an engine, and one for each claim of multi-model ones, the longest idle
+    first."""
     rows = [_episode_row(episode) for episode in status.open_episodes if not episode.partners]
-    claims = joint_claims(view.hive, now_ns) if len(rows) < len(status.open_episodes) else ()
-    rows += [_joint_row(claim) for claim in claims if status.engine in claim.engines]
+    claims = multi_model_claims(view.hive, now_ns) if len(rows) < len(status.open_episodes) else ()
+    rows += [_multi_model_row(claim) for claim in claims if status.engine in claim.engines]
     return tuple(sorted(rows, key=lambda row: (-row.episode.idle_s, row.episode.episode)))
 
 
-def _joint_row(claim: JointClaimStatus) -> EpisodeRow:
+def _multi_model_row(claim: MultiModelClaimStatus) -> EpisodeRow:
     episode = OpenEpisode(
         episode=f"{len(claim.episodes)} on {'+'.join(claim.engines)}",
         client=claim.client,
@@ -259,7 +261,9 @@ def _models(status: EngineStatus, history: EngineHistory, now_ns: int) -> tuple[
     empty = ModelHistory()
     return tuple(
         ModelRow(
-            row, mean_loss(row.scored), _window(history.models.get(row.model, empty).seconds, now_ns // SECOND).tokens_s
+            row,
+            mean_loss(row.scored),
+            _window(history.models.get(row.model, empty).seconds, now_ns // SECOND).tokens_s,
         )
         for row in rows
     )
@@ -279,7 +283,7 @@ def _training(engine: EngineState, status: EngineStatus, history: EngineHistory,
         merged = counters.calls_merged / of_agents
     trainer = status.trainer
     model, computed = next(reversed(history.models.items()), ("", ModelHistory()))
-    is_tenants = status.clients_take_episodes
+    is_of_clients = status.clients_take_episodes
     reported = status.rollouts[-1].metrics if status.rollouts else {}
     listed = [(name, value) for name, value in sorted(metrics.items()) if name not in shown]
     return TrainingSummary(
@@ -290,12 +294,12 @@ def _training(engine: EngineState, status: EngineStatus, history: EngineHistory,
         episodes=trainer.episodes,
         failures=trainer.failures,
         last_step=history.steps[-1].step if history.steps else None,
-        loss=tuple(computed.losses) if is_tenants else _curve(history, LOSS),
-        grad_norm=tuple(computed.grad_norms) if is_tenants else _curve(history, GRAD_NORM),
+        loss=tuple(computed.losses) if is_of_clients else _curve(history, LOSS),
+        grad_norm=tuple(computed.grad_norms) if is_of_clients else _curve(history, GRAD_NORM),
         staleness=metrics.get(STALENESS),
         merge_share=merged,
         others=tuple((one_line(name), value) for name, value in [*reported.items(), *listed]),
-        model=one_line(model) if is_tenants else "",
+        model=one_line(model) if is_of_clients else "",
     )
 
 

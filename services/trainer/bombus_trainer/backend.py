@@ -8,10 +8,10 @@ from bombus.config.job import RunConfig
 from bombus.errors import EngineFault
 from bombus.operations import CheckpointSaved, Operation, Result
 from bombus_trainer.data.batch import EpisodeGroup
+from bombus_trainer.operations.settings import ExecutorSettings
 from bombus_trainer.publish.checkpoint import Facts, Saved
 from bombus_trainer.publish.export import ModelPart, Outline, Tensors
 from bombus_trainer.settings import TrainerSettings
-from bombus_trainer.tenants.settings import TenantSettings
 
 if TYPE_CHECKING:
     from bombus_trainer.backends.torch.model import PolicyModel
@@ -77,7 +77,8 @@ class TrainerBackend(Protocol):
 
 
 class OperationBackend(Protocol):
-    """The models of training clients on one base, see `tenants.executor.OperationExecutor`. Make one call at a time."""
+    """The models of training clients on one base, see `operations.executor.OperationExecutor`. Make one call at a
+    time."""
 
     @property
     def models(self) -> dict[str, int]: ...
@@ -87,13 +88,13 @@ class OperationBackend(Protocol):
 
     def execute(self, model: str, operation: Operation, name: str = "", executed: bytes = b"") -> Result: ...
 
-    def cover(self, model: str, name: str, executed: bytes) -> CheckpointSaved: ...
+    def save_for_recovery(self, model: str, name: str, executed: bytes) -> CheckpointSaved: ...
 
     def recover(self, model: str, name: str) -> bytes: ...
 
     def rescue(self, model: str, made_by: str, at_least: int) -> int | None: ...
 
-    def spoil(self, model: str, operation: Operation, why: str) -> None: ...
+    def fail_gradient(self, model: str, operation: Operation, why: str) -> None: ...
 
     def clear(self, model: str) -> None: ...
 
@@ -104,7 +105,7 @@ class OperationBackend(Protocol):
     def remove_checkpoint(self, checkpoint: str) -> None: ...
 
 
-BaseLoader = Callable[[RunConfig, TenantSettings], OperationBackend]
+BaseLoader = Callable[[RunConfig, ExecutorSettings], OperationBackend]
 """Loads a job's model as the base of training operations. Raises `EngineFault` for what this trainer cannot do."""
 
 Loader = Callable[[RunConfig], TrainerBackend]

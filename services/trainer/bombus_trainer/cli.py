@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from bombus import logs
 from bombus.bus_address import bus_arguments, bus_environment
 from bombus.errors import Code, EngineFault, Refused
-from bombus.host.environments import environment_python
-from bombus.host.process import run_service
+from bombus.machine.environments import environment_python
+from bombus.machine.process import run_service
 from bombus_trainer.options import TrainerOptions, add_options, options_of
 
 VERL = "verl"

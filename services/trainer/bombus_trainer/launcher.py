@@ -31,10 +31,10 @@ from bombus.config.overrides import Overrides, add_overrides, flag_of, typed_ove
 from bombus.config.parts import PROCESSES_MAX, TrainerPart
 from bombus.config.placement import check_placement
 from bombus.errors import BusUnavailable, Code, Refused
-from bombus.host.hive_keys import add_key_arguments, keys_for
 from bombus.host.layout import Layout, Rendezvous, check_can_start, trainer_arguments
-from bombus.host.process import run_service
 from bombus.host.supervisor import Supervisor
+from bombus.machine.hive_keys import add_key_arguments, keys_for
+from bombus.machine.process import run_service
 from bombus.terminal import complain, say
 
 AUTO, CONNECT = "auto", "connect"

@@ -21,11 +21,11 @@ from bombus.operations import CheckpointSaved, Operation, Result
 from bombus_trainer.backend import BackendLost, BaseLoader, Loader, OperationBackend, TrainerBackend
 from bombus_trainer.backends.torch.model import PolicyModel
 from bombus_trainer.data.batch import EpisodeGroup
+from bombus_trainer.operations.settings import ExecutorSettings
 from bombus_trainer.publish.checkpoint import Facts, Saved
 from bombus_trainer.publish.export import ModelPart, Outline, Tensors
 from bombus_trainer.ranks import LEADER, Ranks
 from bombus_trainer.settings import TrainerSettings
-from bombus_trainer.tenants.settings import TenantSettings
 
 log = logging.getLogger(__name__)
 
@@ -94,9 +94,9 @@ class Leader:
         """Load a job on all ranks. Raises `EngineFault` as `load` does, `BackendLost`."""
         return _LeaderBackend(self, self.run((LOAD, (job,)), lambda: self._load(job)))
 
-    def load_base(self, job: RunConfig, tenants: TenantSettings) -> OperationBackend:
+    def load_base(self, job: RunConfig, executor: ExecutorSettings) -> OperationBackend:
         """Load the base of training operations on all ranks. Raises `EngineFault`, `BackendLost`."""
-        return _LeaderOperations(self, self.run((LOAD_BASE, (job, tenants)), lambda: self._load_base(job, tenants)))
+        return _LeaderOperations(self, self.run((LOAD_BASE, (job, executor)), lambda: self._load_base(job, executor)))
 
     def run(self, call: RankCall, ours: Callable[[], T]) -> T:
         """Make a call on all ranks; `ours` is this rank's part. Raises what all have raised, or `BackendLost`."""
@@ -189,8 +189,10 @@ class _LeaderOperations:
         arguments = (model, operation, name, executed)
         return self._leader.run(("execute", arguments), lambda: self._ours.execute(*arguments))
 
-    def cover(self, model: str, name: str, executed: bytes) -> CheckpointSaved:
-        return self._leader.run(("cover", (model, name, executed)), lambda: self._ours.cover(model, name, executed))
+    def save_for_recovery(self, model: str, name: str, executed: bytes) -> CheckpointSaved:
+        return self._leader.run(
+            ("save_for_recovery", (model, name, executed)), lambda: self._ours.save_for_recovery(model, name, executed)
+        )
 
     def recover(self, model: str, name: str) -> bytes:
         return self._leader.run(("recover", (model, name)), lambda: self._ours.recover(model, name))
@@ -199,8 +201,10 @@ class _LeaderOperations:
         arguments = (model, made_by, at_least)
         return self._leader.run(("rescue", arguments), lambda: self._ours.rescue(*arguments))
 
-    def spoil(self, model: str, operation: Operation, why: str) -> None:
-        self._leader.run(("spoil", (model, operation, why)), lambda: self._ours.spoil(model, operation, why))
+    def fail_gradient(self, model: str, operation: Operation, why: str) -> None:
+        self._leader.run(
+            ("fail_gradient", (model, operation, why)), lambda: self._ours.fail_gradient(model, operation, why)
+        )
 
     def clear(self, model: str) -> None:
         self._leader.run(("clear", (model,)), lambda: self._ours.clear(model))

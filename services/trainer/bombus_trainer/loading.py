@@ -18,11 +18,11 @@ from bombus.weights.tokenizer_fit import check_fit
 from bombus_trainer.backend import TrainerBackend
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.backends.torch.model import PolicyModel
+from bombus_trainer.operations.executor import OperationExecutor
+from bombus_trainer.operations.settings import ExecutorSettings
 from bombus_trainer.options import TrainerOptions
 from bombus_trainer.ranks import Ranks
 from bombus_trainer.settings import TrainerSettings
-from bombus_trainer.tenants.executor import OperationExecutor
-from bombus_trainer.tenants.settings import TenantSettings
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def load_executor(settings: TrainerSettings, allow_download: bool = False, ranks
 
 
 def load_base(
-    job: RunConfig, options: TrainerOptions, tenants: TenantSettings, ranks: Ranks | None = None
+    job: RunConfig, options: TrainerOptions, executor: ExecutorSettings, ranks: Ranks | None = None
 ) -> OperationExecutor:
     """Load the job's model as the base of training operations, on all `ranks` (None: this process alone).
 
@@ -84,8 +84,8 @@ def load_base(
     _check_processes(job, ranks)
     settings = TrainerSettings.of_job(job, options.device, options.bin_tokens)
     if ranks.size > 1:
-        tenants = tenants.model_copy(update={"scratch": tenants.scratch / f"rank-{ranks.rank}"})
-    return OperationExecutor(_folder_to_load(job, options.allow_download), settings, tenants, ranks=ranks)
+        executor = executor.model_copy(update={"scratch": executor.scratch / f"rank-{ranks.rank}"})
+    return OperationExecutor(_folder_to_load(job, options.allow_download), settings, executor, ranks=ranks)
 
 
 def base_files(job: RunConfig, options: TrainerOptions) -> dict[str, bytes]:

@@ -19,8 +19,9 @@ class TrainerOptions(TrainerMachineOptions):
     """`folder` holds checkpoints and weights; unless these go by objects, replicas must see it under the same path.
 
     Jobs may write their debug rollout data below `debug_root`. `retry_s` is the pause after the first failure of a
-    step, doubled up to `retry_s_max`. A superseded trainer asks every `presence_s` whether its successor is alive.
-    A model of a run of operations gets a checkpoint to go on from after `cover_s`, or `cover_bytes` of operations.
+    step, doubled up to `retry_s_max`. A superseded trainer asks every `presence_s` whether its successor is alive. A
+    model of a run of operations gets a checkpoint to go on from after `checkpoint_s`, or `checkpoint_bytes` of
+    operations.
     """
 
     engine: Annotated[EngineName, Flag(metavar="NAME", help="the engine it works for", read=name_of("engine"))] = "main"
@@ -53,8 +54,8 @@ class TrainerOptions(TrainerMachineOptions):
     ] = Field(default=300.0, ge=0.0, le=86_400.0)
     retry_s: Annotated[float, NoFlag()] = Field(default=1.0, gt=0.0, le=600.0)
     retry_s_max: Annotated[float, NoFlag()] = Field(default=30.0, gt=0.0, le=3600.0)
-    cover_s: Annotated[float, NoFlag()] = Field(default=30.0, ge=0.0, le=86_400.0)
-    cover_bytes: Annotated[int, NoFlag()] = Field(default=32 << 20, ge=1, le=1 << 40)
+    checkpoint_s: Annotated[float, NoFlag()] = Field(default=30.0, ge=0.0, le=86_400.0)
+    checkpoint_bytes: Annotated[int, NoFlag()] = Field(default=32 << 20, ge=1, le=1 << 40)
     presence_s: Annotated[float, NoFlag()] = Field(default=15.0, gt=0.0, le=3600.0)
 
     @property

@@ -15,8 +15,8 @@ from bombus.errors import BusUnavailable, Refused
 from bombus.faults import Point, reached
 from bombus.hive.events import AnyEvent, BatchReady, WeightsRemoved
 from bombus.hive.inbox import Done, Message, TrainerOpens
+from bombus.hive.operations.state import kept_id
 from bombus.hive.state import EngineState, Phase
-from bombus.hive.tenants.state import kept_id
 from bombus_trainer.options import TrainerOptions
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from typing import Any
 from bombus import logs
 from bombus.config.flags import Parser, check_range
 from bombus.errors import Refused
-from bombus.host.process import die_with_parent
+from bombus.machine.process import die_with_parent
 from bombus.terminal import complain
 from bombus_trainer.options import TrainerOptions, add_options, options_of
 

@@ -27,10 +27,11 @@ from bombus_trainer import loading
 from bombus_trainer.backend import BackendLost, BaseLoader, Interrupted, Loader, TrainerBackend
 from bombus_trainer.backends.torch.metrics import LEFT_OUT
 from bombus_trainer.data.reading import ReadBatch, read_batch
+from bombus_trainer.data.rollout_groups import read_rollout_groups
 from bombus_trainer.data.samples import Origin
-from bombus_trainer.data.scored import read_scored
 from bombus_trainer.loading import load_backend, pack_tokenizer
 from bombus_trainer.machine import this_machine
+from bombus_trainer.operations.serving.server import OperationServer
 from bombus_trainer.options import TrainerOptions
 from bombus_trainer.ownership import RunOver, RunOwnership
 from bombus_trainer.publish.checkpoint import Facts, Saved
@@ -43,7 +44,6 @@ from bombus_trainer.recovery.restoring import restored
 from bombus_trainer.recovery.watch import Watch
 from bombus_trainer.replay.debug_rollouts import DebugRollouts, allowed_template
 from bombus_trainer.replay.retraining import read_whole
-from bombus_trainer.serving.server import OperationServer
 from bombus_trainer.versions import Versions
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Trainer:
     ) -> None:
         """`load` loads a job, `load_base` the base of training operations; by default both load into this process."""
         self._load_backend = load or (lambda job: load_backend(job, options))
-        self._load_base = load_base or (lambda job, tenants: loading.load_base(job, options, tenants))
+        self._load_base = load_base or (lambda job, clients: loading.load_base(job, options, clients))
         self.name = name or f"trainer-{secrets.token_hex(4)}"
         self._bus = bus
         self._options = options
@@ -342,22 +342,22 @@ class Trainer:
         return metrics
 
     async def _read(self, executor: TrainerBackend, batch: BatchReady) -> ReadBatch:
-        """Read the calls of a batch, or the scored groups that it was made of. Raises `BusUnavailable`."""
+        """Read the calls of a batch, or the rollout groups that it was made of. Raises `BusUnavailable`."""
         engine = self._ownership.engine
         if batch.taken:
             bodies = Parts(self._bus, self._bus.subjects.trajectories_stream)
             registered = engine.trajectories.trainer
             tokens_max = 0 if registered is None else registered.max_token_len
-            return await read_scored(bodies, batch.scored, batch.step, tokens_max)
-        side_calls = executor.settings.job.rollout.trains_side_calls
+            return await read_rollout_groups(bodies, batch.rollout_groups, batch.step, tokens_max)
+        auxiliary_calls = executor.settings.job.rollout.trains_auxiliary_calls
         max_staleness = engine.collection.trained_staleness
-        return await read_batch(BusCallReader(self._bus), batch, max_staleness, side_calls=side_calls)
+        return await read_batch(BusCallReader(self._bus), batch, max_staleness, auxiliary_calls=auxiliary_calls)
 
     async def _give_up(self, batch: BatchReady, read: ReadBatch) -> None:
-        """Say which scored groups of a batch are lost, so that whoever makes this step again leaves them out too."""
+        """Say which rollout groups of a batch are lost, so that whoever makes this step again leaves them out too."""
         lost = tuple(
             LostGroup(number, group.body.first)
-            for place, (number, group) in enumerate(zip(batch.taken, batch.scored, strict=True))
+            for place, (number, group) in enumerate(zip(batch.taken, batch.rollout_groups, strict=True))
             if place in read.gone and group.body is not None
         )
         message = GiveUpGroups(
@@ -411,7 +411,7 @@ class Trainer:
             await ownership.say(broke, lambda engine: _counts(engine) != before)
 
     def _checkpoint_every(self, executor: TrainerBackend) -> int:
-        """Return after how many steps there is a checkpoint: as registered for scored groups, or as the job says."""
+        """Return after how many steps there is a checkpoint: as registered for rollout groups, or as the job says."""
         registered = self._registered()
         interval = 0 if registered is None else registered.save_checkpoint_interval
         return interval if interval > 0 else executor.settings.config.checkpoint_every
@@ -420,7 +420,7 @@ class Trainer:
         return self._directory("checkpoints") / checkpoint_folder(self._registered())
 
     def _registered(self) -> TrainerRegistered | None:
-        """Return what this trainer was registered with, where it is the one that takes batches of scored groups."""
+        """Return what this trainer was registered with, where it is the one that takes batches of rollout groups."""
         engine = self._ownership.engine
         return engine.trajectories.trainer if engine.makes_steps else None
 

@@ -6,7 +6,7 @@ import sys
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.run import main
 
-from bombus.host.process import PARENT_VARIABLE, die_with_parent
+from bombus.machine.process import PARENT_VARIABLE, die_with_parent
 
 if __name__ == "__main__":
     die_with_parent()

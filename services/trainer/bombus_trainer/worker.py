@@ -19,15 +19,15 @@ from bombus import logs
 from bombus.config.flags import Parser
 from bombus.config.job import RunConfig
 from bombus.errors import Refused
-from bombus.host.process import PARENT_VARIABLE, die_with_parent, run_service
+from bombus.machine.process import PARENT_VARIABLE, die_with_parent, run_service
 from bombus.terminal import complain
 from bombus_trainer import service
 from bombus_trainer.backend import BackendLost, OperationBackend, TrainerBackend
 from bombus_trainer.leading import Board, Leader, follow
 from bombus_trainer.loading import load_backend, load_base
+from bombus_trainer.operations.settings import ExecutorSettings
 from bombus_trainer.options import TrainerOptions, add_options, options_of
 from bombus_trainer.ranks import Ranks
-from bombus_trainer.tenants.settings import TenantSettings
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +59,8 @@ def run(url: str, hive: str, options: TrainerOptions) -> int:
     def load_here(job: RunConfig) -> TrainerBackend:
         return load_backend(job, options, board.ranks)
 
-    def load_base_here(job: RunConfig, tenants: TenantSettings) -> OperationBackend:
-        return load_base(job, options, tenants, board.ranks)
+    def load_base_here(job: RunConfig, executor: ExecutorSettings) -> OperationBackend:
+        return load_base(job, options, executor, board.ranks)
 
     if not board.ranks.leads:
         try:

@@ -136,14 +136,14 @@ def cuts_attention(name: str) -> bool:
     return name != "max_window_layers" and ("window" in name or "chunk_size" in name)
 
 
-def probe_lines(vocabulary: int, tokens: int) -> list[Tensor]:
+def probe_sequences(vocabulary: int, tokens: int) -> list[Tensor]:
     """Return two lines of about `tokens` ids that begin alike and end differently."""
     trunk = np.arange(tokens - tokens // 3)
     tails = [np.arange(tokens // 3 - shorter) * 5 + shift for shorter, shift in ((0, 1), (1, 3))]
     return [torch.from_numpy(np.concatenate([trunk * 7, trunk[-1] + tail]) % vocabulary) for tail in tails]
 
 
-def uneven_lines(vocabulary: int, window: int) -> list[Tensor]:
+def uneven_sequences(vocabulary: int, window: int) -> list[Tensor]:
     """Return long answers to a short prompt and short answers to a long one: what they share ends before `window`."""
     lines = []
     for prompt, answer in ((4, 2 * window), (3 * window, 4)):

@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from bombus.cli import URL_FILE
-from bombus.export.card import CARD, SHARE_TOLD, card, loading
+from bombus.export.card import CARD, SHARE_SHOWN, card, loading
 from bombus.export.finding import Finder, VersionFiles
 from bombus.export.folder import drafted
 from bombus.export.writing import ExportedFiles, write_adapter, write_whole
@@ -105,7 +105,7 @@ def _tell(found: _Found, exported: ExportedFiles, out: Path) -> None:
     size = sum((out / name).stat().st_size for name in exported.digests)
     what = f"an adapter of rank {exported.rank}" if exported.rank else "a whole model"
     say(f"{out}: version {found.number} of engine {found.run.engine}, run {found.run.run}: {what}, {byte_size(size)}")
-    if exported.share_lost >= SHARE_TOLD:
+    if exported.share_lost >= SHARE_SHOWN:
         say(f"  merging rounds away {exported.share_lost:.1%} of what the adapter adds: --float32 keeps all of it")
     for tool, line in loading(exported, str(out), found.base_model):
         say(f"  {tool}: {line}")

@@ -5,9 +5,9 @@ import shlex
 
 from bombus.errors import EngineFault
 from bombus.figures import byte_size
-from bombus.host.environments import ENVIRONMENTS, environments_folder
-from bombus.host.hardware import nvidia_gpus
 from bombus.host.installing import commands, install, recipe
+from bombus.machine.environments import ENVIRONMENTS, environments_folder
+from bombus.machine.hardware import nvidia_gpus
 from bombus.terminal import complain, say
 
 

@@ -19,7 +19,7 @@ from bombus.replay.source import BusSource, Source
 from bombus.terminal import complain, say
 
 PROGRESS_S = 2.0
-LOST_SHOWN = 8  # scored groups
+LOST_SHOWN = 8  # rollout groups
 IMPORT_EPILOG = """example:
   bombus log export monday.bombuslog --data /srv/hive     # while the hive runs, or after it was stopped
   cp -a /srv/hive/engines monday-engines                  # checkpoints and weights, which are not on the log
@@ -82,7 +82,7 @@ async def _verify(source: Source, arguments: argparse.Namespace) -> None:
     if verified.bodies:
         say(f"  {verified.bodies:,} bodies and results of training operations match their references")
     if verified.groups:
-        say(f"  {verified.groups - len(verified.lost):,} scored groups are there, {len(verified.lost):,} are lost")
+        say(f"  {verified.groups - len(verified.lost):,} rollout groups are there, {len(verified.lost):,} are lost")
     for lost in verified.lost[:LOST_SHOWN]:
         say(f"    {lost}; it is given up when a batch would have it")
 
@@ -111,8 +111,8 @@ async def _export(source: Source, arguments: argparse.Namespace) -> None:
         say(f"{kept.calls_gone:,} calls are no longer kept by the hive: the file does not have their tokens")
     if kept.groups:
         say(
-            f"{kept.groups:,} scored groups were pushed: the file has which batches took them, and the tokens of those "
-            "alone that may still be trained"
+            f"{kept.groups:,} rollout groups were pushed: the file has which batches took them, and the tokens of "
+            "those alone that may still be trained"
         )
 
 

@@ -19,8 +19,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _resume(bus: Bus, engine: EngineState) -> str:
-    limit = engine.collection.tenancy.executions_max
-    waiting = ", ".join(model.name for model in engine.tenants.given_up(limit))
+    limit = engine.collection.operations.executions_max
+    waiting = ", ".join(model.name for model in engine.clients.given_up(limit))
     if engine.phase != Phase.OFFLINE and not engine.suspended and not waiting:
         return f"run {engine.run} of engine {engine.name} is not suspended: it is {engine.phase}"
     await bus.inbox.request(inbox.Resume(id=uuid.uuid4().hex, engine=engine.name))

@@ -7,7 +7,7 @@ from pathlib import Path
 from bombus import task_groups
 from bombus.config.flags import add_settings_arguments, settings_from
 from bombus.errors import BombusError, Code, Refused
-from bombus.host.process import TERMINATED, cancel_at_signals
+from bombus.machine.process import TERMINATED, cancel_at_signals
 from bombus.rollout.display import ProgressDisplay
 from bombus.rollout.plan import RolloutOptions, RolloutPlan, plan_of, shortage_of_tasks
 from bombus.rollout.run import RolloutRun

@@ -7,7 +7,7 @@ import resource
 from bombus import task_groups
 from bombus.config.flags import add_settings_arguments, settings_from
 from bombus.errors import BombusError, Code, Refused, in_one_line
-from bombus.host.process import TERMINATED, cancel_at_signals
+from bombus.machine.process import TERMINATED, cancel_at_signals
 from bombus.sdk.aio import AsyncSwarmClient
 from bombus.sdk.job import Job
 from bombus.slime.driver import SlimeDriver

@@ -9,10 +9,10 @@ from bombus.bus_address import VARIABLE, has_login
 from bombus.cli import add_log_argument
 from bombus.commands.deployment import add_deployment_arguments, deployment, tell_ignored
 from bombus.config.flags import check_range
-from bombus.host.hive_keys import add_key_arguments, keys_for
 from bombus.host.layout import Layout, check_can_start, services
-from bombus.host.process import run_service
 from bombus.host.supervisor import Supervisor
+from bombus.machine.hive_keys import add_key_arguments, keys_for
+from bombus.machine.process import run_service
 from bombus.terminal import complain, say
 
 log = logging.getLogger(__name__)

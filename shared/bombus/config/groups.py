@@ -101,6 +101,8 @@ MEANT: dict[str, tuple[str, ...]] = {
     "batch_size": ("train_batch_size", "global_batch_size", "rollout_batch_size", "prompts_per_step"),
     "path": ("model", "name", "model_name", "model_path", "model_name_or_path", "base_model"),
     "dtype": ("torch_dtype", "precision", "bf16", "fp16"),
+    "rollout_groups": ("scored_groups",),
+    "auxiliary_calls": ("side_calls",),
     "gradient_checkpointing": ("enable_gradient_checkpointing", "activation_checkpointing"),
 }
 

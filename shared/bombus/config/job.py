@@ -90,9 +90,9 @@ class RolloutConfig(ConfigGroup):
     replica of the engine can hold answers to a form, as vLLM's do. Elsewhere they are unsupported, and in training
     episodes too, unless `sampling` is `obey`: then answers are held to their form, and are not trained.
 
-    `side_calls` says what becomes of calls that a harness makes on its own account with the key of an episode, such as
-    a title for the session or a summary when its context is full: with `mask` they are recorded and not trained, with
-    `train` they are calls like all others.
+    `auxiliary_calls` says what becomes of calls that a harness makes on its own account with the key of an episode,
+    such as a title for the session or a summary when its context is full: with `mask` they are recorded and not
+    trained, with `train` they are calls like all others.
 
     `allow_chat_template_kwargs` lets requests give variables to the chat template: see docs/templates.md.
     """
@@ -107,12 +107,12 @@ class RolloutConfig(ConfigGroup):
     history: Literal["template", "keep"] = "template"
     sampling: Literal["override", "refuse", "obey"] = "override"
     unsupported: Literal["relax_parameters", "relax", "refuse"] = "relax_parameters"
-    side_calls: Literal["mask", "train"] = "mask"
+    auxiliary_calls: Literal["mask", "train"] = "mask"
     allow_chat_template_kwargs: bool = False  # in requests
 
     @property
-    def trains_side_calls(self) -> bool:
-        return self.side_calls == "train"
+    def trains_auxiliary_calls(self) -> bool:
+        return self.auxiliary_calls == "train"
 
     @field_validator("temperature")
     @classmethod
@@ -145,8 +145,8 @@ class CollectionConfig(ConfigGroup):
     `client_silence_s` is for clients that show that they live, as those of bombus do: after so much silence, such as
     that of a killed process, their episodes are taken away. A program that a debugger stops is silent too.
     Calls of the newest `replay_steps` steps are kept for replay, fewer when the stream of calls is over half full.
-    With `scored_groups` the job trains what environments of Atropos score. With `episode_groups` its episodes become
-    scored groups too: for its own trainer together with `scored_groups`, else for an outside one (docs/atropos.md).
+    With `rollout_groups` the job trains what environments of Atropos score. With `episode_groups` its episodes become
+    rollout groups too: for its own trainer together with `rollout_groups`, else for an outside one (docs/atropos.md).
     """
 
     method: CollectionMethod = Method.ENOUGH_TASKS
@@ -162,7 +162,7 @@ class CollectionConfig(ConfigGroup):
     boot_s: Float = Field(default=1800.0, gt=0, le=86_400)
     max_step_failures: int = Field(default=3, ge=1, le=100)
     replay_steps: int = Field(default=1000, ge=0, le=10_000)
-    scored_groups: bool = False
+    rollout_groups: bool = False
     episode_groups: bool = False
 
 
@@ -200,11 +200,11 @@ class RunConfig(ConfigGroup):
         return self
 
     @model_validator(mode="after")
-    def _scored_groups_are_ours(self) -> "RunConfig":
-        if self.collection.scored_groups and self.trainer.backend != "torch":
+    def _rollout_groups_are_ours(self) -> "RunConfig":
+        if self.collection.rollout_groups and self.trainer.backend != "torch":
             raise ValueError(
-                f"bombus.trainer.backend is {self.trainer.backend}, and scored groups are trained by torch alone: set "
-                "it to torch, or bombus.collection.scored_groups to false"
+                f"bombus.trainer.backend is {self.trainer.backend}, and rollout groups are trained by torch alone: set "
+                "it to torch, or bombus.collection.rollout_groups to false"
             )
         return self
 
@@ -212,7 +212,7 @@ class RunConfig(ConfigGroup):
     def _groups_of_episodes_have_no_age(self) -> "RunConfig":
         if self.collection.episode_groups and self.collection.max_staleness > 0:
             raise ValueError(
-                f"bombus.collection.max_staleness is {self.collection.max_staleness}, and a scored group does not say "
+                f"bombus.collection.max_staleness is {self.collection.max_staleness}, and a rollout group does not say "
                 "how old its tokens are: set it to 0, or bombus.collection.episode_groups to false"
             )
         return self
@@ -236,7 +236,7 @@ class RunConfig(ConfigGroup):
             client_silence_s=rules.client_silence_s,
             max_step_failures=rules.max_step_failures,
             replay_steps=rules.replay_steps,
-            scored_groups=rules.scored_groups,
+            rollout_groups=rules.rollout_groups,
             episode_groups=rules.episode_groups,
             resume=self.trainer.resume,
             checkpoints_kept=self.trainer.checkpoints_kept,
@@ -283,11 +283,18 @@ def _validated_json(text: str, names: Mapping[str, str]) -> RunConfig:
         raise bad_config(_sentence(error, names)) from error
 
 
+# Fields of jobs on older logs, by the names that they have now.
+_RENAMED = {("collection", "scored_groups"): "rollout_groups", ("rollout", "side_calls"): "auxiliary_calls"}
+
+
 def _in_todays_fields(text: str) -> str:
     """Return a job of the log with the fields that it has today."""
-    if '"allow_biased_sampling"' not in text:
+    if not any(f'"{name}"' in text for name in ("allow_biased_sampling", *(name for _, name in _RENAMED))):
         return text
     job = json.loads(text)
+    for (group, before), now in _RENAMED.items():
+        if before in job.get(group, {}):
+            job[group][now] = job[group].pop(before)
     biased = job.get("rollout", {}).pop("allow_biased_sampling", None)
     if biased is not None:
         job["rollout"]["sampling"] = "obey" if biased else "refuse"

@@ -10,7 +10,7 @@ MASKS = (Correction.ICEPOP, Correction.TOKEN_MASK, Correction.SEQUENCE_MASK)
 def why_nothing_is_learnt(job: RunConfig) -> tuple[str, str]:
     """Return the path of a setting with which this job learns nothing, and why with what to do; ("", "") if none.
 
-    What others have scored is trained whatever the job says of episodes.
+    Rollout groups of others are trained whatever the job says of episodes.
     """
     trainer, rollout = job.trainer, job.rollout
     if trainer.correction in MASKS and trainer.tis_clip > 0.0 and not trainer.tis_clip_low <= 1.0 <= trainer.tis_clip:
@@ -18,7 +18,7 @@ def why_nothing_is_learnt(job: RunConfig) -> tuple[str, str]:
             f"correction {trainer.correction} leaves out every token whose importance weight is below tis_clip_low or "
             "above tis_clip, and where sampler and trainer agree it is 1: choose bounds around 1"
         )
-    if job.collection.scored_groups or job.collection.episode_groups:
+    if job.collection.rollout_groups or job.collection.episode_groups:
         return "", ""
     if rollout.temperature == 0.0 and rollout.sampling != "obey":
         return "rollout.temperature", (

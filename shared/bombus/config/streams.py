@@ -51,8 +51,8 @@ class StreamLimits(Part):
 
     What is not given stays as it is. A new stream gets 1 replica and 256MiB for `inbox` (messages that are not decided
     yet), 1GiB for `events` (the log), 4GiB for `calls` (the records of model calls), 1GiB for `ops` (training
-    operations and their results), 2GiB for `trajectories` (scored groups), 2GiB for `blobs` (snapshots, tokenizers, and
-    weights that go by objects). Existing streams are changed when the hive starts. More than one replica needs a
+    operations and their results), 2GiB for `trajectories` (rollout groups), 2GiB for `blobs` (snapshots, tokenizers,
+    and weights that go by objects). Existing streams are changed when the hive starts. More than one replica needs a
     cluster of as many NATS servers, at `nats`.
     """
 
@@ -69,7 +69,7 @@ class StreamLimits(Part):
     events_bytes_max: Annotated[Limit, _size_flag("the log", "1GiB")] = None
     calls_bytes_max: Annotated[Limit, _size_flag("the stream of recorded calls", "4GiB")] = None
     ops_bytes_max: Annotated[Limit, _size_flag("the stream of training operations", "1GiB")] = None
-    trajectories_bytes_max: Annotated[Limit, _size_flag("the stream of scored groups", "2GiB")] = None
+    trajectories_bytes_max: Annotated[Limit, _size_flag("the stream of rollout groups", "2GiB")] = None
     blobs_bytes_max: Annotated[Limit, _size_flag("the stream of large objects", "2GiB")] = None
 
     @field_validator("replicas")

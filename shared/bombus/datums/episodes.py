@@ -1,6 +1,6 @@
 """An ended episode as it travels to its client, and as what a training operation takes of it.
 
-A line is what one conversation of the episode had come to. Its data are shifted by one: token i predicts target i.
+A sequence is what one conversation of the episode had come to. Its data are shifted by one: token i predicts target i.
 """
 
 from array import array
@@ -14,7 +14,7 @@ import msgspec
 
 from bombus.config.algorithms import Estimator
 from bombus.datums.advantages import call_advantages
-from bombus.datums.lines import CallLine, choice_of, lines_of
+from bombus.datums.call_sequences import CallSequence, call_sequences, choice_of
 from bombus.errors import LogCorrupted
 from bombus.hive.decoding import decoded
 from bombus.hive.records import CallRecord, unpack_tokens
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import tinker
 
 
-class LearntLine(msgspec.Struct, frozen=True):
-    """A line up to its last token that is learnt: `tokens` (int32), and of equal length what is known of each.
+class LearntSequence(msgspec.Struct, frozen=True):
+    """A sequence up to its last token that is learnt: `tokens` (int32), and of equal length what is known of each.
 
     `logprobs` (float32) and `calls` (int32), the number of the call that sampled it, are 0 and -1 where nothing was
     sampled. `mask` has a byte for each token, 1 where it is learnt here.
@@ -41,7 +41,7 @@ class LearntLine(msgspec.Struct, frozen=True):
 
 
 class EndedEpisode(msgspec.Struct, frozen=True, kw_only=True):
-    """An ended episode with its lines. `sampler` is the path of what its `calls` calls have sampled from.
+    """An ended episode with its sequences. `sampler` is the path of what its `calls` calls have sampled from.
 
     `call_rewards`, where there are any, has one for each of them.
     """
@@ -50,16 +50,16 @@ class EndedEpisode(msgspec.Struct, frozen=True, kw_only=True):
     task_id: str
     reward: float
     calls: int
-    lines: tuple[LearntLine, ...]
+    sequences: tuple[LearntSequence, ...]
     sampler: str = ""
     call_rewards: tuple[float, ...] | None = None
 
 
 class EpisodeDatum(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of an episode as a loss takes it: N tokens, and for each the target that comes after it.
+    """A sequence of an episode as a loss takes it: N tokens, and for each the target that comes after it.
 
     The sampler's `logprobs`, at temperature 1, and `advantages` are 0 where `mask` is: at targets that were not
-    sampled, or are learnt in another line. `episode` is the id with which it was claimed.
+    sampled, or are learnt in another sequence. `episode` is the id with which it was claimed.
     """
 
     episode: str
@@ -80,17 +80,17 @@ class EpisodeDatum(msgspec.Struct, frozen=True, kw_only=True):
         return types.Datum(model_input=types.ModelInput.from_ints(self.tokens), loss_fn_inputs=inputs)
 
 
-def learnt_lines(records: Sequence[CallRecord], context: Sequence[CallRecord] = ()) -> tuple[LearntLine, ...]:
-    """Return what is learnt of an episode's calls: see `lines_of`. Raises `LogCorrupted`."""
-    found = (_learnt(line, records) for line in lines_of(records, context).lines)
-    return tuple(line for line in found if line is not None)
+def learnt_sequences(records: Sequence[CallRecord], context: Sequence[CallRecord] = ()) -> tuple[LearntSequence, ...]:
+    """Return what is learnt of an episode's calls: see `call_sequences`. Raises `LogCorrupted`."""
+    found = (_learnt(sequence, records) for sequence in call_sequences(records, context).sequences)
+    return tuple(sequence for sequence in found if sequence is not None)
 
 
-def _learnt(line: CallLine, records: Sequence[CallRecord]) -> LearntLine | None:
-    length = len(line.tokens) // 4
+def _learnt(sequence: CallSequence, records: Sequence[CallRecord]) -> LearntSequence | None:
+    length = len(sequence.tokens) // 4
     logprobs, mask = bytearray(4 * length), bytearray(length)
     calls = array("i", [-1]) * length
-    for span in line.spans:
+    for span in sequence.spans:
         logprobs[4 * span.start : 4 * span.end] = choice_of(records, span).logprobs
         calls[span.start : span.end] = array("i", [span.call]) * (span.end - span.start)
         mask[span.start : span.end] = bytes([span.learnt]) * (span.end - span.start)
@@ -99,8 +99,10 @@ def _learnt(line: CallLine, records: Sequence[CallRecord]) -> LearntLine | None:
     if not end:
         return None
     if not all(map(isfinite, compress(array("f", bytes(logprobs)), mask))):
-        raise LogCorrupted(f"call {records[line.spans[-1].call].id}: a sampled token's logprob is not finite")
-    return LearntLine(line.tokens[: 4 * end], bytes(logprobs[: 4 * end]), calls[:end].tobytes(), bytes(mask[:end]))
+        raise LogCorrupted(f"call {records[sequence.spans[-1].call].id}: a sampled token's logprob is not finite")
+    return LearntSequence(
+        sequence.tokens[: 4 * end], bytes(logprobs[: 4 * end]), calls[:end].tobytes(), bytes(mask[:end])
+    )
 
 
 def read_ended(episodes: Sequence[object]) -> list[EndedEpisode]:
@@ -109,7 +111,8 @@ def read_ended(episodes: Sequence[object]) -> list[EndedEpisode]:
 
 
 def datums_of(episodes: Sequence[EndedEpisode], estimator: Estimator = Estimator.DR_GRPO) -> list[EpisodeDatum]:
-    """Return the lines of episodes with their advantages, which compare those of one task and sampler with each other.
+    """Return the sequences of episodes with their advantages, which compare those of one task and sampler with each
+    other.
 
     Raises `ValueError` for an estimator that compares whole batches.
     """
@@ -132,19 +135,21 @@ def _datums(group: Sequence[EndedEpisode], estimator: Estimator) -> Iterator[Epi
         estimator,
     )
     for episode, advantages in zip(group, found, strict=True):
-        for line in episode.lines:
-            yield _datum(episode, line, advantages)
+        for sequence in episode.sequences:
+            yield _datum(episode, sequence, advantages)
 
 
 def _lengths(episode: EndedEpisode) -> list[int]:
     """Return how many tokens are learnt of each call."""
-    counts = Counter(call for line in episode.lines for call in compress(array("i", line.calls), line.mask))
+    counts = Counter(
+        call for sequence in episode.sequences for call in compress(array("i", sequence.calls), sequence.mask)
+    )
     return [counts[call] for call in range(episode.calls)]
 
 
-def _datum(episode: EndedEpisode, line: LearntLine, advantages: Sequence[float]) -> EpisodeDatum:
-    tokens, mask = unpack_tokens(line.tokens), line.mask[1:]
-    logprobs, calls = array("f", line.logprobs)[1:], array("i", line.calls)[1:]
+def _datum(episode: EndedEpisode, sequence: LearntSequence, advantages: Sequence[float]) -> EpisodeDatum:
+    tokens, mask = unpack_tokens(sequence.tokens), sequence.mask[1:]
+    logprobs, calls = array("f", sequence.logprobs)[1:], array("i", sequence.calls)[1:]
     return EpisodeDatum(
         episode=episode.episode_uuid,
         task=episode.task_id,

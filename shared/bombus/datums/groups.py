@@ -1,4 +1,4 @@
-"""Ended episodes of one task as a scored group: a sequence for each line of tokens, with its episode's reward."""
+"""Ended episodes of one task as a rollout group: a sequence for each sequence of tokens, with its episode's reward."""
 
 from array import array
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ import msgspec
 
 from bombus.config.algorithms import Estimator
 from bombus.datums.advantages import call_advantages
-from bombus.datums.lines import CallLine, choice_of, learnt_tokens, lines_of
+from bombus.datums.call_sequences import CallSequence, call_sequences, choice_of, learnt_tokens
 from bombus.errors import LogCorrupted
 from bombus.hive.records import CallRecord, unpack_tokens
-from bombus.hive.trajectories.records import PackedFloats, ScoredGroup, pack_ints
+from bombus.hive.trajectories.records import PackedFloats, RolloutGroup, pack_ints
 from bombus.hive.trajectories.training import NOT_TRAINED, TEMPERATURE
 
 NO_LOGPROB = 1.0  # of a token that nobody sampled
@@ -21,7 +21,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class GroupedEpisode(msgspec.Struct, frozen=True, kw_only=True):
-    """An ended episode with its calls. See `lines_of` for `context`."""
+    """An ended episode with its calls. See `call_sequences` for `context`."""
 
     reward: float
     records: Sequence[CallRecord]
@@ -30,7 +30,8 @@ class GroupedEpisode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Sequence(msgspec.Struct, frozen=True):
-    """A line up to its last token that is learnt. `calls` has the number of the call that each token is learnt of."""
+    """A sequence up to its last token that is learnt. `calls` has the number of the call that each token is learnt
+    of."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -40,7 +41,7 @@ class _Sequence(msgspec.Struct, frozen=True):
 
 
 class EpisodeSequences(msgspec.Struct, frozen=True):
-    """An ended episode as the sequences of a group. There is none for a line of which nothing is learnt."""
+    """An ended episode as the sequences of a group. There is none for a sequence of which nothing is learnt."""
 
     episode: GroupedEpisode
     sequences: list[_Sequence]
@@ -51,7 +52,9 @@ def sequences_of(episode: GroupedEpisode) -> EpisodeSequences:
 
     Raises `ValueError`, with a sentence, for an episode that cannot be in a group, whatever the others are.
     """
-    found = (_sequence(line, episode.records) for line in lines_of(episode.records, episode.context).lines)
+    found = (
+        _sequence(sequence, episode.records) for sequence in call_sequences(episode.records, episode.context).sequences
+    )
     given = episode.call_rewards
     if given is not None and len(given) != len(episode.records):
         raise ValueError(f"{len(given)} call rewards for {len(episode.records)} calls")
@@ -60,26 +63,26 @@ def sequences_of(episode: GroupedEpisode) -> EpisodeSequences:
 
 def group_of_episodes(
     played: Sequence[EpisodeSequences], estimator: Estimator = Estimator.DR_GRPO, normalise_std: bool = True
-) -> ScoredGroup:
-    """Return episodes as a group. Its sequences keep the order of the episodes, and are as many as their lines.
+) -> RolloutGroup:
+    """Return episodes as a group. Its sequences keep the order of the episodes, and are as many as their sequences.
 
-    Where an episode has several lines, or rewards of its calls, the group has the advantages that `estimator` gives to
-    their tokens, since scores alone would count such an episode several times. Raises `ValueError`, with a sentence,
+    Where an episode has several sequences, or rewards of its calls, the group has the advantages that `estimator` gives
+    to their tokens, since scores alone would count such an episode several times. Raises `ValueError`, with a sentence,
     where nothing of any of them is learnt.
     """
     episodes, found = [each.episode for each in played], [each.sequences for each in played]
-    sequences = [each for lines in found for each in lines]
+    sequences = [each for of_episode in found for each in of_episode]
     if not sequences:
         raise ValueError("no token of its episodes is learnt: none was sampled, or all at temperature 0")
     rows = [[token if call >= 0 else NOT_TRAINED for token, call in zip(s.tokens, s.calls)] for s in sequences]
-    is_plain = all(len(lines) == 1 for lines in found) and all(each.call_rewards is None for each in episodes)
+    is_plain = all(len(of_episode) == 1 for of_episode in found) and all(each.call_rewards is None for each in episodes)
     warm = [each.temperature for each in sequences]
     messages = [each.messages for each in sequences]
-    return ScoredGroup(
+    return RolloutGroup(
         lengths=pack_ints([len(each.tokens) for each in sequences]),
         tokens=pack_ints([token for each in sequences for token in each.tokens]),
         masks=pack_ints([mask for row in rows for mask in row]),
-        scores=PackedFloats.of([each.reward for each, lines in zip(episodes, found) for _ in lines]),
+        scores=PackedFloats.of([each.reward for each, of_episode in zip(episodes, found) for _ in of_episode]),
         advantages=None if is_plain else _advantages(episodes, found, estimator, normalise_std),
         inference_logprobs=PackedFloats.of([logprob for each in sequences for logprob in each.logprobs]),
         overrides=b"" if set(warm) == {1.0} else _encode([{TEMPERATURE: each} for each in warm]),
@@ -87,12 +90,12 @@ def group_of_episodes(
     )
 
 
-def _sequence(line: CallLine, records: Sequence[CallRecord]) -> _Sequence | None:
-    tokens = unpack_tokens(line.tokens)
+def _sequence(sequence: CallSequence, records: Sequence[CallRecord]) -> _Sequence | None:
+    tokens = unpack_tokens(sequence.tokens)
     logprobs, calls = [NO_LOGPROB] * len(tokens), [-1] * len(tokens)
     temperatures: set[float] = set()
     messages: list[dict[str, Any]] = []
-    for span in line.spans:
+    for span in sequence.spans:
         messages += [*records[span.call].messages, choice_of(records, span).message or {}]
         if span.learnt:
             calls[span.start : span.end] = [span.call] * (span.end - span.start)
@@ -107,7 +110,7 @@ def _sequence(line: CallLine, records: Sequence[CallRecord]) -> _Sequence | None
         raise ValueError(f"calls of one conversation were sampled at {len(temperatures)} temperatures")
     learnt = [call >= 0 for call in calls]
     if not all(map(isfinite, compress(logprobs, learnt))):
-        raise LogCorrupted(f"call {records[line.spans[-1].call].id}: a sampled token's logprob is not finite")
+        raise LogCorrupted(f"call {records[sequence.spans[-1].call].id}: a sampled token's logprob is not finite")
     logprobs = [logprob if is_learnt else NO_LOGPROB for logprob, is_learnt in zip(logprobs, learnt)]
     return _Sequence(tokens[:end], logprobs[:end], calls[:end], temperatures.pop(), messages)
 
@@ -121,8 +124,8 @@ def _advantages(
     return PackedFloats.of(
         [
             given[call] if call >= 0 else 0.0
-            for given, lines in zip(advantages, found, strict=True)
-            for each in lines
+            for given, of_episode in zip(advantages, found, strict=True)
+            for each in of_episode
             for call in each.calls
         ]
     )

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from bombus.errors import BombusError
-from bombus.host.process import free_port, kill
+from bombus.machine.process import free_port, kill
 from bombus.private import private_folder
 
 READY_S = 180.0

@@ -1,1 +1,1 @@
-"""Environments: the worlds that agents act in, and what runs an agent in one of them."""
+"""Environments that agents act in, and what runs an agent in one of them."""

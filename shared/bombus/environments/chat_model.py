@@ -13,8 +13,8 @@ import msgspec
 
 from bombus.environments.kinds import MessageDict, ToolCall, ToolSchema
 from bombus.errors import FOREIGN_TEXT_MAX, Code, in_one_line
-from bombus.host.certificates import certificates
-from bombus.host.host_names import is_loopback
+from bombus.machine.certificates import certificates
+from bombus.machine.host_names import is_loopback
 from bombus.sdk.errors import InfraError
 
 log = logging.getLogger("bombus")
@@ -101,19 +101,19 @@ class OutageWarnings:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._failing_since: float | None = None
-        self._is_told = False
+        self._has_warned = False
 
     def answered(self) -> None:
         """Forget the failures so far."""
-        self._failing_since, self._is_told = None, False
+        self._failing_since, self._has_warned = None, False
 
     def asked_again(self, why: str) -> None:
         """Warn if calls have failed for a second, and no warning has been given."""
         now = self._clock()
         if self._failing_since is None:
             self._failing_since = now
-        if not self._is_told and now - self._failing_since >= QUIET_S:
-            self._is_told = True
+        if not self._has_warned and now - self._failing_since >= QUIET_S:
+            self._has_warned = True
             log.warning("the model's server does not answer, and is asked again: %s", why)
 
 

@@ -112,17 +112,17 @@ def _copied(value: Any) -> Any:
 
 
 class AgentEnvironment(Protocol):
-    """One world for one agent at a time. After an `InfraError` of any method it is not used again."""
+    """One environment for one agent at a time. After an `InfraError` of any method it is not used again."""
 
     async def open(self, task: Task) -> Opening:
-        """Make the world new for a task, and return how its episode begins."""
+        """Make the environment new for a task, and return how its episode begins."""
         ...
 
     async def call(self, call: ToolCall) -> ToolOutcome:
         """Carry out a call. A tool that fails gives an outcome with `failed`, and does not raise.
 
-        A call that takes too long is cancelled. Where the world cannot be used after that, the next use of it raises
-        `EnvironmentLost`.
+        A call that takes too long is cancelled. Where the environment cannot be used after that, the next use of it
+        raises `EnvironmentLost`.
         """
         ...
 
@@ -135,7 +135,7 @@ class AgentEnvironment(Protocol):
         ...
 
     async def close(self) -> None:
-        """Give up the world. Closing again does nothing."""
+        """Give up the environment. Closing again does nothing."""
         ...
 
 

@@ -20,7 +20,7 @@ def load_class(name: str) -> type:
     """Return the class that `module:Class` names; modules of the working directory are found too. Raises `Refused`."""
     module, _, attribute = name.partition(":")
     if not module or not attribute:
-        raise Refused(Code.BAD_CONFIG, f"{name!r} is not the name of a class: write module:Class, as in worlds:Counter")
+        raise Refused(Code.BAD_CONFIG, f"{name!r} is not the name of a class: write module:Class, as in my_env:Counter")
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)

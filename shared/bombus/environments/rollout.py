@@ -54,8 +54,8 @@ class WrongTask(BombusError):
     """A task has something in it that no rollout can use."""
 
 
-class JointCredentials(Protocol):
-    """The credentials of a joint episode: those of one engine's episode for each role."""
+class MultiModelCredentials(Protocol):
+    """The credentials of a multi-model episode: those of one engine's episode for each role."""
 
     @property
     def credentials(self) -> Mapping[str, Credentials]: ...
@@ -120,7 +120,7 @@ def _reward_of(calls: Sequence[RewardedCall], whole: float) -> float | dict[str,
 
 
 class Rollout:
-    """Plays an environment with a model, one episode at each call: `client.run_group(task, Rollout(World), 8)`.
+    """Plays an environment with a model, one episode at each call: `client.run_group(task, Rollout(Counter), 8)`.
 
     `environment` is a plain class, or a function (perhaps `async`) that makes an instance of one, or of any other
     `AgentEnvironment`. Each episode has its own. `sampling` has fields of every request, such as `temperature`.
@@ -154,12 +154,13 @@ class Rollout:
         """Play one episode, and return its outcome. Raises `InfraError` for one that was aborted."""
         return (await self.play(task, credentials)).output()
 
-    async def joint(self, task: Task, joint: JointCredentials) -> dict[str, WorkflowOutput]:
-        """Play one joint episode, whose roles are those of the class's agents, each with the model of its own engine.
+    async def multi_model(self, task: Task, episode: MultiModelCredentials) -> dict[str, WorkflowOutput]:
+        """Play one multi-model episode, whose roles are those of the class's agents, each with the model of its own
+        engine.
 
         Returns the outcome of each role. Raises `InfraError` for one that was aborted.
         """
-        roles = joint.credentials
+        roles = episode.credentials
         return (await self._played(task, None, None, roles)).outputs(roles)
 
     async def play(
@@ -193,10 +194,10 @@ class Rollout:
                 await stack.enter_async_context(model)
             models = {role: await stack.enter_async_context(self._model(one)) for role, one in roles.items()}
             try:
-                world = environment or await self._made(limits)
                 if environment is None:
-                    stack.push_async_callback(self._close, world, limits)
-                limits.result = await self._result(world, task, lambda role: models.get(role, model), limits)
+                    environment = await self._made(limits)
+                    stack.push_async_callback(self._close, environment, limits)
+                limits.result = await self._result(environment, task, lambda role: models.get(role, model), limits)
             except ModelRefused as error:
                 named = beginning_refused(error, self.budgets.tokens_max) if error.is_too_long else error
                 limits.result = _aborted(limits.transcript, named)
@@ -209,37 +210,39 @@ class Rollout:
 
     async def _result(
         self,
-        world: AgentEnvironment,
+        environment: AgentEnvironment,
         task: Task,
         model_of: Callable[[str], ChatModel | None],
         limits: "_MethodLimits",
     ) -> RolloutResult:
-        if isinstance(world, PlainEnvironment):
-            await limits.within(self.budgets.setup_s, world.world.make(), "making the environment")
-            if world.world.has_play:
-                return await self._play(world, model_of, task, limits)
+        if isinstance(environment, PlainEnvironment):
+            await limits.within(self.budgets.setup_s, environment.plain.make(), "making the environment")
+            if environment.plain.has_play:
+                return await self._play(environment, model_of, task, limits)
         model = model_of("")
         if model is None:
-            raise TypeError("only a class with `play` has agents for the roles of a joint episode")
-        loop = _ToolLoop(world, model, self.budgets, task, limits)
+            raise TypeError("only a class with `play` has agents for the roles of a multi-model episode")
+        loop = _ToolLoop(environment, model, self.budgets, task, limits)
         return RolloutResult(transcript=limits.transcript, scores=await loop.run())
 
     async def _play(
         self,
-        world: PlainEnvironment,
+        environment: PlainEnvironment,
         model_of: Callable[[str], ChatModel | None],
         task: Task,
         limits: "_MethodLimits",
     ) -> RolloutResult:
         budgets, transcript = self.budgets, limits.transcript
-        play = Play(world.world, task, budgets, transcript)
+        play = Play(environment.plain, task, budgets, transcript)
 
         async def ask(
             role: str, messages: Sequence[MessageDict], tools: Sequence[ToolSchema], max_tokens: int | None
         ) -> ChatAnswer:
             model = model_of(role)
             if model is None:
-                raise ValueError(f"the joint episode has no role {role!r}: name it among the engines of the claim")
+                raise ValueError(
+                    f"the multi-model episode has no role {role!r}: name it among the engines of the claim"
+                )
             room = max(1, budgets.tokens_max - _tokens_guessed(messages))
             return await model.ask(
                 messages,
@@ -271,9 +274,9 @@ class Rollout:
             return PlainEnvironment(make)
         return await limits.within(self.budgets.setup_s, _made_by(make), "making the environment")
 
-    async def _close(self, world: AgentEnvironment, limits: "_MethodLimits") -> None:
+    async def _close(self, environment: AgentEnvironment, limits: "_MethodLimits") -> None:
         try:
-            await limits.within(self.budgets.setup_s, world.close(), "closing the environment")
+            await limits.within(self.budgets.setup_s, environment.close(), "closing the environment")
         except Exception as error:  # the episode is over, and its reward is known
             log.warning("an environment was not closed in order: %s", in_one_line(error))
 
@@ -320,13 +323,13 @@ class _ToolLoop:
 
     def __init__(
         self,
-        world: AgentEnvironment,
+        environment: AgentEnvironment,
         model: ChatModel,
         budgets: RolloutBudgets,
         task: Task,
         limits: _MethodLimits,
     ) -> None:
-        self._world = world
+        self._environment = environment
         self._model = model
         self._budgets = budgets
         self._task = task
@@ -341,7 +344,7 @@ class _ToolLoop:
         """Play to the end, and return the scores. Raises `InfraError`."""
         budgets, transcript = self._budgets, self._transcript
         described = tools_of_task(self._task)
-        opening = await self._within(self._world.open(self._task), "making the environment new")
+        opening = await self._within(self._environment.open(self._task), "making the environment new")
         named = {tool.name: tool for tool in [*opening.tools, *described]}
         self._tools = list(named.values())
         self._say(opening.messages)
@@ -349,7 +352,7 @@ class _ToolLoop:
         transcript.status = await self._turns()
         if not transcript.turns:
             raise never_answered(budgets.episode_s)
-        return await self._within(self._world.score(transcript), "scoring the environment")
+        return await self._within(self._environment.score(transcript), "scoring the environment")
 
     async def _turns(self) -> RolloutStatus:
         transcript, budgets = self._transcript, self._budgets
@@ -399,7 +402,7 @@ class _ToolLoop:
         self._uncounted += messages
 
     async def _is_over(self) -> bool:
-        return await self._within(self._world.is_over(self._transcript), "asking whether it is over")
+        return await self._within(self._environment.is_over(self._transcript), "asking whether it is over")
 
     async def _within(self, work: Awaitable[T], what: str) -> T:
         return await self._limits.within(self._budgets.setup_s, work, what)
@@ -431,21 +434,22 @@ class _ToolLoop:
 
     @property
     def _at_once(self) -> int:
-        """How many calls may run at once. In a world that does one at a time, the time of the others has not begun."""
-        return self._budgets.tools_at_once if getattr(self._world, "tools_run_together", False) else 1
+        """How many calls may run at once. In an environment that does one at a time, the time of the others has not
+        begun."""
+        return self._budgets.tools_at_once if getattr(self._environment, "tools_run_together", False) else 1
 
     async def _outcome(self, call: ToolCall, over_at: float) -> ToolOutcome:
         """Carry out a call. One that has begun and cannot be cancelled has all of its time, whatever is left of the
-        turn and of the episode: to cut it would lose its world, and the episode with it."""
+        turn and of the episode: to cut it would lose its environment, and the episode with it."""
         limit_s, left_s = self._budgets.tool_s, over_at - _now()
         if left_s <= 0:
             return ToolOutcome(text="it was not carried out: the time for this answer's tools was over", failed=True)
-        if isinstance(self._world, PlainEnvironment) and self._world.world.can_cancel(call.name):
+        if isinstance(self._environment, PlainEnvironment) and self._environment.plain.can_cancel(call.name):
             limit_s = min(limit_s, left_s)
         left: list[str] = []
         try:
             async with asyncio.timeout(limit_s):
-                return await contained(self._world.call(call), lambda: left.append(call.name))
+                return await contained(self._environment.call(call), lambda: left.append(call.name))
         except TimeoutError as error:
             if left:
                 raise went_on(call.name) from error
@@ -479,10 +483,10 @@ async def _made_by(make: Callable[[], Any]) -> AgentEnvironment:
     async with AsyncExitStack() as stack:
         environment = PlainEnvironment(lambda: make())
         stack.push_async_callback(environment.close)
-        if is_environment(await environment.world.instance()):
-            found: Any = await environment.world.give_away()
+        if is_environment(await environment.plain.instance()):
+            found: Any = await environment.plain.give_away()
             return found  # type: ignore[no-any-return]
-        await environment.world.make()
+        await environment.plain.make()
         stack.pop_all()
         return environment
 

@@ -21,7 +21,7 @@ from bombus.weights.models import hub_name
 CARD = "README.md"
 WRITTEN_BY = "# Written by `bombus export`."
 REWARDS_SHOWN = 20
-SHARE_TOLD = 0.001  # of an adapter that merging rounds away
+SHARE_SHOWN = 0.001  # of an adapter that merging rounds away
 TEXT_CHARS_MAX = 200  # of a setting that is shown
 
 
@@ -182,7 +182,7 @@ def _origin(run: LoggedRun, number: int, exported: ExportedFiles) -> Iterator[st
             f"The log has this version as an adapter with sha256 `{weights.sha256}`, for a model whose file has sha256 "
             f"`{weights.adapter_of.sha256}`."
         )
-    if exported.share_lost >= SHARE_TOLD:
+    if exported.share_lost >= SHARE_SHOWN:
         yield (
             f"Merging has rounded away {exported.share_lost:.1%} of what the adapter adds, measured as a norm; "
             "`bombus export --merged --float32` keeps all of it."

@@ -78,8 +78,8 @@ def _engine_started(event: ev.EngineStarted) -> str:
 def _episode_claimed(event: ev.EpisodeClaimed) -> str:
     task = f", task {event.task_hint}" if event.task_hint else ""
     weights = "" if event.sampler is None else f", from {event.sampler.checkpoint or 'the base'}"
-    joint = f", together with {' and '.join(map(_some, event.partners.values()))}" if event.partners else ""
-    return f"{event.client} claimed {_some(event.episodes)} ({event.type}{task}{weights}{joint})"
+    multi = f", together with {' and '.join(map(_some, event.partners.values()))}" if event.partners else ""
+    return f"{event.client} claimed {_some(event.episodes)} ({event.type}{task}{weights}{multi})"
 
 
 def _calls_noted(event: ev.CallsNoted) -> str:
@@ -112,7 +112,7 @@ def _group_dropped(event: ev.GroupDropped) -> str:
 
 def _batch_ready(event: ev.BatchReady) -> str:
     if event.taken:
-        return f"batch of step {event.step}: {_count(len(event.taken), 'scored group')}"
+        return f"batch of step {event.step}: {_count(len(event.taken), 'rollout group')}"
     episodes = sum(len(group.episodes) for group in event.groups)
     return f"batch of step {event.step}: {_count(len(event.groups), 'group')}, {_count(episodes, 'episode')}"
 
@@ -139,7 +139,7 @@ def why_quarantined(event: ev.ReplicaQuarantined) -> str:
     return f"{what} version {event.version}: {event.reason}"
 
 
-def _model_remaking(event: ev.ModelRemaking) -> str:
+def _model_rebuilding(event: ev.ModelRebuilding) -> str:
     if event.over:
         return f"trainer {event.trainer_epoch} is through with making model {event.model} again"
     what = f"executes operation {event.number} of {event.model} again" if event.number else f"makes {event.model} again"
@@ -175,7 +175,7 @@ def _environment_joined(event: ev.EnvironmentJoined) -> str:
 def _groups_pushed(event: ev.GroupsPushed) -> str:
     sequences = sum(group.sequences for group in event.groups)
     tokens = sum(group.tokens for group in event.groups)
-    return f"{len(event.groups)} scored groups of {sequences} sequences and {tokens} tokens"
+    return f"{len(event.groups)} rollout groups of {sequences} sequences and {tokens} tokens"
 
 
 def _groups_given_up(event: ev.GroupsGivenUp) -> str:
@@ -184,7 +184,7 @@ def _groups_given_up(event: ev.GroupsGivenUp) -> str:
 
 
 def _groups(count: int) -> str:
-    return f"{count} scored {'group' if count == 1 else 'groups'}"
+    return f"{count} rollout {'group' if count == 1 else 'groups'}"
 
 
 # ---- all kinds, by their groups -----------------------------------------------------------------------------------
@@ -221,8 +221,10 @@ _engine(
 _engine(ev.CompactionFailed, lambda event: f"the log could not be compacted: {event.why}", trouble=True)
 _engine(ev.StreamWentBack, lost_text, trouble=True)
 _engine(
-    ev.MessageSetAside,
-    lambda event: f"{event.message} {event.id} of {event.about} could not be decided and was set aside: {event.why}",
+    ev.MessageDeadLettered,
+    lambda event: (
+        f"{event.message} {event.id} of {event.about} could not be decided and became a dead letter: {event.why}"
+    ),
     trouble=True,
 )
 _engine(ev.StorageFreed, lambda event: f"room again: {byte_size(event.size - event.used)} of {event.what}")
@@ -291,14 +293,14 @@ _training(
     ev.ModelSuspended,
     lambda event: f"model {event.model} waits: {event.why}" if event.why else f"model {event.model} goes on",
 )
-_training(ev.ModelRemaking, _model_remaking)
+_training(ev.ModelRebuilding, _model_rebuilding)
 _training(ev.OperationAccepted, _operation_accepted)
 _training(
     ev.OperationBegun,
     lambda event: f"operation {event.number} of {event.model} is begun by trainer {event.trainer_epoch}",
 )
 _training(ev.OperationCompleted, _operation_completed)
-_training(ev.ModelCovered, lambda event: f"model {event.model} can go on after operation {event.number}")
+_training(ev.ModelCheckpointed, lambda event: f"model {event.model} can go on after operation {event.number}")
 _weights(ev.WeightsKept, _weights_kept)
 _weights(
     ev.WeightsRemoved,
@@ -319,10 +321,10 @@ _engine(ev.EnvironmentLeft, lambda event: f"environment {event.environment} has 
 _episodes(ev.GroupsPushed, _groups_pushed)
 _batches(ev.BatchHandedOut, lambda event: f"batch {event.number} handed out, of {len(event.groups)} groups")
 _batches(ev.BatchDelivered, lambda event: f"batch {event.number} delivered")
-_batches(ev.GroupsReset, lambda event: "all scored groups and environments are forgotten")
+_batches(ev.GroupsReset, lambda event: "all rollout groups and environments are forgotten")
 _batches(ev.GroupsGivenUp, _groups_given_up, trouble=True)
 _engine(ev.BodiesMoved, lambda event: f"the bodies of {_groups(len(event.moved))} that wait are stored once more")
-_engine(ev.TrajectoriesReleased, lambda event: f"scored groups before {event.below} are not needed any more")
+_engine(ev.TrajectoriesReleased, lambda event: f"rollout groups before {event.below} are not needed any more")
 _engine(ev.OperationsReleased, lambda event: f"operations before {event.below} are not needed any more")
 _weights(
     ev.EndpointAdded,

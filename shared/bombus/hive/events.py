@@ -29,7 +29,7 @@ class AbortReason(StrEnum):
     ENGINE_STOPPED = "engine_stopped"
     SUPERSEDED = "superseded"  # the drain deadline passed
     INFRA = "infra"  # an infrastructure failure: no reward, not in its group's statistics
-    JOINT = "joint"  # another episode of its joint episode was aborted
+    MULTI_MODEL = "joint"  # another episode of its multi-model episode was aborted
     SILENT = "silent"  # its client, which touches, was not heard from for too long
     CROWDED = "crowded"  # its key pinned more than its share of a full stream of calls
 
@@ -39,7 +39,7 @@ class DropReason(StrEnum):
     STALE = "stale"
     OVERFLOW = "overflow"
     UNTAKEN = "untaken"  # of a run of operations: its client did not take it in time
-    UNFIT = "unfit"  # of a run of trajectories: it cannot be a scored group
+    UNFIT = "unfit"  # of a run of trajectories: it cannot be a rollout group
 
 
 class RunKind(StrEnum):
@@ -83,13 +83,13 @@ class Method(StrEnum):
     ALL_CLIENTS_AGREE = "rollout_until_all_clients_agree_sync_weight"
 
 
-class Tenancy(msgspec.Struct, frozen=True, kw_only=True):
+class OperationLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The limits of training operations on an engine, and for how long what nobody uses is kept."""
 
     sessions_max: int = 256
     models_max: int = 16
     waiting_max: int = 256  # operations of one model
-    operations_max: int = 4096  # of one model, with those that were executed and no cover has
+    operations_max: int = 4096  # of one model, with those that were executed and no recovery checkpoint has
     bodies_bytes_max: int = 512 << 20  # of operations that wait, and of those that no checkpoint covers
     results_bytes_max: int = 256 << 20  # beyond which the oldest results are dropped
     results_s: float = 3600.0  # for which results can be read after their session has ended
@@ -120,9 +120,10 @@ class Collection(msgspec.Struct, frozen=True, kw_only=True):
     replay_steps: int = 1000  # steps whose calls are kept for replay while there is room (R12)
     resume: str = "never"  # which checkpoint a new run begins at: never, auto, or "from VERSION"
     checkpoints_kept: int = 2
-    tenancy: Tenancy = Tenancy()
-    scored_groups: bool = False  # the job trains what environments have scored
-    episode_groups: bool = False  # its episodes become scored groups, and batches are made of these
+    operations: OperationLimits = msgspec.field(default=OperationLimits(), name="tenancy")
+    # The job trains what environments have scored.
+    rollout_groups: bool = msgspec.field(default=False, name="scored_groups")
+    episode_groups: bool = False  # its episodes become rollout groups, and batches are made of these
 
     @property
     def episode_target(self) -> int:
@@ -300,9 +301,9 @@ class EpisodeClaimed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
     """One claim was granted: one episode or a whole group. `version` is the policy version at the claim.
 
     `owner` is the name of the client's key, "" where it has none, and `admin` says that it is the hive's own. Only in a
-    run of operations is there a `sampler`.
-    Those of joint episodes have `partners` on other engines, which are claimed in the same decision: by engine, in the
-    order of `episodes`. `touches`: the client shows that it lives for as long as it holds them.
+    run of operations is there a `sampler`. Those of multi-model episodes have `partners` on other engines, which are
+    claimed in the same decision: by engine, in the order of `episodes`. `touches`: the client shows that it lives for
+    as long as it holds them.
     """
 
     run: int
@@ -332,7 +333,7 @@ class NotedCall(msgspec.Struct, frozen=True, array_like=True):
     status: CallStatus = CallStatus.COMPLETE
     late: bool = False
     merged: bool = False  # it extended an earlier call of its episode token for token
-    masked: bool = False  # a side call of its harness, which the job does not train
+    masked: bool = False  # an auxiliary call of its harness, which the job does not train
     incomplete: bool = False  # a part of its conversation, such as an image, was left out of its prompt
     bytes: int = 0  # that its record takes in the stream `calls`
 
@@ -347,8 +348,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     On the log it has no `calls`: they are those that were noted before it as complete, which the fold has. Events of
     older versions list them. `call_rewards`, when given, has a reward for each that is not masked, in order, and
-    `reward` is their mean. `digest` is that of the report: for a joint episode, of the results of all its episodes.
-    `data_set` names the set that the task is of, "" where the client does not say.
+    `reward` is their mean. `digest` is that of the report: for a multi-model episode, of the results of all its
+    episodes. `data_set` names the set that the task is of, "" where the client does not say.
     """
 
     episode: str
@@ -425,8 +426,8 @@ class BatchGroup(msgspec.Struct, frozen=True, kw_only=True):
 class BatchReady(Event, frozen=True, kw_only=True, omit_defaults=True, tag="batch.ready"):
     """The batch of optimizer step `step` is sealed, which trains policy version `step - 1` into version `step`.
 
-    In a run of trajectories it is `taken` from the queue of scored groups, by their numbers. On the log it does not
-    have them as `scored`: the fold takes them from the queue.
+    In a run of trajectories it is `taken` from the queue of rollout groups, by their numbers. On the log it does not
+    have them as `rollout_groups`: the fold takes them from the queue.
     """
 
     run: int
@@ -434,7 +435,7 @@ class BatchReady(Event, frozen=True, kw_only=True, omit_defaults=True, tag="batc
     groups: tuple[BatchGroup, ...]
     config_digest: str
     taken: tuple[int, ...] = ()
-    scored: tuple[QueuedGroup, ...] = ()
+    rollout_groups: tuple[QueuedGroup, ...] = msgspec.field(default=(), name="scored")
 
 
 class TrainerOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.opened"):
@@ -559,7 +560,7 @@ class ReplicaQuarantined(Event, frozen=True, kw_only=True, omit_defaults=True, t
 class SessionOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="session.opened"):
     """A client of training operations has come. It is taken for gone after `idle_s` without a sign of life.
 
-    `owner` is the name of its key, "" where it has none; `door` is what the gateway wants to remember of its dialect.
+    `owner` is the name of its key, "" where it has none; `dialect` is what the gateway wants to remember of it.
     One `for_model` ends when it has no model any more, or gets none. One of the hive's own `admin` key has a share of
     its own.
     """
@@ -567,7 +568,7 @@ class SessionOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="s
     session: str
     idle_s: float
     owner: str = ""
-    door: str = ""
+    dialect: str = msgspec.field(default="", name="door")
     metadata: dict[str, Any] = {}
     for_model: bool = False
     admin: bool = False
@@ -628,12 +629,12 @@ class ModelSuspended(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
     why: str = ""
 
 
-class ModelRemaking(Event, frozen=True, kw_only=True, omit_defaults=True, tag="model.remaking"):
-    """A trainer makes a model again, from its cover and by what was executed since.
+class ModelRebuilding(Event, frozen=True, kw_only=True, omit_defaults=True, tag="model.remaking"):
+    """A trainer makes a model again, from its recovery checkpoint and by what was executed since.
 
     Where a trainer before it has begun that and has ended, each `number` is said before it is executed again, the
-    cover's for the cover itself. What several trainers have not survived is left alone from then on
-    (`Tenancy.executions_max`). `over`: the trainer has lived through it.
+    checkpoint's for the checkpoint itself. What several trainers have not survived is left alone from then on
+    (`OperationLimits.executions_max`). `over`: the trainer has lived through it.
     """
 
     run: int
@@ -672,7 +673,7 @@ class OperationAccepted(Event, frozen=True, kw_only=True, omit_defaults=True, ta
 class OperationBegun(Event, frozen=True, kw_only=True, omit_defaults=True, tag="operation.begun"):
     """A trainer begins to execute an operation, the first one of its model that it executes.
 
-    One that was begun several times by trainers that have ended fails (`Tenancy.executions_max`).
+    One that was begun several times by trainers that have ended fails (`OperationLimits.executions_max`).
     """
 
     run: int
@@ -721,7 +722,7 @@ class OperationCompleted(Event, frozen=True, kw_only=True, omit_defaults=True, t
     loaded: str = ""
 
 
-class ModelCovered(Event, frozen=True, kw_only=True, omit_defaults=True, tag="model.covered"):
+class ModelCheckpointed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="model.covered"):
     """A trainer has written a checkpoint of a model from which it can go on after operation `number`."""
 
     run: int
@@ -825,7 +826,7 @@ class OperationsReleased(Event, frozen=True, kw_only=True, omit_defaults=True, t
     models: tuple[ModelFloor, ...] = ()
 
 
-# ---- scored trajectories --------------------------------------------------------------------------------------
+# ---- rollout groups --------------------------------------------------------------------------------------
 
 
 class TrainerRegistered(Event, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.registered"):
@@ -880,7 +881,7 @@ class EnvironmentLeft(Event, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class GroupsPushed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="groups.pushed"):
-    """Scored groups wait for a batch, in this order after all that were pushed before.
+    """Rollout groups wait for a batch, in this order after all that were pushed before.
 
     Their bodies are in the stream `trajectories`. A push of the same `key` soon after is the same one. A group that was
     made of ended `episodes` of this run takes them from the pool, and was queued at this policy `version`.
@@ -955,7 +956,7 @@ class TrajectoriesReleased(Event, frozen=True, kw_only=True, omit_defaults=True,
     holders: tuple[HolderFloor, ...] = ()
 
 
-class MessageSetAside(Event, frozen=True, kw_only=True, omit_defaults=True, tag="message.set_aside"):
+class MessageDeadLettered(Event, frozen=True, kw_only=True, omit_defaults=True, tag="message.set_aside"):
     """An inbox message could not be decided, by a fault of bombus, and the next one was read."""
 
     message: str  # its kind
@@ -1048,11 +1049,11 @@ AnyEvent = (
     | ModelOpened
     | ModelClosed
     | ModelSuspended
-    | ModelRemaking
+    | ModelRebuilding
     | OperationAccepted
     | OperationBegun
     | OperationCompleted
-    | ModelCovered
+    | ModelCheckpointed
     | WeightsKept
     | WeightsRemoved
     | EndpointAdded
@@ -1073,7 +1074,7 @@ AnyEvent = (
     | TrajectoriesReleased
     | StorageFilled
     | StorageFreed
-    | MessageSetAside
+    | MessageDeadLettered
     | LogCompacted
     | CompactionFailed
     | StreamWentBack

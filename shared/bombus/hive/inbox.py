@@ -91,8 +91,8 @@ class Claim(Message, frozen=True, kw_only=True, omit_defaults=True, tag="claim")
         return share_name(self.owner, self.admin)
 
 
-class JointClaim(Claim, frozen=True, kw_only=True, omit_defaults=True, tag="claim_joint"):
-    """Claim `count` joint episodes, of one episode on each of `engines`, all or none. It is about the hive."""
+class MultiModelClaim(Claim, frozen=True, kw_only=True, omit_defaults=True, tag="claim_joint"):
+    """Claim `count` multi-model episodes, of one episode on each of `engines`, all or none. It is about the hive."""
 
     engines: tuple[str, ...]
 
@@ -120,15 +120,15 @@ class End(Message, frozen=True, kw_only=True, omit_defaults=True, tag="end"):
     client_active: bool = True
 
 
-class JointEnd(Message, frozen=True, kw_only=True, omit_defaults=True, tag="end_joint"):
-    """End joint episodes, all or none: each with a result for every one of its engines. It is about the hive."""
+class MultiModelEnd(Message, frozen=True, kw_only=True, omit_defaults=True, tag="end_joint"):
+    """End multi-model episodes, all or none: each with a result for every one of its engines. It is about the hive."""
 
     client: str
     results: tuple[dict[str, EpisodeResult], ...]
 
 
 class Abort(Message, frozen=True, kw_only=True, omit_defaults=True, tag="abort"):
-    """Abort episodes. With one of a joint episode, its partners are aborted too."""
+    """Abort episodes. With one of a multi-model episode, its partners are aborted too."""
 
     client: str
     episodes: tuple[str, ...]
@@ -163,7 +163,7 @@ class OpenSession(Message, frozen=True, kw_only=True, omit_defaults=True, tag="o
     session: str
     idle_s: float = 0.0
     owner: str = ""
-    door: str = ""
+    dialect: str = msgspec.field(default="", name="door")
     metadata: dict[str, Any] = {}
     for_model: bool = False
     admin: bool = False
@@ -287,7 +287,7 @@ class LeaveEnvironment(Message, frozen=True, kw_only=True, omit_defaults=True, t
 
 
 class PushGroups(Message, frozen=True, kw_only=True, omit_defaults=True, tag="push_groups"):
-    """Queue scored groups, all or none. Soon after a push of the same `key`, it is the same push.
+    """Queue rollout groups, all or none. Soon after a push of the same `key`, it is the same push.
 
     With bodies that have no sequences it asks whether they are to be stored: BODY_GONE says that they are.
     """
@@ -560,7 +560,7 @@ class ModelAway(Message, frozen=True, kw_only=True, omit_defaults=True, tag="mod
     why: str = ""
 
 
-class RemakesModel(Message, frozen=True, kw_only=True, omit_defaults=True, tag="model.remakes"):
+class RebuildsModel(Message, frozen=True, kw_only=True, omit_defaults=True, tag="model.remakes"):
     """A trainer is about to make a model again, or to execute its operation `number` again for that.
 
     `over`: it has lived through making the model again.
@@ -573,7 +573,7 @@ class RemakesModel(Message, frozen=True, kw_only=True, omit_defaults=True, tag="
     over: bool = False
 
 
-class CoverWritten(Message, frozen=True, kw_only=True, omit_defaults=True, tag="cover.written"):
+class CheckpointWritten(Message, frozen=True, kw_only=True, omit_defaults=True, tag="cover.written"):
     """A trainer has written a checkpoint of a model, from which it can go on after operation `number`."""
 
     run: int
@@ -616,7 +616,7 @@ class BodiesStored(Message, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class EpisodesGrouped(Message, frozen=True, kw_only=True, omit_defaults=True, tag="episodes.grouped"):
-    """The leader has made a scored group of ended episodes of one task, or says `why` it could not."""
+    """The leader has made a rollout group of ended episodes of one task, or says `why` it could not."""
 
     run: int
     episodes: tuple[str, ...]
@@ -660,9 +660,9 @@ AnyMessage = (
     | Stop
     | Resume
     | Claim
-    | JointClaim
+    | MultiModelClaim
     | End
-    | JointEnd
+    | MultiModelEnd
     | Abort
     | Take
     | AgreeSync
@@ -706,8 +706,8 @@ AnyMessage = (
     | OperationDone
     | OperationBegins
     | ModelAway
-    | RemakesModel
-    | CoverWritten
+    | RebuildsModel
+    | CheckpointWritten
     | OperationsStored
     | BatchSent
     | TrajectoriesStored
@@ -742,7 +742,7 @@ class Granted(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="grante
 
 
 class EngineGrant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The part of one engine in the grant of a joint claim."""
+    """The part of one engine in the grant of a multi-model claim."""
 
     engine: str
     run: int
@@ -750,8 +750,8 @@ class EngineGrant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     version: int
 
 
-class JointGranted(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="granted_joint"):
-    """The grant of a joint claim: joint episode n consists of the n-th episode of each engine."""
+class MultiModelGranted(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="granted_joint"):
+    """The grant of a multi-model claim: multi-model episode n consists of the n-th episode of each engine."""
 
     grants: tuple[EngineGrant, ...]
     claimed_ns: int
@@ -800,7 +800,7 @@ class Refusal(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="refusa
     why: str
 
 
-AnyAnswer = Done | Granted | JointGranted | Found | Accepted | Joined | Pushed | BatchTaken | Refusal
+AnyAnswer = Done | Granted | MultiModelGranted | Found | Accepted | Joined | Pushed | BatchTaken | Refusal
 
 _encoder = msgspec.msgpack.Encoder()
 _messages: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
@@ -818,7 +818,7 @@ def decode_message(body: bytes) -> AnyMessage:
         raise msgspec.DecodeError(f"{message.engine[:40]!r} is not the name of an engine")
     if isinstance(message, End) and not all(_is_plain(result.metadata) for result in message.results):
         raise msgspec.DecodeError(_NOT_PLAIN)
-    if isinstance(message, JointEnd):
+    if isinstance(message, MultiModelEnd):
         reported = [result for results in message.results for result in results.values()]
         if not all(_is_plain(result.metadata) for result in reported):
             raise msgspec.DecodeError(_NOT_PLAIN)

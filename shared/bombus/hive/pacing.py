@@ -4,7 +4,7 @@ Step s trains version s - 1, so a token of version v is trained at the age s - 1
 now come the batches whose weights no call uses yet, and those that the pool and the open episodes can still make. Their
 number is the age that its samples will have, unless the episode takes longer than the others.
 
-Where ended episodes become scored groups, those that are queued come before it too, and the bound is
+Where ended episodes become rollout groups, those that are queued come before it too, and the bound is
 `max_carry_staleness`.
 """
 
@@ -23,8 +23,8 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """The batches before an episode that is claimed now, and why it has to wait ("" when it does not)."""
 
     unfinished: int  # sealed batches whose weights the replicas do not serve yet, or an outside trainer does not have
-    sealable: int  # at most this many more can be made of the pool, the open episodes, and the queue of scored groups
-    max_staleness: int  # the bound; of a run that makes scored groups max_carry_staleness
+    sealable: int  # at most this many more can be made of the pool, the open episodes, and the queue of rollout groups
+    max_staleness: int  # the bound; of a run that makes rollout groups max_carry_staleness
     waits: str
 
 
@@ -98,11 +98,11 @@ def _is_idle(engine: EngineState) -> bool:
     return engine.version >= engine.step and not engine.open_tasks
 
 
-# ---- runs that make scored groups of episodes ---------------------------------------------------------------------
+# ---- runs that make rollout groups of episodes ---------------------------------------------------------------------
 
 
 def _pace_of_groups(engine: EngineState, count: int, task_hint: str) -> Pace:
-    """Return the pace where ended episodes become scored groups.
+    """Return the pace where ended episodes become rollout groups.
 
     No claim waits for ever for groups that fit no batch: what is queued counts in full only while a batch can be formed
     of it, or is being trained, or has not reached its outside trainer. Then the queue gets shorter.
@@ -110,7 +110,7 @@ def _pace_of_groups(engine: EngineState, count: int, task_hint: str) -> Pace:
     bound, handed = engine.collection.max_carry_staleness, engine.trajectories.batch
     unfinished = max(0, engine.step - engine.version) + (handed is not None and not handed.delivered)
     counts_queue = unfinished > 0 or may_form(engine.trajectories.queue)
-    sealable = _most_scored(engine, counts_queue, count - 1, task_hint)
+    sealable = _most_grouped(engine, counts_queue, count - 1, task_hint)
     nothing_comes = not counts_queue and not engine.open_tasks and not _sequences_played(engine)
     waits = ""
     if unfinished + sealable > bound and not nothing_comes:
@@ -128,7 +128,7 @@ def _has_made_its_last_step(engine: EngineState) -> bool:
     return engine.makes_steps and trainer is not None and engine.version >= trainer.num_steps
 
 
-def _most_scored(engine: EngineState, counts_queue: bool, more: int, task_hint: str) -> int:
+def _most_grouped(engine: EngineState, counts_queue: bool, more: int, task_hint: str) -> int:
     """Return how many batches come before an episode that is claimed now, of what is queued and of what is played.
 
     Groups of episodes share each batch with those of the environments that have some queued, by weight. A queue that

@@ -181,7 +181,8 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True, tag="call.v1", tag_f
     timings: Timings = Timings()
     trace: str = ""
     chat_template_kwargs: dict[str, bool | int | float | str] = {}  # the request's; only on a call without a parent
-    side_call: str = ""  # what the harness made the call for on its own account, such as `title`
+    # What the harness made the call for on its own account, such as `title`.
+    auxiliary_call: str = msgspec.field(default="", name="side_call")
     overridden: tuple[str, ...] = ()  # what its client asked for and did not get, such as `temperature`
     # The demands that its engine held all tokens of its answers to, such as `response_format`: logprobs are those of
     # what was left to choose from.

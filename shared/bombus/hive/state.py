@@ -14,13 +14,13 @@ import msgspec
 from bombus.hive import events as ev
 from bombus.hive.checkpoints import LeftRun, leave
 from bombus.hive.events import AbortReason, Collection, ConversationFormat, EpisodeType, NotedCall
+from bombus.hive.operations.state import TrainingClients
 from bombus.hive.pauses import Pause
 from bombus.hive.pins import StoredCalls, why_no_share
 from bombus.hive.records import BodyRef, CallRef, CallStatus
 from bombus.hive.rollouts import RolloutFigures
 from bombus.hive.shares import SHARED, share_name
 from bombus.hive.steps import SealedStep, lacking
-from bombus.hive.tenants.state import Tenants
 from bombus.hive.trajectories import queue as queues
 from bombus.hive.trajectories.queue import QueuedGroup
 from bombus.hive.trajectories.state import Trajectories
@@ -68,7 +68,7 @@ class Episode(msgspec.Struct, kw_only=True):
     owner: str = ""  # the name of its client's key
     admin: bool = False  # that key is the hive's own
     sampler: ev.SamplerWeights | None = None  # what its calls sample from, in a run of operations
-    partners: dict[str, str] = {}  # by engine: the other episodes of its joint episode, open for as long as it is
+    partners: dict[str, str] = {}  # by engine: the other episodes of its multi-model episode, open for as long as it is
     oldest: int | None = None  # the oldest policy version of its tokens that are trained
     touches: bool = False  # whether the client that holds it shows that it lives
 
@@ -81,7 +81,7 @@ class Episode(msgspec.Struct, kw_only=True):
         return [call for call in self.calls if call.status == CallStatus.COMPLETE]
 
     def trainable_calls(self) -> list[NotedCall]:
-        """Return the calls that are trained: the complete ones, without side calls that the job masks."""
+        """Return the calls that are trained: the complete ones, without auxiliary calls that the job masks."""
         return [call for call in self.complete_calls() if not call.masked]
 
 
@@ -170,7 +170,7 @@ class EvalStats(EvalFigures):
 
 
 class Counters(msgspec.Struct):
-    """Totals since the run began. `calls_merged` has none of `calls_masked`, which are side calls."""
+    """Totals since the run began. `calls_merged` has none of `calls_masked`, which are auxiliary calls."""
 
     claimed: int = 0
     ended: int = 0
@@ -246,7 +246,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     rollouts: list[RolloutFigures] = []  # those of the newest sealed batches, oldest first
     silent_steps: int = 0  # the newest steps in a row of which no group had a signal
     counters: Counters = msgspec.field(default_factory=Counters)
-    tenants: Tenants = msgspec.field(default_factory=Tenants)
+    clients: TrainingClients = msgspec.field(default_factory=TrainingClients)
     trajectories: Trajectories = msgspec.field(default_factory=Trajectories)
 
     @property
@@ -268,16 +268,16 @@ class EngineState(msgspec.Struct, kw_only=True):
     @property
     def makes_steps(self) -> bool:
         """Return whether our own trainer makes steps of the run's batches."""
-        return self.has_policy and (self.collection.scored_groups or not self.collection.episode_groups)
+        return self.has_policy and (self.collection.rollout_groups or not self.collection.episode_groups)
 
     @property
     def plays_episodes(self) -> bool:
         """Return whether episodes are claimed that play with the policy of a job."""
-        return self.has_policy and (self.collection.episode_groups or not self.collection.scored_groups)
+        return self.has_policy and (self.collection.episode_groups or not self.collection.rollout_groups)
 
     @property
     def queues_groups(self) -> bool:
-        """Return whether batches are made of a queue of scored groups: for our own trainer, or one outside.
+        """Return whether batches are made of a queue of rollout groups: for our own trainer, or one outside.
 
         An outside trainer needs no job. Those of a job come from environments, from ended episodes, or from both.
         """
@@ -285,24 +285,24 @@ class EngineState(msgspec.Struct, kw_only=True):
 
     @property
     def batches_from_queue(self) -> bool:
-        """Return whether batches of this run, or of the last one, are made of a queue of scored groups."""
+        """Return whether batches of this run, or of the last one, are made of a queue of rollout groups."""
         started, job = self.started, self.active  # asked for every message, several times
         if started is None or started.base:
             return False
         if not started.config_digest:
             return True
-        return job is not None and (job.collection.scored_groups or job.collection.episode_groups)
+        return job is not None and (job.collection.rollout_groups or job.collection.episode_groups)
 
     @property
     def groups_episodes(self) -> bool:
-        """Return whether ended episodes become scored groups."""
+        """Return whether ended episodes become rollout groups."""
         return self.active is not None and self.active.collection.episode_groups and self.has_policy
 
     def groups_needed(self) -> Iterator[QueuedGroup]:
-        """Yield the scored groups that can still be asked for, or trained again."""
+        """Yield the rollout groups that can still be asked for, or trained again."""
         yield from self.trajectories.needed()
         for step in self.steps if self.makes_steps else ():
-            yield from step.batch.scored
+            yield from step.batch.rollout_groups
 
     @property
     def collection(self) -> Collection:
@@ -345,7 +345,7 @@ class EngineState(msgspec.Struct, kw_only=True):
         One of operations waits for it to boot, and for what waits.
         """
         if self.serves_operations:
-            return self.phase == Phase.BOOTING or (self.tenants.waiting > 0 and not self.rest_wanted)
+            return self.phase == Phase.BOOTING or (self.clients.waiting > 0 and not self.rest_wanted)
         if self.queues_groups and not self.has_policy:
             return False
         return self.batch is not None or self.version < max(self.step, 0)
@@ -360,9 +360,9 @@ class EngineState(msgspec.Struct, kw_only=True):
         return leave(self.left, "" if self.active is None else self.active.config, self.kept)
 
     def lacks_format(self, run: int, found: ConversationFormat) -> bool:
-        """Return whether this way of reading the model is news.
+        """Return whether this way of reading the model is new.
 
-        Gateways report what is news, and the coordinator writes it: the two end together, whoever reports it. (With the
+        Gateways report what is new, and the coordinator writes it: the two end together, whoever reports it. (With the
         newest report of each gateway, two that disagree and restart would write without end.)
         """
         is_current = run == self.run and self.phase != Phase.OFFLINE
@@ -393,7 +393,7 @@ def engine_of(episode: str) -> str:
 
 
 CALLS = "calls"  # the stream of recorded calls
-SCORED_GROUPS = "trajectories"  # the stream that only scored groups need
+ROLLOUT_GROUPS = "trajectories"  # the stream that only rollout groups need
 
 
 class Hive(msgspec.Struct, kw_only=True):
@@ -402,7 +402,7 @@ class Hive(msgspec.Struct, kw_only=True):
     pauses: list[Pause] = []  # without a leader, the newest ones
     engines: dict[str, EngineState] = {}
     full: dict[str, ev.StorageFilled] = {}  # streams and disks with no room for new work
-    aside: list[ev.MessageSetAside] = []  # the newest messages that could not be decided
+    aside: list[ev.MessageDeadLettered] = []  # the newest messages that could not be decided
     uncompacted: str = ""  # why the log is longer than it should be, "" when it is not
     went_back: dict[str, ev.StreamWentBack] = {}  # by stream: the newest loss of its end
     released: int = 0  # what is before this sequence of the stream `ops` may be purged
@@ -412,12 +412,12 @@ class Hive(msgspec.Struct, kw_only=True):
 
     @property
     def refusing(self) -> str:
-        """Return why no new work is taken, "" while there is room for it. Scored groups have a stream of their own."""
-        return " ".join(filled.why for what, filled in self.full.items() if what != SCORED_GROUPS)
+        """Return why no new work is taken, "" while there is room for it. Rollout groups have a stream of their own."""
+        return " ".join(filled.why for what, filled in self.full.items() if what != ROLLOUT_GROUPS)
 
     @property
     def refusing_groups(self) -> str:
-        """Return why no scored groups are taken, "" while there is room for them."""
+        """Return why no rollout groups are taken, "" while there is room for them."""
         return " ".join(filled.why for filled in self.full.values())
 
     def refusing_of(self, engine: EngineState) -> str:
@@ -439,7 +439,7 @@ class Hive(msgspec.Struct, kw_only=True):
         return why_no_share(self.pinned_calls(), holder, size, more)
 
     def why_no_groups(self, holder: str, more: int = 1) -> str:
-        """Return why a holder may not queue scored groups with so many bytes `more`, "" where it may."""
+        """Return why a holder may not queue rollout groups with so many bytes `more`, "" where it may."""
         size, engines = self.trajectories_bytes_max, self.engines.values()
         if not size or sum([each.trajectories.queue.bytes for each in engines]) + more <= SHARED * size:
             return ""
@@ -453,7 +453,7 @@ class Hive(msgspec.Struct, kw_only=True):
         return found
 
     def groups_released(self, engine: EngineState, holder: str) -> int:
-        """Return the sequence before which bodies of a holder's scored groups may be gone."""
+        """Return the sequence before which bodies of a holder's rollout groups may be gone."""
         kept = engine.trajectories.queue.holders.get(holder)
         return self.trajectories_released if kept is None else max(self.trajectories_released, kept.released)
 
@@ -466,16 +466,16 @@ class Hive(msgspec.Struct, kw_only=True):
         }
 
     def bodies_needed(self) -> Iterator[tuple[str, str, BodyRef]]:
-        """Yield the bodies of scored groups that are kept, with the names of their engines and holders.
+        """Yield the bodies of rollout groups that are kept, with the names of their engines and holders.
 
-        The one that was pushed last is an example to look at, and is kept until the stream of scored groups is full.
+        The one that was pushed last is an example to look at, and is kept until the stream of rollout groups is full.
         """
         for name, engine in self.engines.items():
             for group in engine.groups_needed():
                 if group.body is not None:
                     yield name, group.holder, group.body
             latest = engine.trajectories.latest
-            if latest is None or latest.body is None or SCORED_GROUPS in self.full:
+            if latest is None or latest.body is None or ROLLOUT_GROUPS in self.full:
                 continue
             if latest.body.first >= self.groups_released(engine, latest.holder):
                 yield name, latest.holder, latest.body
@@ -485,7 +485,7 @@ class Hive(msgspec.Struct, kw_only=True):
         return self.engines.get(name) or EngineState(name=name)
 
     def partners(self, episode: Episode) -> Iterator[Episode]:
-        """Yield the other episodes of an open joint episode, none for an episode of its own."""
+        """Yield the other episodes of an open multi-model episode, none for an episode of its own."""
         for engine, name in episode.partners.items():
             partner = self.engine(engine).open.get(name)
             if partner is not None:  # in a fold that has not reached the end of a decision, one may be over

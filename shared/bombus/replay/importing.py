@@ -69,7 +69,7 @@ class _ReadLog(msgspec.Struct):
     @property
     def last_parts(self) -> dict[str, int]:
         """Return for each stream of bodies the place up to which some of its messages may be purged."""
-        of_models = [below for engine in self.hive.engines.values() for below in engine.tenants.released.values()]
+        of_models = [below for engine in self.hive.engines.values() for below in engine.clients.released.values()]
         of_holders = self.hive.released_of_holders().values()
         released = {
             OPS: max([self.hive.released, *of_models]),
@@ -161,7 +161,7 @@ class _Writer:
                 await stream.put(seq, subjects.call(record.engine, IMPORTED), body, {MSG_ID: record.id})
 
     async def _write_bodies(self, progress: ReadProgress) -> None:
-        """Write the bodies of operations and scored groups that somebody may still need."""
+        """Write the bodies of operations and rollout groups that somebody may still need."""
         subjects = self._bus.subjects
         skipped = {OPS: subjects.operation(NOBODY, ""), TRAJECTORIES: subjects.trajectory(NOBODY, "")}
         held = list(bodies_held_by(self._log.hive, subjects))

@@ -134,7 +134,7 @@ def _note(logged: LoggedRun, seq: int, event: ev.AnyEvent) -> None:
 
 
 def is_trained_elsewhere(event: ev.EngineStarted) -> bool:
-    """Return whether a run takes scored groups for a trainer that is not ours: it has no job and no versions."""
+    """Return whether a run takes rollout groups for a trainer that is not ours: it has no job and no versions."""
     return not event.base and not event.config_digest
 
 
@@ -149,7 +149,7 @@ def _choose(
     if elsewhere and (not engines or engine in elsewhere) and engine not in engines:
         names = ", ".join(sorted(elsewhere))
         raise NotOnLog(
-            f"on {source.title} engine {names} took scored groups for a trainer elsewhere, which has the weights and "
+            f"on {source.title} engine {names} took rollout groups for a trainer elsewhere, which has the weights and "
             "the job: the batches that it got are in `bombus replay timeline`"
         )
     if not engines:

@@ -55,7 +55,7 @@ def is_of_model(event: AnyEvent, model: str) -> bool:
             | ev.ModelClosed()
             | ev.OperationAccepted()
             | ev.OperationCompleted()
-            | ev.ModelCovered()
+            | ev.ModelCheckpointed()
             | ev.WeightsKept()
             | ev.WeightsRemoved()
         ):

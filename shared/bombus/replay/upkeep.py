@@ -11,10 +11,10 @@ from bombus.bus.snapshots import KEPT, Snapshot
 from bombus.errors import Code, LogCorrupted, Refused
 from bombus.hive import events as ev
 from bombus.hive.fold.evolve import evolve
+from bombus.hive.operations import order as operations
 from bombus.hive.records import decode_record
 from bombus.hive.state import FOLD, EngineState, Hive
-from bombus.hive.tenants import order as operations
-from bombus.hive.trajectories import order as scored
+from bombus.hive.trajectories import order as rollout_groups
 from bombus.replay.export import calls_held_by
 from bombus.replay.source import ReadProgress, check_not_compacted
 
@@ -25,7 +25,7 @@ _encode = msgspec.msgpack.Encoder(order="deterministic").encode
 class Verified(msgspec.Struct, frozen=True):
     """Events `first` to `last` were folded. `agreed` has the positions of the snapshots that agree with the fold,
     `other_fold` of those that another version made, which were not compared. `bodies` are those of operations, and
-    results; `groups` are scored groups, of which those in `lost` are gone."""
+    results; `groups` are rollout groups, of which those in `lost` are gone."""
 
     first: int
     last: int
@@ -43,10 +43,10 @@ async def verify(bus: Bus, progress: ReadProgress = lambda position, end: None) 
 
     Raises `LogCorrupted` at the first fault: an event that cannot be read, a gap, an epoch or an inbox position that
     goes backwards where the log does not say that the inbox did, an inbox that lacks what the last event answers, an
-    operation or a batch out of its order, a joint episode that begins or ends in parts, a snapshot that cannot be read
-    or is not the fold of the events before it, or a call of an open episode, the pool or the outstanding batch, or the
-    body or the result of an operation, that does not match its reference. Scored groups that are gone are no fault of
-    the log: they are counted. Raises `NotOnLog` when the log was compacted meanwhile.
+    operation or a batch out of its order, a multi-model episode that begins or ends in parts, a snapshot that cannot be
+    read or is not the fold of the events before it, or a call of an open episode, the pool or the outstanding batch, or
+    the body or the result of an operation, that does not match its reference. Rollout groups that are gone are no fault
+    of the log: they are counted. Raises `NotOnLog` when the log was compacted meanwhile.
     """
     newest = await bus.last(bus.subjects.events_stream)
     end = 0 if newest is None else newest.seq
@@ -66,7 +66,7 @@ async def verify(bus: Bus, progress: ReadProgress = lambda position, end: None) 
                 if stored.seq in waiting:
                     check.compare(waiting[stored.seq])
             progress(check.position, end)
-    check.check_joint()
+    check.check_multi_model()
     await _check_inbox(bus, newest)
     refs = sorted(set(calls_held_by(check.hive)), key=lambda ref: ref.seq)
     for start in range(0, len(refs), CALLS_AT_ONCE):
@@ -96,7 +96,7 @@ async def _read_bodies(bus: Bus, hive: Hive) -> int:
     """Read the bodies and results of operations that somebody may still need. Raises `LogCorrupted`."""
     parts, count = Parts(bus), 0
     for engine in hive.engines.values():
-        for model in engine.tenants.models.values():
+        for model in engine.clients.models.values():
             for ref in model.needed():
                 await parts.fetch(ref)
                 count += 1
@@ -104,7 +104,7 @@ async def _read_bodies(bus: Bus, hive: Hive) -> int:
 
 
 async def _look_for_groups(bus: Bus, hive: Hive) -> tuple[int, tuple[str, ...]]:
-    """Return how many scored groups somebody may still need, and what is lost of them, in words.
+    """Return how many rollout groups somebody may still need, and what is lost of them, in words.
 
     The bodies of batches are read; of those that are queued, of which there may be very many, only the places.
     """
@@ -142,7 +142,7 @@ async def _kept_snapshots(bus: Bus, begins_at: int) -> list[Snapshot]:
 
 
 class _Wholes:
-    """Finds joint episodes of which one decision has claimed, ended or aborted a part alone."""
+    """Finds multi-model episodes of which one decision has claimed, ended or aborted a part alone."""
 
     def __init__(self) -> None:
         self._done: set[tuple[str, str]] = set()  # what happened to an episode, and its name
@@ -169,7 +169,7 @@ class _Wholes:
         lacking = sorted(self._owed - self._done)
         self._done.clear()
         self._owed.clear()
-        return f"{lacking[0][1]} was not {lacking[0][0]} with the rest of its joint episode" if lacking else ""
+        return f"{lacking[0][1]} was not {lacking[0][0]} with the rest of its multi-model episode" if lacking else ""
 
 
 class LogCheck:
@@ -193,8 +193,8 @@ class LogCheck:
         except (KeyError, ValueError) as error:
             raise LogCorrupted(f"event {stored.seq} does not say its epoch and what it answers ({error!r})") from error
         if answered != self._answered:
-            self.check_joint()
-        if why := operations.why_out_of_order(self.hive, event) or scored.why_out_of_order(self.hive, event):
+            self.check_multi_model()
+        if why := operations.why_out_of_order(self.hive, event) or rollout_groups.why_out_of_order(self.hive, event):
             raise LogCorrupted(f"event {stored.seq} cannot be: {why}")
         self._wholes.note(self.hive, event)
         evolve(self.hive, event)
@@ -206,8 +206,8 @@ class LogCheck:
         self.epochs += epoch > self._epoch
         self._epoch, self._answered = epoch, answered
 
-    def check_joint(self) -> None:
-        """Raises `LogCorrupted` when the events so far end, abort or claim a part of a joint episode."""
+    def check_multi_model(self) -> None:
+        """Raises `LogCorrupted` when the events so far end, abort or claim a part of a multi-model episode."""
         if why := self._wholes.why_not():
             raise LogCorrupted(f"up to event {self.position}, {why}")
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from bombus.errors import BombusError
-from bombus.host.process import die_with_this_process
+from bombus.machine.process import die_with_this_process
 
 GRACE_S = 5.0  # between the request to end and the kill
 LOOK_S = 1.0  # between looks at how much a program has printed

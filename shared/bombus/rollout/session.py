@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from bombus.host.process import is_heeded
+from bombus.machine.process import is_heeded
 from bombus.private import private_folder
 from bombus.rollout.environment import ModelAccess, agent_variables
 from bombus.rollout.presets import PRESETS

@@ -16,12 +16,12 @@ from bombus import telemetry
 from bombus.sdk import running, transport
 from bombus.sdk.claimed import ClaimedEpisodes
 from bombus.sdk.errors import SwarmError
-from bombus.sdk.groups import JointGroup, SingleGroup
+from bombus.sdk.groups import MultiModelGroup, SingleGroup
 from bombus.sdk.heartbeat import Heartbeat
-from bombus.sdk.joint import AsyncJointAgent, HiveCore, JointResult
+from bombus.sdk.multi_model import AsyncMultiModelAgent, HiveCore, MultiModelResult
 from bombus.sdk.playing import Playing
 from bombus.sdk.requests import NoReply, ServerReply, ServerRequest
-from bombus.sdk.types import EpisodeKind, JointEpisode, Task, WorkflowOutput
+from bombus.sdk.types import EpisodeKind, MultiModelEpisode, Task, WorkflowOutput
 
 log = logging.getLogger("bombus")
 
@@ -144,8 +144,8 @@ class AsyncSwarmClient(HiveCore):
             yield
 
     @asynccontextmanager
-    async def keep_joint_alive(self, *joints: JointEpisode, every_s: float = 30.0) -> AsyncIterator[None]:
-        async with self._runtime.beating(lambda: self.touch_joint_episodes(joints), every_s):
+    async def keep_multi_model_alive(self, *episodes: MultiModelEpisode, every_s: float = 30.0) -> AsyncIterator[None]:
+        async with self._runtime.beating(lambda: self.touch_multi_model_episodes(episodes), every_s):
             yield
 
     async def run_episodes_until_all_complete(
@@ -179,23 +179,23 @@ class AsyncSwarmClient(HiveCore):
         )
         return await self._playing.run_group(SingleGroup, task, func, n, claim, replace_infra)
 
-    async def run_joint_group(  # noqa: PLR0913 - the public signature
+    async def run_multi_model_group(  # noqa: PLR0913 - the public signature
         self,
         task: Task,
-        func: AsyncJointAgent,
+        func: AsyncMultiModelAgent,
         n: int,
         engines: Mapping[str, str],
         *,
         discard_episode_timeout: float | None = None,
         episode_type: EpisodeKind = "train",
         replace_infra: int = 0,
-    ) -> list[JointResult | None]:
-        """See `SwarmClient.run_joint_group`."""
+    ) -> list[MultiModelResult | None]:
+        """See `SwarmClient.run_multi_model_group`."""
         claim = partial(
-            self.begin_joint_episodes,
+            self.begin_multi_model_episodes,
             engines=engines,
             discard_episode_timeout=discard_episode_timeout,
             episode_type=episode_type,
             task_id=task.task_id,
         )
-        return await self._playing.run_group(JointGroup, task, func, n, claim, replace_infra)
+        return await self._playing.run_group(MultiModelGroup, task, func, n, claim, replace_infra)

@@ -35,7 +35,7 @@ class ClaimedEpisodes:
         self.shortest_idle_s = math.inf  # of the idle limits of all that were ever claimed
         self._lock = threading.Lock()
         self._over_at: dict[str, float] = {}  # by episode that is open: when its time is over
-        self._joint: dict[str, None] = {}  # those that are parts of joint ones
+        self._multi_model: dict[str, None] = {}  # those that are parts of multi-model ones
         self._sampled: dict[str, bool] = {}  # whether this client has ended them: those claimed with a sampler
         self._taking: set[str] = set()  # of these, those that a call of `take_datums` reads now
 
@@ -45,7 +45,7 @@ class ClaimedEpisodes:
         idle_s: float,
         lifetime_s: float | None,
         *,
-        are_joint: bool = False,
+        are_multi_model: bool = False,
         are_sampled: bool = False,
     ) -> None:
         """Note that episodes were claimed, and until when they may last."""
@@ -53,10 +53,10 @@ class ClaimedEpisodes:
         with self._lock:
             self.shortest_idle_s = min(self.shortest_idle_s, idle_s)
             self._over_at |= dict.fromkeys(episodes, over_at)
-            self._joint |= dict.fromkeys(episodes if are_joint else ())
+            self._multi_model |= dict.fromkeys(episodes if are_multi_model else ())
             self._sampled |= dict.fromkeys(episodes if are_sampled else (), False)
             trim(self._over_at, EPISODES_MAX)
-            trim(self._joint, EPISODES_MAX)
+            trim(self._multi_model, EPISODES_MAX)
             trim(self._sampled, EPISODES_MAX)
 
     def open(self) -> list[str]:
@@ -97,7 +97,7 @@ class ClaimedEpisodes:
         with self._lock:
             for episode in episodes:
                 self._over_at.pop(episode, None)
-                self._joint.pop(episode, None)
+                self._multi_model.pop(episode, None)
 
     # ---- those that have something to teach -------------------------------------------------------------------
 
@@ -134,9 +134,9 @@ class ClaimedEpisodes:
         """Abort the episodes of an interrupted program, which wants to end: there is one attempt, and a warning when it
         fails."""
         with self._lock:
-            joint = [episode for episode in episodes if episode in self._joint]
-        await self._abort_once(self.joint_path("abort"), joint, send)
-        await self._abort_once("/abort_episodes", [episode for episode in episodes if episode not in joint], send)
+            parts = [episode for episode in episodes if episode in self._multi_model]
+        await self._abort_once(self.multi_model_path("abort"), parts, send)
+        await self._abort_once("/abort_episodes", [episode for episode in episodes if episode not in parts], send)
 
     async def _abort_once(self, path: str, episodes: Sequence[str], send: Send) -> None:
         for first in range(0, len(episodes), ABORTED_AT_ONCE):
@@ -156,6 +156,6 @@ class ClaimedEpisodes:
             "detail": detail[:1000],
         }
 
-    def joint_path(self, what: str) -> str:
-        """Return a route of joint episodes. Those are at the hive's root, whatever the client's engine is."""
-        return f"{self.root}/{what}_joint_episodes"
+    def multi_model_path(self, what: str) -> str:
+        """Return a route of multi-model episodes. Those are at the hive's root, whatever the client's engine is."""
+        return f"{self.root}/{what}_multi_model_episodes"

@@ -18,13 +18,13 @@ from bombus.sdk import running, threads, transport
 from bombus.sdk.claimed import ClaimedEpisodes
 from bombus.sdk.core import finished
 from bombus.sdk.errors import SwarmError
-from bombus.sdk.groups import JointGroup, SingleGroup
+from bombus.sdk.groups import MultiModelGroup, SingleGroup
 from bombus.sdk.heartbeat import Heartbeat
 from bombus.sdk.job import JobLike
-from bombus.sdk.joint import HiveCore, JointAgent, JointResult
+from bombus.sdk.multi_model import HiveCore, MultiModelAgent, MultiModelResult
 from bombus.sdk.playing import Playing
 from bombus.sdk.requests import NoReply, ServerReply, ServerRequest
-from bombus.sdk.types import EpisodeKind, JointEpisode, Task, WorkflowOutput
+from bombus.sdk.types import EpisodeKind, MultiModelEpisode, Task, WorkflowOutput
 
 log = logging.getLogger("bombus")
 
@@ -222,12 +222,12 @@ class SwarmClient:
     episode_usage = _blocking(HiveCore.episode_usage)
     replay_latest_llm_call = _blocking(HiveCore.replay_latest_llm_call)
 
-    begin_joint_episode = _blocking(HiveCore.begin_joint_episode)
-    begin_joint_episodes = _blocking(HiveCore.begin_joint_episodes)
-    end_joint_episode = _blocking(HiveCore.end_joint_episode)
-    end_joint_episodes = _blocking(HiveCore.end_joint_episodes)
-    abort_joint_episode = _blocking(HiveCore.abort_joint_episode)
-    touch_joint_episodes = _blocking(HiveCore.touch_joint_episodes)
+    begin_multi_model_episode = _blocking(HiveCore.begin_multi_model_episode)
+    begin_multi_model_episodes = _blocking(HiveCore.begin_multi_model_episodes)
+    end_multi_model_episode = _blocking(HiveCore.end_multi_model_episode)
+    end_multi_model_episodes = _blocking(HiveCore.end_multi_model_episodes)
+    abort_multi_model_episode = _blocking(HiveCore.abort_multi_model_episode)
+    touch_multi_model_episodes = _blocking(HiveCore.touch_multi_model_episodes)
 
     get_engine_status = _blocking(HiveCore.get_engine_status)
     get_global_step = _blocking(HiveCore.get_global_step)
@@ -250,9 +250,9 @@ class SwarmClient:
             yield
 
     @contextmanager
-    def keep_joint_alive(self, *joints: JointEpisode, every_s: float = 30.0) -> Iterator[None]:
-        """Keep joint episodes from going idle while the block runs: for tools that take long."""
-        with beating(lambda: self.touch_joint_episodes(joints), every_s):
+    def keep_multi_model_alive(self, *episodes: MultiModelEpisode, every_s: float = 30.0) -> Iterator[None]:
+        """Keep multi-model episodes from going idle while the block runs: for tools that take long."""
+        with beating(lambda: self.touch_multi_model_episodes(episodes), every_s):
             yield
 
     def run_episodes_until_all_complete(
@@ -304,10 +304,10 @@ class SwarmClient:
             self._playing.run_group(SingleGroup, task, func, n, claim, replace_infra, max_workers=max_workers)
         )
 
-    def run_joint_group(  # noqa: PLR0913 - those of `run_group`
+    def run_multi_model_group(  # noqa: PLR0913 - those of `run_group`
         self,
         task: Task,
-        func: JointAgent,
+        func: MultiModelAgent,
         n: int,
         engines: Mapping[str, str],
         *,
@@ -315,20 +315,20 @@ class SwarmClient:
         episode_type: EpisodeKind = "train",
         max_workers: int | None = None,
         replace_infra: int = 0,
-    ) -> list[JointResult | None]:
-        """Run `n` joint episodes of one task, as `run_group` runs episodes.
+    ) -> list[MultiModelResult | None]:
+        """Run `n` multi-model episodes of one task, as `run_group` runs episodes.
 
-        `func(task, joint)` returns the outcome or the reward of each role; it may be a coroutine function.
+        `func(task, episode)` returns the outcome or the reward of each role; it may be a coroutine function.
         """
         claim = partial(
-            self._core.begin_joint_episodes,
+            self._core.begin_multi_model_episodes,
             engines=engines,
             discard_episode_timeout=discard_episode_timeout,
             episode_type=episode_type,
             task_id=task.task_id,
         )
         return _carried_out(
-            self._playing.run_group(JointGroup, task, func, n, claim, replace_infra, max_workers=max_workers)
+            self._playing.run_group(MultiModelGroup, task, func, n, claim, replace_infra, max_workers=max_workers)
         )
 
 

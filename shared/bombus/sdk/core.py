@@ -695,10 +695,10 @@ def warn_of_late(episodes: Iterable[str]) -> None:
 
 
 def _granted_ids(reply: ServerReply) -> list[str]:
-    """Return the episodes that a claim's reply grants, parts of joint ones too; none where it cannot be read."""
+    """Return the episodes that a claim's reply grants, parts of multi-model ones too; none where it cannot be read."""
     try:
         granted = object_of(reply)
-        parts = [part for joint in granted.get("joint_episodes", ()) for part in joint.values()]
+        parts = [part for episode in granted.get("multi_model_episodes", ()) for part in episode.values()]
         return [episode["episode_uuid"] for episode in [*granted.get("episodes", ()), *parts]]
     except (ServerFault, KeyError):
         return []

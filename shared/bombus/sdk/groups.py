@@ -1,6 +1,6 @@
 """A group of episodes of one task: which are ended, which are aborted, and which are played again.
 
-Both clients and joint episodes share it.
+Both clients and multi-model episodes share it.
 """
 
 import logging
@@ -22,16 +22,16 @@ from bombus.sdk.errors import (
     OtherOutcome,
     SwarmError,
 )
-from bombus.sdk.joint import HiveCore, JointResult, check_roles
+from bombus.sdk.multi_model import HiveCore, MultiModelResult, check_roles
 from bombus.sdk.running import AgentResult, checked_output, infra_of
-from bombus.sdk.types import Credentials, JointEpisode, Task, WorkflowOutput
+from bombus.sdk.types import Credentials, MultiModelEpisode, Task, WorkflowOutput
 
 log = logging.getLogger("bombus")
 
 KEEP_LEAST_S = 0.1  # between two signs of life, however short the idle limit is
 REFUSED = (BadRequest, NotYourEpisode, OtherOutcome)  # reports that other episodes of the group are not to blame for
 
-ClaimT = TypeVar("ClaimT", bound=Credentials | JointEpisode)
+ClaimT = TypeVar("ClaimT", bound=Credentials | MultiModelEpisode)
 GivenT = TypeVar("GivenT")  # what an agent returns
 OutcomeT = TypeVar("OutcomeT")
 Claiming = Callable[..., Coroutine[Any, Any, list[ClaimT]]]  # `begin_episodes` with what all of a group have in common
@@ -232,13 +232,13 @@ class SingleGroup(GroupRun[Credentials, AgentResult, WorkflowOutput]):
         return [place for place in places if self._claimed[place].episode_uuid in over]
 
 
-class JointGroup(GroupRun[JointEpisode, JointResult, JointResult]):
-    """A group of joint episodes."""
+class MultiModelGroup(GroupRun[MultiModelEpisode, MultiModelResult, MultiModelResult]):
+    """A group of multi-model episodes."""
 
-    def _ids(self, claimed: JointEpisode) -> list[str]:
+    def _ids(self, claimed: MultiModelEpisode) -> list[str]:
         return claimed.episode_uuids
 
-    def _checked(self, claimed: JointEpisode, given: JointResult) -> JointResult:
+    def _checked(self, claimed: MultiModelEpisode, given: MultiModelResult) -> MultiModelResult:
         check_roles(claimed, given)
         for one in given.values():
             checked_output(one)
@@ -246,13 +246,15 @@ class JointGroup(GroupRun[JointEpisode, JointResult, JointResult]):
 
     async def _end(self, places: Sequence[int]) -> None:
         ends = [(self.task, self._claimed[place], self.results[place]) for place in places]
-        await self._core.end_joint_episodes([(task, joint, one) for task, joint, one in ends if one is not None])
+        await self._core.end_multi_model_episodes(
+            [(task, episode, one) for task, episode, one in ends if one is not None]
+        )
 
     async def _abort(self, index: int) -> None:
         error = self.failures[index]
         infra = isinstance(error, InfraError)
-        await self._core.abort_joint_episode(self._claimed[index], infra=infra, detail=repr(error))
+        await self._core.abort_multi_model_episode(self._claimed[index], infra=infra, detail=repr(error))
 
     async def _touch(self, places: Sequence[int]) -> list[int]:
-        over = await self._core.touch_joint_episodes([self._claimed[place] for place in places])
+        over = await self._core.touch_multi_model_episodes([self._claimed[place] for place in places])
         return [place for place in places if self._claimed[place] in over]

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 from bombus.sdk import running
 from bombus.sdk.core import Exchange, check_task
 from bombus.sdk.groups import Claiming, ClaimT, GivenT, GroupRun, OutcomeT
-from bombus.sdk.joint import HiveCore
+from bombus.sdk.multi_model import HiveCore
 from bombus.sdk.progress import ProgressBar
 from bombus.sdk.types import Task
 

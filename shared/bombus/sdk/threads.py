@@ -24,11 +24,11 @@ class Interruption:
     """Whether a program is interrupted, and the episodes that its threads have claimed until then."""
 
     def __init__(self) -> None:
-        self._told = threading.Event()
+        self._interrupted = threading.Event()
         self._is_acted_on = threading.Event()
         self._lock = threading.Lock()
         self._claimed: dict[str, None] = {}
-        self._told_too: list[Callable[[], object]] = []
+        self._on_interrupt: list[Callable[[], object]] = []
 
     def tell(self, end: Callable[[], object] = lambda: None) -> None:
         """Interrupt all threads, and end what they wait for: none of them begins to undo its own before that is done.
@@ -36,10 +36,10 @@ class Interruption:
         Otherwise `end` could end that too.
         """
         with self._lock:
-            self._told.set()
+            self._interrupted.set()
             try:
                 end()
-                for each in self._told_too:
+                for each in self._on_interrupt:
                     each()
             finally:
                 self._is_acted_on.set()
@@ -49,22 +49,22 @@ class Interruption:
         """Call this, which must not block, from another thread when the program is interrupted while the block runs."""
         with self._lock:
             self.check()
-            self._told_too.append(call)
+            self._on_interrupt.append(call)
         try:
             yield
         finally:
             with self._lock:
-                self._told_too.remove(call)
+                self._on_interrupt.remove(call)
 
     def check(self) -> None:
         """Raise `KeyboardInterrupt` once the program is interrupted."""
-        if self._told.is_set():
+        if self._interrupted.is_set():
             self._is_acted_on.wait()
             raise KeyboardInterrupt
 
     def sleep(self, seconds: float) -> None:
         """Sleep until the program is interrupted, and raise `KeyboardInterrupt` then."""
-        self._told.wait(seconds)
+        self._interrupted.wait(seconds)
         self.check()
 
     def claimed(self, episodes: Sequence[str]) -> None:

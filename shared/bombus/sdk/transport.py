@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 
 from bombus import telemetry
-from bombus.host.certificates import certificates
-from bombus.host.hive_keys import ADMIN_VARIABLE, CLIENT_VARIABLE
-from bombus.host.host_names import is_loopback
+from bombus.machine.certificates import certificates
+from bombus.machine.hive_keys import ADMIN_VARIABLE, CLIENT_VARIABLE
+from bombus.machine.host_names import is_loopback
 from bombus.sdk.requests import NoReply, ServerReply, ServerRequest
 
 CONNECTIONS_MAX = 512

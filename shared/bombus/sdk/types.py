@@ -29,8 +29,8 @@ class Task(BaseModel):
 class WorkflowOutput(BaseModel):
     """How an episode went. `reward` is one number, or one for each completed model call, in order or by its id.
 
-    A call's id is that of the answer, without `chatcmpl-`. Side calls of a harness, which the job does not train unless
-    it says so, have none. The rest may hold anything: what JSON does not have, such as the numbers of NumPy, is
+    A call's id is that of the answer, without `chatcmpl-`. Auxiliary calls of a harness, which the job does not train
+    unless it says so, have none. The rest may hold anything: what JSON does not have, such as the numbers of NumPy, is
     converted when the episode is ended, and what cannot be is left out with a warning.
     """
 
@@ -63,7 +63,7 @@ class Credentials(BaseModel):
         return without_secret(self.episode_uuid)
 
 
-class JointEpisode(BaseModel):
+class MultiModelEpisode(BaseModel):
     """One episode on each of several engines, with one outcome: `credentials` are what the agent of each role needs.
 
     `engines` says which engine's model plays a role.

@@ -39,7 +39,7 @@ TOUCHED_MAX = 512  # episodes in one request
 WHOLE_GROUPS = "_tasks"  # how the names of those methods end that train full groups alone
 
 log = logging.getLogger("bombus.slime")
-Told = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
 class SampleAborted(InfraError):
@@ -84,7 +84,7 @@ class RolloutReport(msgspec.Struct):
     lost: Counter[str] = msgspec.field(default_factory=Counter)  # by the kind of the error
     unused: int = 0  # begun, and not needed any more
     removed: int = 0  # samples that a filter marked
-    told: int = 0  # groups that were dropped or lost when it was last said how the rollout goes
+    reported: int = 0  # groups that were dropped or lost when it was last said how the rollout goes
 
     def line(self, title: str = "rollout") -> str:
         mean = f"{sum(self.rewards) / len(self.rewards):.3f}" if self.rewards else "-"
@@ -104,7 +104,7 @@ class SlimeDriver:
         options: SlimeOptions,
         client: AsyncSwarmClient,
         source: PromptSource,
-        tell: Told,
+        tell: Notify,
         touch_s: float = TOUCH_S,
     ) -> None:
         self._options = options
@@ -240,8 +240,8 @@ class SlimeDriver:
     def _tell_what_came_to_nothing(self, report: RolloutReport, kept: int) -> None:
         """Say how the rollout goes each time that as many groups as a batch has were dropped or lost."""
         gone = report.dropped.total() + report.lost.total()
-        if gone >= report.told + self._options.rollout_batch_size:
-            report.told, report.kept = gone, kept
+        if gone >= report.reported + self._options.rollout_batch_size:
+            report.reported, report.kept = gone, kept
             self._tell(f"{report.line('so far in rollout')}; going on")
 
     async def _is_kept(self, group: PlayedGroup, report: RolloutReport, available: int) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from bombus.host.certificates import certificates
+from bombus.machine.certificates import certificates
 
 RETRIES_MAX = 60
 PAUSE_S = 1.0

@@ -1,4 +1,4 @@
-"""Rollouts that were saved, trained: each group of samples is a scored group of the hive's queue."""
+"""Rollouts that were saved, trained: each group of samples is a rollout group of the hive's queue."""
 
 import hashlib
 from argparse import Namespace
@@ -32,7 +32,7 @@ async def push_rollouts(options: SlimeOptions, tell: Callable[[str], None]) -> i
         for path in _files(template, options.num_rollout):
             samples = load_rollout(path)
             for number, group in enumerate(groups_of(samples)):
-                body = scored_group(group, options.namespace())
+                body = rollout_group(group, options.namespace())
                 if body is None:
                     left_out += 1
                     continue
@@ -50,7 +50,7 @@ def groups_of(samples: Sequence[SlimeSample]) -> list[list[SlimeSample]]:
     return list(found.values())
 
 
-def scored_group(group: Sequence[SlimeSample], args: Namespace) -> dict[str, Any] | None:
+def rollout_group(group: Sequence[SlimeSample], args: Namespace) -> dict[str, Any] | None:
     """Return a group as Atropos's environments push it, or None where no sample of it is to be trained."""
     kept = [one for one in group if not (one.remove_sample or is_aborted(one)) and one.response_length]
     if not kept:

@@ -15,8 +15,8 @@ import msgspec
 
 from bombus.errors import Code, Refused, in_one_line
 from bombus.hive.decoding import decoded
-from bombus.host.certificates import certificates
-from bombus.host.host_names import is_loopback
+from bombus.machine.certificates import certificates
+from bombus.machine.host_names import is_loopback
 from bombus.sdk.types import Credentials
 from bombus.slime.local_server import JSON, LocalAnswer, LocalServer
 

@@ -53,7 +53,7 @@ class _EvalEpisode(msgspec.Struct, frozen=True):
 
 
 class Evaluation:
-    """Plays data sets once. `told` hears of each episode that is over.
+    """Plays data sets once. `report` hears of each episode that is over.
 
     Up to `claim` episodes are claimed together. In a synchronous run they play one version, because the hive's next
     batch waits for them. `versions` has the versions of the claims: one, unless the engine goes on between two claims.
@@ -65,10 +65,10 @@ class Evaluation:
     """
 
     def __init__(
-        self, client: AsyncSwarmClient, told: Callable[[EvalScore], None], *, at_once: int = 8, claim: int = 64
+        self, client: AsyncSwarmClient, report: Callable[[EvalScore], None], *, at_once: int = 8, claim: int = 64
     ) -> None:
         self._client = client
-        self._told = told
+        self._report = report
         self._slots = asyncio.Semaphore(at_once)
         self._claim = claim
         self._open: set[str] = set()
@@ -118,7 +118,7 @@ class Evaluation:
                 return
             score = _not_begun(episode, credentials) if uuid in self._over else await self._scored(episode, credentials)
             self._open.discard(uuid)
-            self._told(score)
+            self._report(score)
             if uuid in self._over:
                 self.cut_off += 1
             elif score.reward is not None:

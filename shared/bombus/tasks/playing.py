@@ -17,7 +17,7 @@ from bombus.sdk.types import Credentials, Task
 from bombus.task_groups import first_failure
 
 UNANSWERED_S = 60.0  # for a server to answer its first call: one that is still starting takes some time
-REASONS_TOLD_MAX = 3
+REASONS_SHOWN_MAX = 3
 FAILURES_IN_A_ROW_MAX = 16  # a server that has failed so often does not recover by itself
 
 
@@ -159,17 +159,17 @@ class ScoreFile:
 class ServerPatience:
     """Reports why calls are asked again, and gives up a server that has answered none for `within_s`.
 
-    It is the `watch` of a rollout. `told` hears the first few reasons.
+    It is the `watch` of a rollout. `report` hears the first few reasons.
     """
 
     def __init__(
         self,
-        told: Callable[[str], None],
+        report: Callable[[str], None],
         within_s: float = UNANSWERED_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.gave_up = ""  # with the reason, once it has
-        self._told = told
+        self._report = report
         self._within_s = within_s
         self._clock = clock
         self._reasons: set[str] = set()
@@ -180,9 +180,9 @@ class ServerPatience:
         self._has_answered = True
 
     def asked_again(self, why: str) -> None:
-        if why not in self._reasons and len(self._reasons) < REASONS_TOLD_MAX:
+        if why not in self._reasons and len(self._reasons) < REASONS_SHOWN_MAX:
             self._reasons.add(why)
-            self._told(f"{why}; it is asked again")
+            self._report(f"{why}; it is asked again")
         if self._has_answered:
             return
         now = self._clock()
@@ -196,7 +196,7 @@ class ServerPatience:
 class TaskRun:
     """Plays each task of a set several times, with `at_once` episodes side by side.
 
-    `told` hears of each episode that is over. Raises `ServerFailed` where nothing works, or the rollout's `patience`
+    `report` hears of each episode that is over. Raises `ServerFailed` where nothing works, or the rollout's `patience`
     has come to its end.
     """
 
@@ -205,14 +205,14 @@ class TaskRun:
         name: str,
         rollout: Rollout,
         credentials: Credentials,
-        told: Callable[[EpisodeScore], None],
+        report: Callable[[EpisodeScore], None],
         at_once: int,
         patience: ServerPatience | None = None,
     ) -> None:
         self._name = name
         self._rollout = rollout
         self._credentials = credentials
-        self._told = told
+        self._report = report
         self._slots = asyncio.Semaphore(at_once)
         self._patience = patience
         self._failed = 0
@@ -229,7 +229,7 @@ class TaskRun:
             began = time.monotonic()
             result = await self._rollout.play(task, self._credentials)
             score = score_of_rollout(self._name, task, number, result, time.monotonic() - began)
-            self._told(score)
+            self._report(score)
             if self._patience is not None and self._patience.gave_up:
                 raise ServerFailed(self._patience.gave_up)
             self._failed = self._failed + 1 if score.reward is None else 0

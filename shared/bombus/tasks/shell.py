@@ -154,7 +154,7 @@ def job_of(task: Task) -> ShellJob:
     return JOBS[kind](random.Random(task.metadata.get("seed")))
 
 
-class ShellWorld:
+class ShellEnvironment:
     """A folder in a sandbox, which is its own unless a `backend` is given. The reward is 1 for a job that is done."""
 
     def __init__(self, backend: ShellSandbox | None = None) -> None:
@@ -241,7 +241,7 @@ class ShellTasks:
         return task.model_copy(update={"main_query": job_of(task).prompt})
 
     def environment(self) -> object:
-        return ShellWorld()
+        return ShellEnvironment()
 
     def figures(self) -> Mapping[str, float]:
         return {}

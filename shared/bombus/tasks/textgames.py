@@ -113,7 +113,7 @@ class ArenaMatch:
         while not over:
             player, seen = await self._goes_on(known["game"], game.get_observation)
             talk = talks.setdefault(player, [{"role": "system", "content": INSTRUCTION}])
-            talk.append({"role": "user", "content": _told(player, seen)})
+            talk.append({"role": "user", "content": _observation(player, seen)})
             answer = await agents[_role(player)].ask(talk)
             talk.append(answer.message)
             over, _ = await self._goes_on(known["game"], partial(game.step, answer.text))
@@ -217,7 +217,7 @@ def _textarena() -> Any:
     return textarena
 
 
-def _told(player: int, seen: str | list[tuple[Any, ...]]) -> str:
+def _observation(player: int, seen: str | list[tuple[Any, ...]]) -> str:
     """Return what a player is told: what is new, but for its own moves."""
     if isinstance(seen, str):
         return seen

@@ -59,7 +59,7 @@ class AnswerJudge:
         self._one = threading.Lock()
         self._slots = threading.BoundedSemaphore(AT_ONCE)
         self._process: subprocess.Popen[bytes] | None = None
-        self._door: socket.socket | None = None
+        self._channel: socket.socket | None = None
         self._is_ready = False
         self._is_over = False
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -106,9 +106,9 @@ class AnswerJudge:
         with self._one:
             try:
                 for _ in range(2):  # the first one may have ended since the last answer
-                    door = self._ready()
+                    channel = self._ready()
                     try:
-                        socket.send_fds(door, [name], [theirs.fileno()])
+                        socket.send_fds(channel, [name], [theirs.fileno()])
                         return
                     except OSError:
                         self._end()
@@ -118,34 +118,34 @@ class AnswerJudge:
         raise EnvironmentLost("answers cannot be judged: the process that judges them ends at once")
 
     def _ready(self) -> socket.socket:
-        """Return the door of a process that has begun to listen."""
-        door = self._running()
+        """Return the channel of a process that has begun to listen."""
+        channel = self._running()
         if self._is_ready:
-            return door
-        if not _has_begun(door):
+            return channel
+        if not _has_begun(channel):
             if self._folder is None:
                 raise ConnectionError("the process that judges them did not start")
             self._end()
             _warn("the kernel allows none")
-            door = self._started(isolate=False)
-            if not _has_begun(door):
+            channel = self._started(isolate=False)
+            if not _has_begun(channel):
                 raise ConnectionError("the process that judges them did not start")
         self._is_ready = True
         self._clean_up()  # a process that has begun has left the folder
-        return door
+        return channel
 
     def _running(self) -> socket.socket:
-        if self._door is None:
+        if self._channel is None:
             why = why_no_isolation()
             if why:
                 _warn(why)
             return self._started(isolate=not why)
-        return self._door
+        return self._channel
 
     def _started(self, *, isolate: bool) -> socket.socket:
         if self._is_over:
             raise ConnectionError("the program ends")
-        self._door, theirs = socket.socketpair()
+        self._channel, theirs = socket.socketpair()
         with theirs:
             words = (*PROGRAM, str(theirs.fileno()), str(self._verify_s))
             command, home = [sys.executable, *words], tempfile.gettempdir()
@@ -164,14 +164,14 @@ class AnswerJudge:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the program, which ends this process
             )
-        return self._door
+        return self._channel
 
     def _end(self) -> None:
-        door, self._door = self._door, None
+        channel, self._channel = self._channel, None
         process, self._process = self._process, None
         self._is_ready = False
-        if door is not None:
-            door.close()
+        if channel is not None:
+            channel.close()
         if process is not None:
             process.kill()
             process.wait()
@@ -184,10 +184,10 @@ class AnswerJudge:
             folder.cleanup()
 
 
-def _has_begun(door: socket.socket) -> bool:
-    door.settimeout(START_S)
+def _has_begun(channel: socket.socket) -> bool:
+    channel.settimeout(START_S)
     try:
-        return door.recv(1) == _BEGUN
+        return channel.recv(1) == _BEGUN
     except OSError:  # nothing came in time, or it has ended
         return False
 
@@ -244,18 +244,18 @@ class _Child(NamedTuple):
 
 
 def serve(descriptor: int, verify_s: float) -> None:
-    """Judge what comes through the door, each answer in a child of this process, until it is closed."""
+    """Judge what comes through the channel, each answer in a child of this process, until it is closed."""
     import reasoning_gym  # noqa: F401 - each child has it then
 
     gc.freeze()  # so that children do not copy what they only collect
-    door = socket.socket(fileno=descriptor)
-    door.sendall(_BEGUN)
-    door.settimeout(LOOK_S)
+    channel = socket.socket(fileno=descriptor)
+    channel.sendall(_BEGUN)
+    channel.settimeout(LOOK_S)
     children: dict[int, _Child] = {}
     try:
         while True:
             try:
-                name, given, _, _ = socket.recv_fds(door, NAME_BYTES, 1)
+                name, given, _, _ = socket.recv_fds(channel, NAME_BYTES, 1)
             except TimeoutError:
                 _end_late(children)
                 continue

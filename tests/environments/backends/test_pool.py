@@ -15,7 +15,7 @@ from bombus.environments.backends.pool import START_TRIES, BackendPool
 from bombus.environments.backends.process import SimulatorProcess
 from bombus.environments.kinds import EnvironmentLost, EnvironmentsBusy
 from bombus.environments.serving.server import HANDSHAKE_S
-from bombus.host.process import free_port
+from bombus.machine.process import free_port
 from tests.patience import PATIENCE_S, until
 
 PROGRAM = Path(__file__).parent.parent / "serving/programs/simulator.py"

@@ -248,7 +248,7 @@ async def test_a_pool_of_sandboxes_keeps_their_files_apart(box: ShellSandbox) ->
         assert (await other.run("ls -A")).output == ""
 
 
-async def test_a_sandbox_is_well_while_code_of_worlds_has_all_threads_of_the_loop(box: ShellSandbox) -> None:
+async def test_a_sandbox_is_well_while_code_of_environments_has_all_threads_of_the_loop(box: ShellSandbox) -> None:
     has_begun, may_end = threading.Event(), threading.Event()
 
     def hold() -> None:

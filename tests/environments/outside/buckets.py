@@ -1,4 +1,4 @@
-"""A world on a simulator of AWS, for the tests of `bombus env serve --backend ministack`."""
+"""An environment on a simulator of AWS, for the tests of `bombus env serve --backend ministack`."""
 
 import httpx
 

@@ -7,7 +7,7 @@ from typing import Self
 
 import httpx
 
-from bombus.host.process import free_port
+from bombus.machine.process import free_port
 from tests.patience import PATIENCE_S
 
 PROGRAM = Path(__file__).parent / "programs/openenv_server.py"

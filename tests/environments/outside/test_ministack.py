@@ -1,4 +1,5 @@
-"""MiniStack as the backend of worlds: simulators of AWS beside each other, and their server with OpenEnv's client."""
+"""MiniStack as the backend of environments: simulators of AWS beside each other, and their server with OpenEnv's
+client."""
 
 import asyncio
 

@@ -9,7 +9,7 @@ from openenv.core.mcp_client import CallToolAction, MCPToolClient
 from pydantic import BaseModel
 
 from tests.environments.serving.served import ServerProcess, served
-from tests.environments.worlds import Counter as PlainCounter
+from tests.environments.small_environments import Counter as PlainCounter
 from tests.patience import until
 
 TASK = {"main_query": "three", "task_id": "t1"}
@@ -35,7 +35,7 @@ async def test_its_validation_of_a_running_server_passes() -> None:
     async with served() as (_, url):
         report = await asyncio.to_thread(validate_running_environment, url)
         assert report["passed"], report["summary"]
-        assert report["mode"] == "production", "each client has a world of its own"
+        assert report["mode"] == "production", "each client has an environment of its own"
 
 
 async def test_a_client_without_a_task_and_without_a_loop_of_its_own_plays_too() -> None:
@@ -74,7 +74,7 @@ async def test_fault_1_the_client_over_the_cap_gets_503_when_it_connects() -> No
         await ninth.close()
 
 
-async def test_fault_2_after_a_step_that_outlasts_the_clients_time_no_world_is_silently_new() -> None:
+async def test_fault_2_after_a_step_that_outlasts_the_clients_time_no_environment_is_silently_new() -> None:
     async with served(slots=1) as (server, url):
         client = GenericEnvClient(base_url=url, message_timeout_s=0.2)
         await client.connect()
@@ -82,12 +82,12 @@ async def test_fault_2_after_a_step_that_outlasts_the_clients_time_no_world_is_s
         with pytest.raises(asyncio.TimeoutError):
             await client.step({"tool": "hang"})
         await until(lambda: server.counts()["leased"] == 0)
-        with pytest.raises(RuntimeError, match="the world has no task yet: send a reset first"):
+        with pytest.raises(RuntimeError, match="the environment has no task yet: send a reset first"):
             await client.step({"tool": "add"})
         await client.close()
 
 
-async def test_fault_3_after_a_restart_of_the_server_no_world_is_silently_new() -> None:
+async def test_fault_3_after_a_restart_of_the_server_no_environment_is_silently_new() -> None:
     first = await ServerProcess().start()
     client = GenericEnvClient(base_url=first.url)
     await client.connect()
@@ -112,7 +112,7 @@ async def test_fault_4_a_client_that_vanishes_gives_its_slot_back() -> None:
         await until(lambda: len(server.table.free) == 1)
 
 
-async def test_fault_5_a_client_that_was_idle_too_long_does_not_step_in_a_world_that_was_closed() -> None:
+async def test_fault_5_a_client_that_was_idle_too_long_does_not_step_in_an_environment_that_was_closed() -> None:
     async with served(slots=1, ttl_s=5, idle_s=0.3) as (server, url):
         client = GenericEnvClient(base_url=url)
         await client.connect()
@@ -127,13 +127,13 @@ class FinalAnswer(BaseModel):
     message: str
 
 
-async def test_a_client_of_tools_lists_and_calls_them_in_the_world_that_it_resets_and_steps_in() -> None:
+async def test_a_client_of_tools_lists_and_calls_them_in_the_environment_that_it_resets_and_steps_in() -> None:
     async with served(PlainCounter) as (server, url):
         async with MCPToolClient(base_url=url) as client:
             assert server.counts()["leased"] == 1
             assert [tool.name for tool in await client.list_tools()] == ["add", "where", "fail"]
             assert (await client.get_tool("add")).input_schema["required"] == ["amount"]
-            with pytest.raises(RuntimeError, match="the world has no task yet: send a reset first"):
+            with pytest.raises(RuntimeError, match="the environment has no task yet: send a reset first"):
                 await client.call_tool("add", amount=1)
             opened = await client.reset(task={"metadata": {"goal": 3}})
             assert [tool.name for tool in opened.observation.tools] == ["add", "where", "fail"]
@@ -150,7 +150,7 @@ async def test_a_client_of_tools_lists_and_calls_them_in_the_world_that_it_reset
         await until(lambda: len(server.table.free) == 1)
 
 
-async def test_eight_clients_of_tools_have_a_world_each_and_the_ninth_is_told_that_there_is_none() -> None:
+async def test_eight_clients_of_tools_have_an_environment_each_and_the_ninth_is_told_that_there_is_none() -> None:
     async with served(PlainCounter, slots=8) as (server, url):
         clients = [MCPToolClient(base_url=url) for _ in range(8)]
         await asyncio.gather(*(client.connect() for client in clients))
@@ -163,7 +163,7 @@ async def test_eight_clients_of_tools_have_a_world_each_and_the_ninth_is_told_th
         await until(lambda: len(server.table.free) == 8)
 
 
-async def test_a_client_of_tools_that_vanishes_gives_its_slot_back_and_never_finds_another_world() -> None:
+async def test_a_client_of_tools_that_vanishes_gives_its_slot_back_and_never_finds_another_environment() -> None:
     async with served(PlainCounter, ttl_s=1) as (server, url):
         client = MCPToolClient(base_url=url)
         await client.connect()

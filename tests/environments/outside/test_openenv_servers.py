@@ -95,7 +95,7 @@ async def sessions_of(server: OpenEnvProcess) -> int:
     return taken
 
 
-async def test_fault_5_a_session_that_was_idle_is_given_up_before_its_server_closes_the_world() -> None:
+async def test_fault_5_a_session_that_was_idle_is_given_up_before_its_server_closes_the_environment() -> None:
     async with OpenEnvProcess(timeout_s=30) as server:
         session = await EnvSession.open(server.url, SessionSettings(idle_s=0.2))
         await session.reset({"seed": 1})
@@ -104,7 +104,7 @@ async def test_fault_5_a_session_that_was_idle_is_given_up_before_its_server_clo
             await session.step({})
 
 
-async def test_a_world_is_played_by_steps_and_is_worth_the_sum_of_its_rewards() -> None:
+async def test_an_environment_is_played_by_steps_and_is_worth_the_sum_of_its_rewards() -> None:
     async with OpenEnvProcess() as server, await EnvSession.open(server.url) as session:
         environment = RemoteEnvironment(session)
         opening = await environment.open(Task(main_query="count to three"))
@@ -126,11 +126,11 @@ async def test_a_world_is_played_by_steps_and_is_worth_the_sum_of_its_rewards() 
         await environment.call(ToolCall(id="c", name="step"))
         assert await environment.is_over(Transcript())
         assert (await environment.score(Transcript())).reward == 3.0
-        with pytest.raises(ResetFailed, match="there is no such world"):
+        with pytest.raises(ResetFailed, match="there is no such environment"):
             await environment.open(Task(metadata={"seed": 13}))
 
 
-async def test_a_world_with_tools_of_mcp_offers_them() -> None:
+async def test_an_environment_with_tools_of_mcp_offers_them() -> None:
     async with OpenEnvProcess(kind="mcp") as server, await EnvSession.open(server.url) as session:
         environment = RemoteEnvironment(session)
         opening = await environment.open(Task(main_query="greet"))
@@ -144,7 +144,7 @@ async def test_a_world_with_tools_of_mcp_offers_them() -> None:
         assert "surname" in wrong.text
 
 
-async def test_a_world_with_tools_that_its_actions_do_not_call_offers_those_and_its_action() -> None:
+async def test_an_environment_with_tools_that_its_actions_do_not_call_offers_those_and_its_action() -> None:
     async with OpenEnvProcess(kind="both") as server, await EnvSession.open(server.url) as session:
         environment = RemoteEnvironment(session)
         opening = await environment.open(Task(main_query="greet"))
@@ -157,7 +157,7 @@ async def test_a_world_with_tools_that_its_actions_do_not_call_offers_those_and_
         assert (await environment.score(Transcript())).reward == 1.0
 
 
-async def test_a_world_that_tells_its_tools_by_a_step_alone_offers_them() -> None:
+async def test_an_environment_that_tells_its_tools_by_a_step_alone_offers_them() -> None:
     async with OpenEnvProcess(kind="union") as server, await EnvSession.open(server.url) as session:
         environment = RemoteEnvironment(session)
         opening = await environment.open(Task(main_query="count to three"))

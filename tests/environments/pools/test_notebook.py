@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 @pytest.fixture
 def notebook() -> nbformat.NotebookNode:
-    read: nbformat.NotebookNode = nbformat.read(EXAMPLES / "eight_worlds.ipynb", as_version=4)  # type: ignore[no-untyped-call]
+    read: nbformat.NotebookNode = nbformat.read(EXAMPLES / "eight_environments.ipynb", as_version=4)  # type: ignore[no-untyped-call]
     return read
 
 
@@ -24,7 +24,7 @@ def shown(cell: nbformat.NotebookNode) -> object:
     return ast.literal_eval(values[0]) if values else None
 
 
-async def test_the_notebook_plays_eight_isolated_worlds(
+async def test_the_notebook_plays_eight_isolated_environments(
     notebook: nbformat.NotebookNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR"):

@@ -30,7 +30,7 @@ from bombus.sdk.types import Task
 from tests.ctrl_c import heed_the_terminal
 from tests.environments.pools.both import POOLS, MakePool, opened
 from tests.environments.serving.served import served
-from tests.environments.serving.worlds import Counter
+from tests.environments.serving.small_served import Counter
 from tests.patience import PATIENCE_S, until
 
 PROGRAM = Path(__file__).parent.parent / "serving/programs/plain_rollout.py"
@@ -44,15 +44,15 @@ def make(request: pytest.FixtureRequest) -> MakePool:
 
 
 async def count_to_three(task: Task, environment: AgentEnvironment) -> tuple[str, float]:
-    """Play an episode, and return in which world it was and what it is worth."""
+    """Play an episode, and return in which environment it was and what it is worth."""
     await environment.open(task)
     seen = []
     while not await environment.is_over(Transcript()):
         outcome = await environment.call(ToolCall(id="c", name="add"))
         seen.append(outcome.text.split(":"))
         await environment.call(ToolCall(id="n", name="nap"))
-    assert [count for _, count in seen] == ["1", "2", "3"], "nobody else counts in this world"
-    assert len({world for world, _ in seen}) == 1
+    assert [count for _, count in seen] == ["1", "2", "3"], "nobody else counts in this environment"
+    assert len({environment for environment, _ in seen}) == 1
     return seen[0][0], (await environment.score(Transcript())).reward
 
 
@@ -229,7 +229,7 @@ async def test_p5_one_that_is_opened_while_its_pool_is_closed_keeps_no_slot() ->
 # ---- P3: a session is bound for its life, and its release is idempotent ----------------------------------------
 
 
-async def test_p3_a_session_stays_in_its_world_and_gives_it_back_once(make: MakePool) -> None:
+async def test_p3_a_session_stays_in_its_environment_and_gives_it_back_once(make: MakePool) -> None:
     made: list[Counter] = []
 
     class Noted(Counter):
@@ -245,7 +245,7 @@ async def test_p3_a_session_stays_in_its_world_and_gives_it_back_once(make: Make
             await pool.close()
             await pool.close()
         await until(lambda: len(server.table.free) == 2)
-        assert [(world.count, world.closed) for world in made] == [(1, 1), (1, 1)]
+        assert [(environment.count, environment.closed) for environment in made] == [(1, 1), (1, 1)]
 
 
 # ---- P4: connecting is all or nothing --------------------------------------------------------------------------
@@ -323,7 +323,7 @@ async def test_p8_a_pool_that_is_closed_while_it_connects_is_not_waited_for() ->
 # ---- P6: one task for all, by value ----------------------------------------------------------------------------
 
 
-async def test_p6_all_worlds_of_a_group_get_the_same_task_by_value(make: MakePool) -> None:
+async def test_p6_all_environments_of_a_group_get_the_same_task_by_value(make: MakePool) -> None:
     made: list[Counter] = []
 
     class Noted(Counter):
@@ -335,7 +335,7 @@ async def test_p6_all_worlds_of_a_group_get_the_same_task_by_value(make: MakePoo
         task = TASK.model_copy(update={"metadata": {"seeds": [1, 2]}})
         results = await pool.reset_group(task)
         assert [each.observation["messages"][0]["content"] for each in results] == ["count for three"] * 3
-        assert [world.task for world in made] == [task] * 3
+        assert [environment.task for environment in made] == [task] * 3
         made[0].task.metadata["seeds"].append(3)
         assert made[1].task.metadata["seeds"] == [1, 2]
         assert task.metadata["seeds"] == [1, 2]
@@ -385,7 +385,7 @@ async def test_p8_a_session_whose_close_does_not_end_is_cut() -> None:
         await until(lambda: server.counts()["leased"] == 0)
 
 
-async def test_p8_a_pool_is_closed_in_time_while_its_worlds_are_busy(make: MakePool) -> None:
+async def test_p8_a_pool_is_closed_in_time_while_its_environments_are_busy(make: MakePool) -> None:
     async with served(slots=2) as (server, url):
         pool = make(url, 2, group_size=2)
         await pool.connect()
@@ -436,10 +436,10 @@ def test_a_num_generations_that_makes_no_sense_is_refused(monkeypatch: pytest.Mo
 # ---- groups ----------------------------------------------------------------------------------------------------
 
 
-async def test_a_group_is_played_at_once_in_worlds_of_their_own(make: MakePool) -> None:
+async def test_a_group_is_played_at_once_in_environments_of_their_own(make: MakePool) -> None:
     async with served(slots=4) as (_, url), opened(make, url, 4, group_size=4) as pool:
         results = await pool.run_group(TASK, count_to_three)
-        assert len({world for world, _ in results}) == 4
+        assert len({environment for environment, _ in results}) == 4
         assert [reward for _, reward in results] == [1.0] * 4
 
 
@@ -455,7 +455,7 @@ async def test_a_function_that_waits_plays_in_a_thread() -> None:
         assert await pool.run_group(TASK, play) == [1.0] * 8
 
 
-async def test_a_world_that_breaks_is_infra_in_its_place_and_is_played_again_in_another(make: MakePool) -> None:
+async def test_an_environment_that_breaks_is_infra_in_its_place_and_is_played_again_in_another(make: MakePool) -> None:
     broken: list[int] = []
 
     async def play(task: Task, environment: AgentEnvironment) -> str:
@@ -471,7 +471,7 @@ async def test_a_world_that_breaks_is_infra_in_its_place_and_is_played_again_in_
         assert await pool.run_group(TASK, play) == ["played"] * 3, "the dead ones were replaced"
 
 
-async def test_a_group_of_tasks_in_a_rollout_that_lost_its_world_is_infra_too(make: MakePool) -> None:
+async def test_a_group_of_tasks_in_a_rollout_that_lost_its_environment_is_infra_too(make: MakePool) -> None:
     async def play(task: Task, environment: AgentEnvironment) -> None:
         await environment.open(task)
         async with asyncio.TaskGroup() as tasks:
@@ -502,7 +502,7 @@ async def test_a_cancellation_that_a_rollout_lets_out_is_a_bug_of_it_and_cancels
             await pool.run_group(TASK, wrong)
 
 
-async def test_a_plain_function_whose_world_was_lost_is_played_again_at_a_server_with_a_name() -> None:
+async def test_a_plain_function_whose_environment_was_lost_is_played_again_at_a_server_with_a_name() -> None:
     """A name is looked up in a thread, of which the waiting functions must leave one."""
     tried: list[int] = []
 
@@ -597,7 +597,7 @@ async def test_an_interrupted_program_does_not_wait_for_a_plain_function() -> No
         await until(lambda: server.counts()["leased"] == 0)
 
 
-async def test_what_goes_wrong_in_one_world_of_a_step_does_not_concern_the_others(make: MakePool) -> None:
+async def test_what_goes_wrong_in_one_environment_of_a_step_does_not_concern_the_others(make: MakePool) -> None:
     async with served(slots=3) as (_, url), opened(make, url, 3, group_size=3) as pool:
         await pool.reset_group(TASK)
         counted, declined, lost = await pool.run_group_step([ADD, {"colour": 1}, {"tool": "break"}])
@@ -607,11 +607,11 @@ async def test_what_goes_wrong_in_one_world_of_a_step_does_not_concern_the_other
         counted, left_out, lost = await pool.run_group_step([ADD, None, ADD])
         assert (counted.observation["text"].split(":")[1], left_out, type(lost)) == ("2", None, EnvironmentLost)
         assert len(await pool.reset_group(TASK)) == 3
-        with pytest.raises(ResetFailed, match="there is no such world"):
+        with pytest.raises(ResetFailed, match="there is no such environment"):
             await pool.reset_group(Task(metadata={"fail": True}))
 
 
-async def test_worlds_that_rollouts_use_are_not_reset_by_others(make: MakePool) -> None:
+async def test_environments_that_rollouts_use_are_not_reset_by_others(make: MakePool) -> None:
     async with served(slots=2) as (server, url), opened(make, url, 2, group_size=1) as pool:
         done = asyncio.Event()
 

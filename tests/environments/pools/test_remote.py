@@ -69,7 +69,7 @@ async def called(environment: RemoteEnvironment, name: str) -> ToolOutcome:
     return await environment.call(ToolCall(id="c", name=name, arguments='{"way": "side"}'))
 
 
-async def test_the_one_tool_of_a_world_without_any_takes_what_the_server_says_an_action_is() -> None:
+async def test_the_one_tool_of_an_environment_without_any_takes_what_the_server_says_an_action_is() -> None:
     properties = {**PROPERTIES, "metadata": {"type": "object"}}
     schema = json.dumps({"action": {**MOVE, "properties": properties}, "observation": {}})
     async with openenv({"type": "error", "data": REFUSED}, schema, []) as environment:
@@ -94,7 +94,7 @@ async def test_after_the_step_that_ends_an_episode_no_other_call_is_carried_out_
             assert (await environment.score(Transcript())).reward == 1.0
 
 
-async def test_tools_that_the_actions_of_a_world_do_not_call_are_called_beside_its_steps() -> None:
+async def test_tools_that_the_actions_of_an_environment_do_not_call_are_called_beside_its_steps() -> None:
     step = {"type": "observation", "data": {"observation": {"moved": True}, "reward": 1.0}}
     schema = json.dumps({"action": {**MOVE, "properties": PROPERTIES}})
     async with openenv(step, schema, [{"name": "step", "inputSchema": {}}, GREET]) as environment:
@@ -114,7 +114,7 @@ async def test_tools_that_the_actions_of_a_world_do_not_call_are_called_beside_i
         assert await called(environment, "step") == ToolOutcome(text='{"error":"a wall"}', failed=True)
 
 
-async def test_tools_that_only_a_step_tells_are_those_of_a_world_whose_actions_call_them() -> None:
+async def test_tools_that_only_a_step_tells_are_those_of_an_environment_whose_actions_call_them() -> None:
     call = {"type": "object", "properties": {"type": {"const": "call_tool"}, "tool_name": {"type": "string"}}}
     schema = json.dumps({"action": {"oneOf": [{"type": "object"}, {"$ref": "#/$defs/Call"}], "$defs": {"Call": call}}})
     step = {"type": "observation", "data": {"observation": {"tools": [GREET], "result": 7}, "reward": 1.0}}

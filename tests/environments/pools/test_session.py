@@ -23,7 +23,7 @@ from bombus.environments.pools.remote import RemoteEnvironment
 from bombus.environments.pools.session import EnvSession, SessionSettings, StepRefused
 from bombus.sdk.types import Task
 from tests.environments.serving.served import CutLine, served
-from tests.environments.serving.worlds import Counter
+from tests.environments.serving.small_served import Counter
 
 HALF = "\ud83d"
 

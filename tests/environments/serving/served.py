@@ -14,9 +14,9 @@ from bombus.environments.backends.pool import BackendPool
 from bombus.environments.serving.server import EnvironmentServer, environment_server
 from bombus.environments.serving.settings import ServingSettings
 from bombus.environments.serving.sources import ClassSource
-from bombus.host.host_names import OwnHostNames
-from bombus.host.process import listen
-from tests.environments.serving.worlds import Counter
+from bombus.machine.host_names import OwnHostNames
+from bombus.machine.process import listen
+from tests.environments.serving.small_served import Counter
 from tests.patience import PATIENCE_S
 
 
@@ -35,7 +35,7 @@ async def served(
 class ServerProcess:
     """`bombus env serve` in a process of its own."""
 
-    def __init__(self, *flags: str, path: str = "tests.environments.serving.worlds:Counter") -> None:
+    def __init__(self, *flags: str, path: str = "tests.environments.serving.small_served:Counter") -> None:
         self._command = [sys.executable, "-m", "bombus", "env", "serve", path, *flags]
         self._process: asyncio.subprocess.Process | None = None
         self.url = ""

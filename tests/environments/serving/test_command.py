@@ -17,12 +17,12 @@ from bombus.environments.pools.session import SessionSettings
 from bombus.environments.serving.running import BackendKind, Deployment, backends_of, deployed
 from bombus.environments.serving.settings import ServingSettings
 from bombus.errors import Refused
-from bombus.host.process import listen
+from bombus.machine.process import listen
 from tests.environments.serving.served import ServerProcess
 
 PAGE = (Path(__file__).parents[3] / "docs/pools.md").read_text()
 SECONDS = {"s": 1, "minutes": 60}
-COUNTER = "tests.environments.worlds:Counter"
+COUNTER = "tests.environments.small_environments:Counter"
 STORE = "tests.environments.serving.test_plain_classes:Store"
 
 

@@ -26,12 +26,12 @@ from bombus.environments.kinds import (
     Transcript,
 )
 from bombus.environments.pools.session import EnvSession, SessionSettings
-from bombus.environments.serving.doors import NotLetIn
+from bombus.environments.serving.admission import NotLetIn
 from bombus.environments.serving.server import EnvironmentServer
 from bombus.environments.serving.settings import ServingSettings
-from bombus.host.host_names import OwnHostNames
+from bombus.machine.host_names import OwnHostNames
 from tests.environments.serving.served import served
-from tests.environments.serving.worlds import Clinging, Counter
+from tests.environments.serving.small_served import Clinging, Counter
 from tests.patience import PATIENCE_S, until
 
 
@@ -64,7 +64,7 @@ class LeavingSource:
         return {}
 
 
-async def test_a_session_whose_world_broke_gives_its_slot_back_while_its_client_is_still_there() -> None:
+async def test_a_session_whose_environment_broke_gives_its_slot_back_while_its_client_is_still_there() -> None:
     async with served() as (server, url), connect(url.replace("http", "ws") + "/ws") as socket:
         for message in ('{"type": "reset"}', '{"type": "step", "data": {"tool": "break"}}'):
             await socket.send(message)
@@ -72,7 +72,7 @@ async def test_a_session_whose_world_broke_gives_its_slot_back_while_its_client_
         assert "SESSION_ERROR" in str(told)
         await until(lambda: len(server.table.free) == 1)
         await socket.wait_closed()
-        assert (socket.close_code, socket.close_reason) == (4500, "the world broke")
+        assert (socket.close_code, socket.close_reason) == (4500, "the environment broke")
 
 
 async def test_p5_a_client_that_leaves_in_the_moment_in_which_it_is_granted_a_slot_does_not_take_it_along() -> None:
@@ -356,7 +356,7 @@ async def test_a_backend_of_a_session_that_was_idle_at_its_end_is_scrubbed_and_k
         assert blocking.made[0].is_closed
 
 
-async def test_p3_a_backend_of_a_world_that_was_not_closed_is_replaced() -> None:
+async def test_p3_a_backend_of_an_environment_that_was_not_closed_is_replaced() -> None:
     class ClingingTo(Clinging):
         def __init__(self, backend: Backend) -> None:
             super().__init__()
@@ -368,7 +368,9 @@ async def test_p3_a_backend_of_a_world_that_was_not_closed_is_replaced() -> None
             assert memories.made[0].is_stopped
 
 
-async def test_a_client_that_leaves_while_its_world_is_made_by_post_leaves_no_slot(blocking: type[Blocking]) -> None:
+async def test_a_client_that_leaves_while_its_environment_is_made_by_post_leaves_no_slot(
+    blocking: type[Blocking],
+) -> None:
     blocking.is_slow_to_make = True
     leaving = asyncio.Future[Any]()
     async with BackendPool(Memories().make, 1) as backends, served(blocking, backends) as (server, _):
@@ -400,7 +402,7 @@ async def test_a_session_that_was_over_before_its_backend_had_started_does_not_k
             await another.reset({})
 
 
-async def test_a_world_that_is_made_after_its_session_was_over_is_closed(blocking: type[Blocking]) -> None:
+async def test_an_environment_that_is_made_after_its_session_was_over_is_closed(blocking: type[Blocking]) -> None:
     memories = Memories()
     blocking.is_slow_to_make = True
     async with BackendPool(memories.make, 1) as backends, served(blocking, backends, close_s=0.2) as (server, url):

@@ -24,7 +24,7 @@ from bombus.errors import Refused
 from tests.environments.backends.test_pool import kept, put, simulator
 from tests.environments.scripted import CREDENTIALS, ScriptedModel, calls
 from tests.environments.serving.served import served
-from tests.environments.worlds import Counter
+from tests.environments.small_environments import Counter
 from tests.patience import until
 
 TASK = Task(task_id="t1", metadata={"goal": 3})
@@ -62,7 +62,7 @@ async def test_a_rollout_takes_environments_of_a_pool_with_a_loop_of_its_own() -
         assert await asyncio.to_thread(play) == [-0.5, -0.5]
 
 
-async def test_a_rollout_whose_world_dies_is_infra_and_not_worth_zero() -> None:
+async def test_a_rollout_whose_environment_dies_is_infra_and_not_worth_zero() -> None:
     class Breaking(Counter):
         def snap(self) -> str:
             """Break."""

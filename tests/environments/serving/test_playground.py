@@ -16,17 +16,17 @@ from websockets.exceptions import InvalidStatus
 
 from bombus.environments.serving.running import Deployment, deployed
 from bombus.environments.serving.settings import ServingSettings
-from bombus.host.process import listen
+from bombus.machine.process import listen
 from tests.patience import PATIENCE_S
 
 PROGRAM = Path(__file__).parent / "programs/page.mjs"
-COUNTER = "tests.environments.worlds:Counter"
+COUNTER = "tests.environments.small_environments:Counter"
 GOAL = '{"metadata": {"goal": 3}}'
 
 
 @contextlib.asynccontextmanager
 async def playground() -> AsyncIterator[tuple[str, str]]:
-    """Serve a world in one slot, and yield the server's URL and its page."""
+    """Serve an environment in one slot, and yield the server's URL and its page."""
     bound = listen("127.0.0.1", 0)
     async with deployed(Deployment(path=COUNTER, settings=ServingSettings(slots=1)), bound, {}):
         url = f"http://127.0.0.1:{bound.getsockname()[1]}"
@@ -141,7 +141,7 @@ async def test_a_person_resets_calls_a_tool_and_answers_on_the_page() -> None:
         assert page.shown == {"state": "Connected.", "tools": [], "log": []}
         early = await page.clicks("call")
         assert early["log"][0][0] == "error"
-        assert early["log"][0][1]["data"]["message"] == "the world has no task yet: send a reset first"
+        assert early["log"][0][1]["data"]["message"] == "the environment has no task yet: send a reset first"
         for wrong in ("{", "3", "null"):
             await page.writes("task", wrong)
             before = len(page.shown["log"])

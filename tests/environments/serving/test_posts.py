@@ -1,4 +1,5 @@
-"""Sessions over `POST /mcp`: they lapse without a sign of life, and no call is carried out in a world of nobody's."""
+"""Sessions over `POST /mcp`: they lapse without a sign of life, and no call is carried out in an environment of
+nobody's."""
 
 import asyncio
 import contextlib
@@ -13,7 +14,7 @@ from websockets.exceptions import InvalidStatus
 from bombus.environments.openenv.messages import MESSAGE_BYTES_MAX, RpcError, WireMessage
 from bombus.environments.serving.server import POSTS_MAX
 from tests.environments.serving.served import served
-from tests.environments.worlds import Counter as PlainCounter
+from tests.environments.small_environments import Counter as PlainCounter
 from tests.patience import until
 
 TASK = '{"type": "reset", "data": {"task": {"main_query": "three"}}}'
@@ -56,7 +57,7 @@ async def test_a_session_that_was_posted_is_held_by_the_connection_to_it_and_end
         session = await poster.opened()
         assert server.counts()["leased"] == 1
         assert await poster.why("tools/call", name="add", session_id=session) == (
-            "the world has no task yet: send a reset first"
+            "the environment has no task yet: send a reset first"
         )
         async with poster.held(session) as socket:
             with pytest.raises(InvalidStatus, match="409"):
@@ -65,7 +66,7 @@ async def test_a_session_that_was_posted_is_held_by_the_connection_to_it_and_end
             await socket.recv()
             called = await poster.ask("tools/call", name="add", arguments={}, session_id=session)
             assert called["result"]["data"] == called["result"]["content"][0]["text"]
-            assert called["result"]["data"].endswith(":1"), "the world that the connection has reset"
+            assert called["result"]["data"].endswith(":1"), "the environment that the connection has reset"
             await socket.send('{"type": "step", "data": {"tool": "add"}}')
             assert ':2"' in str(await socket.recv())
         await until(lambda: server.counts()["leased"] == 0)
@@ -202,7 +203,7 @@ async def test_a_client_that_leaves_in_the_middle_of_a_call_ends_its_session() -
             await until(lambda: server.counts()["leased"] == 0)
 
 
-async def test_a_call_that_takes_too_long_and_a_world_that_breaks_end_the_session() -> None:
+async def test_a_call_that_takes_too_long_and_an_environment_that_breaks_end_the_session() -> None:
     for tool, why in (("hang", "the mcp took longer than 0.2 s"), ("break", "its backend is gone")):
         async with served(step_s=0.2) as (server, url), Poster(url) as poster:
             session = await poster.opened()
@@ -242,7 +243,7 @@ async def test_a_call_that_takes_too_long_is_told_to_its_client_and_to_the_conne
             await socket.recv()
             assert "the mcp took longer than 0.2 s" in await poster.why("tools/call", name=tool, session_id=session)
             await socket.wait_closed()
-            assert (socket.close_code, socket.close_reason) == (4500, "the world broke")
+            assert (socket.close_code, socket.close_reason) == (4500, "the environment broke")
 
 
 async def test_a_call_that_goes_on_after_its_time_is_answered_all_the_same() -> None:

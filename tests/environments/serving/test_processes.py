@@ -129,17 +129,17 @@ async def test_p5_a_server_that_stands_still_is_noticed_and_does_not_blame_its_c
 
 
 async def test_a_group_is_completed_when_the_server_is_killed_in_the_middle() -> None:
-    """The episodes whose worlds died are played again in fresh ones, and none of them is worth zero."""
+    """The episodes whose environments died are played again in fresh ones, and none of them is worth zero."""
     server = await ServerProcess("--slots", "4").start()
     restarted: list[ServerProcess] = []
-    worlds: list[str] = []
+    environments: list[str] = []
 
     async def play(task: Task, environment: AgentEnvironment) -> float:
         await environment.open(task)
         for _ in range(3):
             outcome = await environment.call(ToolCall(id="c", name="add"))
-            worlds.append(outcome.text)
-            if len(worlds) == 6:
+            environments.append(outcome.text)
+            if len(environments) == 6:
                 await server.end()
                 restarted.append(await ServerProcess("--slots", "4").start(server.port))
         return (await environment.score(Transcript())).reward

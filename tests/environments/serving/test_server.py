@@ -16,13 +16,13 @@ from bombus.environments.kinds import EnvironmentLost, EnvironmentsBusy, ResetFa
 from bombus.environments.pools.session import EnvSession, SessionSettings, StepRefused
 from bombus.sdk import running
 from tests.environments.serving.served import served
-from tests.environments.serving.worlds import Clinging, Counter, Slow, Stubborn, Unmakeable
+from tests.environments.serving.small_served import Clinging, Counter, Slow, Stubborn, Unmakeable
 from tests.patience import until
 
 TASK = {"task": {"main_query": "three", "task_id": "t1"}}
 
 
-async def test_a_session_resets_and_steps_in_a_world_of_its_own() -> None:
+async def test_a_session_resets_and_steps_in_an_environment_of_its_own() -> None:
     async with served(slots=2) as (_, url), await EnvSession.open(url) as one, await EnvSession.open(url) as other:
         opened = await one.reset(TASK)
         assert opened.observation["messages"] == [{"role": "user", "content": "count for three"}]
@@ -144,7 +144,7 @@ async def test_a_step_that_takes_too_long_ends_the_session() -> None:
         await until(lambda: server.counts()["leased"] == 0)
 
 
-async def test_a_world_that_breaks_ends_the_session() -> None:
+async def test_an_environment_that_breaks_ends_the_session() -> None:
     async with served() as (server, url):
         session = await EnvSession.open(url)
         await session.reset(TASK)
@@ -153,20 +153,20 @@ async def test_a_world_that_breaks_ends_the_session() -> None:
         await until(lambda: server.counts()["leased"] == 0)
 
 
-async def test_a_world_that_cannot_be_opened_says_why_and_the_session_goes_on() -> None:
+async def test_an_environment_that_cannot_be_opened_says_why_and_the_session_goes_on() -> None:
     async with served() as (_, url), await EnvSession.open(url) as session:
-        with pytest.raises(ResetFailed, match="there is no such world"):
+        with pytest.raises(ResetFailed, match="there is no such environment"):
             await session.reset({"fail": True})
         with pytest.raises(StepRefused, match="send a reset first"):
             await session.step({"tool": "add"})
         assert (await session.reset(TASK)).done is False
-        with pytest.raises(ResetFailed, match="there is no such world"):
+        with pytest.raises(ResetFailed, match="there is no such environment"):
             await session.reset({"fail": True})
-        with pytest.raises(StepRefused, match="send a reset first"):  # the world of the task before is not stepped in
+        with pytest.raises(StepRefused, match="send a reset first"):  # that of the task before is not stepped in
             await session.step({"tool": "add"})
 
 
-async def test_a_world_that_cannot_be_made_is_told_at_the_handshake_and_holds_no_slot() -> None:
+async def test_an_environment_that_cannot_be_made_is_told_at_the_handshake_and_holds_no_slot() -> None:
     async with served(Unmakeable) as (server, url):
         with pytest.raises(EnvironmentLost, match="500: RuntimeError: there is no disk"):
             await EnvSession.open(url)
@@ -187,7 +187,7 @@ class Leaving(Counter):
         sys.exit(4)
 
 
-async def test_a_world_that_leaves_the_program_ends_neither_the_server_nor_its_session() -> None:
+async def test_an_environment_that_leaves_the_program_ends_neither_the_server_nor_its_session() -> None:
     async with served(Leaving) as (server, url):
         async with await EnvSession.open(url) as session:
             await session.reset({})
@@ -200,7 +200,7 @@ async def test_a_world_that_leaves_the_program_ends_neither_the_server_nor_its_s
 
 
 @pytest.mark.parametrize("made", [Clinging, Stubborn])
-async def test_a_world_that_cannot_be_closed_does_not_keep_its_slot(
+async def test_an_environment_that_cannot_be_closed_does_not_keep_its_slot(
     made: type[Counter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(running, "CANCELLED_S", 0.05)
@@ -284,13 +284,13 @@ async def test_a_close_message_ends_the_connection() -> None:
         assert socket.close_code == 1000
 
 
-async def test_a_world_whose_client_left_while_it_was_made_is_closed() -> None:
+async def test_an_environment_whose_client_left_while_it_was_made_is_closed() -> None:
     async with served(Slow) as (server, url):
         opening = asyncio.create_task(EnvSession.open(url))
         await until(lambda: server.counts()["leased"] == 1)
         opening.cancel()
         await until(lambda: len(server.table.free) == 1)
-        assert [world.closed for world in Slow.instances[-1:]] == [1]
+        assert [environment.closed for environment in Slow.instances[-1:]] == [1]
 
 
 async def test_a_server_that_is_stopping_opens_no_session() -> None:

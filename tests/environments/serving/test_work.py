@@ -1,4 +1,4 @@
-"""The messages of a session in its world: what cancels one of them, and what that leaves of the session."""
+"""The messages of a session in its environment: what cancels one of them, and what that leaves of the session."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ from bombus.environments.serving.server import EnvironmentServer
 from bombus.environments.serving.work import SessionWork
 from bombus.sdk.types import Task
 from tests.environments.serving.served import served
-from tests.environments.serving.worlds import Counter
+from tests.environments.serving.small_served import Counter
 from tests.patience import until
 
 
@@ -81,7 +81,7 @@ async def messages_of(socket: ClientConnection) -> AsyncIterator[str]:
 
 
 class Cancelling:
-    """A world that cancels itself in one of the ways. `well` works."""
+    """An environment that cancels itself in one of the ways. `well` works."""
 
     def __init__(self) -> None:
         self.way = 0
@@ -250,35 +250,35 @@ async def test_a_message_that_took_too_long_has_one_answer_also_where_its_tool_h
 async def opened(server: EnvironmentServer) -> tuple[SessionWork, Counter]:
     """Open a session with a counter that was reset. Returns its work and the counter."""
     seat = server._seats[await server.open_by_post(0, asyncio.Future())]
-    world = seat.made()
+    environment = seat.made()
     assert seat.work is not None
-    assert isinstance(world, Counter)
+    assert isinstance(environment, Counter)
     await seat.work.carry_out(WireMessage(type="reset"))
-    return seat.work, world
+    return seat.work, environment
 
 
 def called(tool: str) -> WireMessage:
     return WireMessage(type="mcp", data={"id": 1, "method": "tools/call", "params": {"name": tool}})
 
 
-async def test_no_message_is_carried_out_after_one_that_broke_its_world() -> None:
+async def test_no_message_is_carried_out_after_one_that_broke_its_environment() -> None:
     async with served() as (server, _):
-        work, world = await opened(server)
+        work, environment = await opened(server)
         broken, after = await asyncio.gather(work.carry_out(called("break")), work.carry_out(called("add")))
         assert broken is not None
-        assert "the world broke" in broken.data["message"]
-        assert (after, world.count) == (None, 0)
+        assert "the environment broke" in broken.data["message"]
+        assert (after, environment.count) == (None, 0)
 
 
 async def test_no_message_that_waits_is_carried_out_once_its_session_has_ended() -> None:
     async with served() as (server, _):
-        work, world = await opened(server)
+        work, environment = await opened(server)
         hanging, waiting = (asyncio.create_task(work.carry_out(called(tool))) for tool in ("hang", "add"))
         await until(lambda: server.working() == 1)
         work.end()
         assert await waiting is None
         assert hanging.cancelled()
-        assert world.count == 0
+        assert environment.count == 0
 
 
 class Yielding(Counter):
@@ -290,9 +290,9 @@ class Yielding(Counter):
         return ToolOutcome(text="given up")
 
 
-async def test_what_a_world_returns_once_its_session_has_ended_is_no_answer() -> None:
+async def test_what_an_environment_returns_once_its_session_has_ended_is_no_answer() -> None:
     async with served(Yielding) as (server, _):
-        work, _world = await opened(server)
+        work, _environment = await opened(server)
         yielding = asyncio.create_task(work.carry_out(called("wait")))
         await until(lambda: server.working() == 1)
         work.end()

@@ -1,4 +1,4 @@
-"""Scored groups as environments send them, made of a seed."""
+"""Rollout groups as environments send them, made of a seed."""
 
 import random
 import struct

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from bombus.hive.records import FinishReason
-from bombus.hive.trajectories.records import ScoredGroup
+from bombus.hive.trajectories.records import RolloutGroup
 from bombus_gateway.atropos import answers
 from bombus_gateway.atropos.answers import JoinAnswer, PushAnswer, StatusAnswer
 from bombus_gateway.atropos.batches import write_group
@@ -26,9 +26,9 @@ from bombus_gateway.atropos.compression import inflated
 from bombus_gateway.atropos.requests import EnvironmentRegistration, read_environment, read_environment_id
 from bombus_gateway.atropos.scored_data import read_scored_data, read_scored_data_list
 from bombus_gateway.atropos.vllm_generate import ScoredPrompt, is_vllm, read_vllm, write_vllm
-from bombus_gateway.training.generate import read_generate, write_generated
-from bombus_gateway.training.samples import SampledTokens
-from tests.gateway.training.wire import float32s, int32s
+from bombus_gateway.operations_wire.generate import read_generate, write_generated
+from bombus_gateway.operations_wire.samples import SampledTokens
+from tests.gateway.operations_wire.protobuf_bodies import float32s, int32s
 
 ENVIRONMENT = Path(__file__).parents[3] / ".venv-atropos"
 pytestmark = pytest.mark.skipif(
@@ -89,7 +89,7 @@ class Seen:
         self.registered: list[EnvironmentRegistration] = []
         self.named: list[int] = []
         self.encodings: list[str] = []
-        self.groups: list[ScoredGroup] = []
+        self.groups: list[RolloutGroup] = []
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bombus.hive.trajectories.records import ScoredGroup, decode_group
+from bombus.hive.trajectories.records import RolloutGroup, decode_group
 from bombus_gateway.atropos.batches import NO_BATCH, write_batch, write_group, write_latest
 from bombus_gateway.atropos.scored_data import read_scored_data, read_scored_data_list, record_of
 from tests.gateway.atropos.groups import Group, random_group
@@ -30,7 +30,7 @@ FIELDS = {
 }
 
 
-def through_the_log(group: Group) -> ScoredGroup:
+def through_the_log(group: Group) -> RolloutGroup:
     return decode_group(record_of(read_scored_data(json.dumps(group).encode())))
 
 
@@ -56,7 +56,7 @@ def test_a_batch_is_made_group_by_group() -> None:
     groups = [random_group(seed) for seed in range(3)]
     read: list[int] = []
 
-    def counted() -> Iterator[ScoredGroup]:
+    def counted() -> Iterator[RolloutGroup]:
         for number, group in enumerate(groups):
             read.append(number)
             yield through_the_log(group)

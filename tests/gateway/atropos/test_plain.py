@@ -1,4 +1,4 @@
-"""What simdjson reads of scored groups is what the other reader reads, or nothing."""
+"""What simdjson reads of rollout groups is what the other reader reads, or nothing."""
 
 import json
 import random
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bombus.errors import Refused
-from bombus.hive.trajectories.records import ScoredGroup
+from bombus.hive.trajectories.records import RolloutGroup
 from bombus_gateway.atropos.plain import PLAIN_BYTES, read_plain
 from bombus_gateway.atropos.scored_data import read_scored_data
 from tests.gateway.atropos.groups import random_group
@@ -21,12 +21,12 @@ def body(**change: object) -> bytes:
     return json.dumps(GROUP | change).encode()
 
 
-def carefully(given: bytes) -> ScoredGroup | str:
+def carefully(given: bytes) -> RolloutGroup | str:
     """Return what the other reader makes of a body: simdjson's does not take one that begins with a space."""
     return quickly(b" " + given)
 
 
-def quickly(given: bytes) -> ScoredGroup | str:
+def quickly(given: bytes) -> RolloutGroup | str:
     try:
         return read_scored_data(given)
     except Refused as refusal:

@@ -1,4 +1,4 @@
-"""Scored groups that environments push."""
+"""Rollout groups that environments push."""
 
 import json
 import random
@@ -10,7 +10,7 @@ import pytest
 
 from bombus.errors import Refused
 from bombus.hive.records import BODY_BYTES_MAX
-from bombus.hive.trajectories.records import PackedCandidates, PackedFloats, ScoredGroup, decode_group, pack_ints
+from bombus.hive.trajectories.records import PackedCandidates, PackedFloats, RolloutGroup, decode_group, pack_ints
 from bombus_gateway import limits
 from bombus_gateway.atropos.batches import write_group
 from bombus_gateway.atropos.refusals import UnfitBody, write_refusal
@@ -38,7 +38,7 @@ def peak_bytes(do: Callable[[], object]) -> int:
 
 
 def test_three_fields_are_a_group() -> None:
-    assert read_scored_data(body()) == ScoredGroup(
+    assert read_scored_data(body()) == RolloutGroup(
         lengths=pack_ints([2, 1]),
         tokens=pack_ints([5, 6, 7]),
         masks=pack_ints([-100, 6, 7]),
@@ -62,7 +62,7 @@ def test_all_fields_are_read_and_what_nobody_computes_with_is_kept_as_it_came() 
         something="else",
     )
     counts = pack_ints([0, 2, 1])
-    assert read_scored_data(given) == ScoredGroup(
+    assert read_scored_data(given) == RolloutGroup(
         lengths=pack_ints([2, 1]),
         tokens=pack_ints([5, 6, 7]),
         masks=pack_ints([-100, 6, 7]),

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bombus.errors import Refused
-from bombus.hive.trajectories.records import ScoredGroup, decode_group
+from bombus.hive.trajectories.records import RolloutGroup, decode_group
 from bombus_gateway.atropos.batches import write_group
 from bombus_gateway.atropos.compression import inflated, takes_gzip
 from bombus_gateway.atropos.refusals import write_refusal
@@ -41,7 +41,7 @@ def check(read: Callable[[bytes], object], body: bytes) -> None:
         return
     groups: Sequence[object] = made if isinstance(made, tuple) else (made,)
     for group in groups:
-        if isinstance(group, ScoredGroup):
+        if isinstance(group, RolloutGroup):
             stored = decode_group(record_of(group))
             written = write_group(stored)
             assert json.loads(written)  # also to Python's reader, which trainers use

@@ -16,10 +16,10 @@ from bombus_gateway.atropos.vllm_generate import (
     shown_text,
     write_vllm,
 )
-from bombus_gateway.training.samples import SampledTokens
-from bombus_gateway.training.sampling import SampleRequest
+from bombus_gateway.operations_wire.samples import SampledTokens
+from bombus_gateway.operations_wire.sampling import SampleRequest
 from tests.gateway.openai_hive import IM_END, TEXT, tokens_of
-from tests.gateway.training.wire import float32s, int32s
+from tests.gateway.operations_wire.protobuf_bodies import float32s, int32s
 
 PROMPT = ScoredPrompt("Hi")
 TOKENS = {"prompt": {"prompt_token_ids": [1, 2]}}

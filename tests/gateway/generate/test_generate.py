@@ -89,7 +89,7 @@ async def test_with_a_client_key_it_is_no_call_and_needs_a_run_of_operations(ser
 async def test_the_policy_of_a_run_of_scored_groups_is_sampled_with_a_client_key_whoever_trains_on_them(
     bus: Bus, ours: bool
 ) -> None:
-    job = {"bombus": JOB["bombus"] | {"collection": {"episode_groups": True, "scored_groups": ours}}}
+    job = {"bombus": JOB["bombus"] | {"collection": {"episode_groups": True, "rollout_groups": ours}}}
     async with gateway_hive(bus, job) as served, httpx.AsyncClient(base_url=served.base_url, timeout=60) as http:
         assert (served.engine.queues_groups, served.engine.makes_steps) == (True, ours)
         served.replica.scripts.append(says("fox jumps"))

@@ -1,4 +1,4 @@
-"""The queue of scored groups: what is kept of them through everything that environments and trainers do."""
+"""The queue of rollout groups: what is kept of them through everything that environments and trainers do."""
 
 from collections import Counter
 from time import process_time
@@ -291,10 +291,10 @@ def test_a_reset_forgets_everything_but_the_numbers() -> None:
     assert queue == TrajectoryQueue(arrived=2, holders={"key-0": queues.KeptGroups()})
 
 
-# ---- what is refused at the door ------------------------------------------------------------------------------
+# ---- what is refused when it arrives ------------------------------------------------------------------------------
 
 
-def test_a_group_larger_than_a_batch_is_refused_at_the_door() -> None:
+def test_a_group_larger_than_a_batch_is_refused_at_arrival() -> None:
     queue = queue_of(8)
     assert why_not_queued(queue, groups(None, 8)) == ""
     assert why_not_queued(queue, groups(None, 8, 9)) == (

@@ -1,4 +1,4 @@
-"""The records of scored groups."""
+"""The records of rollout groups."""
 
 import math
 import struct
@@ -10,7 +10,7 @@ from bombus.errors import LogCorrupted
 from bombus.hive.trajectories.records import (
     PackedCandidates,
     PackedFloats,
-    ScoredGroup,
+    RolloutGroup,
     decode_group,
     encode_group,
     int_rows,
@@ -19,7 +19,7 @@ from bombus.hive.trajectories.records import (
 )
 
 # Two sequences, of two tokens and of one.
-GROUP = ScoredGroup(
+GROUP = RolloutGroup(
     lengths=pack_ints([2, 1]),
     tokens=pack_ints([5, 6, 7]),
     masks=pack_ints([-100, 6, 7]),
@@ -98,7 +98,7 @@ TWO_POSITIONS = PackedCandidates(counts=pack_ints([1, 0]), tokens=pack_ints([5])
 )
 def test_a_group_whose_parts_do_not_belong_together_cannot_be_made(fields: dict[str, object], why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        ScoredGroup(**(ONE | fields))  # type: ignore[arg-type]  # what is wrong is the test
+        RolloutGroup(**(ONE | fields))  # type: ignore[arg-type]  # what is wrong is the test
 
 
 @pytest.mark.parametrize(("counts", "tokens"), [([2], [5]), ([-1, 1], [])])
@@ -109,7 +109,7 @@ def test_candidates_are_as_many_as_their_positions_have(counts: list[int], token
 
 @pytest.mark.parametrize("body", [b"", b"\x80", encode_group(GROUP)[:-1], encode_group(GROUP).replace(b"v1", b"v9")])
 def test_bytes_that_are_not_a_record_are_a_corrupted_log(body: bytes) -> None:
-    with pytest.raises(LogCorrupted, match="not a scored group"):
+    with pytest.raises(LogCorrupted, match="not a rollout group"):
         decode_group(body)
 
 

@@ -1,13 +1,13 @@
-"""Which scored groups our own trainer trains, and what it tells the senders of the others."""
+"""Which rollout groups our own trainer trains, and what it tells the senders of the others."""
 
 import pytest
 from msgspec.structs import replace
 
-from bombus.hive.trajectories.records import PackedCandidates, PackedFloats, ScoredGroup, pack_ints
+from bombus.hive.trajectories.records import PackedCandidates, PackedFloats, RolloutGroup, pack_ints
 from bombus.hive.trajectories.training import Handling, handling_of, why_not_trained
 
 # Two sequences, of three tokens and of two; the first of each is a prompt.
-GROUP = ScoredGroup(
+GROUP = RolloutGroup(
     lengths=pack_ints([3, 2]),
     tokens=pack_ints([5, 6, 7, 5, 8]),
     masks=pack_ints([-100, 6, 7, -100, 8]),
@@ -49,7 +49,7 @@ def test_a_group_of_tokens_masks_and_scores_is_trained() -> None:
         (replace(GROUP, advantages=PackedFloats.of([1e39, 0, 0, 0, 0])), "advantages[0] has a number that is beyond"),
     ],
 )
-def test_what_would_be_trained_otherwise_than_it_was_meant_is_refused_by_name(group: ScoredGroup, why: str) -> None:
+def test_what_would_be_trained_otherwise_than_it_was_meant_is_refused_by_name(group: RolloutGroup, why: str) -> None:
     assert why_not_trained(group).startswith(why)
 
 

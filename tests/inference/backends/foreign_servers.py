@@ -17,9 +17,9 @@ from tokenizers import Tokenizer
 
 from bombus.hive.generation import Generate
 from bombus.hive.records import SamplingParams, pack_tokens
-from bombus.host.advertising import url_of
-from bombus.host.http_server import http_server
-from bombus.host.process import listen
+from bombus.machine.advertising import url_of
+from bombus.machine.http_server import http_server
+from bombus.machine.process import listen
 from bombus.weights.models import load_model
 from bombus_inference.backends.torch.backend import load_policy, read_state
 from bombus_inference.backends.torch.engine import Engine

@@ -135,14 +135,14 @@ def test_a_temperature_gives_the_logprobs_of_the_tempered_distribution(model: Pr
 
 
 def test_penalties_give_the_logprobs_of_the_distribution_that_they_leave(model: PreTrainedModel) -> None:
-    wishes: dict[str, Any] = {
+    parameters: dict[str, Any] = {
         "presence_penalty": 1.5,
         "frequency_penalty": 0.7,
         "repetition_penalty": 1.3,
         "logit_bias": {3: 2.0},
     }
     prompt = [5, 6, 7, 5]
-    body = request(prompt, n=2, max_tokens=8, temperature=0.8, **wishes)
+    body = request(prompt, n=2, max_tokens=8, temperature=0.8, **parameters)
     for made in answer(engine_for(model), body).choices.values():
         for at, row in enumerate(reference_logits(model, prompt, made.tokens)):
             sampled = made.tokens[:at]

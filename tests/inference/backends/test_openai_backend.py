@@ -71,9 +71,9 @@ async def test_its_tokens_come_through_with_their_logprobs(kind: type[ExternalSe
 
 
 def test_external_servers_get_the_wishes_that_they_can_take() -> None:
-    wishes: dict[str, Any] = {"min_p": 0.1, "presence_penalty": 1.0, "frequency_penalty": -0.5}
-    biased = request([4], logit_bias={7: -3.0}, **wishes)
-    sent = wishes | {"logit_bias": {"7": -3.0}}
+    parameters: dict[str, Any] = {"min_p": 0.1, "presence_penalty": 1.0, "frequency_penalty": -0.5}
+    biased = request([4], logit_bias={7: -3.0}, **parameters)
+    sent = parameters | {"logit_bias": {"7": -3.0}}
     completions = json.loads(completions_body("m", biased, [4], 8))
     assert {name: completions[name] for name in sent} == sent
     sglang = json.loads(sglang_body(biased, [4], 8))["sampling_params"]

@@ -122,18 +122,18 @@ def test_alternatives_are_the_most_likely_tokens_at_each_place(model: PreTrained
 
 
 def test_scores_are_at_temperature_1_and_without_the_edits_of_what_is_sampled(model: PreTrainedModel) -> None:
-    wishes: dict[str, Any] = {"temperature": 0.3, "top_k": 2, "logit_bias": {3: 50.0}, "repetition_penalty": 2.0}
-    check(model, PROMPT, answer(engine_for(model), scored(request(PROMPT, max_tokens=2, **wishes))))
+    parameters: dict[str, Any] = {"temperature": 0.3, "top_k": 2, "logit_bias": {3: 50.0}, "repetition_penalty": 2.0}
+    check(model, PROMPT, answer(engine_for(model), scored(request(PROMPT, max_tokens=2, **parameters))))
 
 
 def test_plain_logprobs_of_sampled_tokens_are_those_of_the_model_at_temperature_1(model: PreTrainedModel) -> None:
-    wishes: dict[str, Any] = {"temperature": 0.5, "top_k": 4, "presence_penalty": 1.0, "top_logprobs": 2}
-    body = msgspec.structs.replace(request(PROMPT, **wishes), plain_logprobs=True)
+    parameters: dict[str, Any] = {"temperature": 0.5, "top_k": 4, "presence_penalty": 1.0, "top_logprobs": 2}
+    body = msgspec.structs.replace(request(PROMPT, **parameters), plain_logprobs=True)
     made = answer(engine_for(model), body).only
     assert worst_difference(model, PROMPT, made) < 1e-4
     most_likely = reference_logprobs(model, PROMPT, made.tokens).topk(2, dim=-1).indices.tolist()
     assert [[token for token, _ in row] for row in made.top] == most_likely
-    other = answer(engine_for(model), request(PROMPT, **wishes)).only
+    other = answer(engine_for(model), request(PROMPT, **parameters)).only
     assert made.tokens == other.tokens  # the same draws
     assert worst_difference(model, PROMPT, other) > 0.1
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from bombus.errors import EngineFault
-from bombus.host.environments import environment_python
+from bombus.machine.environments import environment_python
 from bombus_inference.backends.protocol import Policy
 from bombus_inference.backends.vllm import keeper
 from bombus_inference.backends.vllm.server import VllmServer, vllm_arguments, vllm_environment

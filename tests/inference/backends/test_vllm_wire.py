@@ -116,16 +116,16 @@ def test_wishes_are_sent_by_their_names_and_only_where_there_are_any() -> None:
     names = {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"}
     plain = parameters_of(request([4]))
     assert names.isdisjoint(plain)
-    wishes: dict[str, Any] = {
+    parameters: dict[str, Any] = {
         "min_p": 0.1,
         "presence_penalty": 1.0,
         "frequency_penalty": -0.5,
         "repetition_penalty": 1.2,
     }
-    body = json.loads(request_body(request([4], logit_bias={7: -3.0}, **wishes), [4], 8, "policy", stream=False))[
+    body = json.loads(request_body(request([4], logit_bias={7: -3.0}, **parameters), [4], 8, "policy", stream=False))[
         "sampling_params"
     ]
-    assert {name: body[name] for name in names} == wishes | {"logit_bias": {"7": -3.0}}
+    assert {name: body[name] for name in names} == parameters | {"logit_bias": {"7": -3.0}}
 
 
 def test_its_metrics_get_our_names_summed_over_its_engines() -> None:

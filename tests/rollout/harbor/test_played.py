@@ -292,7 +292,7 @@ def test_the_log_of_a_hive_beside_which_it_is_played_is_hidden(monkeypatch: pyte
 def test_a_hive_elsewhere_and_files_with_its_keys_are_hidden_as_long_as_it_runs(is_named: bool) -> None:
     """What its processes do not name they have open."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as made, tempfile.TemporaryDirectory(dir="/var/tmp") as other:
-        data, keys = Path(made, "srv"), [Path(other, name) for name in ("admin", "client", "names", "world")]
+        data, keys = Path(made, "srv"), [Path(other, name) for name in ("admin", "client", "names", "environment")]
         store = data / "nats/jetstream"
         store.mkdir(parents=True)
         (data / "nats-url").write_text("nats://somewhere\n")
@@ -427,14 +427,14 @@ def test_an_agent_that_the_sandbox_would_hide_is_refused(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize(
     ("program", "is_hidden"),
-    [("/opt/agent", True), ("/opt/desk/agent", False), ("/srv/tasks/agent", True), ("/srv/agent", False)],
+    [("/opt/agent", True), ("/opt/operations/agent", False), ("/srv/tasks/agent", True), ("/srv/agent", False)],
 )
 def test_a_sandbox_hides_the_data_set_and_what_is_beside_its_working_directory(program: str, is_hidden: bool) -> None:
     package = TaskPackage(
         folder=Path("/srv/tasks/one"),
         hidden=Path("/srv/tasks"),
         files=None,
-        workdir="/opt/desk",
+        workdir="/opt/operations",
         timeout_s=1.0,
         reward_timeout_s=1.0,
     )

@@ -9,7 +9,7 @@ from bombus.environments.backends.process import ministack
 from bombus.environments.kinds import EnvironmentLost
 from bombus.sdk.types import Task
 from bombus.tasks.aws.catalogue import TASKS
-from bombus.tasks.aws.world import AwsWorld
+from bombus.tasks.aws.environment import AwsEnvironment
 
 READ_ONLY, ADMIN = "arn:aws:iam::aws:policy/ReadOnlyAccess", "arn:aws:iam::aws:policy/AdministratorAccess"
 LAMBDA = '"Principal":{"Service":"lambda.amazonaws.com"},"Action":"sts:AssumeRole"'
@@ -265,36 +265,36 @@ async def test_a_wrong_solution_is_not_paid_as_done(name: str) -> None:
     try:
         for lines in WRONG[name]:
             await simulator.scrub()
-            world = AwsWorld(simulator)
-            await world.reset(Task(metadata={"aws": name}))
+            environment = AwsEnvironment(simulator)
+            await environment.reset(Task(metadata={"aws": name}))
             for line in lines:
-                shown = await world.aws(f"aws {line.replace('{endpoint}', simulator.address)}")
+                shown = await environment.aws(f"aws {line.replace('{endpoint}', simulator.address)}")
                 assert "exit code" not in shown, (line, shown)
-            assert await world.progress() < 1.0, lines
-            assert not await world.is_done(), lines
-            await world.close()
+            assert await environment.progress() < 1.0, lines
+            assert not await environment.is_done(), lines
+            await environment.close()
     finally:
         await simulator.stop()
 
 
 async def test_what_was_to_stay_and_changed_costs_all() -> None:
-    world = AwsWorld()
+    environment = AwsEnvironment()
     try:
-        await world.reset(Task(metadata={"aws": "open-bucket"}))
-        await world.aws(f"aws {PROTECTED[0]}")
-        assert await world.progress() == 0.4
-        await world.aws(f"aws {versioned('invoices')}")
-        assert await world.progress() == 0.0
+        await environment.reset(Task(metadata={"aws": "open-bucket"}))
+        await environment.aws(f"aws {PROTECTED[0]}")
+        assert await environment.progress() == 0.4
+        await environment.aws(f"aws {versioned('invoices')}")
+        assert await environment.progress() == 0.0
     finally:
-        await world.close()
+        await environment.close()
 
 
 async def test_an_account_whose_simulator_is_gone_has_no_score() -> None:
     simulator = ministack(0, 0)
     await simulator.start()
-    world = AwsWorld(simulator)
-    await world.reset(Task(metadata={"aws": "bucket"}))
+    environment = AwsEnvironment(simulator)
+    await environment.reset(Task(metadata={"aws": "bucket"}))
     await simulator.stop()
     with pytest.raises(EnvironmentLost, match="does not answer any longer"):
-        await world.progress()
-    await world.close()
+        await environment.progress()
+    await environment.close()

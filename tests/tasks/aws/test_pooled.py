@@ -1,4 +1,4 @@
-"""The worlds of `aws` behind a server, on a pool of simulators that are scrubbed between episodes."""
+"""The environments of `aws` behind a server, on a pool of simulators that are scrubbed between episodes."""
 
 import asyncio
 import sys
@@ -14,7 +14,7 @@ from bombus.sdk.types import Task
 
 BUCKET = Task(task_id="b", metadata={"aws": "bucket"})
 MAKE = {"tool": "aws", "arguments": {"command": "aws s3 mb s3://team-logs"}}
-SERVE = "env serve bombus.tasks.aws.world:AwsWorld --slots 2 --backend ministack --port 0 --trusted-network"
+SERVE = "env serve bombus.tasks.aws.environment:AwsEnvironment --slots 2 --backend ministack --port 0 --trusted-network"
 
 
 async def test_a_pool_of_simulators_gives_each_session_an_account_that_is_new() -> None:
@@ -29,15 +29,15 @@ async def test_a_pool_of_simulators_gives_each_session_an_account_that_is_new() 
                 await pool.reset_group(BUCKET)
                 await pool.run_group_step([MAKE, MAKE])
         async with AsyncEnvPool(url, 2, group_size=2) as pool:
-            world = pool.environment()
-            await world.open(BUCKET)
-            assert (await world.score(Transcript())).reward == 0.0
-            outcome = await world.call(
+            environment = pool.environment()
+            await environment.open(BUCKET)
+            assert (await environment.score(Transcript())).reward == 0.0
+            outcome = await environment.call(
                 ToolCall(id="1", name="aws", arguments='{"command": "aws s3 mb s3://team-logs"}')
             )
             assert (outcome.text, outcome.failed) == ("make_bucket: team-logs", False)
-            assert (await world.score(Transcript())).reward == 1.0
-            await world.close()
+            assert (await environment.score(Transcript())).reward == 1.0
+            await environment.close()
     finally:
         server.terminate()
         await server.wait()

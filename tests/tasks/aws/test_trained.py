@@ -15,7 +15,7 @@ from bombus.environments.kinds import Transcript
 from bombus.environments.plain.marks import reward
 from bombus.environments.rollout import Rollout
 from bombus.hive.events import StepCompleted
-from bombus.tasks.aws.world import AwsWorld
+from bombus.tasks.aws.environment import AwsEnvironment
 from bombus.tasks.kinds import TaskDraw
 from bombus.tasks.registry import open_tasks
 from tests.patience import wait_until
@@ -24,7 +24,7 @@ from tests.system.test_up import Up, newest_run
 LENGTHS = {"max_prompt_length": 1600, "max_response_length": 400, "max_response_length_in_one_turn": 24}
 
 
-class Lettered(AwsWorld):
+class Lettered(AwsEnvironment):
     """An account in which a model that knows no AWS yet has something to learn: the letters before n."""
 
     @reward(weight=0.1)

@@ -7,9 +7,9 @@ from bombus.config.algorithms import Correction
 from bombus_trainer.algorithms.corrections import (
     CorrectionRule,
     CorrectionWeights,
-    line_means,
     off_policy_sequences,
     sampler_correction,
+    sequence_means,
 )
 from bombus_trainer.algorithms.losses import LossInputs, policy_loss
 from tests.trainer.small_batches import tiny_settings
@@ -55,7 +55,7 @@ def test_a_long_sequences_product_stays_finite() -> None:
 
 
 def test_a_sequence_without_tokens_has_a_mean_of_0() -> None:
-    assert line_means(torch.tensor([2.0, 4.0]), torch.tensor([0, 0]), 2).tolist() == [3.0, 0.0]
+    assert sequence_means(torch.tensor([2.0, 4.0]), torch.tensor([0, 0]), 2).tolist() == [3.0, 0.0]
 
 
 def test_only_tokens_with_a_negative_advantage_in_sequences_far_from_the_sampler_are_left_out() -> None:
@@ -70,8 +70,8 @@ def test_only_tokens_with_a_negative_advantage_in_sequences_far_from_the_sampler
         sampler_logprobs_N=sampler,
         advantages_N=torch.tensor([-1.0, -1.0, 1.0, -1.0]),
         weights_N=torch.ones(4),
-        lines_N=lines,
-        lines=2,
+        sequences_N=lines,
+        sequences=2,
     )
     for delta, masked in ((0.3, [True, False, False, True]), (0.34, [False] * 4)):
         assert policy_loss(inputs, tiny_settings(use_opsm=True, opsm_delta=delta)).masked_N.tolist() == masked
@@ -85,8 +85,8 @@ def test_off_policy_masking_compares_the_policy_that_is_trained_with_the_sampler
         sampler_logprobs_N=torch.tensor([-2.0, -2.0]),
         advantages_N=torch.tensor([-1.0, -1.0]),
         weights_N=torch.ones(2),
-        lines_N=torch.tensor([0, 1]),
-        lines=2,
+        sequences_N=torch.tensor([0, 1]),
+        sequences=2,
     )
     assert policy_loss(inputs, tiny_settings(use_opsm=True, opsm_delta=0.4)).masked_N.tolist() == [True, False]
 
@@ -98,8 +98,8 @@ def test_off_policy_masking_combines_with_a_correction() -> None:
         sampler_logprobs_N=torch.tensor([-1.5, -1.0]),
         advantages_N=torch.tensor([-1.0, -1.0]),
         weights_N=torch.ones(2),
-        lines_N=torch.tensor([0, 1]),
-        lines=2,
+        sequences_N=torch.tensor([0, 1]),
+        sequences=2,
     )
     result = policy_loss(inputs, tiny_settings(use_opsm=True, opsm_delta=0.4))
     assert result.importance_N.tolist() == [0.0, 1.0]

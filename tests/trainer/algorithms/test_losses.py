@@ -32,22 +32,22 @@ def loss_of(
     weights: list[float] | None = None,
     *,
     sampler: list[float] | torch.Tensor | None = None,
-    lines: list[int] | None = None,
+    sequences: list[int] | None = None,
     reference: torch.Tensor | None = None,
     entropy: torch.Tensor | None = None,
     **settings: object,
 ) -> PolicyLoss:
     """Compute the loss of tokens. By default they weigh 1, form one sequence, and the sampler is the old policy."""
     old_N = torch.as_tensor(old)
-    lines_N = torch.tensor(lines or [0] * len(old_N))
+    sequences_N = torch.tensor(sequences or [0] * len(old_N))
     inputs = LossInputs(
         logprobs_N=logprobs,
         old_logprobs_N=old_N,
         sampler_logprobs_N=old_N if sampler is None else torch.as_tensor(sampler),
         advantages_N=torch.tensor(advantages),
         weights_N=torch.tensor(weights or [1.0] * len(old_N)),
-        lines_N=lines_N,
-        lines=int(lines_N.max()) + 1,
+        sequences_N=sequences_N,
+        sequences=int(sequences_N.max()) + 1,
         reference_logprobs_N=reference,
         entropy_N=entropy,
     )
@@ -352,7 +352,9 @@ def test_gspo_clips_whole_sequences_and_spreads_the_gradient_over_their_tokens()
     logprobs = torch.log(torch.tensor([0.8, 0.3, 0.5, 0.1])).requires_grad_()
     old = torch.log(torch.tensor([0.2, 0.3, 0.4, 0.1]))
     # ratios 2 and sqrt(1.25); only the first is over 1.2
-    result = loss_of(logprobs, old, [1.0, 1.0, 1.0, 1.0], [0.25] * 4, lines=[0, 0, 1, 1], loss="gspo", clip_high=0.2)
+    result = loss_of(
+        logprobs, old, [1.0, 1.0, 1.0, 1.0], [0.25] * 4, sequences=[0, 0, 1, 1], loss="gspo", clip_high=0.2
+    )
     assert float(result.loss.detach()) == pytest.approx(-0.5 * 1.2 - 0.5 * sqrt(1.25))
     assert clipped(result) == [True, True, False, False]
     # d/dlogp of -(1/2) s with s = exp(mean): -(1/2) s / 2 for each of the two tokens

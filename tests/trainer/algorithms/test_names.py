@@ -36,8 +36,8 @@ def test_every_name_of_an_algorithm_has_a_formula() -> None:
         assert estimator.over_batch in (True, False)
     for correction in Correction:
         rule = CorrectionRule(correction, 0.5, 2.0)
-        lines_N = torch.zeros(1, dtype=torch.long)
-        assert len(sampler_correction(torch.zeros(1), torch.zeros(1), lines_N, 1, rule).importance_N) == 1
+        sequences_N = torch.zeros(1, dtype=torch.long)
+        assert len(sampler_correction(torch.zeros(1), torch.zeros(1), sequences_N, 1, rule).importance_N) == 1
     members = [episode(name, reward, call(name, [1, 2], [3, 4])) for name, reward in (("a", 0.0), ("b", 1.0))]
     chosen: list[dict[str, object]] = [{"loss_aggregation": each} for each in Aggregation]
     chosen += [{"overlong": each, "overlong_buffer": 20} for each in Overlong]

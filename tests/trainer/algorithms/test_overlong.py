@@ -74,7 +74,7 @@ def test_a_penalty_lowers_the_reward_that_is_compared() -> None:
     )
     # rewards 1 - 2 x 0.5 = 0 and 1: mean 0.5
     found = prepare(group(episode("a", 1.0, of_length(90)), episode("b", 1.0, of_length(2))), settings, VOCAB)
-    assert [float(line.advantages_T[-1]) for line in found.groups[0].lines] == [-0.5, 0.5]
+    assert [float(entry.advantages_T[-1]) for entry in found.groups[0].sequences] == [-0.5, 0.5]
     kept = prepare(group(episode("a", 1.0, of_length(90)), episode("b", 1.0, of_length(2))), tiny_settings(), VOCAB)
     assert not kept.groups[0].signal
 
@@ -84,7 +84,7 @@ def test_an_episodes_reward_is_lowered_by_the_penalty_of_its_worst_call_alone() 
     long = [of_length(length, f"c{length}") for length in (90, 2, 95)]
     # rewards 1 - 0.75 and 1: the penalties of the other calls are 0.5 and 0
     found = prepare(group(episode("a", 1.0, *long), episode("b", 1.0, of_length(2))), settings, VOCAB)
-    assert [float(line.advantages_T[-1]) for line in found.groups[0].lines] == [-0.375] * 3 + [0.375]
+    assert [float(entry.advantages_T[-1]) for entry in found.groups[0].sequences] == [-0.375] * 3 + [0.375]
 
 
 def test_a_penalty_lowers_the_reward_of_that_call_only() -> None:
@@ -93,7 +93,7 @@ def test_a_penalty_lowers_the_reward_of_that_call_only() -> None:
     other = replace(episode("b", 0.0, of_length(2, "z"), call("w", [8], [4])), call_rewards=(0.0, 0.0))
     # turn 1: 0 and 0; turn 2: -0.5 and 0, mean -0.25
     found = prepare(group(episode("a", 0.0, first, second, call_rewards=(0.0, 0.0)), other), settings, VOCAB)
-    assert [float(line.advantages_T[-1]) for line in found.groups[0].lines] == [0.0, -0.25, 0.0, 0.25]
+    assert [float(entry.advantages_T[-1]) for entry in found.groups[0].sequences] == [0.0, -0.25, 0.0, 0.25]
 
 
 def test_a_masked_episode_does_not_count_in_the_loss_and_still_counts_in_the_mean_reward() -> None:
@@ -104,10 +104,10 @@ def test_a_masked_episode_does_not_count_in_the_loss_and_still_counts_in_the_mea
     members = [episode("a", 0.0, cut(of_length(5))), episode("b", 1.0, of_length(2)), episode("c", 2.0, of_length(3))]
     found = prepare(group(*members), settings, VOCAB)
     (ready,) = found.groups
-    assert [line.sequence.episode for line in ready.lines] == ["b", "c"]
-    assert [float(line.advantages_T[-1]) for line in ready.lines] == [0.0, 1.0]  # the mean is 1
+    assert [entry.sequence.episode for entry in ready.sequences] == ["b", "c"]
+    assert [float(entry.advantages_T[-1]) for entry in ready.sequences] == [0.0, 1.0]  # the mean is 1
     assert ready.tokens == {"a": 0, "b": 2, "c": 3}
-    assert [line.first_id for line in ready.lines] == [0, 2]
+    assert [entry.first_id for entry in ready.sequences] == [0, 2]
     assert (found.terms, found.cut) == (5, 1)
     asked_for = prepare(group(*members), longer, VOCAB)
     assert (asked_for.terms, asked_for.cut, asked_for.cut_by_request) == (10, 0, 1)

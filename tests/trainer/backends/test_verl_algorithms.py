@@ -51,8 +51,8 @@ def advantages(settings: TrainerSettings, *groups: EpisodeGroup) -> dict[str, fl
 
 
 def last_advantages(batch: PreparedBatch) -> dict[str, float]:
-    lines = [line for group in batch.groups for line in group.lines]
-    return {line.sequence.episode: float(line.advantages_T[-1]) for line in lines}
+    lines = [entry for group in batch.groups for entry in group.sequences]
+    return {entry.sequence.episode: float(entry.advantages_T[-1]) for entry in lines}
 
 
 def overlong_settings(**changes: object) -> TrainerSettings:

@@ -19,7 +19,7 @@ def two_groups() -> list[EpisodeGroup]:
 
 def advantages(estimator: str) -> list[float]:
     found = prepare(two_groups(), tiny_settings(adv_estimator=estimator), VOCAB)
-    return [float(line.advantages_T[-1]) for group in found.groups for line in group.lines]
+    return [float(entry.advantages_T[-1]) for group in found.groups for entry in group.sequences]
 
 
 def test_reinforce_plus_plus_normalises_over_the_tokens_of_all_groups() -> None:
@@ -37,9 +37,9 @@ def test_its_baseline_takes_the_groups_mean_away_first() -> None:
 def test_tokens_that_were_not_sampled_have_no_advantage_after_normalisation() -> None:
     found = prepare(two_groups(), tiny_settings(adv_estimator="reinforce_plus_plus"), VOCAB)
     for group in found.groups:
-        for line in group.lines:
-            assert line.advantages_T.dtype == np.float32
-            assert not line.advantages_T[line.sequence.calls_T < 0].any()
+        for entry in group.sequences:
+            assert entry.advantages_T.dtype == np.float32
+            assert not entry.advantages_T[entry.sequence.calls_T < 0].any()
 
 
 def test_equal_rewards_in_all_groups_give_no_signal() -> None:
@@ -65,18 +65,18 @@ def test_each_aggregation_gives_tokens_their_weights(aggregation: str, weights: 
     assert np.concatenate([item.terms.weights_N for item in items]).tolist() == pytest.approx(weights)
 
 
-def with_side_calls() -> EpisodeCalls:
+def with_auxiliary_calls() -> EpisodeCalls:
     """Return an episode that begins with a title, and whose last turn continues a compaction."""
-    title = call("title", [9, 9], [5, 5, 5], side_call="title")
+    title = call("title", [9, 9], [5, 5, 5], auxiliary_call="title")
     first = call("first", [1, 2], [3])
-    compaction = call("compaction", [7], [8, 8], parent=first, side_call="compaction")
+    compaction = call("compaction", [7], [8, 8], parent=first, auxiliary_call="compaction")
     last = call("last", [4], [6, 6], parent=compaction)
     return episode("a", 1.0, title, first, compaction, last, call_rewards=(9.0, 1.0, 9.0, 0.0))
 
 
-def test_side_calls_are_read_where_others_continue_them_and_never_trained() -> None:
-    given = with_side_calls()
-    found = given.without_side_calls()
+def test_auxiliary_calls_are_read_where_others_continue_them_and_never_trained() -> None:
+    given = with_auxiliary_calls()
+    found = given.without_auxiliary_calls()
     assert [record.id for record in found.records] == ["first", "last"]
     assert found.call_rewards == (1.0, 0.0)
     (sequence,) = merge_calls("a", found.records, found.context).sequences
@@ -86,35 +86,39 @@ def test_side_calls_are_read_where_others_continue_them_and_never_trained() -> N
     assert (batch.calls, batch.merged_calls, batch.left_out) == (3, 1, ())
 
 
-def test_side_calls_that_are_trained_are_calls_like_others() -> None:
-    given = with_side_calls()
+def test_auxiliary_calls_that_are_trained_are_calls_like_others() -> None:
+    given = with_auxiliary_calls()
     sequences = merge_calls("a", given.records).sequences
     assert [np.flatnonzero(sequence.loss_mask_T).tolist() for sequence in sequences] == [[2, 3, 4], [2, 4, 5, 7, 8]]
 
 
-def test_an_episode_without_side_calls_stays_as_it_is() -> None:
+def test_an_episode_without_auxiliary_calls_stays_as_it_is() -> None:
     given = episode("a", 1.0, call("a1", [1], [2]))
-    assert given.without_side_calls() is given
+    assert given.without_auxiliary_calls() is given
 
 
 def test_rewards_for_the_calls_that_are_trained_stay_as_they_are() -> None:
-    found = replace(with_side_calls(), call_rewards=(1.0, 0.0)).without_side_calls()
+    found = replace(with_auxiliary_calls(), call_rewards=(1.0, 0.0)).without_auxiliary_calls()
     assert ([record.id for record in found.records], found.call_rewards) == (["first", "last"], (1.0, 0.0))
 
 
-def test_an_episode_with_wrong_rewards_is_left_out_whatever_its_side_calls_are() -> None:
-    given = episode("a", 1.0, call("a1", [1], [2], side_call="title"), call("a2", [1], [2]), call_rewards=(1.0,) * 3)
-    batch = prepare([EpisodeGroup("t", (given.without_side_calls(),))], tiny_settings(), VOCAB)
+def test_an_episode_with_wrong_rewards_is_left_out_whatever_its_auxiliary_calls_are() -> None:
+    given = episode(
+        "a", 1.0, call("a1", [1], [2], auxiliary_call="title"), call("a2", [1], [2]), call_rewards=(1.0,) * 3
+    )
+    batch = prepare([EpisodeGroup("t", (given.without_auxiliary_calls(),))], tiny_settings(), VOCAB)
     assert batch.left_out == ("a",)
 
 
-def test_an_episode_of_side_calls_alone_counts_in_its_group_and_has_nothing_to_train() -> None:
-    aside = episode("a", 0.0, call("a1", [1], [2], side_call="title")).without_side_calls()
+def test_an_episode_of_auxiliary_calls_alone_counts_in_its_group_and_has_nothing_to_train() -> None:
+    aside = episode("a", 0.0, call("a1", [1], [2], auxiliary_call="title")).without_auxiliary_calls()
     others = episode("b", 1.0, call("b1", [1], [2, 3])), episode("c", 0.5, call("c1", [1], [2]))
     batch = prepare([EpisodeGroup("t", (aside, *others))], tiny_settings(), VOCAB)
     (group,) = batch.groups
     assert group.tokens == {"a": 0, "b": 2, "c": 1}
-    assert [line.advantages_T[line.sequence.loss_mask_T][0] for line in group.lines] == pytest.approx([1, 0], abs=1e-5)
+    assert [entry.advantages_T[entry.sequence.loss_mask_T][0] for entry in group.sequences] == pytest.approx(
+        [1, 0], abs=1e-5
+    )
     assert mini_batches(batch, tiny_settings(), 1, 0)
 
 

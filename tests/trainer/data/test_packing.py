@@ -85,8 +85,8 @@ def test_every_term_is_predicted_from_exactly_its_own_prefix(
     line_of = {term: number for number, each in enumerate(items) for term in each.terms.ids_N.tolist()}
     join_arrays: dict[int, set[tuple[int, int]]] = {}
     for number, packed in enumerate(bins):
-        assert set(packed.lines_N.tolist()) == set(range(packed.sequences))
-        for term, line in zip(packed.terms.ids_N.tolist(), packed.lines_N.tolist(), strict=True):
+        assert set(packed.sequences_N.tolist()) == set(range(packed.sequences))
+        for term, line in zip(packed.terms.ids_N.tolist(), packed.sequences_N.tolist(), strict=True):
             join_arrays.setdefault(line_of[term], set()).add((number, line))
         assert len(packed.tokens_T) <= max(bin_tokens, max(map(len, given_lines)) - 1)
         assert np.all(np.diff(packed.head_of_term_N) >= 0)
@@ -119,8 +119,8 @@ def test_a_shared_bins_loss_is_the_sum_of_its_sequences_losses(
         total = torch.zeros(())
         for packed in bins:
             ids = torch.from_numpy(packed.terms.ids_N)
-            weights, lines_N = torch.ones(len(ids)), torch.from_numpy(packed.lines_N)
-            chosen = (policy[ids], old[ids], sampler[ids], advantages[ids], weights, lines_N, packed.sequences)
+            weights, sequences_N = torch.ones(len(ids)), torch.from_numpy(packed.sequences_N)
+            chosen = (policy[ids], old[ids], sampler[ids], advantages[ids], weights, sequences_N, packed.sequences)
             total = total + policy_loss(LossInputs(*chosen), rules).loss
         return torch.cat([torch.autograd.grad(total, policy)[0], total.detach()[None]])
 
@@ -138,8 +138,8 @@ def test_each_query_row_sees_the_window_of_its_path_and_nothing_else(
     shapes: list[tuple[int, int]], window: int | None
 ) -> None:
     segments: list[Segment] = []
-    for length, wish in shapes:
-        parent = min(wish, len(segments) - 1)
+    for length, asked_for in shapes:
+        parent = min(asked_for, len(segments) - 1)
         depth = 0 if parent < 0 else segments[parent].depth + segments[parent].length
         start = sum(each.length for each in segments)
         segments.append(Segment(start, length, depth, parent))

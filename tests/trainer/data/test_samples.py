@@ -13,7 +13,14 @@ from pyarrow import parquet
 from bombus.config.documents import parse_job
 from bombus.errors import EngineFault, Refused
 from bombus.hive.records import Choice, FinishReason
-from bombus_trainer.data.batch import EpisodeGroup, Line, PreparedBatch, PreparedGroup, mini_batches, prepare
+from bombus_trainer.data.batch import (
+    EpisodeGroup,
+    PreparedBatch,
+    PreparedGroup,
+    PreparedSequence,
+    mini_batches,
+    prepare,
+)
 from bombus_trainer.data.packing import TrainingItem
 from bombus_trainer.data.sample_files import write
 from bombus_trainer.data.samples import Origin, Sample, Status, samples_of
@@ -52,7 +59,7 @@ def rebuilt(found: Sequence[Sample]) -> PreparedBatch:
     prepared: list[PreparedGroup] = []
     first_id = 0
     for number in range(max(sample.group_index for sample in found) + 1):
-        lines: list[Line] = []
+        sequences: list[PreparedSequence] = []
         tokens: dict[str, int] = {}
         for sample in (each for each in found if each.group_index == number):
             ours, start = sample.metadata["bombus"], len(sample.tokens) - sample.response_length
@@ -69,10 +76,10 @@ def rebuilt(found: Sequence[Sample]) -> PreparedBatch:
                 calls_T=whole([-1] * sample.response_length, -1, np.int64),
                 temperatures_T=whole(ours["temperatures"], 1, np.float32),
             )
-            lines.append(Line(merged, whole(ours["advantages"], 0, np.float32), first_id))
+            sequences.append(PreparedSequence(merged, whole(ours["advantages"], 0, np.float32), first_id))
             first_id += sum(sample.loss_mask)
             tokens[merged.episode] = tokens.get(merged.episode, 0) + sum(sample.loss_mask)
-        prepared.append(PreparedGroup(tuple(lines), tokens))
+        prepared.append(PreparedGroup(tuple(sequences), tokens))
     return PreparedBatch(tuple(prepared), first_id, 0, 0, ())
 
 

@@ -116,7 +116,7 @@ def test_records_that_do_not_fit_together_are_corrupt(records: list[CallRecord],
 
 @st.composite
 def call_trees(draw: st.DrawFn) -> list[CallRecord]:
-    """Draw up to eight calls: with a named parent, with a prompt that may extend another call, or with a new line.
+    """Draw up to eight calls: with a named parent, with a prompt that may extend another call, or with a new entry.
 
     Sampled ids are unique, so that each can be found again; prompts use very few ids, so that they collide.
     """

@@ -42,8 +42,8 @@ class _Left(NamedTuple):
         return [change for name, change in self.other.items() if name in (PROJECT, EXPERIMENT, *SAME_JOB)]
 
     def begins(self) -> Beginning:
-        told = [name for name in self.other if name.startswith(("trainer.", "model.")) and name not in TRAINS_NOTHING]
-        changed = [self.other[name] for name in told]
+        shown = [name for name in self.other if name.startswith(("trainer.", "model.")) and name not in TRAINS_NOTHING]
+        changed = [self.other[name] for name in shown]
         return Beginning(
             run=self.done.run,
             step=self.done.step,

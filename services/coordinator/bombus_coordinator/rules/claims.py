@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
 from bombus.hive.inbox import BASE_SAMPLER, Claim, Granted
+from bombus.hive.operations.owners import may_read
 from bombus.hive.state import EngineState, Hive, Phase
-from bombus.hive.tenants.owners import may_read
 from bombus_coordinator.rules.decision import NAMES_PER_EVENT, CommandReply, Decision, Decisions, refusal
-from bombus_coordinator.rules.joint.granting import episodes_claimed, granted_jointly, next_joint
 from bombus_coordinator.rules.live import Live, ns
+from bombus_coordinator.rules.multi_model.granting import episodes_claimed, granted_multi_model, next_multi_model
 from bombus_coordinator.rules.waiting import has_room, next_of, over_cap, share_of, why_paced
 
 DISCARD_TIMEOUT_S_MAX = 7 * 24 * 3600.0
@@ -113,12 +113,12 @@ def check_collects(engine: EngineState) -> None:
     if engine.groups_episodes:
         raise Refused(
             Code.UNSUPPORTED,
-            f"Run {engine.run} of engine {engine.name} makes batches of scored groups, as soon as it can.",
+            f"Run {engine.run} of engine {engine.name} makes batches of rollout groups, as soon as it can.",
         )
     if engine.queues_groups:
         raise Refused(
             Code.UNSUPPORTED,
-            f"Run {engine.run} of engine {engine.name} takes scored trajectories and has no episodes. Claim them from "
+            f"Run {engine.run} of engine {engine.name} takes rollout groups and has no episodes. Claim them from "
             "another engine, or stop this one and start it with a job.",
         )
 
@@ -144,7 +144,7 @@ def sampler_of(engine: EngineState, claim: Claim) -> ev.SamplerWeights | None:
     if claim.sampler == BASE_SAMPLER:
         return ev.SamplerWeights()
     named = claim.sampler[:NAME_SHOWN]
-    kept = engine.tenants.kept.get(claim.sampler)
+    kept = engine.clients.kept.get(claim.sampler)
     if kept is None or not may_read(kept, claim.owner):
         raise Refused(Code.UNKNOWN_MODEL, f"There is no saved model {named} here, or not any longer: save one.")
     if kept.noted.adapter is None:
@@ -206,12 +206,12 @@ def claim(hive: Hive, live: Live, message: Claim) -> Decisions:
     if engine.phase == Phase.OFFLINE:
         raise why_none(engine)
     queue = live.queue(engine)
-    if not queue and not live.joint and _is_granting(engine, live) and _fits(engine, live, message):
+    if not queue and not live.multi_model and _is_granting(engine, live) and _fits(engine, live, message):
         yield _granted(engine, live, message, [message.id])
         return
     if live.waits_otherwise(message.claim, (engine.name,)):
         raise Refused(Code.OTHER_CLAIM, USED_BY_OTHERS)
-    elsewhere = live.jointly_waiting(engine.name, share_of(message))
+    elsewhere = live.multi_model_waiting(engine.name, share_of(message))
     queue.add(message, live.now_ns, live.now_ns + ns(message.wait_s), elsewhere)
     yield from grant(hive, engine, live)
     yield from lapse(engine, live)
@@ -228,11 +228,12 @@ def _fits(engine: EngineState, live: Live, claim: Claim) -> bool:
 
 
 def grant(hive: Hive, engine: EngineState, live: Live) -> Decisions:
-    """Grant what there is room for, joint claims too. No claim overtakes one of a whole group that waits for room."""
+    """Grant what there is room for, multi-model claims too. No claim overtakes one of a whole group that waits for
+    room."""
     while _is_granting(engine, live):
-        due = next_joint(hive, live, engine)
+        due = next_multi_model(hive, live, engine)
         if due is not None and due.has_room:
-            yield granted_jointly(due, live)
+            yield granted_multi_model(due, live)
             continue
         kept = 0 if due is None else due.waiting.claim.count
         waiting = next_of(live.queue(engine), (engine,))

@@ -1,6 +1,6 @@
 """Make room in a stream that is full: who keeps more of it than their share gives up what is oldest.
 
-From the stream of calls these are episodes, from that of scored groups those that fit in no batch.
+From the stream of calls these are episodes, from that of rollout groups those that fit in no batch.
 """
 
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from bombus.hive.events import AbortReason, DropReason, Event, GroupsGivenUp
 from bombus.hive.pins import why_no_share
 from bombus.hive.shares import SHARED, has_share_of_stream
-from bombus.hive.state import CALLS, SCORED_GROUPS, EngineState, Hive, Phase
+from bombus.hive.state import CALLS, ROLLOUT_GROUPS, EngineState, Hive, Phase
 from bombus.hive.trajectories.forming import form
 from bombus_coordinator.rules.decision import Decision, Decisions
 from bombus_coordinator.rules.episodes import aborted
@@ -17,7 +17,7 @@ from bombus_coordinator.rules.trajectories.batches import GROUPS_MAX
 from bombus_coordinator.rules.transitions import dropped
 
 WHY_GIVEN_UP = (
-    "the stream of scored groups was full, no batch could be made of those that were queued, and those of their key "
+    "the stream of rollout groups was full, no batch could be made of those that were queued, and those of their key "
     "had more than its share of it"
 )
 
@@ -26,11 +26,11 @@ def make_room(hive: Hive, live: Live) -> Decisions:
     """While a stream is full, take the oldest from the holder who keeps most, until no more is kept than is shared.
 
     What steps need stays, since training releases it, and so do the pool of a suspended run, one from which a batch is
-    about to be sealed, and scored groups of which a batch can be made or for which no trainer has come yet.
+    about to be sealed, and rollout groups of which a batch can be made or for which no trainer has come yet.
     """
     while CALLS in hive.full and (events := _episodes_taken(hive, live)):
         yield Decision(events=events)
-    while SCORED_GROUPS in hive.full and (events := _groups_given_up(hive, live)):
+    while ROLLOUT_GROUPS in hive.full and (events := _groups_given_up(hive, live)):
         yield Decision(events=events)
 
 
@@ -53,7 +53,7 @@ def _pinned_on(engine: EngineState, holder: str) -> int:
 
 
 def _groups_given_up(hive: Hive, live: Live) -> tuple[Event, ...]:
-    queued, size = hive.queued_groups(), hive.full[SCORED_GROUPS].size
+    queued, size = hive.queued_groups(), hive.full[ROLLOUT_GROUPS].size
     for holder, _ in queued.most_common():
         if has_share_of_stream(queued, holder, size, more=0):
             break

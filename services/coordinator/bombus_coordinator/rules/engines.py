@@ -112,10 +112,10 @@ def start(engine: EngineState, live: Live, message: Start) -> Decisions:
         raise no_room(live)
     if engine.configured is None:
         raise Refused(Code.NO_CONFIG, "No training configuration found: call sync_train_config first.")
-    if engine.configured.collection.scored_groups or engine.configured.collection.episode_groups:
+    if engine.configured.collection.rollout_groups or engine.configured.collection.episode_groups:
         raise Refused(
             Code.WRONG_PHASE,
-            "This job makes batches of scored groups (collection.scored_groups or collection.episode_groups): POST "
+            "This job makes batches of rollout groups (collection.rollout_groups or collection.episode_groups): POST "
             "/register begins its run, see docs/atropos.md. To make batches of episodes, configure another job.",
         )
     run = engine.run + 1
@@ -138,9 +138,9 @@ def _why_started(engine: EngineState) -> str:
     if engine.serves_operations:
         return "It serves training operations until its last model has ended; stop_engine ends them now."
     if engine.queues_groups and engine.has_policy:
-        return "It makes batches of scored trajectories since a trainer was registered; stop_engine ends that."
+        return "It makes batches of rollout groups since a trainer was registered; stop_engine ends that."
     if engine.queues_groups:
-        return "It takes scored trajectories for a trainer that has registered; stop_engine ends that."
+        return "It takes rollout groups for a trainer that has registered; stop_engine ends that."
     return "It is started already; call stop_engine to start over."
 
 
@@ -165,8 +165,8 @@ def resume(engine: EngineState, live: Live, message: Resume) -> Decisions:
     if engine.phase == Phase.OFFLINE:
         raise wrong_phase("resume the engine", engine.phase, "It has no run to resume; start one.")
     reply = (CommandReply(message.id, Done(run=engine.run)),)
-    limit = engine.collection.tenancy.executions_max
-    if not engine.suspended and not engine.tenants.given_up(limit):
+    limit = engine.collection.operations.executions_max
+    if not engine.suspended and not engine.clients.given_up(limit):
         yield Decision(events=(answered(engine, live, message),), replies=reply)
         return
     resumed = ev.EngineResumed(at_ns=live.now_ns, engine=engine.name, run=engine.run, command=message.id)

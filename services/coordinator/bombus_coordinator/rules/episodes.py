@@ -22,7 +22,7 @@ _deterministic = msgspec.msgpack.Encoder(order="deterministic")
 
 
 def outcome_digest(result: EpisodeResult | Mapping[str, EpisodeResult]) -> bytes:
-    """Return a digest that is equal for equal reports of the end of an episode, or of a joint one."""
+    """Return a digest that is equal for equal reports of the end of an episode, or of a multi-model one."""
     return digest(_deterministic.encode(result))
 
 
@@ -40,8 +40,8 @@ def _why_aborted(engine: EngineState, reason: AbortReason) -> str:
             )
         case AbortReason.SUPERSEDED:
             return f"its batch was closed while it was running. Current status: [{engine.phase}]. Claim another one."
-        case AbortReason.JOINT:
-            return "another episode of its joint episode was aborted. Claim another one."
+        case AbortReason.MULTI_MODEL:
+            return "another episode of its multi-model episode was aborted. Claim another one."
         case AbortReason.CROWDED:
             return (
                 "the stream of calls was full, and its key pinned more than its share. Claim another one, end episodes "
@@ -51,7 +51,8 @@ def _why_aborted(engine: EngineState, reason: AbortReason) -> str:
 
 
 def _check_reward(episode: Episode, result: EpisodeResult, call_rewards: tuple[float, ...] | None) -> float:
-    """Return the episode's reward, the mean where each of its calls has one; side calls that are not trained have none.
+    """Return the episode's reward, the mean where each of its calls has one; auxiliary calls that are not trained have
+    none.
 
     Raises `Refused` for no reward, one that is no number, and a list of another length.
     """
@@ -101,9 +102,9 @@ def _call_rewards(episode: Episode, result: EpisodeResult) -> tuple[float, ...] 
 
 
 def _aside(episode: Episode) -> str:
-    """Return what an error says of side calls, which are not counted."""
+    """Return what an error says of auxiliary calls, which are not counted."""
     masked = sum(call.masked for call in episode.complete_calls())
-    return f" (side calls of its harness, {masked} here, have none)" if masked else ""
+    return f" (auxiliary calls of its harness, {masked} here, have none)" if masked else ""
 
 
 def is_repeat(engine: EngineState, client: str, episode: str, report: bytes) -> bool:
@@ -161,11 +162,11 @@ def outcome_of(
 def why_incomplete(episode: Episode) -> str:
     """Return why a report does not end an episode: it lacks partners, or has some that are not the episode's."""
     if not episode.partners:
-        return f"Episode {episode.id} is not part of a joint episode: end it on its own."
+        return f"Episode {episode.id} is not part of a multi-model episode: end it on its own."
     others = " and ".join(episode.partners.values())
     return (
-        f"Episode {episode.id} is part of a joint episode, with {others}: report all of them at once, with "
-        "end_joint_episode of the SDK or POST /end_joint_episodes."
+        f"Episode {episode.id} is part of a multi-model episode, with {others}: report all of them at once, with "
+        "end_multi_model_episode of the SDK or POST /end_multi_model_episodes."
     )
 
 
@@ -293,7 +294,8 @@ def note(engine: EngineState, message: CallRecorded) -> NotedCall | None:
 
 
 def _idle_deadline_ns(hive: Hive, live: Live, episode: Episode) -> int:
-    """Return when an episode is idle for too long. Activity of a joint episode is activity of all of its episodes."""
+    """Return when an episode is idle for too long. Activity of a multi-model episode is activity of all of its
+    episodes."""
     deadlines = (live.idle_deadline_ns(partner) for partner in hive.partners(episode))
     return max(live.idle_deadline_ns(episode), *deadlines) if episode.partners else live.idle_deadline_ns(episode)
 

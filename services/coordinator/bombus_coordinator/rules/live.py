@@ -56,7 +56,7 @@ class Live(msgspec.Struct, kw_only=True):
     ahead_ns: int = 0  # of the server's clock
     event_bytes_max: int = 0
     refusing: str = ""  # why the hive takes no new work, "" while it does
-    refusing_groups: str = ""  # why it takes no scored groups
+    refusing_groups: str = ""  # why it takes no rollout groups
     released: int = 0  # what is before this sequence of the stream `ops` may be purged
     began_after: int = 0  # the last event before this epoch
     inherited: int = 0  # the newest inbox message that was there before it
@@ -64,11 +64,11 @@ class Live(msgspec.Struct, kw_only=True):
     activity: dict[str, int] = {}  # episode: its last activity, in ns
     unconfirmed: dict[str, Unconfirmed] = {}  # by claim
     queues: dict[str, Queue] = {}  # of waiting claims, by engine
-    joint: dict[tuple[str, ...], Queue] = {}  # of waiting joint claims, by their engines; none is empty
+    multi_model: dict[tuple[str, ...], Queue] = {}  # of waiting multi-model claims, by their engines; none is empty
     replica_seen: dict[tuple[str, str], int] = {}  # (engine, replica): its last heartbeat, in ns
     trainers: dict[str, Heard] = {}  # by engine
     session_seen: dict[tuple[str, str], int] = {}  # (engine, session): when its client was heard from, in ns
-    unfilled: dict[str, tuple[int, ...]] = {}  # by engine: the queue of scored groups in which there was no batch
+    unfilled: dict[str, tuple[int, ...]] = {}  # by engine: the queue of rollout groups in which there was no batch
     environment_seen: dict[tuple[str, int], int] = {}  # (engine, environment): the same
     client_seen: dict[str, int] = {}  # client that holds episodes and touches: when it was heard from, in ns
     gateways_ns: int = 0  # when a gateway was heard from last
@@ -139,16 +139,16 @@ class Live(msgspec.Struct, kw_only=True):
         """Note that a share has so many open episodes more, or fewer if the number is negative."""
         if engine in self.queues:
             self.queues[engine].opened(share, episodes)
-        for engines, queue in self.joint.items():
+        for engines, queue in self.multi_model.items():
             if engine in engines:
                 queue.opened(share, episodes, engine)
 
-    def joint_queue(self, engines: Sequence[EngineState]) -> Queue:
-        """Return the queue of waiting joint claims of these engines, made from the state as `queue` does."""
+    def multi_model_queue(self, engines: Sequence[EngineState]) -> Queue:
+        """Return the queue of waiting multi-model claims of these engines, made from the state as `queue` does."""
         names = tuple(engine.name for engine in engines)
-        queue = self.joint.get(names)
+        queue = self.multi_model.get(names)
         if queue is None:
-            queue = self.joint[names] = Queue(names)
+            queue = self.multi_model[names] = Queue(names)
             for engine in engines:
                 for episode in engine.open.values():
                     queue.opened(share_of(episode), 1, engine.name)
@@ -158,13 +158,15 @@ class Live(msgspec.Struct, kw_only=True):
         """Return whether this claim id waits for one of these engines as a single claim, or with other engines."""
         single = len(engines) > 1 and any(claim in self.queues[name] for name in engines if name in self.queues)
         others = (
-            queue for names, queue in self.joint.items() if names != engines and not set(names).isdisjoint(engines)
+            queue
+            for names, queue in self.multi_model.items()
+            if names != engines and not set(names).isdisjoint(engines)
         )
         return single or any(claim in queue for queue in others)
 
-    def jointly_waiting(self, engine: str, share: Share) -> int:
-        """Return how many joint claims of a share wait for an engine."""
-        return sum(queue.waiting_of(share) for engines, queue in self.joint.items() if engine in engines)
+    def multi_model_waiting(self, engine: str, share: Share) -> int:
+        """Return how many multi-model claims of a share wait for an engine."""
+        return sum(queue.waiting_of(share) for engines, queue in self.multi_model.items() if engine in engines)
 
     def remember(self, command: str, answer: Answer) -> None:
         self.answers[command] = answer

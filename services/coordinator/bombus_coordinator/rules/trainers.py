@@ -57,7 +57,7 @@ def lapse(engine: EngineState, live: Live) -> Decisions:
 def _worked_ns(engine: EngineState) -> int:
     """Return when the log last showed that the trainer works, or got something to do."""
     known = (engine.batch, engine.step_done, engine.weights)
-    models = (model.last_ns for model in engine.tenants.open_models)
+    models = (model.last_ns for model in engine.clients.open_models)
     return max(engine.phase_since_ns, engine.resumed_ns, *models, *(each.at_ns for each in known if each is not None))
 
 
@@ -69,7 +69,7 @@ def _stall(engine: EngineState, live: Live, doing: str, still_s: float, silent: 
     """
     live.trainers.pop(engine.name, None)
     is_runs = engine.owes_weights and not engine.waits_for_operator
-    failures = engine.step_failures + (is_runs and not engine.tenants.is_at_work(engine.trainer_epoch))
+    failures = engine.step_failures + (is_runs and not engine.clients.is_at_work(engine.trainer_epoch))
     stalled = ev.TrainerStalled(
         at_ns=live.now_ns,
         engine=engine.name,

@@ -16,7 +16,7 @@ from bombus_coordinator.rules.episodes import aborted
 from bombus_coordinator.rules.live import Live, ns
 from bombus_coordinator.rules.replicas import all_loaded, look_after
 from bombus_coordinator.rules.trajectories.batches import give_up_old
-from bombus_coordinator.rules.trajectories.batches import seal as seal_scored
+from bombus_coordinator.rules.trajectories.batches import seal as seal_groups
 
 
 def _booting(engine: EngineState, live: Live) -> Decisions:
@@ -52,7 +52,7 @@ def _rolling_with_a_queue(engine: EngineState, live: Live) -> Decisions:
     if engine.plays_episodes:
         yield from give_up_old(engine, live)
     if engine.makes_steps:
-        yield from seal_scored(engine, live)
+        yield from seal_groups(engine, live)
     if engine.plays_episodes:
         yield from _drop_incomplete(engine, live)
         yield from _clear_overflow(engine, live)
@@ -105,7 +105,7 @@ def _drop_untaken(engine: EngineState, live: Live) -> Decisions:
 
     The pool is in order of completion.
     """
-    limit_ns = live.now_ns - ns(engine.collection.tenancy.episodes_s)
+    limit_ns = live.now_ns - ns(engine.collection.operations.episodes_s)
     late = [each.episode for each in takewhile(lambda each: each.ended_ns <= limit_ns, engine.pool.values())]
     excess = _excess(engine, len(late))
     for reason, episodes in ((DropReason.UNTAKEN, late), (DropReason.OVERFLOW, excess)):

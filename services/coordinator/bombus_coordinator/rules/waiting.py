@@ -118,7 +118,7 @@ class _Line:
 
 
 class Queue:
-    """The waiting claims of one engine, or the joint ones of a set of `engines`.
+    """The waiting claims of one engine, or the multi-model ones of a set of `engines`.
 
     It counts the open episodes of each share, which its user reports.
     """

@@ -12,7 +12,7 @@ from bombus_gateway.schemas import (
     NAME,
     X_API_KEY,
     Described,
-    DescribedDoor,
+    DescribedAPI,
     JsonSchema,
     add_routes,
     answered,
@@ -72,7 +72,7 @@ _EVENT = event_of(
 
 def add_anthropic_paths(document: JsonSchema, prefixes: Sequence[str]) -> None:
     """Add Anthropic's routes under each prefix to an OpenAPI document."""
-    agents = DescribedDoor("anthropic", [X_API_KEY, BEARER], answered("Anthropic's error body", "AnthropicError"))
+    agents = DescribedAPI("anthropic", [X_API_KEY, BEARER], answered("Anthropic's error body", "AnthropicError"))
     message = answered("A message, or its events", "AnthropicMessage", _EVENT)
     counted = answered("The number of tokens; nothing is recorded", "AnthropicTokens")
     routes = {

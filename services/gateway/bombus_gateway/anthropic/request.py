@@ -1,7 +1,7 @@
 """The requests of Anthropic's Messages API: decoded, and turned into a neutral `CompletionRequest`. Pure.
 
 Clients of this API send much that does not change what is sampled: betas, metadata, marks for a cache. It may have any
-value. How tokens are drawn is a wish, about which the job decides. What nobody here can do, and what nobody
+value. How tokens are drawn is a request, on which the job decides. What nobody here can do, and what nobody
 here knows, is listed as `unsupported`: the job says whether that is refused or left out.
 """
 
@@ -15,9 +15,9 @@ from msgspec import Meta
 from bombus.errors import Code
 from bombus_gateway import limits
 from bombus_gateway.anthropic.client_tools import CLIENT_TOOLS
-from bombus_gateway.anthropic.thinking import beyond_thinking, wish_for_thinking
+from bombus_gateway.anthropic.thinking import beyond_thinking, requested_thinking
 from bombus_gateway.call.prefixes import NOTHING_READ, BodyPrefix
-from bombus_gateway.call.request import CompletionRequest, SamplingWish, Unsupported, wished_top_p
+from bombus_gateway.call.request import CompletionRequest, RequestedSampling, Unsupported, requested_top_p
 from bombus_gateway.decoding.items import ItemReader
 from bombus_gateway.decoding.json_body import (
     STRICT,
@@ -183,13 +183,13 @@ def read_messages(body: bytes, before: BodyPrefix = NOTHING_READ) -> MessagesReq
         parse_tool_calls=bool(tools) and (found.tool_choice is None or found.tool_choice.type != "none"),
         stops=stop_strings(found.stop_sequences or (), "stop_sequences"),
         stream=bool(found.stream),
-        wish=SamplingWish(
+        sampling=RequestedSampling(
             temperature=found.temperature,
-            top_p=wished_top_p(found.top_p),
+            top_p=requested_top_p(found.top_p),
             top_k=max(found.top_k or 0, 0),
             max_tokens=found.max_tokens,
         ),
-        thinking=wish_for_thinking(found.thinking, found.output_config),
+        thinking=requested_thinking(found.thinking, found.output_config),
         demands=demands,
         one_call=_ONE_CALL if found.tool_choice and found.tool_choice.disable_parallel_tool_use else "",
         unsupported=(*unmet, *unsupported),

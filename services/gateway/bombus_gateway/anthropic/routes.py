@@ -9,8 +9,8 @@ from bombus.errors import Refused
 from bombus_gateway.access import EpisodeGuard, HeaderMap
 from bombus_gateway.anthropic.request import read_messages
 from bombus_gateway.anthropic.response import MessagesEncoder, count_body, error_body, error_event
+from bombus_gateway.call.api import ParsedRequest, call_route, count_route
 from bombus_gateway.call.calls import Calls
-from bombus_gateway.call.door import ParsedRequest, call_route, count_route
 from bombus_gateway.call.http import not_found
 from bombus_gateway.call.prefixes import NOTHING_READ, BodyPrefix
 from bombus_gateway.context import Gateway
@@ -30,7 +30,7 @@ class AnthropicDialect:
         self._check_model(request.model)
         marks = marks_of(headers, request.completion, request.server_tools, request.answer)
         encoder = partial(MessagesEncoder, request.model)
-        return ParsedRequest(request.completion, encoder, marks.role, marks.side_call, request.prefix)
+        return ParsedRequest(request.completion, encoder, marks.role, marks.auxiliary_call, request.prefix)
 
     def error(self, error: Refused) -> bytes:
         return error_body(error)
@@ -39,7 +39,7 @@ class AnthropicDialect:
         return error_event(error)
 
 
-class AnthropicDoor:
+class AnthropicAPI:
     """The routes of one engine. `messages` and `count_tokens` are ASGI applications, and `below` answers all others.
 
     At the root (`any_engine`) each key leads to the engine that it was made for.

@@ -4,16 +4,16 @@ from typing import Any
 
 from bombus_gateway.call.request import Unsupported
 from bombus_gateway.decoding.json_body import unknown_parts
-from bombus_gateway.text.thinking import NEAREST, ThinkingWish
+from bombus_gateway.text.thinking import NEAREST, RequestedThinking
 
 _TYPES = {"enabled": True, "disabled": False, "adaptive": None}  # whether the model is to think; None: it decides
 _USUAL_EFFORT = "high"
 
 
-def wish_for_thinking(thinking: Any, output: Any) -> ThinkingWish | None:
+def requested_thinking(thinking: Any, output: Any) -> RequestedThinking | None:
     """Return what is asked of the model's thinking by `thinking` and by the effort of `output_config`.
 
-    Where thinking is disabled, an effort is no wish for it. `display` is about the answer, which has the thinking.
+    Where thinking is disabled, an effort does not ask for it. `display` is about the answer, which has the thinking.
     """
     thinking, effort = thinking if isinstance(thinking, dict) else {}, _effort(output)
     kind, budget = thinking.get("type"), thinking.get("budget_tokens")
@@ -21,7 +21,7 @@ def wish_for_thinking(thinking: Any, output: Any) -> ThinkingWish | None:
     known = effort if isinstance(effort, str) and effort in NEAREST else ""
     if on is None and not known:
         return None
-    return ThinkingWish(
+    return RequestedThinking(
         on=on is not False,
         effort=known,
         budget=budget if on and type(budget) is int and budget > 0 else 0,

@@ -1,4 +1,4 @@
-"""The wire of Atropos's trajectory API: environments push scored groups, and trainers take batches of them.
+"""The wire of Atropos's trajectory API: environments push rollout groups, and trainers take batches of them.
 
 It is pure: no bus, no routes, no clock.
 """

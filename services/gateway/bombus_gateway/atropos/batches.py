@@ -1,10 +1,10 @@
-"""Scored groups in JSON as trainers read them: all fields, with null for what was not given."""
+"""Rollout groups in JSON as trainers read them: all fields, with null for what was not given."""
 
 from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from bombus.hive.trajectories.records import PackedCandidates, PackedFloats, ScoredGroup, int_rows
+from bombus.hive.trajectories.records import PackedCandidates, PackedFloats, RolloutGroup, int_rows
 
 NO_BATCH = b'{"batch":null}'
 # What `/latest_example` says before the first group has come.
@@ -25,7 +25,7 @@ _NO_EXAMPLE: dict[str, list[object]] = {
 _encode = msgspec.json.Encoder().encode
 
 
-def write_batch(groups: Iterable[ScoredGroup]) -> Iterator[bytes]:
+def write_batch(groups: Iterable[RolloutGroup]) -> Iterator[bytes]:
     """Return the parts of a batch, one for each group, so that no more than one group's lists are in memory."""
     before = b'{"batch":['
     for group in groups:
@@ -34,12 +34,12 @@ def write_batch(groups: Iterable[ScoredGroup]) -> Iterator[bytes]:
     yield b"]}" if before == b"," else before + b"]}"
 
 
-def write_latest(group: ScoredGroup | None) -> bytes:
+def write_latest(group: RolloutGroup | None) -> bytes:
     """Return the answer of `/latest_example`: the group that came last, or empty lists."""
     return _encode(_NO_EXAMPLE) if group is None else write_group(group)
 
 
-def write_group(group: ScoredGroup) -> bytes:
+def write_group(group: RolloutGroup) -> bytes:
     """Return a group with all of its fields, whose values are those that were sent."""
     lengths = group.sequence_lengths()
     return _encode(

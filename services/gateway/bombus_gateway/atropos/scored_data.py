@@ -1,4 +1,4 @@
-"""The bodies of `/scored_data` and `/scored_data_list`, as records of scored groups.
+"""The bodies of `/scored_data` and `/scored_data_list`, as records of rollout groups.
 
 JSON is read straight into packed numbers, group by group; its lists live no longer than that. Those of a large group
 live no longer than a row, so that no step of it keeps the interpreter from other requests for long.
@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from bombus.errors import Code, Refused
 from bombus.hive.records import BODY_BYTES_MAX
-from bombus.hive.trajectories.records import PackedCandidates, PackedFloats, ScoredGroup, encode_group, pack_ints
+from bombus.hive.trajectories.records import PackedCandidates, PackedFloats, RolloutGroup, encode_group, pack_ints
 from bombus_gateway import limits
 from bombus_gateway.atropos.json_body import decode_at, within
 from bombus_gateway.atropos.plain import INT32_MAX, INT32_MIN, count_lists, read_plain
@@ -99,12 +99,12 @@ _FORMS: dict[str, msgspec.json.Decoder[Any]] = {
 }
 
 
-def read_scored_data(body: bytes) -> ScoredGroup:
+def read_scored_data(body: bytes) -> RolloutGroup:
     """Read one group. Raises `UnfitBody` with the place of what is wrong, and `Refused` TOO_LARGE."""
     return _group(body, "")
 
 
-def read_scored_data_list(body: bytes) -> tuple[ScoredGroup, ...]:
+def read_scored_data_list(body: bytes) -> tuple[RolloutGroup, ...]:
     """Read several groups, all or none of them. Raises as `read_scored_data` does."""
     items = decode_at(_lists, body)
     if len(items) > limits.TRAJECTORY_GROUPS:
@@ -115,7 +115,7 @@ def read_scored_data_list(body: bytes) -> tuple[ScoredGroup, ...]:
     return tuple(_group(bytes(item), f"[{index}]") for index, item in enumerate(items))
 
 
-def record_of(group: ScoredGroup) -> bytes:
+def record_of(group: RolloutGroup) -> bytes:
     """Return the record of a group. Raises `Refused` TOO_LARGE for one that cannot be stored."""
     record = encode_group(group)
     if len(record) > BODY_BYTES_MAX:
@@ -168,11 +168,11 @@ class _ByRow:
         return None if bytes(text) == b"null" else _Rows(text, decoder, within(self._place, field))
 
 
-def _group(body: bytes, place: str) -> ScoredGroup:
+def _group(body: bytes, place: str) -> RolloutGroup:
     return _plain(body, place) or _careful(body, place)
 
 
-def _plain(body: bytes, place: str) -> ScoredGroup | None:
+def _plain(body: bytes, place: str) -> RolloutGroup | None:
     """Return a group that can be read in the fast way. Raises `UnfitBody` for what is wrong beside its arrays."""
     arrays = read_plain(body)
     if arrays is None:
@@ -182,7 +182,7 @@ def _plain(body: bytes, place: str) -> ScoredGroup | None:
         texts = _kept_texts(decode_at(_kept, body, place), place)
     if count_lists(body) != arrays.lists + sum(map(count_lists, texts.values())):
         return None  # a row has lists in it
-    return ScoredGroup(
+    return RolloutGroup(
         lengths=pack_ints(arrays.lengths),
         tokens=arrays.tokens,
         masks=arrays.masks,
@@ -196,7 +196,7 @@ def _plain(body: bytes, place: str) -> ScoredGroup | None:
     )
 
 
-def _careful(body: bytes, place: str) -> ScoredGroup:
+def _careful(body: bytes, place: str) -> RolloutGroup:
     if len(body) < BY_ROW_BYTES:
         rows: _Group | _ByRow = decode_at(_groups, body, place)
     else:
@@ -209,7 +209,7 @@ def _careful(body: bytes, place: str) -> ScoredGroup:
         raise UnfitBody(scores, why)
     ids, logprobs = _teacher(rows, lengths, place)
     advantages, advantage_lengths = _advantages(rows.advantages, lengths, within(place, "advantages"))
-    return ScoredGroup(
+    return RolloutGroup(
         lengths=pack_ints(lengths),
         tokens=tokens,
         masks=_masks(rows.masks, lengths, within(place, "masks")),

@@ -13,9 +13,9 @@ from bombus.text.tokenizer import Tokenizer
 from bombus_gateway import limits
 from bombus_gateway.atropos.json_body import decode_at
 from bombus_gateway.atropos.refusals import UnfitBody
-from bombus_gateway.training.data.tensors import INT32_MAX
-from bombus_gateway.training.samples import Alternatives, SampledTokens, checked_finish
-from bombus_gateway.training.sampling import TOKENS_MAX, DrawingParams, SampleRequest, counted, stops_of
+from bombus_gateway.operations_wire.data.tensors import INT32_MAX
+from bombus_gateway.operations_wire.samples import Alternatives, SampledTokens, checked_finish
+from bombus_gateway.operations_wire.sampling import TOKENS_MAX, DrawingParams, SampleRequest, counted, stops_of
 
 _PROMPT = "prompt"
 _SGLANG = frozenset(("text", "input_ids", "sampling_params"))

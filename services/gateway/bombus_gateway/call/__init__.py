@@ -1,1 +1,1 @@
-"""Model calls, whatever door they come through: admission, the replica's answer, and the record."""
+"""Model calls, whatever API they come by: admission, the replica's answer, and the record."""

@@ -29,7 +29,7 @@ from bombus_gateway.text.rendering import TextModel
 from bombus_gateway.text.stops import asked_stops, hidden_names
 from bombus_gateway.text.words import strings
 
-EPISODE_NEWS_S = 2.0  # how long the event of a claim may take to arrive here when its key is already in use
+EPISODE_CATCH_UP_S = 2.0  # how long the event of a claim may take to arrive here when its key is already in use
 _CLAIM = "claim another one"
 _NO_VARIABLE = "the model's chat template has no such variable"
 _SET_BY_JOB = "the job's model.chat_template_kwargs says how much the model thinks"
@@ -38,15 +38,15 @@ _LISTED = "this model writes several calls as one list, which cannot end after i
 
 
 @dataclass(frozen=True)
-class Room:
+class AnswerLimit:
     """How many tokens an answer may have, and what it is that allows no more."""
 
     tokens: int
-    limit: LengthLimit
+    reason: LengthLimit
 
-    def limit_at(self, tokens: int) -> LengthLimit:
+    def reason_at(self, tokens: int) -> LengthLimit:
         """Return what ended an answer of so many tokens for its length: fewer than ours are the replica's limit."""
-        return LengthLimit.REPLICA if tokens < self.tokens else self.limit
+        return LengthLimit.REPLICA if tokens < self.tokens else self.reason
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,10 @@ class Admitted:
                 tokens,
             )
 
-    def room(self, request: CompletionRequest, prompt_tokens: int, answered_tokens: int, is_first: bool) -> Room:
-        """Return the room for an answer. Pure.
+    def answer_limit(
+        self, request: CompletionRequest, prompt_tokens: int, answered_tokens: int, is_first: bool
+    ) -> AnswerLimit:
+        """Return how long an answer may be. Pure.
 
         The job's max_prompt_length limits what comes before any answer (`is_first`). Later turns hold answers too, and
         only the model's length limits them. The `answered_tokens` are those that were sampled earlier in the same
@@ -113,22 +115,22 @@ class Admitted:
                 prompt_tokens,
                 rollout.max_prompt_length,
             )
-        rooms = (
-            Room(rollout.max_response_length_in_one_turn, LengthLimit.TURN),
-            Room(rollout.max_response_length - answered_tokens, LengthLimit.EPISODE),
-            Room(rollout.max_model_len - prompt_tokens, LengthLimit.JOB),
-            Room(self.model.context_tokens - prompt_tokens, LengthLimit.CONTEXT),
+        bounds = (
+            AnswerLimit(rollout.max_response_length_in_one_turn, LengthLimit.TURN),
+            AnswerLimit(rollout.max_response_length - answered_tokens, LengthLimit.EPISODE),
+            AnswerLimit(rollout.max_model_len - prompt_tokens, LengthLimit.JOB),
+            AnswerLimit(self.model.context_tokens - prompt_tokens, LengthLimit.CONTEXT),
         )
-        room = min(rooms, key=lambda each: each.tokens)
-        if room.tokens < 1:
-            raise self._no_room(request.input_field, room, prompt_tokens, answered_tokens)
+        limit = min(bounds, key=lambda each: each.tokens)
+        if limit.tokens < 1:
+            raise self._too_long(request.input_field, limit, prompt_tokens, answered_tokens)
         wanted = _wanted(request, prompt_tokens)
-        if wanted is not None and wanted < room.tokens:
-            return Room(wanted, LengthLimit.REQUEST)
-        return room
+        if wanted is not None and wanted < limit.tokens:
+            return AnswerLimit(wanted, LengthLimit.REQUEST)
+        return limit
 
     def with_thinking(self, request: CallRequest) -> CallRequest:
-        """Return the request with its wish for the model's thinking as variables of the chat template. Pure.
+        """Return the request with what it asks of the model's thinking as variables of the chat template. Pure.
 
         Variables that the request gives itself stay, and those of a job that lets no request give any. What has no
         variable, or is against these, is unsupported.
@@ -163,26 +165,26 @@ class Admitted:
             unmet.append(Unsupported(request.one_call, _LISTED))
         return None, tuple(unmet)
 
-    def sampling(self, request: CompletionRequest, room: Room) -> tuple[SamplingParams, tuple[str, ...]]:
-        """Return how the request's tokens are drawn, and the names of its wishes that are not obeyed. Pure.
+    def sampling(self, request: CompletionRequest, limit: AnswerLimit) -> tuple[SamplingParams, tuple[str, ...]]:
+        """Return how the request's tokens are drawn, and the names of its parameters that are not obeyed. Pure.
 
-        Raises `InvalidField` for wishes that the job refuses.
+        Raises `InvalidField` for parameters that the job refuses.
         """
-        check_sampled(request.n, room.tokens, request.top_logprobs)
+        check_sampled(request.n, limit.tokens, request.top_logprobs)
         decision = decide(request, self.job.rollout, self.type, self.episode)
-        wish = decision.wish
-        capped = wish.max_tokens is not None and wish.max_tokens > room.tokens
+        sampling = decision.sampling
+        capped = sampling.max_tokens is not None and sampling.max_tokens > limit.tokens
         params = SamplingParams(
-            max_tokens=room.tokens,
-            temperature=self.job.rollout.temperature if wish.temperature is None else wish.temperature,
-            top_p=wish.top_p,
-            top_k=wish.top_k,
-            min_p=wish.min_p,
-            presence_penalty=wish.presence_penalty,
-            frequency_penalty=wish.frequency_penalty,
-            repetition_penalty=wish.repetition_penalty,
-            logit_bias=wish.logit_bias,
-            seed=wish.seed,
+            max_tokens=limit.tokens,
+            temperature=self.job.rollout.temperature if sampling.temperature is None else sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty,
+            logit_bias=sampling.logit_bias,
+            seed=sampling.seed,
             stop_token_ids=self._stop_tokens(request),
             top_logprobs=request.top_logprobs,
         )
@@ -195,21 +197,21 @@ class Admitted:
         asked = asked_stops(names, request.stops, request.stop_token_ids, len(tokenizer.pieces))
         return tuple(sorted({*own, *asked})) if asked else own
 
-    def _no_room(self, field: str, room: Room, prompt_tokens: int, answered_tokens: int) -> InvalidField:
-        if room.limit == LengthLimit.EPISODE:
+    def _too_long(self, field: str, limit: AnswerLimit, prompt_tokens: int, answered_tokens: int) -> InvalidField:
+        if limit.reason == LengthLimit.EPISODE:
             return InvalidField(
                 Code.PROMPT_TOO_LONG,
                 field,
                 f"The answers of this conversation have {answered_tokens} tokens, and the job's max_response_length "
                 f"for all of them is {self.job.rollout.max_response_length}: end the episode, or raise the limit.",
             )
-        limit = self.tokens_max
+        tokens_max = self.tokens_max
         return PromptTooLong(
             field,
-            f"This model's maximum context length is {limit} tokens. However, your messages resulted in "
+            f"This model's maximum context length is {tokens_max} tokens. However, your messages resulted in "
             f"{prompt_tokens} tokens. Please reduce the length of the messages.",
             prompt_tokens,
-            limit,
+            tokens_max,
         )
 
 
@@ -218,19 +220,19 @@ def _wanted(request: CompletionRequest, prompt_tokens: int) -> int | None:
 
     Raises `InvalidField` PROMPT_TOO_LONG where it leaves none.
     """
-    wish = request.wish
-    if wish.total_tokens is None:
-        return wish.max_tokens or None
-    left = wish.total_tokens - prompt_tokens
+    sampling = request.sampling
+    if sampling.total_tokens is None:
+        return sampling.max_tokens or None
+    left = sampling.total_tokens - prompt_tokens
     if left < 1:
         raise PromptTooLong(
             request.input_field,
             f"The prompt has {prompt_tokens} tokens; this client's x-bombus-total-tokens, for prompt and answer "
-            f"together, is {wish.total_tokens}.",
+            f"together, is {sampling.total_tokens}.",
             prompt_tokens,
-            wish.total_tokens - 1,
+            sampling.total_tokens - 1,
         )
-    return min(left, wish.max_tokens or left)
+    return min(left, sampling.max_tokens or left)
 
 
 class Admission:
@@ -268,7 +270,7 @@ class Admission:
         if claims.episode in state.open:
             return state
         try:
-            await self._follower.wait_for(lambda hive: is_known(hive.engine(claims.engine), claims), EPISODE_NEWS_S)
+            await self._follower.wait_for(lambda hive: is_known(hive.engine(claims.engine), claims), EPISODE_CATCH_UP_S)
         except TimeoutError:
             raise Refused(
                 Code.BUS_DOWN, f"This gateway has not heard of episode {claims.episode} yet; try again in a moment."

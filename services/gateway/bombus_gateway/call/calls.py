@@ -95,7 +95,7 @@ class RecordedAnswer:
 
 
 class Calls:
-    """Opens the calls of a gateway, for all of its doors."""
+    """Opens the calls of a gateway, for all of its APIs."""
 
     def __init__(self, gateway: Gateway) -> None:
         self.settings: GatewaySettings = gateway.settings
@@ -538,7 +538,7 @@ class Call:
             tools=() if node is not None else request.completion.tools,
             request_digest=request.digest,
             role=request.role,
-            side_call=request.side_call,
+            auxiliary_call=request.auxiliary_call,
             overridden=self.plan.overridden,
             constrained=self.plan.constrained,
             replica=self.replica,
@@ -551,7 +551,7 @@ class Call:
         choice = completion.choice()
         if choice.finish != FinishReason.LENGTH:
             return choice
-        return msgspec.structs.replace(choice, limit=self.plan.room.limit_at(completion.sampled))
+        return msgspec.structs.replace(choice, limit=self.plan.answer_limit.reason_at(completion.sampled))
 
     def _noted(self, ref: CallRef, record: CallRecord) -> NotedCall:
         versions = [span.version for choice in record.choices for span in choice.spans] or [self.engine.version]

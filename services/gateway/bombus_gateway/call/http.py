@@ -9,7 +9,7 @@ from typing import Protocol
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bombus.errors import BombusError, BusUnavailable, Code, Refused
-from bombus.host.http_limits import HUNG_UP
+from bombus.machine.http_limits import HUNG_UP
 from bombus_gateway import limits
 from bombus_gateway.access import HeaderMap, HeaderPair
 from bombus_gateway.call.calls import HungUp

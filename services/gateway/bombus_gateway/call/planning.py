@@ -10,7 +10,7 @@ import msgspec
 from bombus.errors import Code, Refused
 from bombus.hive.generation import Constraint
 from bombus.hive.records import SamplingParams, pack_tokens
-from bombus_gateway.call.admission import Admitted, Room
+from bombus_gateway.call.admission import Admitted, AnswerLimit
 from bombus_gateway.call.request import CallRequest
 from bombus_gateway.call.workers import INLINE_BYTES_MAX, READ_BYTES_MAX, Workers
 from bombus_gateway.history.conversation import Conversation, Node
@@ -47,16 +47,16 @@ class Prompt:
 
 @dataclass(frozen=True)
 class CallPlan:
-    """What will be generated. `room` is that of each choice, `overridden` names what was asked for and is not done.
+    """What will be generated. `answer_limit` is for each choice; `overridden` names what was asked for and not done.
 
     Answers are held to `constraint`, and `constrained` names the demands that it meets.
-    `masked`: it is a side call, which the job does not train.
+    `masked`: it is an auxiliary call, which the job does not train.
     """
 
     model: TextModel
     prompt: Prompt
     sampling: SamplingParams
-    room: Room
+    answer_limit: AnswerLimit
     overridden: tuple[str, ...] = ()
     constraint: Constraint | None = None
     constrained: tuple[str, ...] = ()
@@ -73,14 +73,14 @@ async def plan_call(request: CallRequest, admitted: Admitted, histories: Histori
     answered = any(message["role"] == "assistant" for message in completion.messages)
     node = prompt.node
     before = node.sampled if node is not None else 0
-    room = admitted.room(completion, prompt.count, before, is_first=node is None and not answered)
+    limit = admitted.answer_limit(completion, prompt.count, before, is_first=node is None and not answered)
     constraint, unmet = admitted.constraint(completion, prompt.tokens)
     constrained = () if constraint is None else tuple(demand.field for demand in completion.demands)
     if unmet:
         completion = msgspec.structs.replace(completion, unsupported=(*unmet, *completion.unsupported))
-    sampling, overridden = admitted.sampling(completion, room)
-    masked = bool(request.side_call) and not admitted.job.rollout.trains_side_calls
-    return CallPlan(admitted.model, prompt, sampling, room, overridden, constraint, constrained, masked)
+    sampling, overridden = admitted.sampling(completion, limit)
+    masked = bool(request.auxiliary_call) and not admitted.job.rollout.trains_auxiliary_calls
+    return CallPlan(admitted.model, prompt, sampling, limit, overridden, constraint, constrained, masked)
 
 
 async def plan_prompt(request: CallRequest, admitted: Admitted, histories: Histories, workers: Workers) -> Prompt:

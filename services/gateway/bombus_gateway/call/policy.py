@@ -1,4 +1,5 @@
-"""What becomes of a client's wishes for sampling: obeyed, overridden by the job's values, or refused. Pure.
+"""What becomes of a sampling parameters that a client asks for: obeyed, overridden by the job's values, or refused.
+Pure.
 
 In training episodes tokens must be drawn from the policy that is trained, so what biases them is not obeyed unless the
 job says so (`rollout.sampling`). Evaluation episodes are obeyed.
@@ -17,9 +18,9 @@ from bombus.errors import Code
 from bombus.hive.events import EpisodeType
 from bombus.hive.records import TEMPERATURE_MIN
 from bombus_gateway import limits
-from bombus_gateway.call.request import CompletionRequest, InvalidField, SamplingWish
+from bombus_gateway.call.request import CompletionRequest, InvalidField, RequestedSampling
 
-_NEUTRAL = SamplingWish()
+_NEUTRAL = RequestedSampling()
 _BIASING = (
     "top_p",
     "top_k",
@@ -55,21 +56,25 @@ _NO_ENGINE = "no replica of this engine can hold answers to a form, as those of 
 class SamplingDecision(NamedTuple):
     """How tokens are drawn, and the names of what the client asked for and does not get."""
 
-    wish: SamplingWish
+    sampling: RequestedSampling
     overridden: tuple[str, ...] = ()
 
 
 def decide(request: CompletionRequest, rollout: RolloutConfig, type: EpisodeType, episode: str) -> SamplingDecision:
-    """Return what of a request's wishes is obeyed. Raises `InvalidField` for what the job refuses."""
+    """Return what of a request's sampling parameters is obeyed. Raises `InvalidField` for what the job refuses."""
     relaxed = _relaxed(request, rollout, type)
-    wish = request.wish
+    sampling = request.sampling
     if type != EpisodeType.TRAIN:
-        _check_temperature(wish.temperature)
-        return SamplingDecision(wish, relaxed)
-    biasing = () if rollout.sampling == "obey" else _biasing(wish, rollout.temperature)
+        _check_temperature(sampling.temperature)
+        return SamplingDecision(sampling, relaxed)
+    biasing = () if rollout.sampling == "obey" else _biasing(sampling, rollout.temperature)
     if biasing and (rollout.sampling == "refuse" or rollout.temperature == 0):
         raise InvalidField(Code.UNSUPPORTED, biasing[0], _BIASED.format(biasing[0]))
-    kept = msgspec.structs.replace(wish, **{name: getattr(_NEUTRAL, name) for name in biasing}) if biasing else wish
+    kept = (
+        msgspec.structs.replace(sampling, **{name: getattr(_NEUTRAL, name) for name in biasing})
+        if biasing
+        else sampling
+    )
     _check_temperature(kept.temperature)
     if kept.seed is None:
         return SamplingDecision(kept, (*relaxed, *biasing))
@@ -111,15 +116,15 @@ def _relaxed(request: CompletionRequest, rollout: RolloutConfig, type: EpisodeTy
     return tuple(dict.fromkeys(names))
 
 
-def _biasing(wish: SamplingWish, job_temperature: float) -> tuple[str, ...]:
-    """Return the names of the wishes that would draw tokens from another distribution than the policy's.
+def _biasing(sampling: RequestedSampling, job_temperature: float) -> tuple[str, ...]:
+    """Return the names of the parameters that would draw tokens from another distribution than the policy's.
 
     A temperature is none of them, as logprobs are those at that temperature, unless it is too small to have any.
     """
-    temperature = job_temperature if wish.temperature is None else wish.temperature
-    if _biases_of(wish) == _NO_BIASES:
+    temperature = job_temperature if sampling.temperature is None else sampling.temperature
+    if _biases_of(sampling) == _NO_BIASES:
         return ("temperature",) if temperature < TEMPERATURE_MIN else ()
-    named = [name for name in _BIASING if getattr(wish, name) != getattr(_NEUTRAL, name)]
+    named = [name for name in _BIASING if getattr(sampling, name) != getattr(_NEUTRAL, name)]
     return tuple(["temperature", *named] if temperature < TEMPERATURE_MIN else named)
 
 

@@ -1,4 +1,4 @@
-"""A request for completions, as `call/` knows it: no dialect's words. A door turns its wire into one of these."""
+"""A request for completions, as `call/` knows it: no dialect's words. An API turns its wire into one of these."""
 
 from typing import Any, NamedTuple
 
@@ -9,13 +9,13 @@ from bombus.errors import Code, Refused
 from bombus_gateway import limits
 from bombus_gateway.keys import KeyClaims
 from bombus_gateway.text.message import ChatMessage
-from bombus_gateway.text.thinking import ThinkingWish
+from bombus_gateway.text.thinking import RequestedThinking
 
 TOP_P_MIN = 1e-6
 
 
 class InvalidField(Refused):
-    """A refusal of one field of a `CompletionRequest`. A door translates `field` into its own wire's name."""
+    """A refusal of one field of a `CompletionRequest`. An API translates `field` into its own wire's name."""
 
     def __init__(self, code: Code, field: str, why: str) -> None:
         super().__init__(code, why)
@@ -31,7 +31,7 @@ class PromptTooLong(InvalidField):
         self.tokens_max = tokens_max
 
 
-class SamplingWish(msgspec.Struct, frozen=True, kw_only=True):
+class RequestedSampling(msgspec.Struct, frozen=True, kw_only=True):
     """How a client wants tokens to be drawn. The defaults leave it to the job; `call/policy.py` decides."""
 
     temperature: float | None = None
@@ -47,8 +47,9 @@ class SamplingWish(msgspec.Struct, frozen=True, kw_only=True):
     total_tokens: int | None = None  # of the prompt and the answer together
 
 
-def wished_top_p(given: float | None) -> float:
-    """Return the top_p of a wish. With 0 the most likely token is drawn, as with the least that replicas take."""
+def requested_top_p(given: float | None) -> float:
+    """Return the top_p that is asked for. With 0 the most likely token is drawn, as with the least that replicas
+    take."""
     return 1.0 if given is None else max(given, TOP_P_MIN)
 
 
@@ -86,7 +87,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     of earlier calls too, by the places in `messages` where their answers belong.
     `demands` are met where an engine can hold answers to them. An answer ends after its first call where `one_call` has
     the name of the field that asks for that. `unsupported` has what was asked for beyond that: the job says whether it
-    is refused or left out. `length_field` is the wire's own name of the field with the wish for `max_tokens`.
+    is refused or left out. `length_field` is the wire's own name of the field that asks for `max_tokens`.
     Raises `Refused` when it is made with too many messages or completions, or with variables that nobody may give.
     """
 
@@ -101,9 +102,9 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     logprobs: bool = False
     top_logprobs: int = 0
-    wish: SamplingWish = SamplingWish()
+    sampling: RequestedSampling = RequestedSampling()
     chat_template_kwargs: dict[str, bool | int | float | str] = {}
-    thinking: ThinkingWish | None = None
+    thinking: RequestedThinking | None = None
     continues: str = ""
     answers: dict[int, str] = {}
     demands: tuple[Demand, ...] = ()
@@ -136,8 +137,8 @@ class CallRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     `digest` is that of the route and the body: a retry of a request has the same one. `retry`: how often the client
     says that it has sent this request before. `read_bytes` of a body take as long to read as this one did, of which an
-    earlier one may have had the most. `role` names the agent within its episode. `side_call` is the purpose of a call
-    that its harness makes on its own account, such as a title for the session, and empty for all others.
+    earlier one may have had the most. `role` names the agent within its episode. `auxiliary_call` is the purpose of a
+    call that its harness makes on its own account, such as a title for the session, and empty for all others.
     """
 
     claims: KeyClaims
@@ -148,7 +149,7 @@ class CallRequest(msgspec.Struct, frozen=True, kw_only=True):
     read_bytes: int = 0
     retry: int = 0
     role: str = ""
-    side_call: str = ""
+    auxiliary_call: str = ""
     traceparent: str = ""
 
     @property

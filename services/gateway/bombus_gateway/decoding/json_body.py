@@ -11,7 +11,7 @@ from bombus.errors import Code, Refused
 from bombus_gateway import limits
 from bombus_gateway.call.request import Demand, Unsupported
 from bombus_gateway.decoding.json_shape import is_deeper, is_flat, marks_of
-from bombus_gateway.text.thinking import NEAREST, NO_EFFORT, ThinkingWish
+from bombus_gateway.text.thinking import NEAREST, NO_EFFORT, RequestedThinking
 
 Asked = Demand | Unsupported  # what a client asks for beyond tools, messages and how tokens are drawn
 ANY_OBJECT: dict[str, Any] = {"type": "object"}  # the JSON Schema of it
@@ -134,15 +134,15 @@ def unknown_parts(field: str, given: Any, known: Collection[str]) -> list[Unsupp
     return [Unsupported(f"{field}.{name}", UNKNOWN) for name in given if name not in known and given[name] is not None]
 
 
-def wish_of_effort(field: str, effort: Any) -> tuple[ThinkingWish | None, list[Unsupported]]:
+def thinking_of_effort(field: str, effort: Any) -> tuple[RequestedThinking | None, list[Unsupported]]:
     """Return what an effort of OpenAI's APIs says about the model's thinking."""
     if effort is None:
         return None, []
     if effort == NO_EFFORT:
-        return ThinkingWish(on=False, on_field=field), []
+        return RequestedThinking(on=False, on_field=field), []
     if not isinstance(effort, str) or effort not in NEAREST:
         return None, [Unsupported(field, f"efforts are {NO_EFFORT}, {', '.join(NEAREST)}")]
-    return ThinkingWish(on=True, effort=effort, effort_field=field), []
+    return RequestedThinking(on=True, effort=effort, effort_field=field), []
 
 
 def field_names(kind: type[msgspec.Struct]) -> set[str]:

@@ -1,1 +1,1 @@
-"""The door of clients that sample tokens at `/generate` with an episode's key, in vLLM's form or in SGLang's."""
+"""The API of clients that sample tokens at `/generate` with an episode's key, in vLLM's form or in SGLang's."""

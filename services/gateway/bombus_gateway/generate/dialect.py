@@ -19,15 +19,15 @@ from bombus_gateway.atropos.vllm_generate import (
     shown_text,
     write_vllm,
 )
+from bombus_gateway.call.api import ParsedRequest
 from bombus_gateway.call.calls import AnswerHead
 from bombus_gateway.call.completion import Completion, CompletionDelta, Usage
-from bombus_gateway.call.door import ParsedRequest
 from bombus_gateway.call.prefixes import NOTHING_READ, BodyPrefix
-from bombus_gateway.call.request import CompletionRequest, SamplingWish, Unsupported
+from bombus_gateway.call.request import CompletionRequest, RequestedSampling, Unsupported
 from bombus_gateway.decoding.json_body import check_depth, decode_body, raw_fields
-from bombus_gateway.training.generate import GenerateRequest, read_generate, write_generated
-from bombus_gateway.training.samples import SampledTokens
-from bombus_gateway.training.sampling import SampleRequest
+from bombus_gateway.operations_wire.generate import GenerateRequest, read_generate, write_generated
+from bombus_gateway.operations_wire.samples import SampledTokens
+from bombus_gateway.operations_wire.sampling import SampleRequest
 
 
 class GenerateDialect:
@@ -71,7 +71,7 @@ def _completion(asked: SampleRequest, text: str, logprobs: bool, adapter: str = 
         stop_token_ids=given.stop_token_ids,
         logprobs=logprobs and given.top_logprobs > 0,
         top_logprobs=given.top_logprobs,
-        wish=SamplingWish(
+        sampling=RequestedSampling(
             temperature=given.temperature,
             top_p=given.top_p,
             top_k=given.top_k,

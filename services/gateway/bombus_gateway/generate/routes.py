@@ -5,12 +5,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from bombus.errors import Refused
 from bombus.hive.episodes import KEY_PREFIX
 from bombus_gateway.access import EpisodeGuard, episode_key
+from bombus_gateway.call.api import call_route
 from bombus_gateway.call.calls import Calls
-from bombus_gateway.call.door import call_route
 from bombus_gateway.generate.dialect import GenerateDialect
 
 
-class GenerateDoor:
+class GenerateAPI:
     """An ASGI application. `others` answers requests that have no episode's key: they are not recorded."""
 
     def __init__(self, calls: Calls, guard: EpisodeGuard, others: ASGIApp) -> None:

@@ -9,18 +9,18 @@ from bombus.hive.decoding import decoded
 from bombus_gateway import limits
 from bombus_gateway.access import HeaderMap
 from bombus_gateway.call.request import CompletionRequest
-from bombus_gateway.harnesses.rules import SIDE_CALL_RULES, SideCallRule
+from bombus_gateway.harnesses.rules import AUXILIARY_CALL_RULES, AuxiliaryCallRule
 from bombus_gateway.text.message import ChatMessage
 
 CODEX_TURN = b"x-codex-turn-metadata"
 
 
 class Marks(NamedTuple):
-    """`role` names the agent within its episode, empty for the main one. `side_call` is the call's purpose where the
-    harness makes it on its own account, such as `title`, and empty for all others."""
+    """`role` names the agent within its episode, empty for the main one. `auxiliary_call` is the call's purpose where
+    the harness makes it on its own account, such as `title`, and empty for all others."""
 
     role: str = ""
-    side_call: str = ""
+    auxiliary_call: str = ""
 
 
 class _Request(NamedTuple):
@@ -37,8 +37,8 @@ class _CodexTurn(msgspec.Struct):
 
 
 _codex_turn = msgspec.json.Decoder(_CodexTurn)
-_HEADERS = (CODEX_TURN, *{rule.header for rule in SIDE_CALL_RULES if rule.header})
-_SYSTEMS = tuple(rule.system for rule in SIDE_CALL_RULES if rule.system)
+_HEADERS = (CODEX_TURN, *{rule.header for rule in AUXILIARY_CALL_RULES if rule.header})
+_SYSTEMS = tuple(rule.system for rule in AUXILIARY_CALL_RULES if rule.system)
 
 
 def marks_of(
@@ -47,16 +47,16 @@ def marks_of(
     server_tools: Sequence[str] = (),
     answer: frozenset[str] | None = None,
 ) -> Marks:
-    """Return a call's marks. A side call has a role of its own, or that of the sub-agent which makes it.
+    """Return a call's marks. An auxiliary call has a role of its own, or that of the sub-agent which makes it.
 
     `server_tools` are the types of the tools that the server would run, which `completion.tools` lacks. `answer` has
     the names of the fields of the JSON that the answer must be; None where it may be any text.
     """
-    side_call = ""
+    auxiliary_call = ""
     if any(header in headers for header in _HEADERS) or _system(completion.messages).startswith(_SYSTEMS):
         request = _Request(headers, completion, server_tools, answer)
-        side_call = next((rule.side_call for rule in SIDE_CALL_RULES if _applies(rule, request)), "")
-    return Marks((_subagent(headers) or side_call)[: limits.ROLE_CHARACTERS], side_call)
+        auxiliary_call = next((rule.auxiliary_call for rule in AUXILIARY_CALL_RULES if _applies(rule, request)), "")
+    return Marks((_subagent(headers) or auxiliary_call)[: limits.ROLE_CHARACTERS], auxiliary_call)
 
 
 def _subagent(headers: HeaderMap) -> str:
@@ -71,7 +71,7 @@ def _subagent(headers: HeaderMap) -> str:
     return f"subagent {name.decode('latin-1')}" if name else ""
 
 
-def _applies(rule: SideCallRule, request: _Request) -> bool:
+def _applies(rule: AuxiliaryCallRule, request: _Request) -> bool:
     """Return whether all that a rule names is there."""
     return (
         (not rule.header or rule.header in request.headers)
@@ -83,7 +83,7 @@ def _applies(rule: SideCallRule, request: _Request) -> bool:
     )
 
 
-def _tools_fit(rule: SideCallRule, request: _Request) -> bool:
+def _tools_fit(rule: AuxiliaryCallRule, request: _Request) -> bool:
     own, of_server = request.completion.tools, request.server_tools
     if rule.only_tool:
         return not own and len(of_server) == 1 and of_server[0].startswith(rule.only_tool)

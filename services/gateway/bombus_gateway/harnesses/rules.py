@@ -1,14 +1,14 @@
-"""How side calls look: those that a harness makes on its own account, with the key of the episode.
+"""How auxiliary calls look: those that a harness makes on its own account, with the key of the episode.
 
-Each rule is what one harness was seen to send, in the versions of docs/decisions/0143-side-calls-and-roles.md. A rule
-must not apply to an ordinary call: an agent may have no tools, and the first call of an episode may be a title.
+Each rule is what one harness was seen to send, in the versions of docs/decisions/0143-auxiliary-calls-and-roles.md. A
+rule must not apply to an ordinary call: an agent may have no tools, and the first call of an episode may be a title.
 """
 
 from typing import NamedTuple
 
 
-class SideCallRule(NamedTuple):
-    """What a side call of a harness looks like. It is one when all that the rule names is there.
+class AuxiliaryCallRule(NamedTuple):
+    """What an auxiliary call of a harness looks like. It is one when all that the rule names is there.
 
     `header` is the name of a header, `request_kind` that of Codex's turn metadata. `system` is how the first system
     message begins, and `user` are sentences of the last user message. `answer` has the names of the fields of the JSON
@@ -20,7 +20,7 @@ class SideCallRule(NamedTuple):
     """
 
     harness: str
-    side_call: str
+    auxiliary_call: str
     header: bytes = b""
     request_kind: str = ""
     without_tools: bool = False
@@ -45,18 +45,18 @@ _AIDER_COMMIT = "You are an expert software engineer that generates concise, one
 _AIDER_SUMMARY = "*Briefly* summarize this partial conversation about programming."
 
 # The first rule that applies decides.
-SIDE_CALL_RULES = (
-    SideCallRule("Claude Code", "title", CLAUDE_SESSION, without_tools=True, answer=frozenset({"title"})),
-    # The user's own wish for JSON (--json-schema) comes as a tool, even where all other tools are switched off.
-    SideCallRule("Claude Code", "helper", CLAUDE_SESSION, without_tools=True, answer=frozenset()),
-    SideCallRule("Claude Code", "search", CLAUDE_SESSION, only_tool="web_search_"),
-    SideCallRule("Claude Code", "compaction", CLAUDE_SESSION, user=_CLAUDE_COMPACTION),
-    SideCallRule("Codex", "compaction", request_kind="compaction"),
-    SideCallRule("opencode", "title", without_tools=True, system=_OPENCODE_TITLE),
-    SideCallRule("opencode", "compaction", without_tools=True, system=_OPENCODE_COMPACTION),
-    SideCallRule("Qwen Code", "compaction", without_tools=True, system=_QWEN_COMPACTION),
-    SideCallRule("Qwen Code", "memory", system=_QWEN_MEMORY),
-    SideCallRule("Qwen Code", "memory", system=_QWEN_DREAM),
-    SideCallRule("aider", "commit", without_tools=True, system=_AIDER_COMMIT),
-    SideCallRule("aider", "compaction", without_tools=True, system=_AIDER_SUMMARY),
+AUXILIARY_CALL_RULES = (
+    AuxiliaryCallRule("Claude Code", "title", CLAUDE_SESSION, without_tools=True, answer=frozenset({"title"})),
+    # The user's own request for JSON (--json-schema) comes as a tool, even where all other tools are switched off.
+    AuxiliaryCallRule("Claude Code", "helper", CLAUDE_SESSION, without_tools=True, answer=frozenset()),
+    AuxiliaryCallRule("Claude Code", "search", CLAUDE_SESSION, only_tool="web_search_"),
+    AuxiliaryCallRule("Claude Code", "compaction", CLAUDE_SESSION, user=_CLAUDE_COMPACTION),
+    AuxiliaryCallRule("Codex", "compaction", request_kind="compaction"),
+    AuxiliaryCallRule("opencode", "title", without_tools=True, system=_OPENCODE_TITLE),
+    AuxiliaryCallRule("opencode", "compaction", without_tools=True, system=_OPENCODE_COMPACTION),
+    AuxiliaryCallRule("Qwen Code", "compaction", without_tools=True, system=_QWEN_COMPACTION),
+    AuxiliaryCallRule("Qwen Code", "memory", system=_QWEN_MEMORY),
+    AuxiliaryCallRule("Qwen Code", "memory", system=_QWEN_DREAM),
+    AuxiliaryCallRule("aider", "commit", without_tools=True, system=_AIDER_COMMIT),
+    AuxiliaryCallRule("aider", "compaction", without_tools=True, system=_AIDER_SUMMARY),
 )

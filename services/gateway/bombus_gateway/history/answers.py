@@ -71,7 +71,7 @@ class Answers(Generic[AnswerT]):
         found = self._by_id.get((before, ids[0]), ()) if ids else ()
         return [answer for answer in found if _has(answer, ids)]
 
-    def told(self, before: bytes, echo: ChatMessage, stops: Collection[str]) -> Sequence[AnswerT]:
+    def recorded(self, before: bytes, echo: ChatMessage, stops: Collection[str]) -> Sequence[AnswerT]:
         """Return the answers that a message may echo: the one that it names (`answer_of`) and is like, else those that
         are told by its call ids, and where these do not tell one, by its words.
 

@@ -123,7 +123,7 @@ def _echoed(
     if messages[at]["role"] == "assistant" and sampled.after(reached):
         named = sampled.with_ids(reached, _first_id(messages, at))
         for turn in _turns(named, messages, at):
-            same = sampled.told(reached, turn.message, stops)
+            same = sampled.recorded(reached, turn.message, stops)
             if same:
                 return turn, _by_likelihood(same, turn.message, episode.is_continued)
     return Echo(messages[at], (), 1), ()

@@ -1,1 +1,1 @@
-"""The OpenAI door: chat completions, completions and models."""
+"""The OpenAI API: chat completions, completions and models."""

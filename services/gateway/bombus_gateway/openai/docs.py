@@ -17,7 +17,7 @@ from bombus_gateway.schemas import (
     NAME,
     SOME_TEXT,
     Described,
-    DescribedDoor,
+    DescribedAPI,
     JsonSchema,
     add_routes,
     answered,
@@ -138,7 +138,7 @@ def add_openai_paths(document: JsonSchema, prefixes: Sequence[str]) -> None:
     """Add the OpenAI routes under each prefix to an OpenAPI document."""
     chunk = object_of(data={"type": "string", "description": "a chunk, or [DONE]"})
     called = partial(answered, "The answer, or its chunks as server-sent events", event=chunk)
-    agents = DescribedDoor("openai", [BEARER], answered("OpenAI's error body", "OpenAIError"))
+    agents = DescribedAPI("openai", [BEARER], answered("OpenAI's error body", "OpenAIError"))
     models = agents._replace(keys=[BEARER, "client_key"]).route
     refused = agents._replace(keys=[]).route("Embeddings are refused: the model makes text", None, schema_of(dict))
     tokens, text = answered("The tokens", "TokenizedText"), answered("The text", "DetokenizedText")

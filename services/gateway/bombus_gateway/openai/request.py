@@ -1,6 +1,6 @@
 """The requests of OpenAI's SDK: decoded strictly, and turned into a neutral `CompletionRequest`. Pure.
 
-A parameter that does not change what is sampled may have any value. How tokens are drawn is a wish, about which the
+A parameter that does not change what is sampled may have any value. How tokens are drawn is a request, about which the
 job decides. What nobody here can do, and what nobody here knows, is listed as `unsupported`: the job says whether that
 is refused or left out. Unknown fields of messages do not count.
 """
@@ -14,7 +14,7 @@ from msgspec import Meta
 from bombus.errors import Code
 from bombus_gateway import limits
 from bombus_gateway.call.prefixes import NOTHING_READ, BodyPrefix
-from bombus_gateway.call.request import CompletionRequest, SamplingWish, Unsupported, wished_top_p
+from bombus_gateway.call.request import CompletionRequest, RequestedSampling, Unsupported, requested_top_p
 from bombus_gateway.decoding.items import ItemReader
 from bombus_gateway.decoding.json_body import (
     ANY_OBJECT,
@@ -33,7 +33,7 @@ from bombus_gateway.decoding.json_body import (
     split_asked,
     stop_strings,
     stop_tokens,
-    wish_of_effort,
+    thinking_of_effort,
 )
 from bombus_gateway.decoding.json_parts import RememberedParts
 from bombus_gateway.decoding.parameters import AnswerLength, ModelName, Name, Streamed, Temperature, TopP
@@ -186,7 +186,7 @@ def read_chat(body: bytes, before: BodyPrefix = NOTHING_READ) -> OpenAIRequest:
         raise BadParameter(
             Code.MALFORMED, "max_tokens", "max_tokens and max_completion_tokens differ: give only one of them."
         )
-    thinking, unthought = wish_of_effort("reasoning_effort", found.reasoning_effort)
+    thinking, unthought = thinking_of_effort("reasoning_effort", found.reasoning_effort)
     demands, unmet = split_asked(
         [_forced_call(found.tool_choice, tools.functions), _form_of_answer(found.response_format)]
     )
@@ -205,7 +205,7 @@ def read_chat(body: bytes, before: BodyPrefix = NOTHING_READ) -> OpenAIRequest:
         parse_tool_calls=bool(tools.functions) and found.tool_choice != "none",
         logprobs=bool(found.logprobs),
         top_logprobs=found.top_logprobs or 0,
-        wish=_wish(found, found.max_completion_tokens or found.max_tokens),
+        sampling=_sampling(found, found.max_completion_tokens or found.max_tokens),
         chat_template_kwargs=found.chat_template_kwargs or {},
         thinking=thinking,
         demands=demands,
@@ -232,7 +232,7 @@ def read_completion(body: bytes) -> OpenAIRequest:
         prompt=_prompt(found.prompt),
         logprobs=found.logprobs is not None,
         top_logprobs=found.logprobs or 0,
-        wish=_wish(found, found.max_tokens),
+        sampling=_sampling(found, found.max_tokens),
         unsupported=tuple(unsupported),
         **_common_fields(found),
     )
@@ -248,10 +248,10 @@ def _common_fields(found: _Common) -> dict[str, Any]:
     return {"n": found.n or 1, "stops": texts, "stop_token_ids": tokens, "stream": bool(found.stream)}
 
 
-def _wish(found: _Common, max_tokens: int | None) -> SamplingWish:
-    return SamplingWish(
+def _sampling(found: _Common, max_tokens: int | None) -> RequestedSampling:
+    return RequestedSampling(
         temperature=found.temperature,
-        top_p=wished_top_p(found.top_p),
+        top_p=requested_top_p(found.top_p),
         top_k=max(found.top_k or 0, 0),
         min_p=found.min_p or 0.0,
         presence_penalty=found.presence_penalty or 0.0,

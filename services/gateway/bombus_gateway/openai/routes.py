@@ -10,8 +10,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bombus.errors import Code, Refused
 from bombus_gateway.access import EpisodeGuard, HeaderMap, episode_key
+from bombus_gateway.call.api import ParsedRequest, call_route
 from bombus_gateway.call.calls import Calls
-from bombus_gateway.call.door import ParsedRequest, call_route
 from bombus_gateway.call.http import Responder, not_found, route
 from bombus_gateway.call.prefixes import NOTHING_READ, BodyPrefix
 from bombus_gateway.context import Gateway
@@ -42,7 +42,7 @@ class OpenAIDialect:
         self._check_model(request.model)
         marks = marks_of(headers, request.completion)
         encoder = partial(OpenAIEncoder, request)
-        return ParsedRequest(request.completion, encoder, marks.role, marks.side_call, request.prefix)
+        return ParsedRequest(request.completion, encoder, marks.role, marks.auxiliary_call, request.prefix)
 
     def error(self, error: Refused) -> bytes:
         return error_body(error, _PARAMETERS)
@@ -52,7 +52,7 @@ class OpenAIDialect:
         return event(error_body(error, _PARAMETERS))
 
 
-class OpenAIDoor:
+class OpenAIAPI:
     """The routes of one engine: `chat`, `completions`, `models` and the like are ASGI applications.
 
     `model` is for the paths below that of `models`, and `nothing` for all others that OpenAI's clients may try.

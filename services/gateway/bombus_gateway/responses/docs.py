@@ -9,7 +9,7 @@ from bombus_gateway.schemas import (
     CHOICES_OF_TOOLS,
     NAME,
     SOME_TEXT,
-    DescribedDoor,
+    DescribedAPI,
     JsonSchema,
     add_routes,
     answered,
@@ -133,7 +133,7 @@ _EVENT = event_of(*(f"response.{name}" for name in _OF_RESPONSE), "keepalive", "
 
 def add_responses_paths(document: JsonSchema, prefixes: Sequence[str]) -> None:
     """Add the Responses routes under each prefix to an OpenAPI document, which has OpenAI's error body already."""
-    agents = DescribedDoor("openai", [BEARER], answered("OpenAI's error body", "OpenAIError"))
+    agents = DescribedAPI("openai", [BEARER], answered("OpenAI's error body", "OpenAIError"))
     created = agents.route("Response", answered("A response, or its events", "OpenAIResponse", _EVENT), _REQUEST)
     stored = answered("The response as it was recorded", "OpenAIResponse")
     earlier = agents.route("An earlier response of the key's episode", stored, place="response_id")

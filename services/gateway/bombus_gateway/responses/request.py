@@ -1,6 +1,6 @@
 """The requests of OpenAI's Responses API: decoded, and turned into a neutral `CompletionRequest`. Pure.
 
-What does not change what is sampled may have any value. How tokens are drawn is a wish, about which the job decides.
+What does not change what is sampled may have any value. How tokens are drawn is a request, on which the job decides.
 What nobody here can do or knows is listed as `unsupported`: the job says whether that is refused or left out.
 """
 
@@ -13,7 +13,7 @@ import msgspec
 from bombus.errors import Code
 from bombus_gateway import limits
 from bombus_gateway.call.prefixes import NOTHING_READ, BodyPrefix
-from bombus_gateway.call.request import CompletionRequest, SamplingWish, Unsupported, wished_top_p
+from bombus_gateway.call.request import CompletionRequest, RequestedSampling, Unsupported, requested_top_p
 from bombus_gateway.decoding.items import ItemReader
 from bombus_gateway.decoding.json_body import (
     ANY_OBJECT,
@@ -25,8 +25,8 @@ from bombus_gateway.decoding.json_body import (
     demand_of_calls,
     demand_of_json,
     split_asked,
+    thinking_of_effort,
     unknown_parts,
-    wish_of_effort,
 )
 from bombus_gateway.decoding.json_parts import RememberedParts
 from bombus_gateway.decoding.parameters import AnswerLength, ModelName, Streamed, Temperature, TopP
@@ -199,7 +199,7 @@ def _completion(
     instructions: list[ChatMessage] = []
     form = (found.text or {}).get("format")
     demands, unmet = split_asked([_forced_call(found.tool_choice, tools), _form_of_answer(form)])
-    thinking, unthought = wish_of_effort("reasoning.effort", _effort(found.reasoning))
+    thinking, unthought = thinking_of_effort("reasoning.effort", _effort(found.reasoning))
     if found.instructions:
         instructions.append({"role": "system", "content": found.instructions})
     return CompletionRequest(
@@ -208,9 +208,9 @@ def _completion(
         tools=tuple(tools.functions),
         parse_tool_calls=bool(tools.functions) and found.tool_choice != "none",
         stream=bool(found.stream),
-        wish=SamplingWish(
+        sampling=RequestedSampling(
             temperature=found.temperature,
-            top_p=wished_top_p(found.top_p),
+            top_p=requested_top_p(found.top_p),
             max_tokens=found.max_output_tokens,
         ),
         chat_template_kwargs=found.chat_template_kwargs or {},

@@ -9,8 +9,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bombus.errors import Code, Refused
 from bombus_gateway.access import EpisodeGuard, HeaderMap, episode_key
+from bombus_gateway.call.api import ParsedRequest, call_route
 from bombus_gateway.call.calls import Calls
-from bombus_gateway.call.door import ParsedRequest, call_route
 from bombus_gateway.call.http import Responder, route
 from bombus_gateway.call.prefixes import NOTHING_READ, BodyPrefix
 from bombus_gateway.context import Gateway
@@ -38,7 +38,7 @@ class ResponsesDialect:
         self._check_model(request.model)
         marks = marks_of(headers, request.completion)
         encoder = partial(ResponsesEncoder, request)
-        return ParsedRequest(request.completion, encoder, marks.role, marks.side_call, request.prefix)
+        return ParsedRequest(request.completion, encoder, marks.role, marks.auxiliary_call, request.prefix)
 
     def error(self, error: Refused) -> bytes:
         return error_body(error, _PARAMETERS)
@@ -49,7 +49,7 @@ class ResponsesDialect:
         return event("error", {name: found[name] for name in ("code", "message", "param")} | {"error": found})
 
 
-class ResponsesDoor:
+class ResponsesAPI:
     """The routes of one engine: `create` is an ASGI application, and so is `stored`, for the paths below it.
 
     At the root (`any_engine`) each key leads to the engine that it was made for.

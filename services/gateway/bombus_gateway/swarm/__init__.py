@@ -1,1 +1,1 @@
-"""The swarm door: AgentJet's contract, and our own SDK on the same routes."""
+"""The swarm API: AgentJet's contract, and our own SDK on the same routes."""

@@ -1,4 +1,4 @@
-"""The answers of the swarm door, as the OpenAPI page describes them. The routes make them as plain JSON."""
+"""The answers of the swarm API, as the OpenAPI page describes them. The routes make them as plain JSON."""
 
 from typing import Any, Literal
 
@@ -138,13 +138,13 @@ class NoEpisodesAnswer(ClaimFailure):
     episodes: list[EpisodeAccess]
 
 
-class JointEngineAnswer(BaseModel):
+class MultiModelEngineAnswer(BaseModel):
     policy_version: int
     model: str
 
 
-class ClaimedJointEpisodesAnswer(BaseModel):
-    """Each joint episode has its episodes by engine. Times are in seconds since the epoch.
+class ClaimedMultiModelEpisodesAnswer(BaseModel):
+    """Each multi-model episode has its episodes by engine. Times are in seconds since the epoch.
 
     `client_silence_s` is as for episodes, and the shortest of these engines.
     """
@@ -153,19 +153,19 @@ class ClaimedJointEpisodesAnswer(BaseModel):
     client_uuid: str
     claim_id: str
     fail_cause: Literal[""]
-    joint_episodes: list[dict[str, EpisodeAccess]]
-    engines: dict[str, JointEngineAnswer]
+    multi_model_episodes: list[dict[str, EpisodeAccess]]
+    engines: dict[str, MultiModelEngineAnswer]
     discard_at: float
     discard_episode_timeout: float
     client_silence_s: float
     key_expires_at: float
 
 
-class NoJointEpisodesAnswer(ClaimFailure):
+class NoMultiModelEpisodesAnswer(ClaimFailure):
     """`engine_status` and `suspended` are those of an engine that the claim waits for."""
 
     claim_id: str
-    joint_episodes: list[dict[str, EpisodeAccess]]
+    multi_model_episodes: list[dict[str, EpisodeAccess]]
 
 
 class CanContinueAnswer(BaseModel):
@@ -188,8 +188,8 @@ class TouchedAnswer(BaseModel):
     used: dict[str, UsedAnswer]
 
 
-class LearntLineAnswer(BaseModel):
-    """A line of an episode up to its last token that is learnt, in base64: int32, float32, int32 and bytes."""
+class LearntSequenceAnswer(BaseModel):
+    """A sequence of an episode up to its last token that is learnt, in base64: int32, float32, int32 and bytes."""
 
     tokens: str
     logprobs: str
@@ -202,7 +202,7 @@ class EndedEpisodeAnswer(BaseModel):
     task_id: str
     reward: float
     calls: int
-    lines: list[LearntLineAnswer]
+    sequences: list[LearntSequenceAnswer]
     sampler: str
     call_rewards: list[float] | None
 
@@ -342,13 +342,13 @@ ANSWERS: dict[str, Any] = {
     "/touch_client": SuccessAnswer,
     "/read_ended_episodes": EndedEpisodesAnswer,
     "/take_ended_episodes": SuccessAnswer,
-    "/claim_joint_episodes": ClaimedJointEpisodesAnswer | NoJointEpisodesAnswer,
-    "/end_joint_episodes": SuccessAnswer,
-    "/abort_joint_episodes": SuccessAnswer,
-    "/touch_joint_episodes": TouchedAnswer,
+    "/claim_multi_model_episodes": ClaimedMultiModelEpisodesAnswer | NoMultiModelEpisodesAnswer,
+    "/end_multi_model_episodes": SuccessAnswer,
+    "/abort_multi_model_episodes": SuccessAnswer,
+    "/touch_multi_model_episodes": TouchedAnswer,
 }
 
-# What any route of the door may answer instead, by status. Bugs, which are 500, are not described. The first one brings
+# What any route of the API may answer instead, by status. Bugs, which are 500, are not described. The first one brings
 # the schema, to which the others refer: FastAPI makes a validator for each model that is named, which takes a while.
 _FIRST, *_OTHERS = sorted({*STATUS.values()} - {500})
 REFUSALS: dict[int | str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""The bodies of the swarm door's requests.
+"""The bodies of the swarm API's requests.
 
 Those of the swarm contract ignore unknown fields, for newer clients; our own refuse them by name.
 """
@@ -66,8 +66,8 @@ class ClaimEpisode(ContractBody):
 
 
 class WorkflowOutputBody(ContractBody):
-    """`reward` is one number, or one for each completed call in order, without side calls that the job masks, or by
-    the ids of these calls (the answer's `id`, without `chatcmpl-`).
+    """`reward` is one number, or one for each completed call in order, without auxiliary calls that the job masks, or
+    by the ids of these calls (the answer's `id`, without `chatcmpl-`).
 
     A metric may be a list: its mean counts. What the log cannot have of the rest is left out, with a warning in the
     gateway's log.
@@ -144,13 +144,13 @@ class ClaimEpisodes(OwnClaim):
     sampler: Annotated[str, Field(max_length=limits.SAMPLER_CHARACTERS)] = ""
 
 
-class ClaimJointEpisodes(OwnClaim):
-    """Claims `count` joint episodes, all or none: each is one episode on every one of these engines.
+class ClaimMultiModelEpisodes(OwnClaim):
+    """Claims `count` multi-model episodes, all or none: each is one episode on every one of these engines.
 
     For `touches` see `ClaimEpisodes`.
     """
 
-    engines: Annotated[list[Identifier], Field(min_length=2, max_length=limits.JOINT_ENGINES)]
+    engines: Annotated[list[Identifier], Field(min_length=2, max_length=limits.MULTI_MODEL_ENGINES)]
 
 
 class OwnWorkflowOutputBody(OwnBody, WorkflowOutputBody):
@@ -173,12 +173,12 @@ class EndEpisodes(OwnBody):
     episodes: Annotated[list[EpisodeEndBody], Field(min_length=1, max_length=limits.EPISODES)]
 
 
-class EndJointEpisodes(OwnBody):
-    """Ends all of these joint episodes, or none. Each is the list of its episodes, in any order."""
+class EndMultiModelEpisodes(OwnBody):
+    """Ends all of these multi-model episodes, or none. Each is the list of its episodes, in any order."""
 
     client_uuid: Identifier
-    joint_episodes: Annotated[
-        list[Annotated[list[EpisodeEndBody], Field(min_length=2, max_length=limits.JOINT_ENGINES)]],
+    multi_model_episodes: Annotated[
+        list[Annotated[list[EpisodeEndBody], Field(min_length=2, max_length=limits.MULTI_MODEL_ENGINES)]],
         Field(min_length=1, max_length=limits.EPISODES),
     ]
 

@@ -13,17 +13,17 @@ from starlette.types import Receive, Scope, Send
 from bombus.errors import Code, Refused
 from bombus.hive import inbox
 from bombus.hive.events import EpisodeType
-from bombus.hive.inbox import Granted, JointGranted
+from bombus.hive.inbox import Granted, MultiModelGranted
 from bombus.hive.records import digest
 from bombus.hive.steps import idle_limit_s
 from bombus.sdk.throttle import should_throttle
 from bombus.sdk.types import PoolInformation
 from bombus_gateway.call.admission import check_storage
+from bombus_gateway.operations_wire.paths import read_path
 from bombus_gateway.plain_routes import JsonResponse
 from bombus_gateway.swarm import bodies, views
 from bombus_gateway.swarm.bodies import throttle_policy
 from bombus_gateway.swarm.context import EngineContext
-from bombus_gateway.training.paths import read_path
 
 CLAIM_OVER = "The episodes of this claim are over already. Use a fresh id for each claim."
 CLAIM_SLICE_S = 2.0
@@ -68,7 +68,7 @@ class SlicedClaims:
 
     async def claim(
         self, request: Request, claim: inbox.Claim, wait_s: float, waited_s: float = 0.0
-    ) -> Granted | JointGranted | Refused:
+    ) -> Granted | MultiModelGranted | Refused:
         """Claim until it is granted, `wait_s` is over, the client hangs up or the gateway is stopped.
 
         Returns the refusal when there is no episode now. Raises `Refused` for a claim that could never be granted.
@@ -99,7 +99,7 @@ class SlicedClaims:
                 if waited and loop.time() < deadline and await self._goes_on(request):
                     continue
                 return refused
-            assert isinstance(answer, Granted | JointGranted)
+            assert isinstance(answer, Granted | MultiModelGranted)
             return answer
         raise AssertionError("unreachable")
 
@@ -187,7 +187,7 @@ class ClaimRoutes:
         self, request: Request, claim: inbox.Claim, wait_s: float, waited_s: float = 0.0
     ) -> Granted | Refused:
         outcome = await self._claims.claim(request, claim, wait_s, waited_s)
-        assert not isinstance(outcome, JointGranted)
+        assert not isinstance(outcome, MultiModelGranted)
         if isinstance(outcome, Granted):
             self._check_not_over(outcome)
         return outcome
@@ -203,8 +203,8 @@ class ClaimRoutes:
 
     def _failure(self, refused: Refused) -> views.JsonObject:
         state = self._context.state
-        told = {"engine_status": state.phase, "suspended": state.suspended}
-        return {"fail_cause": refused.why, "code": refused.code} | told
+        status = {"engine_status": state.phase, "suspended": state.suspended}
+        return {"fail_cause": refused.why, "code": refused.code} | status
 
     def _episodes(self, request: Request, granted: Granted) -> list[dict[str, str]]:
         """Return what each episode's client and agent need."""

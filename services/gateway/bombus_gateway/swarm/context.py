@@ -19,7 +19,7 @@ from bombus_gateway.bodies import SWARM, BodyLimits
 from bombus_gateway.context import Gateway
 from bombus_gateway.swarm.bodies import B, parse
 
-EPISODE_NEWS_S = 1.0  # for the event of an episode that another gateway has just handed out
+EPISODE_CATCH_UP_S = 1.0  # for the event of an episode that another gateway has just handed out
 
 
 class EngineContext:
@@ -66,7 +66,7 @@ class EngineContext:
         return f"k-{digest(head + body).hex()}"
 
     def base_url(self, request: Request) -> str:
-        """Return the URL of the OpenAI door at the root, where each key leads to its own engine.
+        """Return the URL of the OpenAI API at the root, where each key leads to its own engine.
 
         It has no `/e/<engine>`: AgentJet's client puts its own address, which has that, before the path. Nor has it a
         path key (access.py), because agents have their episode's key.
@@ -107,6 +107,6 @@ class EngineContext:
         if episode in state.open or state.is_over(episode):
             return
         try:
-            await self.gateway.follower.wait_for(lambda _: episode in self.state.open, EPISODE_NEWS_S)
+            await self.gateway.follower.wait_for(lambda _: episode in self.state.open, EPISODE_CATCH_UP_S)
         except TimeoutError:
             pass  # then it is not open

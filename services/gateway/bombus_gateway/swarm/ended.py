@@ -7,22 +7,22 @@ from collections.abc import Sequence
 from fastapi import Request, Response
 
 from bombus.config.job import RunConfig
-from bombus.datums.episodes import EndedEpisode, learnt_lines
+from bombus.datums.episodes import EndedEpisode, learnt_sequences
 from bombus.datums.reading import BusCallReader, ancestors
 from bombus.errors import Code, LogCorrupted, Refused
 from bombus.hive import inbox
 from bombus.hive.state import Completed
+from bombus_gateway.operations_wire.dialects import TrainingDialect, is_tinkers
+from bombus_gateway.operations_wire.paths import path_of_operation
 from bombus_gateway.plain_routes import JsonResponse
 from bombus_gateway.swarm import bodies
 from bombus_gateway.swarm.context import EngineContext
-from bombus_gateway.training.dialects import TrainingDialect, is_tinkers
-from bombus_gateway.training.paths import path_of_operation
 
 log = logging.getLogger(__name__)
 
-NEWS_S = 2.0  # for the event of an episode's end, which another gateway may have reported
+CATCH_UP_S = 2.0  # for the event of an episode's end, which another gateway may have reported
 READS_MAX = 4  # requests at once
-ANSWER_BYTES_MAX = 16 << 20  # of lines: the episodes after it are left for the next request
+ANSWER_BYTES_MAX = 16 << 20  # of sequences: the episodes after it are left for the next request
 
 
 class EndedEpisodes:
@@ -31,7 +31,7 @@ class EndedEpisodes:
         self._reading = asyncio.Semaphore(READS_MAX)
 
     async def read(self, request: Request) -> Response:
-        """Return the lines of ended episodes: as many as fit into an answer, at least one. The others are `left`.
+        """Return the sequences of ended episodes: as many as fit into an answer, at least one. The others are `left`.
 
         Those that are `gone` were taken, aborted or dropped, and of those that are `lost` the log has not all.
         """
@@ -68,7 +68,7 @@ class EndedEpisodes:
         state = self._context.state
         try:
             await self._context.gateway.follower.wait_for(
-                lambda _: all(map(self._context.state.is_over, episodes)), NEWS_S
+                lambda _: all(map(self._context.state.is_over, episodes)), CATCH_UP_S
             )
         except TimeoutError:
             state = self._context.state
@@ -96,30 +96,31 @@ class EndedEpisodes:
                 log.warning("an episode cannot be read", extra={"episode": completed.episode, "why": str(error)})
                 lost[claimed_id] = str(error)
                 continue
-            size += sum(line.size for line in found[-1].lines)
+            size += sum(sequence.size for sequence in found[-1].sequences)
         return {"episodes": found, "left": left, "gone": gone, "lost": lost}
 
     async def _episode(self, claimed_id: str, completed: Completed) -> EndedEpisode:
-        """Read the calls of an episode. Side calls that the job does not train are what others continue, at most."""
+        """Read the calls of an episode. Auxiliary calls that the job does not train are what others continue, at
+        most."""
         calls = BusCallReader(self._context.gateway.bus)
         records = await calls.records(completed.calls)
         context = await ancestors(calls, records)
-        if not self._trains_side_calls():
-            context = (*context, *(record for record in records if record.side_call))
-            records = [record for record in records if not record.side_call]
+        if not self._trains_auxiliary_calls():
+            context = (*context, *(record for record in records if record.auxiliary_call))
+            records = [record for record in records if not record.auxiliary_call]
         return EndedEpisode(
             episode_uuid=claimed_id,
             task_id=completed.task,
             reward=completed.reward,
             calls=len(records),
-            lines=await asyncio.to_thread(learnt_lines, records, context),
+            sequences=await asyncio.to_thread(learnt_sequences, records, context),
             sampler=path_text(completed.sampler),
             call_rewards=completed.call_rewards,
         )
 
-    def _trains_side_calls(self) -> bool:
+    def _trains_auxiliary_calls(self) -> bool:
         active = self._context.state.active
-        return active is not None and RunConfig.from_json(active.config).rollout.trains_side_calls
+        return active is not None and RunConfig.from_json(active.config).rollout.trains_auxiliary_calls
 
 
 def path_text(checkpoint: str) -> str:

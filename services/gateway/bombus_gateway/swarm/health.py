@@ -46,8 +46,8 @@ def health_router(gateway: Gateway, engine: str) -> APIRouter:
         answer = HealthAnswer(
             status="healthy" if gateway.ready else "starting",
             engine_running=state.phase != Phase.OFFLINE,
-            active_requests=state.tenants.waiting,
-            total_requests=state.tenants.accepted,
+            active_requests=state.clients.waiting,
+            total_requests=state.clients.accepted,
         ).model_dump()
         return JSONResponse(answer) if gateway.ready else JSONResponse(answer, 503, RETRY_AFTER)
 

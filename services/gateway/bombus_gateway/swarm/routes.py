@@ -1,4 +1,4 @@
-"""The swarm door: claim, end and abort episodes, start and stop an engine, and read its state.
+"""The swarm API: claim, end and abort episodes, start and stop an engine, and read its state.
 
 It serves the routes of the swarm contract to the letter, so that its clients run unmodified, and our own routes, which
 take whole groups in one request. Reads are answered from the folded state; commands go through the inbox (R1).
@@ -25,7 +25,7 @@ from bombus_gateway.swarm.claims import ClaimRoutes
 from bombus_gateway.swarm.context import EngineContext
 from bombus_gateway.swarm.ended import EndedEpisodes
 from bombus_gateway.swarm.engine import EngineRoutes
-from bombus_gateway.swarm.joint import JointRoutes
+from bombus_gateway.swarm.multi_model import MultiModelRoutes
 from bombus_gateway.swarm.replay import replay_call
 
 log = logging.getLogger(__name__)
@@ -97,15 +97,15 @@ def swarm_routes(gateway: Gateway, engine: str) -> list[SwarmRoute]:
     ]
 
 
-def joint_routes(gateway: Gateway) -> list[SwarmRoute]:
-    """Return the routes of joint episodes, which are about several engines, to be mounted at the root."""
+def multi_model_routes(gateway: Gateway) -> list[SwarmRoute]:
+    """Return the routes of multi-model episodes, which are about several engines, to be mounted at the root."""
     context = EngineContext(gateway, HIVE)
-    joint = JointRoutes(context)
+    multi = MultiModelRoutes(context)
     return [
-        SwarmRoute(Access.CLIENT, "POST", "/claim_joint_episodes", joint.claim, bodies.ClaimJointEpisodes),
-        SwarmRoute(Access.CLIENT, "POST", "/end_joint_episodes", joint.end, bodies.EndJointEpisodes),
-        SwarmRoute(Access.CLIENT, "POST", "/abort_joint_episodes", joint.abort, bodies.AbortEpisodes),
-        SwarmRoute(Access.CLIENT, "POST", "/touch_joint_episodes", joint.touch, bodies.NamedEpisodes),
+        SwarmRoute(Access.CLIENT, "POST", "/claim_multi_model_episodes", multi.claim, bodies.ClaimMultiModelEpisodes),
+        SwarmRoute(Access.CLIENT, "POST", "/end_multi_model_episodes", multi.end, bodies.EndMultiModelEpisodes),
+        SwarmRoute(Access.CLIENT, "POST", "/abort_multi_model_episodes", multi.abort, bodies.AbortEpisodes),
+        SwarmRoute(Access.CLIENT, "POST", "/touch_multi_model_episodes", multi.touch, bodies.NamedEpisodes),
     ]
 
 

@@ -1,4 +1,4 @@
-"""How much a model is to think: a client's wish becomes variables of the model's chat template.
+"""How much a model is to think: what a client asks for becomes variables of the model's chat template.
 
 Templates have several names for it. Which of them a template reads is found by rendering: a name that changes nothing
 is one that the template sets itself.
@@ -34,7 +34,7 @@ _EFFORTS = ("reasoning_effort", "thinking_effort", "reasoning_strength")
 _OFF = (NO_EFFORT, "no_think")  # efforts that are none
 
 
-class ThinkingWish(NamedTuple):
+class RequestedThinking(NamedTuple):
     """How much a client wants the model to think, with the names that its wire has for each part.
 
     `on`: whether it is to think at all; None: as it does by itself. `effort` is a key of `NEAREST`, and `usual` the one
@@ -68,23 +68,23 @@ class ThinkingVariables(msgspec.Struct, frozen=True):
     off: Variables = {}
     thinks: bool = False
 
-    def given(self, wish: ThinkingWish) -> tuple[Variables, list[str]]:
-        """Return the variables for a wish, and the fields of what the template has no variable for."""
+    def given(self, asked: RequestedThinking) -> tuple[Variables, list[str]]:
+        """Return the variables for what is asked for, and the fields of what the template has no variable for."""
         variables: Variables = {}
-        if wish.on is not None:
-            variables = {name: values[not wish.on] for name, values in self.switches.items()}
-        if wish.on is False and not variables:
+        if asked.on is not None:
+            variables = {name: values[not asked.on] for name, values in self.switches.items()}
+        if asked.on is False and not variables:
             variables = dict(self.off)
-        is_switched = bool(variables) or bool(self.off) or wish.on in (None, self.thinks)
-        left_out = [] if is_switched else [wish.on_field]
-        if wish.on is False:
-            left_out += [wish.effort_field] if wish.effort not in ("", wish.usual) else []
+        is_switched = bool(variables) or bool(self.off) or asked.on in (None, self.thinks)
+        left_out = [] if is_switched else [asked.on_field]
+        if asked.on is False:
+            left_out += [asked.effort_field] if asked.effort not in ("", asked.usual) else []
             return variables, [field for field in left_out if field]
-        efforts = self._nearest(wish.effort or (wish.usual if wish.on and self.off else ""))
-        is_exact = all(value == wish.effort for value in efforts.values()) if efforts else wish.effort == wish.usual
-        left_out += [wish.effort_field] if wish.effort and not is_exact else []
-        budget: Variables = {_BUDGET: wish.budget} if wish.budget and _BUDGET in self.switches else {}
-        left_out += [wish.budget_field] if wish.budget and not budget else []
+        efforts = self._nearest(asked.effort or (asked.usual if asked.on and self.off else ""))
+        is_exact = all(value == asked.effort for value in efforts.values()) if efforts else asked.effort == asked.usual
+        left_out += [asked.effort_field] if asked.effort and not is_exact else []
+        budget: Variables = {_BUDGET: asked.budget} if asked.budget and _BUDGET in self.switches else {}
+        left_out += [asked.budget_field] if asked.budget and not budget else []
         return variables | efforts | budget, [field for field in left_out if field]
 
     def _nearest(self, effort: str) -> Variables:

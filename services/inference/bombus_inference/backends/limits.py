@@ -107,8 +107,8 @@ class Limits:
         alternatives = min(TOP_LOGPROBS_MAX, self.vocabulary) if request.prompt_logprobs else 0
         if not 0 <= request.top_prompt <= alternatives:
             why = f"{request.top_prompt} alternatives to each token of the prompt are asked for"
-            told = f"at most {alternatives} are told" if alternatives else "none are told without its logprobs"
-            raise Refused(Code.MALFORMED, f"{why}; {told}")
+            bound = f"at most {alternatives} are told" if alternatives else "none are told without its logprobs"
+            raise Refused(Code.MALFORMED, f"{why}; {bound}")
 
     def _check_bias(self, bias: Mapping[int, float]) -> None:
         if len(bias) > BIASED_TOKENS_MAX:

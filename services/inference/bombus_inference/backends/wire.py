@@ -1,4 +1,4 @@
-"""What the HTTP APIs of servers have in common: wishes for sampling, usage, errors, and labels of weights."""
+"""What the HTTP APIs of servers have in common: sampling parameters, usage, errors, and labels of weights."""
 
 from msgspec import Struct
 

@@ -34,15 +34,16 @@ class CorrectionWeights:
     masked_N: Tensor
 
 
-def line_sums(values_N: Tensor, lines_N: Tensor, lines: int) -> Tensor:
-    """Sum each sequence's tokens [S]; `lines_N` numbers the sequence, of `lines` (S), that a token belongs to."""
-    return values_N.new_zeros(lines).index_add_(0, lines_N, values_N)
+def sequence_sums(values_N: Tensor, sequences_N: Tensor, sequences: int) -> Tensor:
+    """Sum each sequence's tokens [S]; `sequences_N` numbers the sequence, of `sequences` (S), that a token belongs
+    to."""
+    return values_N.new_zeros(sequences).index_add_(0, sequences_N, values_N)
 
 
-def line_means(values_N: Tensor, lines_N: Tensor, lines: int) -> Tensor:
+def sequence_means(values_N: Tensor, sequences_N: Tensor, sequences: int) -> Tensor:
     """Average each sequence's tokens [S]; 0 where a sequence has none."""
-    counts_S = line_sums(torch.ones_like(values_N), lines_N, lines)
-    return line_sums(values_N, lines_N, lines) / counts_S.clamp(min=1.0)
+    counts_S = sequence_sums(torch.ones_like(values_N), sequences_N, sequences)
+    return sequence_sums(values_N, sequences_N, sequences) / counts_S.clamp(min=1.0)
 
 
 def token_ratios(old_N: Tensor, sampler_N: Tensor) -> Tensor:
@@ -50,10 +51,10 @@ def token_ratios(old_N: Tensor, sampler_N: Tensor) -> Tensor:
     return torch.exp((old_N - sampler_N).detach().clamp(max=LOG_BOUND))
 
 
-def sequence_ratios(old_N: Tensor, sampler_N: Tensor, lines_N: Tensor, lines: int) -> Tensor:
+def sequence_ratios(old_N: Tensor, sampler_N: Tensor, sequences_N: Tensor, sequences: int) -> Tensor:
     """Return the product of a sequence's token ratios, at each of its tokens [N]."""
-    sums_S = line_sums((old_N - sampler_N).detach(), lines_N, lines)
-    return torch.exp(sums_S.clamp(-LOG_BOUND, LOG_BOUND))[lines_N]
+    sums_S = sequence_sums((old_N - sampler_N).detach(), sequences_N, sequences)
+    return torch.exp(sums_S.clamp(-LOG_BOUND, LOG_BOUND))[sequences_N]
 
 
 def unweighted(old_N: Tensor) -> CorrectionWeights:
@@ -84,7 +85,7 @@ def masked(ratios_N: Tensor, low: float, high: float) -> CorrectionWeights:
 
 
 def sampler_correction(
-    old_N: Tensor, sampler_N: Tensor, lines_N: Tensor, lines: int, rule: CorrectionRule
+    old_N: Tensor, sampler_N: Tensor, sequences_N: Tensor, sequences: int, rule: CorrectionRule
 ) -> CorrectionWeights:
     """Compute the weights of a correction; all ones where it is switched off."""
     if rule.high <= 0.0:
@@ -95,20 +96,22 @@ def sampler_correction(
         case Correction.TOKEN_TIS:
             return truncated(token_ratios(old_N, sampler_N), rule.low, rule.high)
         case Correction.SEQUENCE_TIS:
-            return truncated(sequence_ratios(old_N, sampler_N, lines_N, lines), rule.low, rule.high)
+            return truncated(sequence_ratios(old_N, sampler_N, sequences_N, sequences), rule.low, rule.high)
         case Correction.ICEPOP | Correction.TOKEN_MASK:
             return masked(token_ratios(old_N, sampler_N), rule.low, rule.high)
         case Correction.SEQUENCE_MASK:
-            return masked(sequence_ratios(old_N, sampler_N, lines_N, lines), rule.low, rule.high)
+            return masked(sequence_ratios(old_N, sampler_N, sequences_N, sequences), rule.low, rule.high)
         case _:
             assert_never(rule.kind)
 
 
-def off_policy_sequences(logprobs_N: Tensor, sampler_N: Tensor, lines_N: Tensor, lines: int, delta: float) -> Tensor:
+def off_policy_sequences(
+    logprobs_N: Tensor, sampler_N: Tensor, sequences_N: Tensor, sequences: int, delta: float
+) -> Tensor:
     """Find the tokens [N] of sequences whose mean of log(pi_sampler / pi_policy) is more than `delta`.
 
     Off-policy sequence masking leaves out those with a negative advantage. DeepSeek-V3.2, arXiv:2512.02556, section
     3.1; slime's OPSM.
     """
-    divergence_S = line_means((sampler_N - logprobs_N).detach(), lines_N, lines)
-    return (divergence_S > delta)[lines_N]
+    divergence_S = sequence_means((sampler_N - logprobs_N).detach(), sequences_N, sequences)
+    return (divergence_S > delta)[sequences_N]

@@ -2,8 +2,8 @@
 
 Each formula returns every token's term [N]. What the terms are weighted or divided by is said elsewhere: for batches in
 `aggregation`, for training operations at the step. `policy_loss` is the loss of batches; those that a caller of
-operations can name are in `tenants.client_losses`. lp are the logprobs now, with gradient, r a ratio, A the advantages,
-and sg stops the gradient. The log of a ratio is held within `LOG_BOUND`.
+operations can name are in `operations.client_losses`. lp are the logprobs now, with gradient, r a ratio, A the
+advantages, and sg stops the gradient. The log of a ratio is held within `LOG_BOUND`.
 
 In a batch three policies meet, and two different ratios:
 
@@ -27,9 +27,9 @@ from bombus.config.algorithms import KlEstimator, Loss
 from bombus_trainer.algorithms.corrections import (
     LOG_BOUND,
     CorrectionRule,
-    line_sums,
     off_policy_sequences,
     sampler_correction,
+    sequence_sums,
 )
 from bombus_trainer.algorithms.kl import KL_ESTIMATES
 from bombus_trainer.settings import TrainerSettings
@@ -40,9 +40,9 @@ class LossInputs:
     """N tokens of S sequences.
 
     `weights_N` is the aggregation (see `aggregation`): with it the losses and gradients of an update's micro-batches
-    are simply added. `lines_N` numbers the sequence that each token belongs to, below `lines` (S); each sequence is
-    here with all its trained tokens. The reference's logprobs are needed for a KL term, the entropies (with gradient)
-    for an entropy bonus.
+    are simply added. `sequences_N` numbers the sequence that each token belongs to, below `sequences` (S); each
+    sequence is here with all its trained tokens. The reference's logprobs are needed for a KL term, the entropies (with
+    gradient) for an entropy bonus.
     """
 
     logprobs_N: Tensor
@@ -50,8 +50,8 @@ class LossInputs:
     sampler_logprobs_N: Tensor
     advantages_N: Tensor
     weights_N: Tensor
-    lines_N: Tensor
-    lines: int
+    sequences_N: Tensor
+    sequences: int
     reference_logprobs_N: Tensor | None = None
     entropy_N: Tensor | None = None
 
@@ -105,7 +105,7 @@ def token_ratio(logprobs_N: Tensor, old_logprobs_N: Tensor) -> Tensor:
 
 
 def sequence_ratio(
-    logprobs_N: Tensor, old_logprobs_N: Tensor, counted_N: Tensor, lines_N: Tensor, lines: int
+    logprobs_N: Tensor, old_logprobs_N: Tensor, counted_N: Tensor, sequences_N: Tensor, sequences: int
 ) -> Tensor:
     """Return (pi(y) / pi_old(y))^(1/|y|) of each token's sequence [N], its gradient spread over the sequence's tokens.
 
@@ -114,9 +114,11 @@ def sequence_ratio(
     of none is a ratio of 1.
     """
     difference_N = (logprobs_N - old_logprobs_N).detach()
-    counts_S = line_sums(counted_N, lines_N, lines)
-    mean_S = line_sums(counted_N * difference_N, lines_N, lines) / torch.where(counts_S > 0.0, counts_S, 1.0)
-    return torch.exp((logprobs_N - logprobs_N.detach() + mean_S[lines_N]).clamp(-LOG_BOUND, LOG_BOUND))
+    counts_S = sequence_sums(counted_N, sequences_N, sequences)
+    mean_S = sequence_sums(counted_N * difference_N, sequences_N, sequences) / torch.where(
+        counts_S > 0.0, counts_S, 1.0
+    )
+    return torch.exp((logprobs_N - logprobs_N.detach() + mean_S[sequences_N]).clamp(-LOG_BOUND, LOG_BOUND))
 
 
 def clipped_surrogate(ratio_N: Tensor, advantages_N: Tensor, bounds: RatioBounds, dual_clip: float = 0.0) -> Tensor:
@@ -196,7 +198,7 @@ def clipped(inputs: LossInputs, settings: TrainerSettings) -> TokenTerms:
 def gspo(inputs: LossInputs, settings: TrainerSettings) -> TokenTerms:
     """GSPO: `clipped_surrogate` of the `sequence_ratio`."""
     all_N = torch.ones_like(inputs.logprobs_N)
-    ratio_N = sequence_ratio(inputs.logprobs_N, inputs.old_logprobs_N, all_N, inputs.lines_N, inputs.lines)
+    ratio_N = sequence_ratio(inputs.logprobs_N, inputs.old_logprobs_N, all_N, inputs.sequences_N, inputs.sequences)
     return clipped_terms(ratio_N, inputs.advantages_N, _bounds(settings), settings.config.dual_clip)
 
 
@@ -246,13 +248,13 @@ def policy_loss(inputs: LossInputs, settings: TrainerSettings) -> PolicyLoss:
     """
     surrogate = SURROGATES[settings.loss](inputs, settings)
     old_N, sampler_N = inputs.old_logprobs_N, inputs.sampler_logprobs_N
-    lines_N, lines = inputs.lines_N, inputs.lines
+    sequences_N, sequences = inputs.sequences_N, inputs.sequences
     config = settings.config
     rule = CorrectionRule(config.correction, config.tis_clip_low, config.tis_clip)
-    weights = sampler_correction(old_N, sampler_N, lines_N, lines, rule)
+    weights = sampler_correction(old_N, sampler_N, sequences_N, sequences, rule)
     importance_N, masked_N = weights.importance_N, weights.masked_N
     if config.use_opsm:
-        far_N = off_policy_sequences(inputs.logprobs_N, sampler_N, lines_N, lines, config.opsm_delta)
+        far_N = off_policy_sequences(inputs.logprobs_N, sampler_N, sequences_N, sequences, config.opsm_delta)
         far_N &= inputs.advantages_N < 0.0
         importance_N, masked_N = torch.where(far_N, 0.0, importance_N), masked_N | far_N
     terms_N = importance_N * surrogate.terms_N

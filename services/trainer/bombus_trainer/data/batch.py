@@ -10,7 +10,7 @@ import numpy as np
 
 from bombus.config.algorithms import Aggregation
 from bombus.datums.advantages import call_advantages
-from bombus.datums.lines import learnt_tokens
+from bombus.datums.call_sequences import learnt_tokens
 from bombus.errors import LogCorrupted
 from bombus.hive.records import CallRecord
 from bombus_trainer.algorithms.advantages import whitening
@@ -47,7 +47,7 @@ class GivenTokens:
 class EpisodeCalls:
     """An episode of a batch, with its calls read from the log. See `merge_calls` for `context`.
 
-    What an environment has `scored` is one without calls: it has the tokens themselves.
+    One of a rollout group has no calls: `given` has its tokens themselves.
     """
 
     episode: str
@@ -55,21 +55,21 @@ class EpisodeCalls:
     records: tuple[CallRecord, ...]
     call_rewards: tuple[float, ...] | None = None
     context: tuple[CallRecord, ...] = ()
-    scored: GivenTokens | None = None
+    given: GivenTokens | None = None
 
     def learnt_tokens(self) -> list[int]:
         """Return how many tokens are learnt of each call, unless the whole episode is left out of the loss."""
-        if self.scored is not None:
-            return [self.scored.trained_tokens]
+        if self.given is not None:
+            return [self.given.trained_tokens]
         return [learnt_tokens(record) for record in self.records]
 
-    def without_side_calls(self) -> "EpisodeCalls":
-        """Return the episode with its side calls, and their rewards, moved out of the records.
+    def without_auxiliary_calls(self) -> "EpisodeCalls":
+        """Return the episode with its auxiliary calls, and their rewards, moved out of the records.
 
         They stay as context: what continues them is read with their tokens. Where the rewards are for the other calls
-        alone, as a job that masks side calls takes them, all stay.
+        alone, as a job that masks auxiliary calls takes them, all stay.
         """
-        ours = [not record.side_call for record in self.records]
+        ours = [not record.auxiliary_call for record in self.records]
         rewards = self.call_rewards
         if all(ours):
             return self
@@ -79,7 +79,7 @@ class EpisodeCalls:
             call_rewards=tuple(compress(rewards, ours))
             if rewards is not None and len(rewards) == len(ours)
             else rewards,
-            context=(*self.context, *(record for record in self.records if record.side_call)),
+            context=(*self.context, *(record for record in self.records if record.auxiliary_call)),
         )
 
 
@@ -90,7 +90,7 @@ class EpisodeGroup:
 
 
 @dataclass(frozen=True, eq=False)
-class Line:
+class PreparedSequence:
     """One sequence with its advantages [T] and the number of its first term in the batch.
 
     Advantages that were `given` are taken as they are.
@@ -106,17 +106,17 @@ class Line:
 class PreparedGroup:
     """A group's sequences. `tokens` counts each episode's trained tokens."""
 
-    lines: tuple[Line, ...]
+    sequences: tuple[PreparedSequence, ...]
     tokens: dict[str, int]
 
     @cached_property
     def signal(self) -> bool:
         """Whether a trained token has an advantage."""
-        return any(bool(np.any(line.advantages_T[line.sequence.loss_mask_T])) for line in self.lines)
+        return any(bool(np.any(entry.advantages_T[entry.sequence.loss_mask_T])) for entry in self.sequences)
 
 
 ADVANTAGE_MAX = float(np.finfo(np.float32).max)
-NOT_FINITE = PreparedGroup(lines=(), tokens={})  # stands for a group whose advantages are not finite
+NOT_FINITE = PreparedGroup(sequences=(), tokens={})  # stands for a group whose advantages are not finite
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,11 +146,11 @@ def check_episode(episode: EpisodeCalls, vocab_size: int) -> MergedEpisode:
 
 
 def _merged(episode: EpisodeCalls) -> MergedEpisode:
-    scored = episode.scored
-    if scored is None:
+    given = episode.given
+    if given is None:
         return merge_calls(episode.episode, episode.records, episode.context)
-    sequences = () if scored.sequence is None else (scored.sequence,)
-    return MergedEpisode(sequences, calls=0, merged_calls=0, trained_tokens=scored.trained_tokens)
+    sequences = () if given.sequence is None else (given.sequence,)
+    return MergedEpisode(sequences, calls=0, merged_calls=0, trained_tokens=given.trained_tokens)
 
 
 def prepare(groups: Sequence[EpisodeGroup], settings: TrainerSettings, vocab_size: int) -> PreparedBatch:
@@ -214,44 +214,44 @@ def _prepare_group(
     advantages = episode_advantages([episode for episode, _ in kept], settings)
     if not all(abs(advantage) <= ADVANTAGE_MAX for of_calls in advantages for advantage in of_calls):
         return NOT_FINITE
-    lines: list[Line] = []
+    sequences: list[PreparedSequence] = []
     tokens: dict[str, int] = {}
     for (episode, merged), of_calls in zip(kept, advantages, strict=True):
         masked = is_masked(episode.records, settings)
         tokens[episode.episode] = 0 if masked else merged.trained_tokens
         table = np.array([*of_calls, 0.0], dtype=np.float32)  # the last is for call -1: not sampled
         for sequence in () if masked else merged.sequences:
-            lines.append(_line(episode, sequence, table[sequence.calls_T], first_id))
+            sequences.append(_prepared(episode, sequence, table[sequence.calls_T], first_id))
             first_id += int(sequence.loss_mask_T.sum())
-    return PreparedGroup(lines=tuple(lines), tokens=tokens)
+    return PreparedGroup(sequences=tuple(sequences), tokens=tokens)
 
 
-def _line(episode: EpisodeCalls, sequence: TokenSequence, advantages_T: Floats, first_id: int) -> Line:
+def _prepared(episode: EpisodeCalls, sequence: TokenSequence, advantages_T: Floats, first_id: int) -> PreparedSequence:
     """Return a sequence with its advantages, which are those of its calls unless they were given."""
-    scored = episode.scored
-    if scored is not None and scored.zeroed:
-        return Line(sequence, np.zeros_like(advantages_T), first_id, given=True)
-    if scored is not None and scored.advantages_T is not None:
-        return Line(sequence, scored.advantages_T, first_id, given=True)
-    return Line(sequence, advantages_T, first_id)
+    given = episode.given
+    if given is not None and given.zeroed:
+        return PreparedSequence(sequence, np.zeros_like(advantages_T), first_id, given=True)
+    if given is not None and given.advantages_T is not None:
+        return PreparedSequence(sequence, given.advantages_T, first_id, given=True)
+    return PreparedSequence(sequence, advantages_T, first_id)
 
 
 def _whitened(groups: Sequence[PreparedGroup]) -> list[PreparedGroup]:
     """Normalise the advantages of all trained tokens of these groups together, but for those that were given."""
-    ours = [line for group in groups for line in group.lines if not line.given]
-    parts = [line.advantages_T[line.sequence.loss_mask_T] for line in ours]
+    ours = [entry for group in groups for entry in group.sequences if not entry.given]
+    parts = [entry.advantages_T[entry.sequence.loss_mask_T] for entry in ours]
     mean, scale = whitening(np.concatenate(parts) if parts else np.zeros(0, dtype=np.float32))
     found = []
     for group in groups:
-        lines = tuple(
-            line
-            if line.given
+        sequences = tuple(
+            entry
+            if entry.given
             else replace(
-                line, advantages_T=np.where(line.sequence.calls_T >= 0, (line.advantages_T - mean) * scale, 0.0)
+                entry, advantages_T=np.where(entry.sequence.calls_T >= 0, (entry.advantages_T - mean) * scale, 0.0)
             )
-            for line in group.lines
+            for entry in group.sequences
         )
-        found.append(replace(group, lines=lines))
+        found.append(replace(group, sequences=sequences))
     return found
 
 
@@ -260,7 +260,9 @@ def staleness(batch: PreparedBatch, step: int) -> dict[str, float]:
 
     `stale_share` is the share of tokens that are older than that. Tokens whose version nobody knows do not count.
     """
-    parts = [line.sequence.versions_T[line.sequence.loss_mask_T] for group in batch.groups for line in group.lines]
+    parts = [
+        entry.sequence.versions_T[entry.sequence.loss_mask_T] for group in batch.groups for entry in group.sequences
+    ]
     versions_N = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
     versions_N = versions_N[versions_N >= 0]
     if not len(versions_N):
@@ -280,7 +282,7 @@ def mini_batches(batch: PreparedBatch, settings: TrainerSettings, step: int, epo
     not computed, unless a KL term or an entropy bonus trains them too.
     """
     everywhere = settings.trains_every_token
-    computed = [group for group in batch.groups if group.lines and (group.signal or everywhere)]
+    computed = [group for group in batch.groups if group.sequences and (group.signal or everywhere)]
     silent = [group for group in batch.groups if not (group.signal or everywhere)]
     parts = min(settings.config.mini_batch_num, len(computed))
     if parts > 1:
@@ -294,7 +296,7 @@ def _items(
 ) -> list[TrainingItem]:
     tokens = {name: count for group in (*computed, *silent) for name, count in group.tokens.items()}
     weights = _weights(tokens, settings)
-    return [_item(line, weights[line.sequence.episode]) for group in computed for line in group.lines]
+    return [_item(entry, weights[entry.sequence.episode]) for group in computed for entry in group.sequences]
 
 
 def _weights(tokens_of_episode: dict[str, int], settings: TrainerSettings) -> dict[str, float]:
@@ -313,18 +315,18 @@ def _weights(tokens_of_episode: dict[str, int], settings: TrainerSettings) -> di
             assert_never(settings.config.loss_aggregation)
 
 
-def _item(line: Line, weight: float) -> TrainingItem:
-    sequence = line.sequence
+def _item(entry: PreparedSequence, weight: float) -> TrainingItem:
+    sequence = entry.sequence
     positions_N = np.flatnonzero(sequence.loss_mask_T)
     return TrainingItem(
         tokens_T=sequence.tokens_T,
         positions_N=positions_N,
         terms=Terms(
-            ids_N=np.arange(line.first_id, line.first_id + len(positions_N)),
+            ids_N=np.arange(entry.first_id, entry.first_id + len(positions_N)),
             targets_N=sequence.tokens_T[positions_N],
             temperatures_N=sequence.temperatures_T[positions_N],
             sampler_logprobs_N=sequence.logprobs_T[positions_N],
-            advantages_N=line.advantages_T[positions_N],
+            advantages_N=entry.advantages_T[positions_N],
             weights_N=np.full(len(positions_N), weight, dtype=np.float32),
         ),
     )

@@ -62,7 +62,7 @@ class Bin:
     """One micro-batch: a flat row of T tokens and the terms that its hidden states predict.
 
     `heads` are the distinct (row, temperature) pairs that need logits: several terms may need different targets from
-    the same hidden state. `head_of_term_N` never decreases. `lines_N` numbers the sequence, below `sequences`, that
+    the same hidden state. `head_of_term_N` never decreases. `sequences_N` numbers the sequence, below `sequences`, that
     each term belongs to. A sequence is never split, so all its terms are in one bin.
     """
 
@@ -73,7 +73,7 @@ class Bin:
     head_temperatures_U: Floats
     head_of_term_N: Ints
     terms: Terms
-    lines_N: Ints
+    sequences_N: Ints
     sequences: int
     sequence_tokens: int  # what the sequences would have cost without sharing
 
@@ -209,7 +209,7 @@ def _lay_out(trie: _Trie, content: list[tuple[TrainingItem, _Node]]) -> Bin:
         rows.append(rows_T[item.positions_N - 1])
     head_rows_N = np.concatenate(rows)
     terms = Terms.concatenate([item.terms for item, _ in content])
-    lines_N = np.repeat(np.arange(len(content)), [len(item.terms) for item, _ in content])
+    sequences_N = np.repeat(np.arange(len(content)), [len(item.terms) for item, _ in content])
     order = np.lexsort((terms.ids_N, terms.temperatures_N, head_rows_N))
     head_rows_N, terms = head_rows_N[order], terms.take(order)
     fresh_N = np.ones(len(terms), dtype=np.bool_)
@@ -222,7 +222,7 @@ def _lay_out(trie: _Trie, content: list[tuple[TrainingItem, _Node]]) -> Bin:
         head_temperatures_U=terms.temperatures_N[fresh_N],
         head_of_term_N=np.cumsum(fresh_N) - 1,
         terms=terms,
-        lines_N=lines_N[order],
+        sequences_N=sequences_N[order],
         sequences=len(content),
         sequence_tokens=sum(len(item.tokens_T) - 1 for item, _ in content),
     )

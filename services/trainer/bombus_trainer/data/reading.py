@@ -13,7 +13,7 @@ from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup
 class ReadBatch:
     """A batch as read. `lost` has why each missing episode could not be read, `stale` the age of each too old one.
 
-    `gone` has which of its scored groups have lost their bodies, by their places in the batch.
+    `gone` has which of its rollout groups have lost their bodies, by their places in the batch.
     """
 
     groups: tuple[EpisodeGroup, ...]
@@ -23,12 +23,12 @@ class ReadBatch:
 
 
 async def read_batch(
-    calls: CallReader, batch: BatchReady, max_staleness: int | None = None, *, side_calls: bool = False
+    calls: CallReader, batch: BatchReady, max_staleness: int | None = None, *, auxiliary_calls: bool = False
 ) -> ReadBatch:
     """Read all calls of a batch, each checked against its reference. Raises `BusUnavailable`.
 
-    Side calls are no calls of their episode for the trainer, unless `side_calls` says that the job trains them.
-    Episodes with a token that is over `max_staleness` versions old are left out; None: there is no such bound.
+    Auxiliary calls are no calls of their episode for the trainer, unless `auxiliary_calls` says that the job trains
+    them. Episodes with a token that is over `max_staleness` versions old are left out; None: there is no such bound.
     """
     try:
         refs = [ref for group in batch.groups for episode in group.episodes for ref in episode.calls]
@@ -46,7 +46,7 @@ async def read_batch(
             except LogCorrupted as error:
                 lost[episode.episode] = str(error)
                 continue
-            read = read if side_calls else read.without_side_calls()
+            read = read if auxiliary_calls else read.without_auxiliary_calls()
             age = _age(read, batch.step)
             if max_staleness is not None and age > max_staleness:
                 stale[episode.episode] = age

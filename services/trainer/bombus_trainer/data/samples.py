@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from bombus.hive.records import CallRecord, FinishReason
-from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup, Line, PreparedBatch
+from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup, PreparedBatch, PreparedSequence
 from bombus_trainer.data.sequences import TokenSequence
 
 Decode = Callable[[Sequence[int]], str]
@@ -74,16 +74,16 @@ def samples_of(
     for index, (group, ready) in enumerate(zip(groups, prepared.groups, strict=True)):
         episodes = {episode.episode: episode for episode in group.episodes}
         branches: dict[str, int] = {}
-        for line in ready.lines:
-            episode = episodes[line.sequence.episode]
+        for entry in ready.sequences:
+            episode = episodes[entry.sequence.episode]
             branch = branches[episode.episode] = branches.get(episode.episode, -1) + 1
             ours = {**msgspec.to_builtins(origin), "task": group.task, "episode": episode.episode, "branch": branch}
             metadata = {
                 **(client_metadata or {}).get(episode.episode, {}),
-                OURS: ours | _token_metadata(line, episode, prepared.is_estimated),
+                OURS: ours | _token_metadata(entry, episode, prepared.is_estimated),
             }
             place = _SamplePlace(group=index, index=len(samples), metadata=metadata)
-            samples.append(_sample(place, line, episode, decode))
+            samples.append(_sample(place, entry, episode, decode))
     return samples
 
 
@@ -96,12 +96,12 @@ class _SamplePlace:
     metadata: dict[str, Any]
 
 
-def _token_metadata(line: Line, episode: EpisodeCalls, is_estimated: bool) -> dict[str, Any]:
+def _token_metadata(entry: PreparedSequence, episode: EpisodeCalls, is_estimated: bool) -> dict[str, Any]:
     """Return what we add for each token of a sample's response."""
-    sequence = line.sequence
+    sequence = entry.sequence
     start = int(sequence.loss_mask_T.argmax())
     found: dict[str, Any] = {
-        **({"advantages": line.advantages_T[start:].tolist()} if is_estimated else {}),
+        **({"advantages": entry.advantages_T[start:].tolist()} if is_estimated else {}),
         "temperatures": sequence.temperatures_T[start:].tolist(),
         "versions": sequence.versions_T[start:].tolist(),
     }
@@ -110,8 +110,8 @@ def _token_metadata(line: Line, episode: EpisodeCalls, is_estimated: bool) -> di
     return found
 
 
-def _sample(place: _SamplePlace, line: Line, episode: EpisodeCalls, decode: Decode | None) -> Sample:
-    sequence = line.sequence
+def _sample(place: _SamplePlace, entry: PreparedSequence, episode: EpisodeCalls, decode: Decode | None) -> Sample:
+    sequence = entry.sequence
     start = int(sequence.loss_mask_T.argmax())
     tokens = sequence.tokens_T.tolist()
     versions = set(sequence.versions_T[start:].tolist())

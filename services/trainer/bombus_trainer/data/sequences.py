@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bombus.datums.lines import CallLine, choice_of, lines_of
+from bombus.datums.call_sequences import CallSequence, call_sequences, choice_of
 from bombus.errors import LogCorrupted
 from bombus.hive.records import CallRecord
 
@@ -17,7 +17,7 @@ Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class TokenSequence:
-    """One line of an episode, cut after its last trained token. All arrays have the length of `tokens` (T).
+    """One sequence of an episode, cut after its last trained token. All arrays have the length of `tokens` (T).
 
     `logprobs_T` (the sampler's), `versions_T`, `calls_T` and `temperatures_T` are set at sampled tokens; elsewhere
     they are 0, -1, -1 and 1. `calls_T` indexes the records that `merge_calls` was given.
@@ -37,7 +37,8 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class MergedEpisode:
-    """An episode's sequences. `merged_calls` of `calls` extended another call; the others began a line of their own."""
+    """An episode's sequences. `merged_calls` of `calls` extended another call; the others began a sequence of their
+    own."""
 
     sequences: tuple[TokenSequence, ...]
     calls: int
@@ -46,27 +47,27 @@ class MergedEpisode:
 
 
 def merge_calls(episode: str, records: Sequence[CallRecord], context: Sequence[CallRecord] = ()) -> MergedEpisode:
-    """Merge the calls that belong to `episode`: see `lines_of`. A sequence is a line up to its last trained token.
+    """Merge the calls that belong to `episode`: see `call_sequences`. A sequence ends at its last trained token.
 
     Raises `LogCorrupted` when the calls do not fit together, or a logprob is not finite.
     """
-    merged = lines_of(records, context)
-    found = (_sequence(episode, line, records) for line in merged.lines)
+    merged = call_sequences(records, context)
+    found = (_sequence(episode, each, records) for each in merged.sequences)
     sequences = tuple(sequence for sequence in found if sequence is not None)
     trained = sum(int(sequence.loss_mask_T.sum()) for sequence in sequences)
     return MergedEpisode(sequences, len(records), merged.merged_calls, trained)
 
 
-def _sequence(episode: str, line: CallLine, records: Sequence[CallRecord]) -> TokenSequence | None:
-    """Make the sequence of one line. None when nothing in it is left to train."""
-    tokens = np.frombuffer(line.tokens, dtype="<i4").astype(np.int64)
+def _sequence(episode: str, found: CallSequence, records: Sequence[CallRecord]) -> TokenSequence | None:
+    """Make the sequence of one conversation. None when nothing in it is left to train."""
+    tokens = np.frombuffer(found.tokens, dtype="<i4").astype(np.int64)
     length = len(tokens)
     mask = np.zeros(length, dtype=np.bool_)
     logprobs = np.zeros(length, dtype=np.float32)
     versions = np.full(length, -1, dtype=np.int64)
     calls = np.full(length, -1, dtype=np.int64)
     temperatures = np.ones(length, dtype=np.float32)
-    for sampled in line.spans:
+    for sampled in found.spans:
         choice, start, end = choice_of(records, sampled), sampled.start, sampled.end
         logprobs[start:end] = np.frombuffer(choice.logprobs, dtype="<f4")
         calls[start:end] = sampled.call

@@ -69,8 +69,11 @@ async def batch_samples(source: Source, logged: LoggedRun, number: int) -> list[
     """Return the samples of a step's batch. Raises `NotOnLog`, and `LogCorrupted` when all of its calls are gone."""
     step = logged.step(number)
     files = await _tokenizer(source, logged.tokenizer)
-    max_staleness, side_calls = logged.job.to_collection().trained_staleness, logged.job.rollout.trains_side_calls
-    read = await read_batch(source, step.batch, max_staleness, side_calls=side_calls)
+    max_staleness, auxiliary_calls = (
+        logged.job.to_collection().trained_staleness,
+        logged.job.rollout.trains_auxiliary_calls,
+    )
+    read = await read_batch(source, step.batch, max_staleness, auxiliary_calls=auxiliary_calls)
     for episode, why in read.lost.items():
         complain(f"episode {episode} is left out: {why}")
     for episode, age in read.stale.items():

@@ -12,7 +12,7 @@ from bombus_trainer.settings import TrainerSettings
 def call_advantages(group: Sequence[tuple[BatchEpisode, Sequence[CallRecord]]], job: RunConfig) -> list[list[float]]:
     """Return the advantage of each call of each episode of a group, as the job's estimator computes it.
 
-    Side calls that the job does not train have none, which is 0 here.
+    Auxiliary calls that the job does not train have none, which is 0 here.
 
     Raises `ValueError` when an episode does not have one reward for each of its calls, or when the estimator needs
     more than the group.
@@ -25,13 +25,13 @@ def call_advantages(group: Sequence[tuple[BatchEpisode, Sequence[CallRecord]]], 
     episodes = [
         EpisodeCalls(member.episode, member.reward, tuple(records), member.call_rewards) for member, records in group
     ]
-    if job.rollout.trains_side_calls:
+    if job.rollout.trains_auxiliary_calls:
         return episode_advantages(episodes, settings)
-    trained = episode_advantages([episode.without_side_calls() for episode in episodes], settings)
-    return [_with_side_calls(episode.records, found) for episode, found in zip(episodes, trained, strict=True)]
+    trained = episode_advantages([episode.without_auxiliary_calls() for episode in episodes], settings)
+    return [_with_auxiliary_calls(episode.records, found) for episode, found in zip(episodes, trained, strict=True)]
 
 
-def _with_side_calls(records: Sequence[CallRecord], advantages: Sequence[float]) -> list[float]:
-    """Return an advantage for each record: those given, in their order, and 0 for side calls."""
+def _with_auxiliary_calls(records: Sequence[CallRecord], advantages: Sequence[float]) -> list[float]:
+    """Return an advantage for each record: those given, in their order, and 0 for auxiliary calls."""
     left = iter(advantages)
-    return [0.0 if record.side_call else next(left) for record in records]
+    return [0.0 if record.auxiliary_call else next(left) for record in records]

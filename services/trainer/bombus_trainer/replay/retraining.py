@@ -43,18 +43,18 @@ async def read_again(
     recorded: Mapping[str, float],
     max_staleness: int | None,
     *,
-    side_calls: bool,
+    auxiliary_calls: bool,
 ) -> list[EpisodeGroup]:
     """Read a batch that was trained, with the metrics `recorded`.
 
-    Raises `LogCorrupted` when calls that were trained are gone from the log, `EngineFault` for scored groups.
+    Raises `LogCorrupted` when calls that were trained are gone from the log, `EngineFault` for rollout groups.
     """
     if batch.taken:
         raise EngineFault(
-            f"step {batch.step} was trained on scored groups, which a replay cannot read: only the run's own trainer "
+            f"step {batch.step} was trained on rollout groups, which a replay cannot read: only the run's own trainer "
             "makes such steps again"
         )
-    return read_whole(await read_batch(calls, batch, max_staleness, side_calls=side_calls), batch, recorded)
+    return read_whole(await read_batch(calls, batch, max_staleness, auxiliary_calls=auxiliary_calls), batch, recorded)
 
 
 def read_whole(read: ReadBatch, batch: BatchReady, recorded: Mapping[str, float]) -> list[EpisodeGroup]:
@@ -106,8 +106,8 @@ class Retraining:
         logged = self._logged.step(step)
         recorded = logged.done.metrics if logged.done is not None else {}
         executor, bound = self.executor, self._logged.job.to_collection().trained_staleness
-        side_calls = self._logged.job.rollout.trains_side_calls
-        groups = await read_again(self._source, logged.batch, recorded, bound, side_calls=side_calls)
+        auxiliary_calls = self._logged.job.rollout.trains_auxiliary_calls
+        groups = await read_again(self._source, logged.batch, recorded, bound, auxiliary_calls=auxiliary_calls)
         metrics = await asyncio.to_thread(executor.train_step, groups, step)
         weights = self._logged.weights.get(step)
         seal = await asyncio.to_thread(digest_like, executor, weights)

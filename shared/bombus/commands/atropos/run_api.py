@@ -12,10 +12,10 @@ from bombus.commands.deployment import HIVE_FLAGS, PROCESS_FLAGS, check_counts
 from bombus.config.cluster import Cluster, validated_cluster
 from bombus.config.flags import Flag, name_of
 from bombus.config.overrides import STREAM_FLAGS, Overrides, add_overrides, typed_overrides
-from bombus.host.hive_keys import add_key_arguments, keys_for
 from bombus.host.layout import Layout, services
-from bombus.host.process import run_service
 from bombus.host.supervisor import Supervisor
+from bombus.machine.hive_keys import add_key_arguments, keys_for
+from bombus.machine.process import run_service
 from bombus.terminal import say
 
 PORT = 8_000  # where Atropos's clients look for it

@@ -21,7 +21,7 @@ with `play` it returns a list of the model's answers. The task is then played ag
 it, and what is left behind after `close` is reported.
 
 example:
-  bombus env validate worlds:Counter --task tasks.jsonl --gold
+  bombus env validate my_env:Counter --task tasks.jsonl --gold
 """
 
 
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     parser.add_argument(
-        "name", metavar="module:Class", help="the class, such as worlds:Counter for worlds.py in this folder"
+        "name", metavar="module:Class", help="the class, such as my_env:Counter for my_env.py in this folder"
     )
     parser.add_argument(
         "--task",

@@ -14,7 +14,7 @@ from bombus.commands.tasks.options import PlayOptions, add_play_arguments, flaw_
 from bombus.config.flags import Flag, add_settings_arguments, settings_from
 from bombus.environments.rollout import Rollout
 from bombus.errors import BombusError, Code, Refused
-from bombus.host.process import TERMINATED, cancel_at_signals
+from bombus.machine.process import TERMINATED, cancel_at_signals
 from bombus.sdk.aio import AsyncSwarmClient
 from bombus.sdk.errors import BadRequest, EngineOffline, SwarmError, Unauthorized
 from bombus.sdk.transport import address
@@ -28,7 +28,7 @@ from bombus.terminal import complain, say
 EPILOG = """\
 examples:
   bombus eval --task reasoning_gym:leg_counting --engine http://127.0.0.1:10086 -n 32
-  bombus eval --task held_out.jsonl --env worlds:Counter --engine http://127.0.0.1:10086 --every 5
+  bombus eval --task held_out.jsonl --env my_env:Counter --engine http://127.0.0.1:10086 --every 5
 
 The hive's key comes from $BOMBUS_CLIENT_KEY or $BOMBUS_ADMIN_KEY. docs/tasks.md has the rest.
 """
@@ -156,7 +156,7 @@ class EvalBoard:
     """What is printed of one pass: a line for each episode, then a table by data set and version."""
 
     def __init__(self, options: EvalOptions, client: AsyncSwarmClient, scores: ScoreFile | None) -> None:
-        self.evaluation = Evaluation(client, self._told, at_once=options.at_once, claim=options.claim)
+        self.evaluation = Evaluation(client, self._report, at_once=options.at_once, claim=options.claim)
         self._repeat = options.repeat
         self._scores = scores
         self._summaries: dict[tuple[str, int, int], EpisodeSummary] = {}
@@ -173,7 +173,7 @@ class EvalBoard:
         finally:
             self._close()
 
-    def _told(self, score: EvalScore) -> None:
+    def _report(self, score: EvalScore) -> None:
         oldest, newest = score.versions[0], score.versions[-1]
         key = (score.tasks, oldest, newest)
         if key not in self._summaries:

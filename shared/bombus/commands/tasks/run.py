@@ -18,9 +18,9 @@ from bombus.config.flags import Flag, add_settings_arguments, settings_from
 from bombus.environments.rollout import Rollout
 from bombus.errors import BombusError, Refused, in_one_line
 from bombus.hive.episodes import KEY_PREFIX
-from bombus.host.certificates import certificates
-from bombus.host.host_names import is_loopback
-from bombus.host.process import TERMINATED, cancel_at_signals
+from bombus.machine.certificates import certificates
+from bombus.machine.host_names import is_loopback
+from bombus.machine.process import TERMINATED, cancel_at_signals
 from bombus.sdk.types import Credentials, Task
 from bombus.tasks.kinds import TaskSet, TaskSplit
 from bombus.tasks.playing import EpisodeScore, EpisodeSummary, ScoreFile, ServerPatience, TaskRun, table
@@ -99,7 +99,7 @@ async def _play(options: RunOptions, opened: list[TaskSet], drawn: Mapping[str, 
     try:
         for one in opened:
             rollout = Rollout(one.environment, options.budgets(one), sampling=options.sampling, watch=patience)
-            play = TaskRun(one.name, rollout, credentials, board.told, options.at_once, patience)
+            play = TaskRun(one.name, rollout, credentials, board.report, options.at_once, patience)
             board.begin(one)
             await play.run(drawn[one.name], options.repeat)
     finally:
@@ -123,7 +123,7 @@ class RunBoard:
         self.summaries.append(EpisodeSummary(tasks.name))
         self._sets.append(tasks)
 
-    def told(self, score: EpisodeScore) -> None:
+    def report(self, score: EpisodeScore) -> None:
         self._done += 1
         self.summaries[-1].add(score)
         if self._scores is not None:

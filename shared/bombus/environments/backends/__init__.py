@@ -1,1 +1,1 @@
-"""What worlds stand on: simulators and sandboxes in processes of their own, one for each session."""
+"""What environments stand on: simulators and sandboxes in processes of their own, one for each session."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from bombus.host.process import kill
+from bombus.machine.process import kill
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""What a backend is: a process or a folder of its own that one world at a time stands on."""
+"""What a backend is: a process or a folder of its own that one environment at a time stands on."""
 
 from typing import NoReturn, Protocol
 
@@ -6,9 +6,9 @@ from bombus.errors import Code, Refused
 
 
 class Backend(Protocol):
-    """Something that a world stands on, isolated from the others of its pool.
+    """Something that an environment stands on, isolated from the others of its pool.
 
-    `address` is how a world reaches it: a URL, or a folder.
+    `address` is how an environment reaches it: a URL, or a folder.
     """
 
     address: str
@@ -22,7 +22,7 @@ class Backend(Protocol):
         ...
 
     async def scrub(self) -> None:
-        """Remove everything that a world left in it. Raises `InfraError` when that is not certain."""
+        """Remove everything that an environment left in it. Raises `InfraError` when that is not certain."""
         ...
 
     async def stop(self) -> None:

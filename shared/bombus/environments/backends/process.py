@@ -13,8 +13,8 @@ from bombus.environments.backends.folders import BackendFolder
 from bombus.environments.backends.listening import listens
 from bombus.environments.kinds import EnvironmentLost
 from bombus.errors import in_one_line
-from bombus.host.certificates import certificates
-from bombus.host.process import die_with_this_process, free_port, kill
+from bombus.machine.certificates import certificates
+from bombus.machine.process import die_with_this_process, free_port, kill
 
 START_S = 30.0
 POLL_S = 0.02

@@ -27,8 +27,8 @@ from bombus.environments.kinds import (
     went_on,
 )
 from bombus.environments.plain.description import MarkedMethod, PlainClass, WrongClass, describe
+from bombus.environments.plain.instance_thread import InstanceThread
 from bombus.environments.plain.tools import BadArguments, text_of
-from bombus.environments.plain.world_thread import WorldThread
 from bombus.errors import in_one_line, with_place, without_surrogates
 from bombus.hive import episodes
 from bombus.sdk.errors import InfraError
@@ -37,17 +37,17 @@ from bombus.sdk.types import Task
 
 log = logging.getLogger("bombus")
 
-CLOSE_S = 60.0  # for a coroutine that closes a world whose methods have taken too long
+CLOSE_S = 60.0  # for a coroutine that closes an environment whose methods have taken too long
 REPR_CHARACTERS = 200  # of what a method has returned, in an error
 TOOLS_NAMED = 20  # in the text about a tool that there is not
 
 
-class PlainWorld:
+class PlainInstance:
     """An instance of a plain class, and how its methods are called.
 
     Coroutines run in the loop, other methods in a thread. One method runs at a time, unless the class has
-    `tools_run_together = True`: then its tools may overlap. If a method in a thread does not end in time, the world is
-    lost, since nothing can stop the method.
+    `tools_run_together = True`: then its tools may overlap. If a method in a thread does not end in time, the
+    environment is lost, since nothing can stop the method.
     """
 
     def __init__(self, made: object, is_stopped: Callable[[], bool] | None = None) -> None:
@@ -66,8 +66,8 @@ class PlainWorld:
         self._lost = ""
         self._closed = False
         self._used = asyncio.Lock()
-        self._idle: list[WorldThread] = []
-        self._stuck: list[WorldThread] = []
+        self._idle: list[InstanceThread] = []
+        self._stuck: list[InstanceThread] = []
 
     @property
     def description(self) -> PlainClass:
@@ -95,7 +95,7 @@ class PlainWorld:
                     self._instance = await contained_here(made)
             except InfraError:
                 raise
-            except Exception as error:  # the class's own code: whatever it raises, there is no world
+            except Exception as error:  # the class's own code: whatever it raises, there is no environment
                 raise ResetFailed(f"the environment could not be made: {with_place(error)}") from error
             if inspect.isclass(made := self._instance):
                 self._instance = None
@@ -127,7 +127,7 @@ class PlainWorld:
         return self._instance
 
     def check_alive(self) -> None:
-        """Raise `EnvironmentLost` for a world that is lost or closed."""
+        """Raise `EnvironmentLost` for an environment that is lost or closed."""
         if self._lost or self._closed:
             raise EnvironmentLost(self._lost or "the environment was closed already")
 
@@ -148,7 +148,7 @@ class PlainWorld:
         return await contained_here(found, is_stopped) if inspect.isawaitable(found) else found
 
     def give_up(self, name: str) -> None:
-        """Take the world for lost, because a coroutine of it goes on although it was cancelled."""
+        """Take the environment for lost, because a coroutine of it goes on although it was cancelled."""
         self._lost = str(went_on(name))
 
     def can_cancel(self, name: str) -> bool:
@@ -193,9 +193,9 @@ class PlainWorld:
             return await thread.run(call)
 
     @asynccontextmanager
-    async def _thread(self, function: object) -> AsyncIterator[WorldThread]:
+    async def _thread(self, function: object) -> AsyncIterator[InstanceThread]:
         name = getattr(function, "__name__", "method")
-        thread = self._idle.pop() if self._idle else WorldThread(name)
+        thread = self._idle.pop() if self._idle else InstanceThread(name)
         try:
             yield thread
         finally:
@@ -234,7 +234,7 @@ class PlainWorld:
             self._idle.clear()
 
     async def _wait_until_unused(self) -> None:
-        """Wait for the method that runs. If this is cancelled, the world is closed when that method ends."""
+        """Wait for the method that runs. If this is cancelled, the environment is closed when that method ends."""
         try:
             async with self._used:
                 pass
@@ -259,52 +259,52 @@ class PlainWorld:
                 left -= 1
                 if left:
                     return
-            world: Any = self._instance
-            if not _has_close(world):  # or there is none, because it could not be made
+            environment: Any = self._instance
+            if not _has_close(environment):  # or there is none, because it could not be made
                 return
             try:
-                if inspect.iscoroutinefunction(world.close):
-                    asyncio.run_coroutine_threadsafe(world.close(), loop).result(CLOSE_S)
+                if inspect.iscoroutinefunction(environment.close):
+                    asyncio.run_coroutine_threadsafe(environment.close(), loop).result(CLOSE_S)
                 else:
-                    world.close()
+                    environment.close()
             except Exception as error:  # the class's own code: its episode is over
-                log.warning("%s.close failed: %s", type(world).__name__, with_place(error))
+                log.warning("%s.close failed: %s", type(environment).__name__, with_place(error))
 
         for thread in self._stuck:
             thread.leave(ended)
 
 
-_PLAYED: WeakValueDictionary[int, PlainWorld] = WeakValueDictionary()  # by the id of the instance
+_PLAYED: WeakValueDictionary[int, PlainInstance] = WeakValueDictionary()  # by the id of the instance
 _PLAYED_LOCK = threading.Lock()
-_CLOSING: set[asyncio.Task[None]] = set()  # worlds that are closed when a coroutine of theirs ends
+_CLOSING: set[asyncio.Task[None]] = set()  # environments that are closed when a coroutine of theirs ends
 
 
 class PlainEnvironment:
-    """A plain class as an environment: `PlainEnvironment(World)`, of an instance, or of a function that makes one."""
+    """A plain class as an environment: `PlainEnvironment(Counter)`, of an instance, or of a function that makes one."""
 
     def __init__(self, made: object, is_stopped: Callable[[], bool] | None = None) -> None:
         """A server gives `is_stopped`, which says whether it has cancelled the task that makes a call.
 
         A call of a tool gets no further task then. The server does not wait for one that goes on after that, either.
         """
-        self.world = PlainWorld(made, is_stopped)
+        self.plain = PlainInstance(made, is_stopped)
         self._is_served = is_stopped is not None
         self.task = Task()  # of the episode that is open: what the class changes in it concerns no other episode
 
     @property
     def tools_run_together(self) -> bool:
         """Whether the calls of one answer may be carried out at the same time."""
-        return self.world.description.tools_run_together
+        return self.plain.description.tools_run_together
 
     async def open(self, task: Task) -> Opening:
-        await self.world.make()
+        await self.plain.make()
         self.task = task = task_of_its_own(task)
-        description = self.world.description
+        description = self.plain.description
         try:
-            first = await self.world.call("reset", {"task": task})
+            first = await self.plain.call("reset", {"task": task})
         except InfraError:
             raise
-        except Exception as error:  # the class's own code: a world that is not new is never played
+        except Exception as error:  # the class's own code: an environment that is not new is never played
             raise ResetFailed(f"{description.name}.reset failed: {with_place(error)}") from error
         messages = _messages_of(first, description.name)
         try:
@@ -316,8 +316,8 @@ class PlainEnvironment:
         return Opening(messages=messages, tools=[tool.schema for tool in description.tools.values()])
 
     async def call(self, call: ToolCall) -> ToolOutcome:
-        self.world.check_alive()
-        description = self.world.description
+        self.plain.check_alive()
+        description = self.plain.description
         tool = description.tools.get(call.name)
         if tool is None:
             return ToolOutcome(text=_no_tool(call.name, list(description.tools)), failed=True)
@@ -326,9 +326,9 @@ class PlainEnvironment:
         except BadArguments as error:
             return ToolOutcome(text=f"the arguments are wrong: {error}", failed=True)
         try:
-            work = self.world.call(tool.name, arguments, together=description.tools_run_together)
+            work = self.plain.call(tool.name, arguments, together=description.tools_run_together)
             if not self._is_served:
-                work = contained(work, partial(self.world.give_up, tool.name))
+                work = contained(work, partial(self.plain.give_up, tool.name))
             result = await work
             return ToolOutcome(text=text_of(result))
         except InfraError:
@@ -337,16 +337,16 @@ class PlainEnvironment:
             return ToolOutcome(text=in_one_line(error), failed=True)
 
     async def is_over(self, transcript: Transcript) -> bool:
-        self.world.check_alive()
+        self.plain.check_alive()
         values = {"task": self.task, "transcript": transcript}
-        for method in self.world.description.stops:
-            if await self.world.tells(method, values):
+        for method in self.plain.description.stops:
+            if await self.plain.tells(method, values):
                 return True
         return False
 
     async def score(self, transcript: Transcript) -> RolloutScores:
         values = {"task": self.task, "transcript": transcript}
-        description = self.world.description
+        description = self.plain.description
         rewards = {one.name: await self._number(one, values) for one in description.rewards}
         metrics = await metrics_of(description.metrics, lambda one: self._number(one, values))
         achieved = description.success
@@ -354,15 +354,15 @@ class PlainEnvironment:
             reward=sum(one.mark.weight * rewards[one.name] for one in description.rewards),
             rewards=rewards,
             metrics=metrics,
-            is_success=await self.world.tells(achieved, values) if achieved is not None else None,
+            is_success=await self.plain.tells(achieved, values) if achieved is not None else None,
         )
 
     async def _number(self, method: MarkedMethod, values: Mapping[str, object]) -> float:
-        found = await self.world.asked(method, values)
-        return number_of(found, f"{self.world.description.name}.{method.name}")
+        found = await self.plain.asked(method, values)
+        return number_of(found, f"{self.plain.description.name}.{method.name}")
 
     async def close(self) -> None:
-        await self.world.close()
+        await self.plain.close()
 
 
 def _has_close(instance: object) -> bool:

@@ -19,7 +19,7 @@ from bombus.environments.kinds import (
     went_on,
 )
 from bombus.environments.plain.description import MarkedMethod
-from bombus.environments.plain.environment import PlainWorld, metrics_of, number_of
+from bombus.environments.plain.environment import PlainInstance, metrics_of, number_of
 from bombus.errors import BombusError, with_place
 from bombus.sdk.errors import InfraError
 from bombus.sdk.running import contained
@@ -104,10 +104,10 @@ class Play:
     Once it is scored, `numbers` has the numbers that each reward gave its calls.
     """
 
-    def __init__(self, world: PlainWorld, task: Task, budgets: RolloutBudgets, transcript: Transcript) -> None:
+    def __init__(self, instance: PlainInstance, task: Task, budgets: RolloutBudgets, transcript: Transcript) -> None:
         self.calls: list[AgentCall] = []
         self.numbers: dict[str, list[float]] = {}
-        self._world = world
+        self._instance = instance
         self._task = task_of_its_own(task)
         self._budgets = budgets
         self._transcript = transcript
@@ -120,7 +120,7 @@ class Play:
 
         Calls that are under way when `play` is over are given up, and answers that come later do not count.
         """
-        name = self._world.description.name
+        name = self._instance.description.name
         left: list[str] = []
         try:
             async with asyncio.timeout(self._budgets.episode_s) as limit:
@@ -146,10 +146,10 @@ class Play:
         return RolloutStatus.COMPLETED
 
     async def _played(self, ask: Ask) -> None:
-        if self._world.description.has_reset:
-            await self._world.call("reset", {"task": self._task})
+        if self._instance.description.has_reset:
+            await self._instance.call("reset", {"task": self._task})
         agents = PlayAgents(partial(self._counted, ask))
-        await self._world.call("play", {"task": self._task, "agents": agents})
+        await self._instance.call("play", {"task": self._task, "agents": agents})
 
     async def _counted(
         self, ask: Ask, role: str, messages: Sequence[MessageDict], tools: Sequence[ToolSchema], max_tokens: int | None
@@ -186,7 +186,7 @@ class Play:
         A reward for a role counts for its calls alone; one without a role counts for all. A method may return a list
         with one number for each of them.
         """
-        description = self._world.description
+        description = self._instance.description
         by_call = [0.0] * len(self.calls)
         rewards: dict[str, float] = {}
         total = 0.0
@@ -204,7 +204,7 @@ class Play:
             reward=sum(by_call) / len(by_call) if by_call else total,
             rewards=rewards,
             metrics=metrics,
-            is_success=await self._world.tells(achieved, self._values(self.calls)) if achieved is not None else None,
+            is_success=await self._instance.tells(achieved, self._values(self.calls)) if achieved is not None else None,
         )
         return scores, tuple(
             RewardedCall(role=call.role, call=call.answer.call, reward=given)
@@ -216,9 +216,9 @@ class Play:
 
     async def _numbers(self, method: MarkedMethod, places: list[int]) -> list[float]:
         """Return a number for each of these calls. A single number is repeated, or returned once if there are none."""
-        where = f"{self._world.description.name}.{method.name}"
+        where = f"{self._instance.description.name}.{method.name}"
         chosen = [self.calls[place] for place in places] if method.mark.kind == "reward" else self.calls
-        found = await self._world.asked(method, self._values(chosen))
+        found = await self._instance.asked(method, self._values(chosen))
         if not isinstance(found, list | tuple):
             return [number_of(found, where)] * max(1, len(places))
         if len(found) != len(places):

@@ -67,10 +67,10 @@ def _no_gold(name: str, found: object) -> str:
 async def tried(environment: PlainEnvironment, task: Task, *, gold: bool) -> Trial:
     """Open the environment, carry out its gold solution or nothing, and score it. It stays open."""
     opening = await environment.open(task)
-    description = environment.world.description
+    description = environment.plain.description
     solution = GoldSolution()
     if gold:
-        solution = solution_of(await environment.world.call("gold", {"task": environment.task}), description.name)
+        solution = solution_of(await environment.plain.call("gold", {"task": environment.task}), description.name)
     return await carried_out(environment, opening.messages, solution)
 
 
@@ -101,10 +101,10 @@ async def tried_play(environment: PlainEnvironment, task: Task, *, gold: bool) -
     """Play a class with `play`, with the answers of its gold solution in order, or with empty texts."""
     answers: list[str] = []
     if gold:
-        await environment.world.make()
-        found = await environment.world.call("gold", {"task": task})
+        await environment.plain.make()
+        found = await environment.plain.call("gold", {"task": task})
         if not isinstance(found, list | tuple) or not all(isinstance(each, str) for each in found):
-            raise WrongGold(f"{environment.world.description.name}.gold returns a list of answers, in their order")
+            raise WrongGold(f"{environment.plain.description.name}.gold returns a list of answers, in their order")
         answers = list(found)
     said = iter(answers)
     asked = itertools.count(1)
@@ -121,9 +121,9 @@ async def tried_play(environment: PlainEnvironment, task: Task, *, gold: bool) -
             call=str(next(asked)),
         )
 
-    await environment.world.make()
+    await environment.plain.make()
     budgets = RolloutBudgets(turns_max=ANSWERS_MAX)
-    play = Play(environment.world, task, budgets, Transcript())
+    play = Play(environment.plain, task, budgets, Transcript())
     await play.run(ask)
     scores, _ = await play.score()
     return Trial(messages=[], outcomes=(), scores=scores, numbers=play.numbers)

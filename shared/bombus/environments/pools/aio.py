@@ -326,7 +326,8 @@ class AsyncEnvPool:
         return given, by
 
     async def reset_group(self, task: Task, n: int | None = None) -> list[StepResult]:
-        """Make the first `n` worlds new for the same task. Raises the first error: then none of them is to be used."""
+        """Make the first `n` environments new for the same task. Raises the first error: then none of them is to be
+        used."""
         count = self._group_of(n)
         self._check_open()
         data = task.model_dump(mode="json")
@@ -341,9 +342,9 @@ class AsyncEnvPool:
         return [_raised(each) for each in done]
 
     async def run_group_step(self, actions: Sequence[Action | None]) -> list[StepOutcome | None]:
-        """Take a step in each of the first worlds at the same time. The action None lets a world pass.
+        """Take a step in each of the first environments at the same time. The action None lets an environment pass.
 
-        Each world's answer or error stands in its own place, and does not affect the others.
+        Each environment's answer or error stands in its own place, and does not affect the others.
         """
         self._group_of(len(actions))
 
@@ -414,7 +415,8 @@ class PooledEnvironment:
         self._remote: RemoteEnvironment | None = None
 
     async def open(self, task: Task) -> Opening:
-        """Take a session and make its world new. Raises `EnvironmentsBusy`, `ResetFailed` and `EnvironmentLost`."""
+        """Take a session and make its environment new. Raises `EnvironmentsBusy`, `ResetFailed` and
+        `EnvironmentLost`."""
         if self._remote is None:
             self._taken = await self._pool.take()
             self._remote = RemoteEnvironment(self._taken.session)

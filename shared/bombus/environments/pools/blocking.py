@@ -23,7 +23,7 @@ from bombus.environments.kinds import (
     Transcript,
 )
 from bombus.environments.openenv.messages import StepResult
-from bombus.environments.plain.world_thread import in_a_thread
+from bombus.environments.plain.instance_thread import in_a_thread
 from bombus.environments.pools.aio import (
     CLOSE_S,
     Action,
@@ -298,11 +298,11 @@ class EnvPool:
         return AcrossLoops(self._pool.environment(), self._opened())
 
     def reset_group(self, task: Task, n: int | None = None) -> list[StepResult]:
-        """Make the first `n` worlds new for the same task."""
+        """Make the first `n` environments new for the same task."""
         return self._run(self._pool.reset_group(task, n))
 
     def run_group_step(self, actions: Sequence[Action | None]) -> list[StepOutcome | None]:
-        """Take a step in each of the first worlds at the same time. The action None lets a world pass."""
+        """Take a step in each of the first environments at the same time. The action None lets an environment pass."""
         return self._run(self._pool.run_group_step(actions))
 
     def record_group_result(self, task: Task, rewards: Sequence[float]) -> None:

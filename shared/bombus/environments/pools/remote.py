@@ -26,7 +26,7 @@ ACTION_TOOL = "step"  # acts in an environment whose actions are not calls of to
 class RemoteEnvironment:
     """An environment at a server. Its methods raise `InfraError` once the session is dead.
 
-    At a server of ours the world itself says when it is over and what a rollout is worth. At another server of
+    At a server of ours the environment itself says when it is over and what a rollout is worth. At another server of
     OpenEnv's, a call is a step; an episode is over when a step said so, and is worth the sum of the steps' rewards. No
     call is carried out after that, also not another one of the same answer: it would earn a reward again.
     A server with tools of MCP has those; at one without, the model is given a tool `step` whose arguments are the
@@ -43,7 +43,7 @@ class RemoteEnvironment:
         self._turn = asyncio.Lock()  # for one step at a time, so that each is sent knowing what the last one ended
 
     async def open(self, task: Task) -> Opening:
-        """Make the world new for a task. Raises `ResetFailed` and `EnvironmentLost`."""
+        """Make the environment new for a task. Raises `ResetFailed` and `EnvironmentLost`."""
         self._is_over, self._reward = False, 0.0
         if not self.session.is_ours:
             return await self._open_other(task)
@@ -66,25 +66,25 @@ class RemoteEnvironment:
     async def is_over(self, transcript: Transcript) -> bool:
         if not self.session.is_ours:
             return self._is_over
-        return bool((await self._told(Rpc.IS_OVER, transcript)).get("is_over"))
+        return bool((await self._call(Rpc.IS_OVER, transcript)).get("is_over"))
 
     async def score(self, transcript: Transcript) -> RolloutScores:
         """Return what a rollout is worth. Raises `EnvironmentLost` where the server cannot say it."""
         if not self.session.is_ours:
             return RolloutScores(reward=self._reward)
         try:
-            return msgspec.convert(await self._told(Rpc.SCORE, transcript), RolloutScores)
+            return msgspec.convert(await self._call(Rpc.SCORE, transcript), RolloutScores)
         except msgspec.ValidationError as error:
             raise EnvironmentLost(f"the server's scores cannot be read: {error}") from error
 
     async def close(self) -> None:
         await self.session.close()
 
-    async def _told(self, method: Rpc, transcript: Transcript) -> dict[str, Any]:
+    async def _call(self, method: Rpc, transcript: Transcript) -> dict[str, Any]:
         try:
             return await self.session.rpc(method, {"transcript": msgspec.to_builtins(transcript)})
         except StepRefused as error:
-            raise EnvironmentLost(f"the world does not answer {method}: {error}") from error
+            raise EnvironmentLost(f"the environment does not answer {method}: {error}") from error
 
     # ---- servers that are not ours --------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from bombus.environments.openenv.messages import (
 )
 from bombus.errors import FOREIGN_TEXT_MAX, BombusError, Code, Refused, in_one_line
 from bombus.hive.episodes import reward_number
-from bombus.host.certificates import certificates
+from bombus.machine.certificates import certificates
 
 log = logging.getLogger("bombus")
 
@@ -52,7 +52,7 @@ class SessionSettings(BaseModel):
 
 
 class StepRefused(BombusError):
-    """The server declined one message: the action makes no sense, or the world raised. The session goes on."""
+    """The server declined one message: the action makes no sense, or the environment raised. The session goes on."""
 
     def __init__(self, code: str, why: str) -> None:
         super().__init__(why)
@@ -64,7 +64,7 @@ class EnvSession:
 
     It dies of anything that leaves its state in doubt: a late answer, a broken connection, a caller that is cancelled
     in the middle. The connection is then cut, and every further call raises `EnvironmentLost`. A dead session never
-    connects again, since it would find a world that was not reset.
+    connects again, since it would find an environment that was not reset.
     """
 
     def __init__(self, connection: ClientConnection, url: str, settings: SessionSettings) -> None:
@@ -119,14 +119,15 @@ class EnvSession:
         return bool(self._why_dead())
 
     async def reset(self, data: dict[str, Any]) -> StepResult:
-        """Make the world new. Raises `ResetFailed` when that fails, `EnvironmentLost` when the world is gone."""
+        """Make the environment new. Raises `ResetFailed` when that fails, `EnvironmentLost` when the environment is
+        gone."""
         try:
             return await self._observe("reset", data)
         except StepRefused as error:
             raise ResetFailed(f"the environment could not be reset: {error}") from error
 
     async def step(self, action: dict[str, Any]) -> StepResult:
-        """Act. Raises `StepRefused` when only this action failed, `EnvironmentLost` when the world is gone."""
+        """Act. Raises `StepRefused` when only this action failed, `EnvironmentLost` when the environment is gone."""
         return await self._observe("step", action)
 
     async def state(self) -> dict[str, Any]:
@@ -173,7 +174,7 @@ class EnvSession:
         try:
             await self.state()
         except StepRefused:
-            pass  # the world has no state before its reset, but it is there
+            pass  # the environment has no state before its reset, but it is there
         except BaseException:  # a cancellation may come again, and nothing is said that needs an answer
             self.cut()
             raise

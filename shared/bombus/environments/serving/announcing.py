@@ -15,7 +15,7 @@ from bombus.bus.requests import ApiCall
 from bombus.bus.streams import lease_stream
 from bombus.bus.wire import decode_info
 from bombus.errors import BusUnavailable
-from bombus.host.advertising import url_for_others
+from bombus.machine.advertising import url_for_others
 
 log = logging.getLogger(__name__)
 

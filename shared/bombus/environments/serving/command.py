@@ -18,9 +18,9 @@ from bombus.environments.serving.server import EnvironmentServer
 from bombus.environments.serving.settings import SLOTS_MAX, ServingSettings
 from bombus.environments.variables import number_of
 from bombus.errors import Code, Refused
-from bombus.host.advertising import url_of
-from bombus.host.host_names import is_loopback
-from bombus.host.process import listen, run_service
+from bombus.machine.advertising import url_of
+from bombus.machine.host_names import is_loopback
+from bombus.machine.process import listen, run_service
 from bombus.terminal import say
 
 PORT = 8_000
@@ -31,7 +31,7 @@ SPARES_MAX = 64
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "path", metavar="module:Class", help="the class, such as worlds:Counter for worlds.py in this folder"
+        "path", metavar="module:Class", help="the class, such as my_env:Counter for my_env.py in this folder"
     )
     parser.add_argument("--host", metavar="HOST", default=HOST, help="the address to listen at (default: %(default)s)")
     parser.add_argument(
@@ -39,14 +39,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--host-name", action="append", metavar="NAME", help="a name by which clients reach the server")
     parser.add_argument(
-        "--slots", type=int, metavar="N", help=f"how many worlds there are (default: ${SLOTS_VARIABLE}, or 1)"
+        "--slots", type=int, metavar="N", help=f"how many environments there are (default: ${SLOTS_VARIABLE}, or 1)"
     )
     add_settings_arguments(parser, ServingSettings)
     parser.add_argument(
         "--backend",
         choices=[kind.value for kind in BackendKind],
         default=BackendKind.NONE.value,
-        help="what each world gets of its own: a simulator of AWS, or a sandbox for a shell (default: %(default)s)",
+        help="what each environment gets of its own: a simulator of AWS, or a sandbox for a shell (default: "
+        "%(default)s)",
     )
     parser.add_argument(
         "--spares", type=int, metavar="N", default=0, help="how many more backends are kept warm (default: 0)"
@@ -55,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--key-file", type=Path, metavar="FILE", help=f"the file with the server's key (default: ${KEY_VARIABLE})"
     )
     parser.add_argument(
-        "--trusted-network", action="store_true", help="let everybody who reaches the port use the worlds without a key"
+        "--trusted-network",
+        action="store_true",
+        help="let everybody who reaches the port use the environments without a key",
     )
     parser.add_argument("--nats", metavar="URL", help="a hive's bus, so that `bombus status` shows the slots")
     parser.add_argument(
@@ -76,8 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not key and not arguments.trusted_network and not is_loopback(arguments.host):
         raise Refused(
             Code.BAD_CONFIG,
-            f"listening at {arguments.host} opens the worlds, and what they can do, to the network: give --key-file, "
-            "or say --trusted-network if everyone who can reach this port may use them",
+            f"listening at {arguments.host} opens the environments, and what they can do, to the network: give "
+            "--key-file, or say --trusted-network if everyone who can reach this port may use them",
         )
     slots = arguments.slots
     if slots is None:

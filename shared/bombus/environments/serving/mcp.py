@@ -16,7 +16,7 @@ from bombus.environments.openenv.messages import (
     rpc_error,
     rpc_result,
 )
-from bombus.environments.serving.doors import NotLetIn, json_response, url_of, wait_s_of
+from bombus.environments.serving.admission import NotLetIn, json_response, url_of, wait_s_of
 from bombus.environments.serving.posts import ClientGone
 from bombus.errors import Code
 

@@ -1,4 +1,4 @@
-"""The playground, to try a world by hand on servers with a single slot, and the OpenAPI document of a server."""
+"""The playground, to try an environment by hand on servers with a single slot, and the OpenAPI document of a server."""
 
 import html
 from collections.abc import Mapping
@@ -18,8 +18,8 @@ def playground(name: str) -> Mapping[str, tuple[str, bytes]]:
 
 
 def openapi(metadata: Mapping[str, str]) -> dict[str, object]:
-    """Return the OpenAPI document. It has none of OpenEnv's `/reset`, `/step` and `/state`, which share one world: here
-    each client has a session of its own, as in the mode that OpenEnv calls production.
+    """Return the OpenAPI document. It has none of OpenEnv's `/reset`, `/step` and `/state`, which share one
+    environment: here each client has a session of its own, as in the mode that OpenEnv calls production.
     """
     said = {
         "/health": ("get", "The number of slots, of leases and of clients that wait"),

@@ -11,7 +11,7 @@ from websockets.datastructures import Headers
 from websockets.http11 import Request, Response
 
 from bombus.environments.openenv.messages import MESSAGE_BYTES_MAX
-from bombus.environments.serving.doors import NotLetIn
+from bombus.environments.serving.admission import NotLetIn
 from bombus.errors import Code
 
 POST = b"POST "

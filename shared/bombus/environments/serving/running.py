@@ -24,7 +24,7 @@ from bombus.environments.serving.settings import ServingSettings
 from bombus.environments.serving.sources import ClassSource
 from bombus.environments.variables import number_of
 from bombus.errors import Code, Refused
-from bombus.host.host_names import OwnHostNames
+from bombus.machine.host_names import OwnHostNames
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ PORT_MAX = 65_535
 
 
 class BackendKind(StrEnum):
-    """What the worlds of a server stand on."""
+    """What the environments of a server stand on."""
 
     NONE = "none"  # they live in the server's own process
     MINISTACK = "ministack"  # each has a simulator of AWS
@@ -53,7 +53,8 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def backends_of(deployment: Deployment, environment: Mapping[str, str]) -> BackendPool | RealBackend | None:
-    """Return the pool of backends, None where worlds need none. Raises `Refused` for variables that make no sense.
+    """Return the pool of backends, None where environments need none. Raises `Refused` for variables that make no
+    sense.
 
     With `BACKEND_TYPE=aws` there is no pool either: the class is given `REAL`, and uses the real AWS.
     """
@@ -63,7 +64,7 @@ def backends_of(deployment: Deployment, environment: Mapping[str, str]) -> Backe
         raise Refused(Code.BAD_CONFIG, f"{KIND_VARIABLE} is {wanted[:40]!r}: it is simulator or aws")
     if kind == BackendKind.MINISTACK and wanted == "aws":
         if slots > 1:
-            why = f"{KIND_VARIABLE}=aws gives all worlds the same account, where they would disturb each other"
+            why = f"{KIND_VARIABLE}=aws gives all environments the same account, where they would disturb each other"
             raise Refused(Code.BAD_CONFIG, f"{why}: serve it with --slots 1")
         return REAL
     match kind:

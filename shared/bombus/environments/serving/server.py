@@ -28,7 +28,7 @@ from bombus.environments.openenv.messages import (
     encode,
     error_message,
 )
-from bombus.environments.serving.doors import (
+from bombus.environments.serving.admission import (
     NotLetIn,
     check_caller,
     json_response,
@@ -40,6 +40,7 @@ from bombus.environments.serving.doors import (
 from bombus.environments.serving.mcp import answer_post
 from bombus.environments.serving.pages import openapi
 from bombus.environments.serving.posts import ClientGone, PostingConnection
+from bombus.environments.serving.served_session import EnvironmentSource
 from bombus.environments.serving.settings import WAIT_S_MAX, ServingSettings
 from bombus.environments.serving.slots import (
     SECOND,
@@ -59,9 +60,8 @@ from bombus.environments.serving.slots import (
     evolve,
 )
 from bombus.environments.serving.work import SessionWork, ends_session
-from bombus.environments.serving.worlds import WorldSource
 from bombus.errors import Code, in_one_line
-from bombus.host.host_names import OwnHostNames
+from bombus.machine.host_names import OwnHostNames
 from bombus.sdk.errors import InfraError
 from bombus.sdk.running import contained
 
@@ -80,7 +80,7 @@ ENDED: Mapping[LeaseEnd, tuple[int, str]] = {
     LeaseEnd.RELEASED: (1000, ""),
     LeaseEnd.LAPSED: (CloseCode.LAPSED, "the lease lapsed: nothing was heard of the client"),
     LeaseEnd.IDLE: (CloseCode.LAPSED, "the lease lapsed: the session was idle for too long"),
-    LeaseEnd.BROKEN: (CloseCode.BROKEN, "the world broke"),
+    LeaseEnd.BROKEN: (CloseCode.BROKEN, "the environment broke"),
 }
 
 
@@ -89,7 +89,7 @@ class _Seat:
 
     def __init__(self, connection: ServerConnection | None = None) -> None:
         self.connection = connection  # of a session that was opened by POST there is none, until one is made to it
-        self.work: SessionWork | None = None  # once there is a world
+        self.work: SessionWork | None = None  # once there is an environment
         self.posts = 0  # calls that are under way
         self.granted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self.making: asyncio.Task[AgentEnvironment] | None = None
@@ -98,7 +98,7 @@ class _Seat:
         self.gone: ClientGone | None = None
 
     def made(self) -> AgentEnvironment | None:
-        """Return the world, None when there is none (yet)."""
+        """Return the environment, None when there is none (yet)."""
         making = self.making
         if making is None or not making.done() or making.cancelled() or making.exception() is not None:
             return None
@@ -115,7 +115,7 @@ class EnvironmentServer:
     def __init__(
         self,
         settings: ServingSettings,
-        source: WorldSource,
+        source: EnvironmentSource,
         names: OwnHostNames,
         pages: Mapping[str, tuple[str, bytes]] | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
@@ -140,7 +140,7 @@ class EnvironmentServer:
     # ---- the handshake ----------------------------------------------------------------------------------------
 
     async def admit(self, connection: ServerConnection, request: Request) -> Response | None:
-        """Answer a request that opens no session; return None once there is a slot and a world in it."""
+        """Answer a request that opens no session; return None once there is a slot and an environment in it."""
         try:
             return await self._admit(connection, request)
         except NotLetIn as refused:
@@ -155,7 +155,7 @@ class EnvironmentServer:
             kind, body = self._pages[url.path]
             return response(HTTPStatus.OK, kind, body)
         if url.path == "/" and (slots := self.settings.slots) > 1:
-            why = f"the page to try a world by hand is for one slot alone, and this server has {slots}"
+            why = f"the page to try an environment by hand is for one slot alone, and this server has {slots}"
             raise NotLetIn(HTTPStatus.NOT_FOUND, Code.UNKNOWN_PATH, f"{why}: serve the class with --slots 1")
         if url.path != "/ws":
             there = ", ".join(self._documents)
@@ -170,7 +170,7 @@ class EnvironmentServer:
         self._seats[session] = seat
         await self._take_slot(session, seat, wait_s_of(url.query), self._held_by(connection, session, seat))
         self._sessions[connection] = session
-        await self._make_world(session, seat)
+        await self._make_environment(session, seat)
         return None
 
     def _held_by(self, connection: ServerConnection, session: str, seat: _Seat) -> ClientGone:
@@ -191,7 +191,7 @@ class EnvironmentServer:
         self._do(Beat(session, self._clock(), worked=True))
 
     def _live(self, session: str) -> _Seat:
-        """Return the seat of a session that has a slot and a world. Raises `NotLetIn`."""
+        """Return the seat of a session that has a slot and an environment. Raises `NotLetIn`."""
         seat = self._seats.get(session)
         if seat is None or seat.work is None or session not in self.table.leases:
             why = f"session {session[:64]!r} has ended, or does not exist: open another one, and reset it"
@@ -215,8 +215,8 @@ class EnvironmentServer:
             busy = NotLetIn(HTTPStatus.SERVICE_UNAVAILABLE, WireError.CAPACITY_REACHED, self._busy(wait_s))
             raise _stopping() if self._closing else busy
 
-    async def _make_world(self, session: str, seat: _Seat) -> None:
-        """Make a session's world. Meanwhile the client waits for the handshake, and cannot send heartbeats."""
+    async def _make_environment(self, session: str, seat: _Seat) -> None:
+        """Make a session's environment. Meanwhile the client waits for the handshake, and cannot send heartbeats."""
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         seat.making = making = asyncio.create_task(self._source.make(session, over.done))
         until = self._clock() + round(HANDSHAKE_S * SECOND)
@@ -225,11 +225,11 @@ class EnvironmentServer:
             self._do(Beat(session, self._clock(), worked=True))
         try:
             if not making.done() or making.cancelled():
-                raise InfraError(f"no world could be made within {HANDSHAKE_S:.0f} s")
+                raise InfraError(f"no environment could be made within {HANDSHAKE_S:.0f} s")
             seat.work = SessionWork(making.result(), session, self._source, self.settings.step_s, over)
-        except Exception as error:  # the code of a world is its author's: whatever it raises is told to the client
+        except Exception as error:  # the environment's code is its author's: the client is told whatever it raises
             self._do(Release(session, LeaseEnd.BROKEN))
-            log.warning("no world could be made for session %s: %s", session, in_one_line(error))
+            log.warning("no environment could be made for session %s: %s", session, in_one_line(error))
             raise NotLetIn(HTTPStatus.INTERNAL_SERVER_ERROR, WireError.FACTORY_ERROR, in_one_line(error)) from error
 
     def _busy(self, wait_s: float) -> str:
@@ -271,7 +271,7 @@ class EnvironmentServer:
     async def _answer_next(self, session: str, connection: ServerConnection, work: SessionWork) -> bool:
         """Wait for a message and answer it. Returns whether another one may follow.
 
-        The task that waits runs the world's code too, and sends the answer: where many sessions have a message at
+        The task that waits runs the environment's code too, and sends the answer: where many sessions have a message at
         once, each further task would let its first answer wait until all of them are that far.
         """
         text = await connection.recv()
@@ -312,7 +312,7 @@ class EnvironmentServer:
         session, seat = secrets.token_hex(16), _Seat()
         self._seats[session] = seat
         await self._take_slot(session, seat, wait_s, gone)
-        await self._make_world(session, seat)
+        await self._make_environment(session, seat)
         if gone.done():
             self._do(Release(session))
         return session
@@ -390,18 +390,18 @@ class EnvironmentServer:
                 self._sessions.pop(seat.connection, None)
                 self._spawn(_hang_up(seat.connection, *ENDED[reason]))
             has_ended = await self._end_work(seat)
-            if (world := seat.made()) is not None:
-                has_ended &= await self._within("the world was not closed", session, world.close())
+            if (environment := seat.made()) is not None:
+                has_ended &= await self._within("the environment was not closed", session, environment.close())
             cleaning = self._source.clean(session, in_use=not has_ended)
-            await self._within("what the world stood on was not cleaned", session, cleaning)
+            await self._within("what the environment stood on was not cleaned", session, cleaning)
         finally:
             self._do(Cleaned(slot, self._clock()))
 
     async def _end_work(self, seat: _Seat) -> bool:
         """End what a session has under way. Returns whether it has all ended.
 
-        A step that was cancelled may go on in a thread. A world that is being made is waited for, so that it can be
-        closed.
+        A step that was cancelled may go on in a thread. An environment that is being made is waited for, so that it can
+        be closed.
         """
         step, making = seat.work.step if seat.work is not None else None, seat.making
         was_cut = seat.work is not None and seat.work.was_cut
@@ -420,7 +420,7 @@ class EnvironmentServer:
         try:
             async with asyncio.timeout(self.settings.close_s):
                 await contained(work)
-        except Exception as error:  # a slot is given back whatever a world's own code does at its end
+        except Exception as error:  # a slot is given back whatever an environment's own code does at its end
             log.error("%s after session %s: %s", failure, session, in_one_line(error))
             return False
         return True
@@ -439,7 +439,8 @@ class EnvironmentServer:
             before = now
 
     async def close(self) -> None:
-        """End all sessions, and wait until their worlds are given up. Each has about four times `close_s` at most."""
+        """End all sessions, and wait until their environments are given up. Each has about four times `close_s` at
+        most."""
         self._closing = True
         for session in [*self.table.queue, *self.table.leases]:
             self._do(Release(session))
@@ -484,7 +485,7 @@ def _text_of(answer: WireMessage) -> str:
     try:
         return encode(answer)
     except NotSendable as error:
-        return encode(error_message(WireError.EXECUTION_ERROR, f"the world's answer cannot be sent: {error}"))
+        return encode(error_message(WireError.EXECUTION_ERROR, f"the environment's answer cannot be sent: {error}"))
 
 
 @contextlib.asynccontextmanager

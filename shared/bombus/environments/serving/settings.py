@@ -16,7 +16,7 @@ class ServingSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    slots: Annotated[int, NoFlag()] = Field(default=1, ge=1, le=SLOTS_MAX, description="worlds at once")
+    slots: Annotated[int, NoFlag()] = Field(default=1, ge=1, le=SLOTS_MAX, description="environments at once")
     ttl_s: float = Field(
         default=20, ge=0.2, le=3600, description="a client that is silent for so many seconds loses its slot"
     )
@@ -24,7 +24,9 @@ class ServingSettings(BaseModel):
         default=1800, ge=0.2, le=86_400, description="a client that does nothing for so many seconds loses its slot"
     )
     step_s: float = Field(default=600, ge=0.1, le=86_400, description="seconds for one reset, step or score")
-    close_s: float = Field(default=10, ge=0.1, le=600, description="seconds to close a world, and to clean its backend")
+    close_s: float = Field(
+        default=10, ge=0.1, le=600, description="seconds to close an environment, and to clean its backend"
+    )
     queue_max: int = Field(default=256, ge=0, le=65_536, description="clients that may wait for a slot")
     key: Annotated[str, NoFlag()] = Field(default="", repr=False, description="what clients send as a bearer token")
 

@@ -18,11 +18,11 @@ class LeaseEnd(StrEnum):
     RELEASED = "released"  # its client closed it, or its connection ended
     LAPSED = "lapsed"  # nothing was heard of its client for as long as a lease lives
     IDLE = "idle"  # its client was there, and did nothing with it
-    BROKEN = "broken"  # its world broke, or a step took too long
+    BROKEN = "broken"  # its environment broke, or a step took too long
 
 
 class SlotSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How many worlds there are, and how long a silent or idle session keeps one.
+    """How many environments there are, and how long a silent or idle session keeps one.
 
     A slot that is being cleaned is nearly free: a client waits for it up to `clean_ns`, even if it did not ask to.
     """
@@ -46,7 +46,8 @@ class Acquire(msgspec.Struct, frozen=True):
 
 
 class Beat(msgspec.Struct, frozen=True):
-    """A session's client gave a sign of life. `worked` says that it used its world, and was not merely connected."""
+    """A session's client gave a sign of life. `worked` says that it used its environment, and was not merely
+    connected."""
 
     session: str
     now_ns: int
@@ -61,7 +62,7 @@ class Release(msgspec.Struct, frozen=True):
 
 
 class Cleaned(msgspec.Struct, frozen=True):
-    """The world that was in a slot is gone, and its backend is like new."""
+    """The environment that was in a slot is gone, and its backend is like new."""
 
     slot: int
     now_ns: int

@@ -1,4 +1,4 @@
-"""Where the worlds of a server come from: a class, and the backends that its instances stand on."""
+"""Where the environments of a server come from: a class, and the backends that its instances stand on."""
 
 import asyncio
 import inspect
@@ -12,7 +12,7 @@ from bombus.environments.backends.pool import BackendPool
 from bombus.environments.kinds import AgentEnvironment, ToolSchema, is_environment
 from bombus.environments.plain.description import WrongClass, describe
 from bombus.environments.plain.environment import PlainEnvironment
-from bombus.environments.plain.world_thread import in_a_thread
+from bombus.environments.plain.instance_thread import in_a_thread
 from bombus.errors import Code, Refused, in_one_line
 
 log = logging.getLogger(__name__)
@@ -34,13 +34,13 @@ class ClassSource:
             raise Refused(Code.BAD_CONFIG, why)
         self._real = backends if takes is not None and isinstance(backends, RealBackend) else None
         self._backends = backends if takes is not None and isinstance(backends, BackendPool) else None
-        self._abandoned: set[asyncio.Task[None]] = set()  # worlds that are still being made, and that nobody waits for
+        self._abandoned: set[asyncio.Task[None]] = set()  # still making environments that nobody waits for
         self._is_plain = not is_environment(kind)
         self._tools = _tools_of(kind, takes is not None) if self._is_plain else ()
         self.exhausted = self._backends.exhausted if self._backends is not None else "Environment pool exhausted"
 
     async def make(self, session: str, is_stopped: Callable[[], bool]) -> AgentEnvironment:
-        """Return a new world for a session. Raises `InfraError`, and what the class raises.
+        """Return a new environment for a session. Raises `InfraError`, and what the class raises.
 
         Where this is cancelled while the class makes an instance, that is closed as soon as it is there.
         """
@@ -63,9 +63,9 @@ class ClassSource:
         if not self._is_plain:
             found: AgentEnvironment = await in_a_thread(make, "make")
             return found
-        world = PlainEnvironment(make, is_stopped)
-        await world.world.make()
-        return world
+        environment = PlainEnvironment(make, is_stopped)
+        await environment.plain.make()
+        return environment
 
     async def renew(self, session: str) -> None:
         if self._backends is not None:
@@ -109,11 +109,11 @@ class ClassSource:
 
 
 async def _close_once_made(making: asyncio.Task[AgentEnvironment]) -> None:
-    """Close a world whose session was over before it was made."""
+    """Close an environment whose session was over before it was made."""
     try:
         await (await making).close()
     except Exception as error:  # the class's own code, after the end of its session
-        log.warning("a world whose session was over was not made, or not closed: %s", in_one_line(error))
+        log.warning("an environment whose session was over was not made, or not closed: %s", in_one_line(error))
 
 
 def _action(properties: dict[str, object], required: str) -> dict[str, object]:

@@ -1,26 +1,32 @@
-"""The messages of a session as they are carried out in its world: one at a time, and none for too long."""
+"""The messages of a session as they are carried out in its environment: one at a time, and none for too long."""
 
 import asyncio
 from typing import Any
 
 from bombus.environments.kinds import AgentEnvironment
 from bombus.environments.openenv.messages import WireError, WireMessage, error_message
-from bombus.environments.serving.worlds import WorldSession, WorldSource
+from bombus.environments.serving.served_session import EnvironmentSource, ServedSession
 from bombus.sdk.errors import InfraError
 
 
 class SessionWork:
-    """Carries out messages until `end`, or until one of them takes longer than `step_s` seconds or breaks the world."""
+    """Carries out messages until `end`, or until one of them takes longer than `step_s` seconds or breaks the
+    environment."""
 
     def __init__(
-        self, world: AgentEnvironment, session: str, source: WorldSource, step_s: float, over: asyncio.Future[None]
+        self,
+        environment: AgentEnvironment,
+        session: str,
+        source: EnvironmentSource,
+        step_s: float,
+        over: asyncio.Future[None],
     ) -> None:
-        """`end` sets `over`. `source` has made the world, which can ask `over` too whether it was stopped."""
+        """`end` sets `over`. `source` has made the environment, which can ask `over` too whether it was stopped."""
         self.over = over
         self.step: asyncio.Task[Any] | None = None  # what carries out a message now
         self.was_cut = False  # a message was cancelled: what it called may go on, also where it has returned since
-        self.is_broken = False  # a message took too long, or broke the world: no other one follows
-        self._worlds = WorldSession(world, session, source, self.over.done)
+        self.is_broken = False  # a message took too long, or broke the environment: no other one follows
+        self._session = ServedSession(environment, session, source, self.over.done)
         self._step_s = step_s
         self._turn = asyncio.Lock()
         self._late: tuple[asyncio.Task[Any], WireMessage] | None = None  # what took too long, and its answer
@@ -29,7 +35,7 @@ class SessionWork:
         """Carry out a message once those before it are done. Returns None where it came too late, or took too long.
 
         Each message has a task of its own, which only `end` cancels. So any other cancellation in it is known to be
-        the world's own, without a further task for the world's code.
+        the environment's own, without a further task for the environment's code.
         """
         async with self._turn:
             if self.is_broken or self.over.done():
@@ -37,9 +43,9 @@ class SessionWork:
             self.step = asyncio.current_task()
             limit = asyncio.get_running_loop().call_later(self._step_s, self._cut_off, message.type)
             try:
-                answer = await self._worlds.answer(message, is_posted)
+                answer = await self._session.answer(message, is_posted)
             except InfraError as error:
-                why = f"the world broke, and the session is over: {error}"
+                why = f"the environment broke, and the session is over: {error}"
                 answer = error_message(WireError.SESSION_ERROR, why)
             finally:
                 limit.cancel()

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from bombus.hive import events as ev
 from bombus.hive.fold.episodes import take
 from bombus.hive.fold.handlers import EventT, Handlers, forget_lost, keep_time
+from bombus.hive.operations import state as operations_state
+from bombus.hive.operations.state import TrainingClients
 from bombus.hive.state import EngineState
-from bombus.hive.tenants import state as tenancy
-from bombus.hive.tenants.state import Tenants
-from bombus.hive.trajectories import state as scored
+from bombus.hive.trajectories import state as trajectories_state
 from bombus.hive.trajectories.state import Trajectories
 
 HANDLERS = Handlers()
@@ -17,49 +17,49 @@ HANDLERS = Handlers()
 # ---- training operations ----------------------------------------------------------------------------------------
 
 
-def _tenants(kind: type[EventT], fold: Callable[[Tenants, EventT], object]) -> None:
+def _of_clients(kind: type[EventT], fold: Callable[[TrainingClients, EventT], object]) -> None:
     """Fold the events of a kind into what training clients have alone."""
 
     def handler(engine: EngineState, event: EventT) -> None:
-        fold(engine.tenants, event)
+        fold(engine.clients, event)
 
     HANDLERS[kind] = handler
 
 
-_tenants(ev.SessionOpened, tenancy.open_session)
-_tenants(ev.SessionEnded, tenancy.end_session)
-_tenants(ev.SessionForgotten, tenancy.forget_session)
-_tenants(ev.SamplingBegun, tenancy.begin_sampling)
-_tenants(ev.ModelOpened, tenancy.open_model)
-_tenants(ev.ModelClosed, tenancy.close_model)
-_tenants(ev.OperationAccepted, tenancy.accept)
-_tenants(ev.OperationBegun, tenancy.begin)
-_tenants(ev.ModelRemaking, tenancy.remake)
-_tenants(ev.ModelCovered, tenancy.cover)
-_tenants(ev.WeightsKept, tenancy.keep)
-_tenants(ev.WeightsRemoved, tenancy.remove)
+_of_clients(ev.SessionOpened, operations_state.open_session)
+_of_clients(ev.SessionEnded, operations_state.end_session)
+_of_clients(ev.SessionForgotten, operations_state.forget_session)
+_of_clients(ev.SamplingBegun, operations_state.begin_sampling)
+_of_clients(ev.ModelOpened, operations_state.open_model)
+_of_clients(ev.ModelClosed, operations_state.close_model)
+_of_clients(ev.OperationAccepted, operations_state.accept)
+_of_clients(ev.OperationBegun, operations_state.begin)
+_of_clients(ev.ModelRebuilding, operations_state.rebuild)
+_of_clients(ev.ModelCheckpointed, operations_state.checkpoint)
+_of_clients(ev.WeightsKept, operations_state.keep)
+_of_clients(ev.WeightsRemoved, operations_state.remove)
 
 
 @HANDLERS.on(ev.OperationCompleted)
 def _operation_completed(engine: EngineState, event: ev.OperationCompleted) -> None:
-    tenancy.execute(engine.tenants, event, engine.collection.tenancy.results_bytes_max)
+    operations_state.execute(engine.clients, event, engine.collection.operations.results_bytes_max)
     engine.step_failures = 0
     forget_lost(engine)
 
 
 @HANDLERS.on(ev.ModelSuspended)
 def _model_suspended(engine: EngineState, event: ev.ModelSuspended) -> None:
-    engine.trainers_lost = max(0, engine.trainers_lost - tenancy.suspend_model(engine.tenants, event))
+    engine.trainers_lost = max(0, engine.trainers_lost - operations_state.suspend_model(engine.clients, event))
 
 
 @HANDLERS.on(ev.EndpointAdded)
 def _endpoint_added(engine: EngineState, event: ev.EndpointAdded) -> None:
-    engine.tenants.endpoints[tenancy.endpoint_id(event.host, event.port)] = event
+    engine.clients.endpoints[operations_state.endpoint_id(event.host, event.port)] = event
 
 
 @HANDLERS.on(ev.EndpointRemoved)
 def _endpoint_removed(engine: EngineState, event: ev.EndpointRemoved) -> None:
-    engine.tenants.endpoints.pop(tenancy.endpoint_id(event.host, event.port), None)
+    engine.clients.endpoints.pop(operations_state.endpoint_id(event.host, event.port), None)
 
 
 @HANDLERS.on(ev.RestAsked)
@@ -79,7 +79,7 @@ def _rest_reached(engine: EngineState, event: ev.RestReached) -> None:
     keep_time(engine, event.at_ns)
 
 
-# ---- scored groups ----------------------------------------------------------------------------------------------
+# ---- rollout groups ----------------------------------------------------------------------------------------------
 
 
 def _groups(kind: type[EventT], fold: Callable[[Trajectories, EventT], object]) -> None:
@@ -91,27 +91,27 @@ def _groups(kind: type[EventT], fold: Callable[[Trajectories, EventT], object]) 
     HANDLERS[kind] = handler
 
 
-_groups(ev.TrainerRegistered, scored.register)
-_groups(ev.BatchesBegun, scored.begin)
-_groups(ev.EnvironmentJoined, scored.join)
-_groups(ev.EnvironmentLeft, scored.leave)
-_groups(ev.BatchHandedOut, scored.hand_out)
-_groups(ev.BatchDelivered, scored.deliver)
-_groups(ev.GroupsReset, scored.reset)
-_groups(ev.BodiesMoved, scored.move)
+_groups(ev.TrainerRegistered, trajectories_state.register)
+_groups(ev.BatchesBegun, trajectories_state.begin)
+_groups(ev.EnvironmentJoined, trajectories_state.join)
+_groups(ev.EnvironmentLeft, trajectories_state.leave)
+_groups(ev.BatchHandedOut, trajectories_state.hand_out)
+_groups(ev.BatchDelivered, trajectories_state.deliver)
+_groups(ev.GroupsReset, trajectories_state.reset)
+_groups(ev.BodiesMoved, trajectories_state.move)
 
 
 @HANDLERS.on(ev.GroupsPushed)
 def _groups_pushed(engine: EngineState, event: ev.GroupsPushed) -> None:
-    scored.push(engine.trajectories, event)
+    trajectories_state.push(engine.trajectories, event)
     engine.counters.taken += take(engine, event.episodes)
 
 
 @HANDLERS.on(ev.GroupsGivenUp)
 def _groups_given_up(engine: EngineState, event: ev.GroupsGivenUp) -> None:
-    scored.give_up(engine.trajectories, event)
+    trajectories_state.give_up(engine.trajectories, event)
     for step in engine.steps if engine.makes_steps else ():
         if (step.batch.run, step.batch.step) == (event.run, event.number):
-            step.batch = scored.without_bodies(step.batch, event.groups)
+            step.batch = trajectories_state.without_bodies(step.batch, event.groups)
     if engine.batch is not None and (engine.batch.run, engine.batch.step) == (event.run, event.number):
-        engine.batch = scored.without_bodies(engine.batch, event.groups)
+        engine.batch = trajectories_state.without_bodies(engine.batch, event.groups)

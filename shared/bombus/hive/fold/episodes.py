@@ -23,7 +23,7 @@ from bombus.hive.state import (
     EvalStats,
 )
 from bombus.hive.steps import SealedStep, episodes_of
-from bombus.hive.trajectories import state as scored
+from bombus.hive.trajectories import state as trajectories_state
 
 HANDLERS = Handlers()
 
@@ -257,14 +257,14 @@ def _with_calls(engine: EngineState, event: ev.BatchReady) -> ev.BatchReady:
 def _batch_ready(engine: EngineState, event: ev.BatchReady) -> None:
     event = _with_calls(engine, event)
     if event.taken:
-        taken = scored.seal(engine.trajectories, event.taken)
-        event = msgspec.structs.replace(event, scored=event.scored or taken)
+        taken = trajectories_state.seal(engine.trajectories, event.taken)
+        event = msgspec.structs.replace(event, rollout_groups=event.rollout_groups or taken)
     engine.batch = event
     engine.step = event.step
     engine.step_failures = engine.trainers_lost = 0
     left = [_leave_pool(engine, episode.episode) for group in event.groups for episode in group.episodes]
     sealed = [completed for completed in left if completed is not None]
-    engine.counters.trained += len(sealed) + sum(group.sequences for group in event.scored)
+    engine.counters.trained += len(sealed) + sum(group.sequences for group in event.rollout_groups)
     engine.steps_from.append(min((completed.calls_from for completed in sealed), default=engine.newest_call))
     engine.steps.append(SealedStep(batch=event))
     release_steps(engine, engine.steps)

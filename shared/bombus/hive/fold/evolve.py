@@ -6,9 +6,9 @@ from bombus.hive import events as ev
 from bombus.hive.events import Event
 from bombus.hive.fold import clients, engine, episodes
 from bombus.hive.fold.episodes import ended_calls
+from bombus.hive.operations import state as operations_state
 from bombus.hive.pauses import note_pause
 from bombus.hive.state import ASIDE_KEPT, EngineState, Hive
-from bombus.hive.tenants import state as tenancy
 
 _HANDLERS = {**engine.HANDLERS, **episodes.HANDLERS, **clients.HANDLERS}
 
@@ -31,7 +31,7 @@ _OF_THE_HIVE = (
     ev.LeadingPaused,
     ev.StorageFilled,
     ev.StorageFreed,
-    ev.MessageSetAside,
+    ev.MessageDeadLettered,
     ev.OperationsReleased,
     ev.TrajectoriesReleased,
     ev.LogCompacted,
@@ -53,7 +53,7 @@ def _evolve_hive(hive: Hive, event: Event) -> None:
             hive.full[event.what] = event
         case ev.StorageFreed():
             hive.full.pop(event.what, None)
-        case ev.MessageSetAside():
+        case ev.MessageDeadLettered():
             hive.aside = [*hive.aside[1 - ASIDE_KEPT :], event]
         case ev.OperationsReleased():
             _released(hive, event)
@@ -68,11 +68,11 @@ def _evolve_hive(hive: Hive, event: Event) -> None:
 def _released(hive: Hive, event: ev.OperationsReleased) -> None:
     if event.below < hive.released:  # a power cut has removed the end of the stream (R6)
         for each in hive.engines.values():
-            each.tenants.released = {}
+            each.clients.released = {}
     hive.released = event.below
     for floor in event.models:
         if floor.engine in hive.engines:
-            tenancy.release(hive.engines[floor.engine].tenants, floor)
+            operations_state.release(hive.engines[floor.engine].clients, floor)
 
 
 def _groups_released(hive: Hive, event: ev.TrajectoriesReleased) -> None:
@@ -83,7 +83,7 @@ def _groups_released(hive: Hive, event: ev.TrajectoriesReleased) -> None:
 
 
 def as_folded(hive: Hive, event: ev.AnyEvent) -> ev.AnyEvent:
-    """Return the event that was folded last with what the fold has added: to a batch, its calls or scored groups."""
+    """Return the event that was folded last with what the fold has added: to a batch, its calls or rollout groups."""
     batch = hive.engine(event.engine).batch
     return batch if isinstance(event, ev.BatchReady) and batch is not None else event
 

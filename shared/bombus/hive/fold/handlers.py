@@ -5,8 +5,8 @@ from typing import Any, TypeAlias, TypeVar
 
 from bombus.hive.bounded import trim
 from bombus.hive.events import Event
+from bombus.hive.operations import state as operations_state
 from bombus.hive.state import COMMANDS_KEPT, EngineState, Phase
-from bombus.hive.tenants import state as tenancy
 
 EventT = TypeVar("EventT", bound=Event)
 Handler: TypeAlias = Callable[[EngineState, EventT], None]
@@ -47,11 +47,11 @@ def release_replicas(engine: EngineState) -> None:
 def forget_lost(engine: EngineState) -> None:
     """Begin to count anew the trainers that are lost in a row."""
     if engine.trainers_lost:
-        tenancy.forget_lost(engine.tenants)
+        operations_state.forget_lost(engine.clients)
     engine.trainers_lost = 0
 
 
 def keep_time(engine: EngineState, at_ns: int) -> None:
     """Count the time in which models that could not be made again could be tried again."""
     rests = engine.suspended or engine.rest_wanted or engine.asleep
-    engine.tenants.trying.run(engine.serves_operations and engine.trainer != "" and not rests, at_ns)
+    engine.clients.trying.run(engine.serves_operations and engine.trainer != "" and not rests, at_ns)

@@ -6,6 +6,7 @@ from bombus.figures import duration, seconds_between
 from bombus.hive.checkpoints import where_begun
 from bombus.hive.collection import measures
 from bombus.hive.describe import why_quarantined
+from bombus.hive.operations.state import ClientModel
 from bombus.hive.pacing import pace
 from bombus.hive.rollouts import RolloutFigures
 from bombus.hive.state import EngineState, Episode, EvalStats, Hive, Phase, Replica, engine_of
@@ -16,8 +17,8 @@ from bombus.hive.status.rows import (
     EvalStatus,
     FormatStatus,
     HiveStatus,
-    JointClaimStatus,
     ModelStatus,
+    MultiModelClaimStatus,
     OpenEpisode,
     OperationsStatus,
     ReplicaStatus,
@@ -25,8 +26,7 @@ from bombus.hive.status.rows import (
     StepStatus,
     TrainerStatus,
 )
-from bombus.hive.tenants.state import TenantModel
-from bombus.hive.trajectories.status import scored_status
+from bombus.hive.trajectories.status import rollout_group_status
 
 LOSS_SHOWN_S = 86_400.0  # since it was found
 
@@ -47,8 +47,8 @@ def _open_episode(episode: Episode, now_ns: int) -> OpenEpisode:
     )
 
 
-def joint_claims(hive: Hive, now_ns: int) -> tuple[JointClaimStatus, ...]:
-    """Return the claims of open joint episodes, the longest idle first."""
+def multi_model_claims(hive: Hive, now_ns: int) -> tuple[MultiModelClaimStatus, ...]:
+    """Return the claims of open multi-model episodes, the longest idle first."""
     found: dict[tuple[str, tuple[str, ...]], list[list[Episode]]] = {}
     for name, engine in sorted(hive.engines.items()):
         for episode in engine.open.values():
@@ -56,15 +56,15 @@ def joint_claims(hive: Hive, now_ns: int) -> tuple[JointClaimStatus, ...]:
                 parts = [episode, *sorted(hive.partners(episode), key=lambda part: engine_of(part.id))]
                 engines = tuple(engine_of(part.id) for part in parts)
                 found.setdefault((episode.claim, engines), []).append(parts)
-    rows = (_joint_claim(engines, episodes, now_ns) for (_, engines), episodes in found.items())
+    rows = (_multi_model_claim(engines, episodes, now_ns) for (_, engines), episodes in found.items())
     return tuple(sorted(rows, key=lambda row: (-row.idle_s, row.episodes)))
 
 
-def _joint_claim(engines: tuple[str, ...], episodes: list[list[Episode]], now_ns: int) -> JointClaimStatus:
+def _multi_model_claim(engines: tuple[str, ...], episodes: list[list[Episode]], now_ns: int) -> MultiModelClaimStatus:
     first = episodes[0][0]
     active_ns = [max(max(part.claimed_ns, part.last_call_ns) for part in parts) for parts in episodes]
     calls = [call for parts in episodes for part in parts for call in part.calls]
-    return JointClaimStatus(
+    return MultiModelClaimStatus(
         engines=engines,
         episodes=tuple(tuple(part.id for part in parts) for parts in episodes),
         client=first.client,
@@ -121,8 +121,8 @@ def _replicas(engine: EngineState) -> tuple[ReplicaStatus, ...]:
     )
 
 
-def _model_status(engine: EngineState, model: TenantModel, now_ns: int) -> ModelStatus:
-    session = engine.tenants.sessions.get(model.session)
+def _model_status(engine: EngineState, model: ClientModel, now_ns: int) -> ModelStatus:
+    session = engine.clients.sessions.get(model.session)
     return ModelStatus(
         model=model.name,
         session=model.session,
@@ -132,7 +132,7 @@ def _model_status(engine: EngineState, model: TenantModel, now_ns: int) -> Model
         step=model.step,
         waiting=model.waiting,
         executed=model.executed,
-        covered=model.covered,
+        checkpointed=model.checkpointed,
         idle_s=seconds_between(model.last_ns, now_ns),
         last_op=model.last_op,
         last_failed=model.last_failed,
@@ -142,19 +142,19 @@ def _model_status(engine: EngineState, model: TenantModel, now_ns: int) -> Model
 
 
 def _operations(engine: EngineState, now_ns: int) -> OperationsStatus | None:
-    tenants = engine.tenants
-    if not (tenants.accepted or tenants.sessions):
+    clients = engine.clients
+    if not (clients.accepted or clients.sessions):
         return None
     return OperationsStatus(
-        sessions=sum(session.ended is None for session in tenants.sessions.values()),
-        models=tuple(_model_status(engine, model, now_ns) for model in tenants.open_models),
-        accepted=tenants.accepted,
-        waiting=tenants.waiting,
-        executed=tenants.executed,
-        failed=tenants.failed,
-        held_bytes=tenants.held_bytes,
-        result_bytes=tenants.result_bytes,
-        saved=len(tenants.kept),
+        sessions=sum(session.ended is None for session in clients.sessions.values()),
+        models=tuple(_model_status(engine, model, now_ns) for model in clients.open_models),
+        accepted=clients.accepted,
+        waiting=clients.waiting,
+        executed=clients.executed,
+        failed=clients.failed,
+        held_bytes=clients.held_bytes,
+        result_bytes=clients.result_bytes,
+        saved=len(clients.kept),
     )
 
 
@@ -207,7 +207,7 @@ def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> Engin
         operations=_operations(engine, now_ns),
         taken=engine.counters.taken,
         calls_incomplete=engine.counters.calls_incomplete,
-        scored=scored_status(engine.trajectories, engine.queues_groups and engine.makes_steps),
+        rollout_groups=rollout_group_status(engine.trajectories, engine.queues_groups and engine.makes_steps),
         rollouts=tuple(_rollout(each) for each in engine.rollouts if each.rewards.count),
         silent=silence_of(engine),
     )
@@ -233,9 +233,9 @@ def hive_status(hive: Hive, now_ns: int | None = None) -> HiveStatus:
         epoch=hive.epoch,
         now_ns=now_ns,
         engines=tuple(engines),
-        joint=joint_claims(hive, now_ns),
+        multi_model=multi_model_claims(hive, now_ns),
         refusing=hive.refusing_groups,
-        set_aside=aside,
+        dead_letters=aside,
         uncompacted=hive.uncompacted,
         went_back=tuple(
             f"{lost_text(lost)} (found {duration(ago_s)} ago)"

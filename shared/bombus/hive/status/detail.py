@@ -62,7 +62,7 @@ def _phase_detail(engine: EngineState, now_ns: int) -> str:
 
 def _rolling_detail(engine: EngineState, now_ns: int) -> str:
     if engine.serves_operations:
-        models, waiting = len(engine.tenants.open_models), engine.tenants.waiting
+        models, waiting = len(engine.clients.open_models), engine.clients.waiting
         asleep = ""
         if engine.rest_wanted:
             since = duration(seconds_between(engine.rest_since_ns, now_ns))
@@ -71,7 +71,7 @@ def _rolling_detail(engine: EngineState, now_ns: int) -> str:
         return f"{asleep}serving {counted(models, 'model')}, {counted(waiting, 'operation')} waiting{episodes}"
     if engine.queues_groups:
         queue = engine.trajectories.queue
-        queued = f"{counted(len(queue.groups), 'scored group')} for batches of {queue.batch_size} sequences"
+        queued = f"{counted(len(queue.groups), 'rollout group')} for batches of {queue.batch_size} sequences"
         episodes = f", {counted(len(engine.open), 'episode')} running" if engine.open else ""
         if (now := pace(engine)) is not None and now.waits:
             episodes += f"; new episodes wait: {now.waits}"

@@ -6,7 +6,7 @@ from bombus.hive.collection import Measure
 from bombus.hive.events import AdapterShape, ConversationFormat, EpisodeType, Method
 from bombus.hive.pacing import Pace
 from bombus.hive.state import Phase
-from bombus.hive.trajectories.status import ScoredStatus
+from bombus.hive.trajectories.status import RolloutGroupStatus
 
 
 class OpenEpisode(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,14 +25,15 @@ class OpenEpisode(msgspec.Struct, frozen=True, kw_only=True):
     idle_s: float
     limit_s: float
     owner: str = ""  # the name of its client's key
-    partners: tuple[str, ...] = ()  # the other episodes of its joint episode, on other engines
+    partners: tuple[str, ...] = ()  # the other episodes of its multi-model episode, on other engines
 
 
-class JointClaimStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A claim of joint episodes, those that are open: `episodes` has the names of each, in the order of `engines`.
+class MultiModelClaimStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A claim of multi-model episodes, those that are open: `episodes` has the names of each, in the order of
+    `engines`.
 
-    The figures are those of all their engines. `idle_s` is that of the joint episode that is idle longest, and counts
-    from the last recorded call of any of its parts: activity of one is activity of all.
+    The figures are those of all their engines. `idle_s` is that of the multi-model episode that is idle longest, and
+    counts from the last recorded call of any of its parts: activity of one is activity of all.
     """
 
     engines: tuple[str, ...]
@@ -136,7 +137,7 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     waiting: int
     executed: int
-    covered: int  # the last operation that need not be executed again
+    checkpointed: int  # the last operation that need not be executed again
     idle_s: float  # since an operation was accepted or executed
     last_op: str = ""  # that was executed
     last_failed: bool = False
@@ -184,11 +185,11 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     formats: tuple[FormatStatus, ...] = ()  # empty until a gateway has read the model of the run
     disagreement: str = ""  # between gateways that read the model of the run in different ways
     clients_take_episodes: bool = False  # clients of training operations take the ended episodes
-    batches_from_queue: bool = False  # batches are made of a queue of scored groups
+    batches_from_queue: bool = False  # batches are made of a queue of rollout groups
     operations: OperationsStatus | None = None  # None: there never was one
     taken: int = 0  # ended episodes of a run of operations that their clients have taken
     calls_incomplete: int = 0  # answered without a part of their conversation, such as an image
-    scored: ScoredStatus | None = None  # None: it has no scored groups, and no trainer for them
+    rollout_groups: RolloutGroupStatus | None = None  # None: it has no rollout groups, and no trainer for them
     rollouts: tuple[StepRollouts, ...] = ()  # of the newest sealed batches, oldest first
     silent: str = ""  # why the newest steps have learnt nothing
 
@@ -197,8 +198,8 @@ class HiveStatus(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     now_ns: int
     engines: tuple[EngineStatus, ...]
-    joint: tuple[JointClaimStatus, ...] = ()  # the longest idle first
+    multi_model: tuple[MultiModelClaimStatus, ...] = ()  # the longest idle first
     refusing: str = ""  # why no new work is taken
-    set_aside: tuple[str, ...] = ()  # the newest messages that could not be decided: a fault of bombus
+    dead_letters: tuple[str, ...] = ()  # the newest messages that could not be decided: a fault of bombus
     uncompacted: str = ""  # why the log is longer than it should be
     went_back: tuple[str, ...] = ()  # streams that have lost their ends in the last day

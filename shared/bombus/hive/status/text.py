@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from bombus.figures import byte_size, counted, duration, one_line, seconds_between
 from bombus.hive.collection import Measure
+from bombus.hive.operations.state import mean_loss
 from bombus.hive.pacing import Pace
 from bombus.hive.state import Hive
 from bombus.hive.status.data import hive_status
@@ -12,15 +13,14 @@ from bombus.hive.status.rows import (
     DataSetStatus,
     EngineStatus,
     EvalStatus,
-    JointClaimStatus,
     ModelStatus,
+    MultiModelClaimStatus,
     OpenEpisode,
     OperationsStatus,
     ReplicaStatus,
     StepRollouts,
 )
-from bombus.hive.tenants.state import mean_loss
-from bombus.hive.trajectories.status import scored_lines
+from bombus.hive.trajectories.status import rollout_group_lines
 
 BAR_CELLS = 24
 EPISODES_SHOWN = 12  # in the plain text; the data has all of them
@@ -47,24 +47,27 @@ def _pace_lines(now: Pace | None) -> list[str]:
 
 
 def _episode_lines(running: tuple[OpenEpisode, ...]) -> list[str]:
-    """Return a line for each episode but those of joint ones, which have one for all of their engines."""
+    """Return a line for each episode but those of multi-model ones, which have one for all of their engines."""
     episodes = [row for row in running if not row.partners]
-    joint = len(running) - len(episodes)
-    lines = [f"  {joint} of them are parts of joint episodes, which are listed below"] if joint else []
+    multi = len(running) - len(episodes)
+    lines = [f"  {multi} of them are parts of multi-model episodes, which are listed below"] if multi else []
     return lines + _claim_rows("episode", "", [(one_line(row.episode), "", row) for row in episodes], "more")
 
 
-def _joint_lines(claims: Sequence[JointClaimStatus]) -> list[str]:
-    """Return a line for each claim of joint episodes."""
+def _multi_model_lines(claims: Sequence[MultiModelClaimStatus]) -> list[str]:
+    """Return a line for each claim of multi-model episodes."""
     if not claims:
         return []
-    count = counted(sum(len(row.episodes) for row in claims), "joint episode")
+    count = counted(sum(len(row.episodes) for row in claims), "multi-model episode")
     rows = [(" + ".join(row.engines), f"{len(row.episodes):>6}", row) for row in claims]
-    return [f"{count} of {counted(len(claims), 'claim')}:", *_claim_rows("engines", " joint", rows, "more claims")]
+    return [
+        f"{count} of {counted(len(claims), 'claim')}:",
+        *_claim_rows("engines", " multi-model", rows, "more claims"),
+    ]
 
 
 def _claim_rows(
-    name: str, column: str, rows: Sequence[tuple[str, str, OpenEpisode | JointClaimStatus]], more: str
+    name: str, column: str, rows: Sequence[tuple[str, str, OpenEpisode | MultiModelClaimStatus]], more: str
 ) -> list[str]:
     """Return a table of what clients have claimed, each with its name and the text of a column of its own."""
     if not rows:
@@ -208,13 +211,13 @@ def _indented_line(text: str) -> str:
 
 def _engine_text(status: EngineStatus, now_ns: int) -> str:
     lines = _head_lines(status) + _operation_lines(status.operations)
-    if status.scored is not None:
-        lines += map(_indented_line, scored_lines(status.scored))
+    if status.rollout_groups is not None:
+        lines += map(_indented_line, rollout_group_lines(status.rollout_groups))
     if status.clients_take_episodes:
         lines += _taken_lines(status)
     elif status.batches_from_queue:
         lines += _pace_lines(status.pace)
-        if status.scored is None or not status.scored.ours:  # without replicas or a trainer of ours
+        if status.rollout_groups is None or not status.rollout_groups.ours:  # without replicas or a trainer of ours
             return "\n".join(lines)
     else:
         lines += _collection_lines(status)
@@ -229,13 +232,13 @@ def render_status(hive: Hive, engine: str = "", now_ns: int | None = None) -> st
         known = ", ".join(row.engine for row in status.engines) or "none"
         return f"no engine {engine!r} on this hive; known engines: {known}\n"
     alarms = [
-        f"warning: a message could not be decided and was set aside, please report it: {one_line(why)}\n"
-        for why in status.set_aside
+        f"warning: a message could not be decided and became a dead letter, please report it: {one_line(why)}\n"
+        for why in status.dead_letters
     ]
     if status.uncompacted:
         alarms.append(f"warning: the log could not be compacted: {one_line(status.uncompacted)}\n")
     alarms += [f"warning: {lost}\n" for lost in status.went_back]
     parts = [_engine_text(row, status.now_ns) for row in chosen]
-    if joint := _joint_lines([row for row in status.joint if engine in ("", *row.engines)]):
-        parts.append("\n".join(joint))
+    if multi := _multi_model_lines([row for row in status.multi_model if engine in ("", *row.engines)]):
+        parts.append("\n".join(multi))
     return ("\n\n".join(parts) or "no engine yet") + "\n" + "".join(alarms)

@@ -1,4 +1,4 @@
-"""What holds of scored groups on every log (R16), to be checked of an event before it is folded."""
+"""What holds of rollout groups on every log (R16), to be checked of an event before it is folded."""
 
 from bombus.hive import events as ev
 from bombus.hive.state import EngineState, Hive

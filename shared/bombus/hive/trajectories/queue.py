@@ -1,4 +1,4 @@
-"""Scored groups that wait for a batch, and the environments that they come from: a part of an engine's state.
+"""Rollout groups that wait for a batch, and the environments that they come from: a part of an engine's state.
 
 The functions below are its fold. What is kept of a group is its size and where its body is. Groups of one environment
 and of one size are a line, in the order of arrival, which is all that batches are formed from (see `forming`).
@@ -30,7 +30,7 @@ CUT_AT = 64  # a line is shortened after so many of its groups have gone, and ne
 
 
 class QueuedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A scored group. `environment` is None where it came without one, or with one that was not known.
+    """A rollout group. `environment` is None where it came without one, or with one that was not known.
 
     `holder` is for whose share it counts, and on whose subject its body is (see `Subjects.trajectory`).
     """
@@ -187,7 +187,7 @@ class TrajectoryQueue(msgspec.Struct, kw_only=True):
         return f"{desired}_{self.named.get(desired, 0)}"
 
 
-# ---- what is refused at the door --------------------------------------------------------------------------------
+# ---- what is refused when it arrives --------------------------------------------------------------------------------
 
 
 def why_not_queued(queue: TrajectoryQueue, groups: Sequence[QueuedGroup]) -> str:

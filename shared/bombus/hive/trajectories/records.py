@@ -1,4 +1,4 @@
-"""The record of a scored group: several sequences of tokens with their masks and scores, as an environment sent them.
+"""The record of a rollout group: several sequences of tokens with their masks and scores, as an environment sent them.
 
 Numbers are packed, row after row, in four bytes each (eight where a float needs them). Whatever nobody here computes
 with is kept as the text of JSON that it came as.
@@ -89,8 +89,8 @@ class PackedCandidates(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
         return [by_position[start:end] for start, end in _bounds(lengths)]
 
 
-class ScoredGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="group.v1", tag_field="kind"):
-    """One scored group, as the stream `trajectories` has it.
+class RolloutGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="group.v1", tag_field="kind"):
+    """One rollout group, as the stream `trajectories` has it.
 
     `lengths` (int32) are the tokens of each sequence. `tokens` and `masks` (int32) have one number for each token of
     all sequences, one sequence after the other, and so have `advantages` and logprobs. `scores` has one for each
@@ -160,19 +160,19 @@ class ScoredGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(ScoredGroup)
+_decoder = msgspec.msgpack.Decoder(RolloutGroup)
 
 
-def encode_group(group: ScoredGroup) -> bytes:
+def encode_group(group: RolloutGroup) -> bytes:
     return _encoder.encode(group)
 
 
-def decode_group(body: bytes) -> ScoredGroup:
+def decode_group(body: bytes) -> RolloutGroup:
     """Decode a record. Raises `LogCorrupted` for bytes that are not one."""
     try:
         return decoded(_decoder.decode, body)
     except msgspec.MsgspecError as error:
-        raise LogCorrupted(f"not a scored group: {error}") from error
+        raise LogCorrupted(f"not a rollout group: {error}") from error
 
 
 def pack_ints(numbers: Sequence[int]) -> bytes:

@@ -1,4 +1,4 @@
-"""The part of an engine's state that is about scored trajectories, and its fold.
+"""The part of an engine's state that is about rollout groups, and its fold.
 
 The queue says what waits, and `batch` what was handed out last. Bodies are in the stream `trajectories` for as long as
 one of them names them.
@@ -247,11 +247,11 @@ def give_up(state: Trajectories, event: ev.GroupsGivenUp) -> None:
 
 def without_bodies(batch: ev.BatchReady, lost: Container[int]) -> ev.BatchReady:
     """Return a batch of our own trainer in which the groups that are lost have no body: they are not trained."""
-    scored = tuple(
+    kept = tuple(
         msgspec.structs.replace(group, body=None) if number in lost else group
-        for number, group in zip(batch.taken, batch.scored, strict=False)
+        for number, group in zip(batch.taken, batch.rollout_groups, strict=False)
     )
-    return msgspec.structs.replace(batch, scored=scored)
+    return msgspec.structs.replace(batch, rollout_groups=kept)
 
 
 def move(state: Trajectories, event: ev.BodiesMoved) -> None:

@@ -1,9 +1,9 @@
-"""What a status shows of scored groups: what waits for a batch, from where, and what no batch can take."""
+"""What a status shows of rollout groups: what waits for a batch, from where, and what no batch can take."""
 
 import msgspec
 
 from bombus.hive.trajectories.queue import Environment
-from bombus.hive.trajectories.standing import stranded
+from bombus.hive.trajectories.queue_status import stranded
 from bombus.hive.trajectories.state import Trajectories
 
 ENVIRONMENTS_SHOWN = 20
@@ -20,7 +20,7 @@ class EnvironmentStatus(msgspec.Struct, frozen=True, kw_only=True):
     held_groups: int  # that wait for others to make up the group_size
 
 
-class ScoredStatus(msgspec.Struct, frozen=True, kw_only=True):
+class RolloutGroupStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The queue of an engine, and its trainer. Each of `stranded` says why some groups are in no batch."""
 
     batch_size: int  # 0 while no trainer is registered
@@ -38,15 +38,15 @@ class ScoredStatus(msgspec.Struct, frozen=True, kw_only=True):
     given_up_why: str = ""  # of the last of them
 
 
-def scored_status(state: Trajectories, ours: bool = False) -> ScoredStatus | None:
-    """Return the status of an engine's scored groups, None where it has neither any nor a trainer for them.
+def rollout_group_status(state: Trajectories, ours: bool = False) -> RolloutGroupStatus | None:
+    """Return the status of an engine's rollout groups, None where it has neither any nor a trainer for them.
 
     `ours` says that the engine's own trainer takes the batches.
     """
     queue = state.queue
     if state.trainer is None and not queue.groups and not queue.environments:
         return None
-    return ScoredStatus(
+    return RolloutGroupStatus(
         batch_size=0 if state.trainer is None else queue.batch_size,
         step=state.current_step,
         handed_out=state.batches - state.withdrawn,
@@ -76,7 +76,7 @@ def _environment(environment: Environment) -> EnvironmentStatus:
     )
 
 
-def scored_lines(status: ScoredStatus) -> list[str]:
+def rollout_group_lines(status: RolloutGroupStatus) -> list[str]:
     """Return a status as text. Names are as their environments gave them: whoever prints them makes them one line."""
     waits = "" if status.delivered else ", the last one has not arrived"
     trainer = (
@@ -87,7 +87,7 @@ def scored_lines(status: ScoredStatus) -> list[str]:
     lines = [f"outside trainer: {trainer}"]
     if status.ours:
         lines = [f"trained here: step {status.step} of {status.num_steps}, batches of {status.batch_size} sequences"]
-    lines.append(f"scored groups: {status.groups} queued, {status.sequences} sequences, {status.tokens} tokens")
+    lines.append(f"rollout groups: {status.groups} queued, {status.sequences} sequences, {status.tokens} tokens")
     for each in status.environments[:ENVIRONMENTS_SHOWN]:
         minimum = "" if each.minimum is None else f", minimum {each.minimum:g}"
         held = f", {each.held_groups} groups held" if each.held_groups else ""

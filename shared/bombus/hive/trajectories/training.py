@@ -1,4 +1,4 @@
-"""What our own trainer makes of a scored group, and which groups it does not train.
+"""What our own trainer makes of a rollout group, and which groups it does not train.
 
 A group that it would train otherwise than its environment meant is refused, by the name of the field.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from bombus.hive.events import TrainerRegistered
-from bombus.hive.trajectories.records import ScoredGroup, int_rows
+from bombus.hive.trajectories.records import RolloutGroup, int_rows
 
 NOT_TRAINED = -100  # the mask of a token that is not trained; that of any other is the token itself
 LOGPROB_MAX = 0.01  # a logprob is 0 at most, but for the rounding of whoever computed it
@@ -27,7 +27,7 @@ class Handling(msgspec.Struct, frozen=True):
     zeroed: bool = False
 
 
-def why_not_trained(group: ScoredGroup, tokens_max: int = 0) -> str:
+def why_not_trained(group: RolloutGroup, tokens_max: int = 0) -> str:
     """Return why our trainer does not train this group, as a sentence for its sender; empty if it does.
 
     Sequences have at most `tokens_max` tokens; 0: there is no such limit.
@@ -43,7 +43,7 @@ def why_not_trained(group: ScoredGroup, tokens_max: int = 0) -> str:
     )
 
 
-def handling_of(group: ScoredGroup) -> list[Handling]:
+def handling_of(group: RolloutGroup) -> list[Handling]:
     """Return how each sequence is trained.
 
     The temperature is that of the sequence's `overrides`, else of `generation_params`, else of `group_overrides`, else
@@ -129,7 +129,7 @@ def checkpoint_folder(event: TrainerRegistered | None) -> str:
 # ---- why a group is not trained ----------------------------------------------------------------------------------
 
 
-def _why_not_these_fields(group: ScoredGroup) -> str:
+def _why_not_these_fields(group: RolloutGroup) -> str:
     given = {
         "ref_logprobs": group.ref_logprobs is not None,
         "distill_token_ids": group.distill_token_ids is not None,
@@ -147,7 +147,7 @@ def _holds_something(value: object) -> bool:
     return any(map(_holds_something, value)) if isinstance(value, list) else value is not None
 
 
-def _why_not_these_overrides(group: ScoredGroup) -> str:
+def _why_not_these_overrides(group: RolloutGroup) -> str:
     try:
         handling_of(group)
     except ValueError as why:
@@ -155,7 +155,7 @@ def _why_not_these_overrides(group: ScoredGroup) -> str:
     return ""
 
 
-def _why_not_these_masks(group: ScoredGroup) -> str:
+def _why_not_these_masks(group: RolloutGroup) -> str:
     lengths = group.sequence_lengths()
     rows = zip(int_rows(group.tokens, lengths), int_rows(group.masks, lengths), strict=True)
     for number, (tokens, masks) in enumerate(rows):
@@ -168,7 +168,7 @@ def _why_not_these_masks(group: ScoredGroup) -> str:
     return ""
 
 
-def _why_not_these_logprobs(group: ScoredGroup) -> str:
+def _why_not_these_logprobs(group: RolloutGroup) -> str:
     if group.inference_logprobs is None:
         return ""
     lengths = group.sequence_lengths()
@@ -183,7 +183,7 @@ def _why_not_these_logprobs(group: ScoredGroup) -> str:
     return ""
 
 
-def _why_not_these_advantages(group: ScoredGroup) -> str:
+def _why_not_these_advantages(group: RolloutGroup) -> str:
     if group.advantages is None:
         return ""
     lengths = group.sequence_lengths()

@@ -69,8 +69,8 @@ def _turn(turn: Turn, largest: float) -> str:
         f"temperature {turn.sampling.temperature:g}",
         f"{turn.seconds:.2f} s",
     ]
-    if turn.side_call:
-        facts.insert(0, f"side call {_text(turn.side_call)}")
+    if turn.auxiliary_call:
+        facts.insert(0, f"auxiliary call {_text(turn.auxiliary_call)}")
     if turn.role:
         facts.insert(0, f"role {_text(turn.role)}")
     if turn.untrained:

@@ -100,7 +100,7 @@ def extends(turn: Turn) -> str:
 
 def _turn(turn: Turn, tokens_max: int, paint: _Paint) -> Iterator[str]:
     role = f", role {turn.role}" if turn.role else ""
-    role += f", side call {turn.side_call}" if turn.side_call else ""
+    role += f", auxiliary call {turn.auxiliary_call}" if turn.auxiliary_call else ""
     yield paint(BOLD, f"call {turn.number}") + f"  {turn.call}{one_line(role)}"
     sampled = sum(len(reply.tokens) for reply in turn.replies)
     prompt = f"{turn.prompt_tokens} prompt tokens ({turn.prompt_added} of them new)"

@@ -41,9 +41,9 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """One call. `parent` is the number of the turn that it extends, 0 when it starts a branch of its own.
 
     `messages` and `prompt` are what it added to its parent's; `tools`, and the `variables` that its request gave to the
-    chat template, are those of its whole branch. `side_call` is what the harness made the call for on its own account.
-    `advantage` is None where none is known. `seen` is its whole prompt
-    with special tokens marked: what its parent and that one's reply were, and what it added.
+    chat template, are those of its whole branch. `auxiliary_call` is what the harness made the call for on its own
+    account. `advantage` is None where none is known. `seen` is its whole prompt with special tokens marked: what its
+    parent and that one's reply were, and what it added.
     """
 
     number: int
@@ -63,13 +63,13 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     untrained: str  # why none of its tokens is trained, "" when they are
     advantage: float | None
     seen: tuple[str, str] = ("", "")
-    side_call: str = ""
+    auxiliary_call: str = ""
     overridden: tuple[str, ...] = ()  # what its client asked for, or sent, that was not done or was left out
 
     @property
     def is_aside(self) -> bool:
-        """Whether it is a side call that is not trained, and so no branch of its episode."""
-        return bool(self.side_call and self.untrained)
+        """Whether it is an auxiliary call that is not trained, and so no branch of its episode."""
+        return bool(self.auxiliary_call and self.untrained)
 
 
 class EpisodeTranscript(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,7 +84,7 @@ class EpisodeTranscript(msgspec.Struct, frozen=True, kw_only=True):
     def branches(self) -> list[tuple[int, ...]]:
         """Return the turns that lead to each turn that no other extends, that turn included, from first to last.
 
-        Side calls that are not trained are only where others extend them.
+        Auxiliary calls that are not trained are only where others extend them.
         """
         parents = {turn.number: turn.parent for turn in self.turns}
         counted = [turn.number for turn in self.turns if not turn.is_aside]
@@ -201,7 +201,7 @@ class _TurnDecoder:
             seconds=max(0, timings.finished_ns - timings.received_ns) / 1e9,
             untrained=untrained,
             advantage=None if untrained else advantage,
-            side_call=record.side_call,
+            auxiliary_call=record.auxiliary_call,
             overridden=record.overridden,
         )
 
@@ -233,8 +233,8 @@ class _TurnDecoder:
             return "sampled at temperature 0: there is no distribution to correct"
         if record.constrained:
             return f"held to a form ({', '.join(record.constrained)}), so it was not drawn from the policy alone"
-        if record.side_call and not _trains_side_calls(self._job):
-            return f"a side call of its harness ({record.side_call}), which the job does not train"
+        if record.auxiliary_call and not _trains_auxiliary_calls(self._job):
+            return f"an auxiliary call of its harness ({record.auxiliary_call}), which the job does not train"
         if self._masked:
             return "a call of its episode was cut at the job's limit, and the job masks such episodes"
         return ""
@@ -252,8 +252,8 @@ class _TurnDecoder:
         return TurnReply(tokens=tokens, finish=str(choice.finish), message=choice.message)
 
 
-def _trains_side_calls(job: RunConfig | None) -> bool:
-    return job is not None and job.rollout.trains_side_calls
+def _trains_auxiliary_calls(job: RunConfig | None) -> bool:
+    return job is not None and job.rollout.trains_auxiliary_calls
 
 
 def _is_masked(story: EpisodeStory, records: Mapping[CallRef, CallRecord], job: RunConfig | None) -> bool:
@@ -266,7 +266,7 @@ def _is_masked(story: EpisodeStory, records: Mapping[CallRef, CallRecord], job: 
             trained = [
                 record
                 for ref, record in records.items()
-                if story.belongs(ref) and (job.rollout.trains_side_calls or not record.side_call)
+                if story.belongs(ref) and (job.rollout.trains_auxiliary_calls or not record.auxiliary_call)
             ]
             return any(record.was_cut(*limits) for record in trained)
         case Overlong.KEEP | Overlong.PENALTY:

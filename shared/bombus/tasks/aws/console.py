@@ -1,4 +1,5 @@
-"""The AWS command line for one world: a process of its own that speaks with one simulator, and with nothing else."""
+"""The AWS command line for one environment: a process of its own that speaks with one simulator, and with nothing
+else."""
 
 import asyncio
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from bombus.environments.kinds import EnvironmentLost
-from bombus.host.process import die_with_this_process, kill
+from bombus.machine.process import die_with_this_process, kill
 from bombus.tasks.aws.isolation import LINE_BYTES_MAX, PACKAGES, WORKER, IsolatedWorker
 from bombus.tasks.aws.worker import WorkerRequest
 from bombus.tasks.isolation import import_path
@@ -59,7 +60,7 @@ class AwsConsole:
                 raise
         if self._is_closed or self._process is None:  # perhaps while it started
             await self._end()
-            raise EnvironmentLost("the console of this world is closed")
+            raise EnvironmentLost("the console of this environment is closed")
         return self._process
 
     async def _started(self) -> asyncio.subprocess.Process:

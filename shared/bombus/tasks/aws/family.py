@@ -1,4 +1,4 @@
-"""The families `aws:<tier>`: their tasks, and a world for each episode."""
+"""The families `aws:<tier>`: their tasks, and an environment for each episode."""
 
 import logging
 import random
@@ -9,7 +9,7 @@ from bombus.environments.budgets import RolloutBudgets
 from bombus.errors import Code, Refused
 from bombus.sdk.types import Task
 from bombus.tasks.aws.catalogue import TASKS, TIERS
-from bombus.tasks.aws.world import AwsWorld
+from bombus.tasks.aws.environment import AwsEnvironment
 from bombus.tasks.kinds import NoOptions, TaskDraw, TaskFamily, TaskName, TasksNotInstalled, TaskSplit, options_of
 
 log = logging.getLogger("bombus")
@@ -40,7 +40,7 @@ class AwsTasks:
         ]
 
     def environment(self) -> object:
-        return AwsWorld()
+        return AwsEnvironment()
 
     def figures(self) -> Mapping[str, float]:
         return {}

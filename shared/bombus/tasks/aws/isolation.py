@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from bombus.host.process import die_with_this_process, kill
+from bombus.machine.process import die_with_this_process, kill
 from bombus.tasks.isolation import CONFIG, HOME, isolated, why_no_isolation
 
 LOOPBACK = Path(__file__).with_name("loopback.py")
@@ -27,13 +27,13 @@ log = logging.getLogger("bombus")
 
 
 class IsolatedWorker:
-    """The process, and the door through which it reaches the simulator. `process` is None where it is not made."""
+    """The process, and the channel through which it reaches the simulator. `process` is None where it is not made."""
 
     def __init__(self, folder: Path, address: str) -> None:
         self.process: asyncio.subprocess.Process | None = None
         self._folder = folder
         self._host, self._port = urlsplit(address).hostname or "", urlsplit(address).port or 80
-        self._door: asyncio.Server | None = None
+        self._channel: asyncio.Server | None = None
 
     async def start(self, config: Path, variables: Mapping[str, str]) -> bool:
         """Start the process. Return whether that worked; a line in the log says why it did not, once."""
@@ -64,15 +64,15 @@ class IsolatedWorker:
             await self.close()
             _warn(" ".join(errors.read_text(errors="replace")[:300].split()) or "it did not start in time")
             return False
-        self._door = await asyncio.start_server(self._pass_on, sock=listening)
+        self._channel = await asyncio.start_server(self._pass_on, sock=listening)
         return True
 
     async def close(self) -> None:
-        """End the process, and close its door. Closing again does nothing."""
+        """End the process, and close its channel. Closing again does nothing."""
         process, self.process = self.process, None
-        door, self._door = self._door, None
-        if door is not None:
-            door.close()
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
         if process is not None and process.returncode is None:
             kill(process)
             await process.wait()

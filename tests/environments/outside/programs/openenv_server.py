@@ -1,7 +1,8 @@
 """A server by OpenEnv's own code: `openenv_server.py PORT CAP TIMEOUT_S KIND`.
 
-KIND is `counter`, a world that counts what it is told, `mcp`, one with tools of MCP, `both`, one with such tools whose
-actions do not call them, or `union`, one that tells its tools and calls them by two kinds of actions, without MCP.
+KIND is `counter`, an environment that counts what it is told, `mcp`, one with tools of MCP, `both`, one with such tools
+whose actions do not call them, or `union`, one that tells its tools and calls them by two kinds of actions, without
+MCP.
 """
 
 import itertools
@@ -33,13 +34,13 @@ class Add(Action):
 
 
 class Count(Observation):
-    world: int = 0
+    environment: int = 0
     count: int = 0
     was_reset: bool = False
     was_closed: bool = False
 
 
-class CounterWorld(Environment):
+class CounterEnvironment(Environment):
     SUPPORTS_CONCURRENT_SESSIONS = True
 
     def __init__(self) -> None:
@@ -48,7 +49,7 @@ class CounterWorld(Environment):
 
     def reset(self, seed: int | None = None, episode_id: str | None = None, **kwargs: Any) -> Count:
         if seed == 13:
-            raise ValueError("there is no such world")
+            raise ValueError("there is no such environment")
         self.count, self.was_reset = seed or 0, True
         return self._seen(None)
 
@@ -59,7 +60,7 @@ class CounterWorld(Environment):
 
     def _seen(self, reward: float | None) -> Count:
         return Count(
-            world=self.number,
+            environment=self.number,
             count=self.count,
             was_reset=self.was_reset,
             was_closed=self.was_closed,
@@ -75,7 +76,7 @@ class CounterWorld(Environment):
         self.was_closed = True
 
 
-class ToolWorld(MCPEnvironment):
+class ToolEnvironment(MCPEnvironment):
     SUPPORTS_CONCURRENT_SESSIONS = True
 
     def __init__(self) -> None:
@@ -99,7 +100,7 @@ class ToolWorld(MCPEnvironment):
         return State()
 
 
-class LookingWorld(ToolWorld):
+class LookingEnvironment(ToolEnvironment):
     """Has tools, and actions of its own."""
 
     def _step_impl(self, action: Action, timeout_s: float | None = None, **kwargs: Any) -> Observation:
@@ -110,7 +111,7 @@ Either = TypeAdapter(ListToolsAction | CallToolAction)
 
 
 class EitherAction(Action):
-    """One of two kinds of actions, as in the environment of OpenEnv's that plays the Agent World Model."""
+    """One of two kinds of actions, as in the environment of OpenEnv's that plays the Agent Environment Model."""
 
     @classmethod
     def model_validate(cls, found: Any, **kwargs: Any) -> Any:
@@ -121,7 +122,7 @@ class EitherAction(Action):
         return Either.json_schema(**kwargs)
 
 
-class UnionWorld(CounterWorld):
+class UnionEnvironment(CounterEnvironment):
     def step(self, action: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
         if isinstance(action, ListToolsAction):
             return ListToolsObservation(tools=[Tool(name="add", description="Adds.", input_schema={"type": "object"})])
@@ -130,12 +131,12 @@ class UnionWorld(CounterWorld):
 
 def main(port: int, cap: int, timeout_s: float, kind: str) -> None:
     limits = ConcurrencyConfig(max_concurrent_envs=cap, session_timeout=timeout_s or None)
-    world, action, observation = {
-        "mcp": (ToolWorld, CallToolAction, CallToolObservation),
-        "both": (LookingWorld, Add, Count),
-        "union": (UnionWorld, EitherAction, Count),
-    }.get(kind, (CounterWorld, Add, Count))
-    app = create_app(world, action, observation, kind, concurrency_config=limits)
+    environment, action, observation = {
+        "mcp": (ToolEnvironment, CallToolAction, CallToolObservation),
+        "both": (LookingEnvironment, Add, Count),
+        "union": (UnionEnvironment, EitherAction, Count),
+    }.get(kind, (CounterEnvironment, Add, Count))
+    app = create_app(environment, action, observation, kind, concurrency_config=limits)
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="error")
 
 

@@ -1,4 +1,4 @@
-"""Scored groups come in, and go out as batches (R16)."""
+"""Rollout groups come in, and go out as batches (R16)."""
 
 from collections.abc import Iterable, Sequence
 
@@ -24,9 +24,9 @@ from bombus.hive.trajectories.queue import QueuedGroup, held_after, why_no_room,
 from bombus.hive.trajectories.state import digest_of
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, wrong_phase
 from bombus_coordinator.rules.live import Live
+from bombus_coordinator.rules.operations.queue import is_body
+from bombus_coordinator.rules.operations.serving import FLOORS_MAX
 from bombus_coordinator.rules.replicas import all_loaded
-from bombus_coordinator.rules.tenants.operations import is_body
-from bombus_coordinator.rules.tenants.serving import FLOORS_MAX
 from bombus_coordinator.rules.trajectories.registering import again, check_queue
 
 GROUPS_MAX = 1_024  # of one push: its event is far below the size of a message
@@ -48,7 +48,7 @@ def push(hive: Hive, live: Live, message: PushGroups) -> Decisions:
             )
         yield Decision(replies=(CommandReply(message.id, Pushed(held=repeated.held)),))
         return
-    check_queue(engine, "take scored groups")
+    check_queue(engine, "take rollout groups")
     if live.refusing_groups:
         raise Refused(Code.STORAGE_FULL, f"{live.refusing_groups} Try again when there is room.")
     if not 0 < len(message.groups) <= GROUPS_MAX or len(message.key) > KEY_CHARS_MAX:
@@ -131,7 +131,7 @@ def take(engine: EngineState, live: Live, message: TakeBatch) -> Decisions:
         raise Refused(
             Code.UNSUPPORTED,
             f"Run {engine.run} of engine {engine.name} is trained by the engine's own trainer, which takes each batch "
-            "itself. To take them elsewhere, stop it and configure a job without collection.scored_groups.",
+            "itself. To take them elsewhere, stop it and configure a job without collection.rollout_groups.",
         )
     if not engine.queues_groups or state.trainer is None:
         raise wrong_phase("hand out a batch", engine.phase, "Register a trainer first.")
@@ -257,7 +257,7 @@ def _bodies(engine: EngineState, message: GiveUpGroups) -> dict[int, int]:
         groups = ((each.group, queued[each.group]) for each in message.groups if each.group in queued)
     elif engine.makes_steps:
         if engine.batch is not None and engine.batch.step == message.number:
-            groups = zip(engine.batch.taken, engine.batch.scored, strict=False)
+            groups = zip(engine.batch.taken, engine.batch.rollout_groups, strict=False)
     elif handed is not None and not handed.delivered and handed.number == message.number:
         groups = zip(handed.numbers, handed.groups, strict=False)
     return {number: group.body.first for number, group in groups if group.body is not None}

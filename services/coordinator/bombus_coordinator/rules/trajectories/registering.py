@@ -1,4 +1,4 @@
-"""Trainers and environments of scored trajectories: they register, are heard of, and leave."""
+"""Trainers and environments of rollout groups: they register, are heard of, and leave."""
 
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
@@ -21,9 +21,9 @@ FOLDER_CHARS_MAX = 4_096  # as file systems have it
 def register_trainer(engine: EngineState, live: Live, message: RegisterTrainer) -> Decisions:
     """Begin a run for a trainer. The run before it ends, and its groups go with it.
 
-    Where the engine's job makes batches of scored groups, the run boots like one of episodes. The trainer is ours, with
-    the settings that are registered, unless the job has groups of episodes alone. Without such a job it is somebody
-    else's, and the run rolls at once.
+    Where the engine's job makes batches of rollout groups, the run boots like one of episodes. The trainer is ours,
+    with the settings that are registered, unless the job has groups of episodes alone. Without such a job it is
+    somebody else's, and the run rolls at once.
     """
     check_queue(engine, "register a trainer")
     why = why_no_batch_size(message.batch_size)
@@ -56,7 +56,7 @@ def register_trainer(engine: EngineState, live: Live, message: RegisterTrainer) 
     )
     reply = CommandReply(message.id, Done(run=run))
     rules = Collection() if engine.configured is None else engine.configured.collection
-    if rules.scored_groups or rules.episode_groups:
+    if rules.rollout_groups or rules.episode_groups:
         started = _started(engine, live, registered)
         yield Decision(events=(*events, started, registered), replies=(reply,))
         return
@@ -67,7 +67,7 @@ def register_trainer(engine: EngineState, live: Live, message: RegisterTrainer) 
 
 
 def check_queue(engine: EngineState, action: str) -> None:
-    """Raise `Refused` while a run is on that does not make its batches of scored groups."""
+    """Raise `Refused` while a run is on that does not make its batches of rollout groups."""
     if engine.phase != Phase.OFFLINE and not engine.queues_groups:
         does = "serves training operations" if engine.serves_operations else "plays episodes"
         hint = f"Run {engine.run} of engine {engine.name} {does}: stop it, or use another engine."
@@ -78,7 +78,7 @@ def _started(engine: EngineState, live: Live, registered: ev.TrainerRegistered) 
     """Return the start of a run with a job. Raises `Refused` for settings that our own trainer cannot have."""
     assert engine.configured is not None
     begins, anew = beginning(engine)
-    is_ours = engine.configured.collection.scored_groups
+    is_ours = engine.configured.collection.rollout_groups
     why = why_not_registered(registered, 0 if begins is None else begins.step) if is_ours else ""
     if why:
         raise Refused(Code.MALFORMED, why)

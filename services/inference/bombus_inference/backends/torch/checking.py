@@ -12,7 +12,7 @@ from bombus.architectures.probing import (
     Disagreement,
     chosen,
     compared,
-    probe_lines,
+    probe_sequences,
     probe_tokens,
     reference_logprobs,
     refusing,
@@ -36,7 +36,7 @@ def disagreement(model: PreTrainedModel, block_tokens: int, limit: int) -> Disag
     """Compare what the engine computes with transformers' forward pass, for sequences of up to `limit` tokens."""
     with torch.no_grad():
         tokens = probe_tokens(model.config, limit, max(PROBE_TOKENS, 2 * block_tokens + SINGLE_TOKENS))
-        lines = probe_lines(int(model.config.get_text_config().vocab_size), tokens)
+        lines = probe_sequences(int(model.config.get_text_config().vocab_size), tokens)
         theirs = [reference_logprobs(model, line) for line in lines]
         return Disagreement.between(_paged_logprobs(model, block_tokens, lines), theirs)
 

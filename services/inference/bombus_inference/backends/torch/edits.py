@@ -17,7 +17,7 @@ from bombus.hive.records import SamplingParams
 
 
 class LogitEdits:
-    """The wishes of one sequence, and the tokens that they look at."""
+    """The parameters of one sequence, and the tokens that they look at."""
 
     __slots__ = ("_bias", "_counts", "_frequency", "_places", "_presence", "_repetition", "_tokens")
 

@@ -21,7 +21,7 @@ import httpx
 from bombus.errors import Code, EngineFault, Refused
 from bombus.hive.generation import Fault, Generate
 from bombus.hive.records import SamplingParams, pack_tokens
-from bombus.host.environments import environment_python
+from bombus.machine.environments import environment_python
 from bombus.weights.adapters import ADAPTER_FILE
 from bombus.weights.deltas import FULL_FILE
 from bombus_inference.backends.adapter_folders import check_address

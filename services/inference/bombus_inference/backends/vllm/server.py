@@ -21,8 +21,8 @@ from pathlib import Path
 import httpx
 
 from bombus.errors import EngineFault, Refused
-from bombus.host.hardware import gpu_environment
-from bombus.host.hive_keys import KEY_VARIABLES
+from bombus.machine.hardware import gpu_environment
+from bombus.machine.hive_keys import KEY_VARIABLES
 from bombus.weights.adapters import VLLM_RANKS, read_adapter_config
 from bombus.weights.deltas import FULL_FILE
 from bombus.weights.models import cache_folder

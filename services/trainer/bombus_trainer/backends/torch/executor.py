@@ -54,8 +54,8 @@ def loss_of_terms(
         sampler_logprobs_N=scored.terms["sampler_logprobs_N"],
         advantages_N=scored.terms["advantages_N"],
         weights_N=scored.terms["weights_N"],
-        lines_N=scored.terms["lines_N"],
-        lines=scored.lines,
+        sequences_N=scored.terms["sequences_N"],
+        sequences=scored.sequences,
         reference_logprobs_N=reference_N,
         entropy_N=scored.entropy_N,
     )

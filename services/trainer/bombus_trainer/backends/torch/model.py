@@ -22,12 +22,12 @@ from bombus.architectures.probing import (
     Disagreement,
     check_gradients,
     compared,
-    probe_lines,
+    probe_sequences,
     probe_tokens,
     reference_logprobs,
     refusing,
     sequence_limit,
-    uneven_lines,
+    uneven_sequences,
 )
 from bombus.architectures.shapes import layer_shapes
 from bombus.errors import EngineFault
@@ -57,14 +57,14 @@ class ScoredTerms:
     """The logprob of each term of a bin [N], with gradient unless it was switched off, and its entropy.
 
     The entropy has a gradient if there is a bonus for it. `terms` has what a loss also needs, on the model's device:
-    `LOSS_TERMS`, and `lines_N`, which numbers the sequence that each belongs to, below `lines`. `logits_N` are those of
-    the targets, if they were asked for.
+    `LOSS_TERMS`, and `sequences_N`, which numbers the sequence that each belongs to, below `sequences`. `logits_N` are
+    those of the targets, if they were asked for.
     """
 
     logprobs_N: Tensor
     entropy_N: Tensor
     terms: dict[str, Tensor]
-    lines: int
+    sequences: int
     logits_N: Tensor | None = None
 
 
@@ -137,7 +137,7 @@ class PolicyModel:
                 "head_rows": packed.head_rows_U,
                 "head_temperatures": packed.head_temperatures_U,
                 "head_of_term": packed.head_of_term_N,
-                "lines_N": packed.lines_N,
+                "sequences_N": packed.sequences_N,
                 **{name: getattr(packed.terms, name) for name in ("targets_N", *LOSS_TERMS)},
                 **layout.arrays,
             },
@@ -162,7 +162,7 @@ class PolicyModel:
         chosen_UH = hidden_1TH[0].index_select(0, moved["head_rows"])
         scores = chosen_logprobs(chosen_UH, output, head, entropy_grad)
         logits_N = chosen_logits(chosen_UH, output, head) if logits else None
-        terms = {name: moved[name] for name in ("lines_N", *LOSS_TERMS)}
+        terms = {name: moved[name] for name in ("sequences_N", *LOSS_TERMS)}
         return ScoredTerms(*scores, terms, packed.sequences, logits_N)
 
     def flops(self, packed: Bin, backward: bool) -> float:
@@ -182,10 +182,10 @@ class PolicyModel:
 
         `limit` is the length of the longest sequence in tokens.
         """
-        lines = probe_lines(self.vocab_size, probe_tokens(self._model.config, limit, PROBE_TOKENS))
+        sequences = probe_sequences(self.vocab_size, probe_tokens(self._model.config, limit, PROBE_TOKENS))
         with torch.no_grad():
-            ours = self._last_logprobs(lines)
-            return Disagreement.between(ours, [reference_logprobs(self._model, line) for line in lines])
+            ours = self._last_logprobs(sequences)
+            return Disagreement.between(ours, [reference_logprobs(self._model, sequence) for sequence in sequences])
 
     def check_gradients(self) -> None:
         """Raise `EngineFault` if a miniature of this model has other gradients than transformers' own passes give.
@@ -207,21 +207,21 @@ class PolicyModel:
             log.info("gradients are not compared with those of transformers: %s", fault)
             return
         policy = PolicyModel(small, torch.float32, self._settings)
-        lines = uneven_lines(policy.vocab_size, WINDOW)
+        sequences = uneven_sequences(policy.vocab_size, WINDOW)
         with torch.enable_grad():  # whatever the caller does with the model
-            ours = policy._gradients(policy._last_logprobs(lines))
-            theirs = policy._gradients([reference_logprobs(small, line) for line in lines])
+            ours = policy._gradients(policy._last_logprobs(sequences))
+            theirs = policy._gradients([reference_logprobs(small, sequence) for sequence in sequences])
         check_gradients(ours, theirs)
         _gradients_compared.add(configuration)
 
-    def _last_logprobs(self, lines: list[Tensor]) -> list[Tensor]:
-        """Return the logprobs of each line's last tokens, computed in one tree, on the CPU."""
-        starts = np.cumsum([0, *(len(line) - 1 for line in lines)])
-        items = [probe(line.numpy(), int(start)) for line, start in zip(lines, starts)]
+    def _last_logprobs(self, sequences: list[Tensor]) -> list[Tensor]:
+        """Return the logprobs of each sequence's last tokens, computed in one tree, on the CPU."""
+        starts = np.cumsum([0, *(len(sequence) - 1 for sequence in sequences)])
+        items = [probe(sequence.numpy(), int(start)) for sequence, start in zip(sequences, starts)]
         (packed,) = pack(items, bin_tokens=1 << 24, shared_tokens_min=4)
         scored_N = self.score(packed).logprobs_N.cpu()[np.argsort(packed.terms.ids_N)]
-        parts = scored_N.split([len(line) - 1 for line in lines])
-        return [part[-compared(line) :] for line, part in zip(lines, parts, strict=True)]
+        parts = scored_N.split([len(sequence) - 1 for sequence in sequences])
+        return [part[-compared(sequence) :] for sequence, part in zip(sequences, parts, strict=True)]
 
     def _gradients(self, logprobs: list[Tensor]) -> list[Tensor]:
         parameters = list(self._model.parameters())
@@ -288,12 +288,12 @@ def recompute_layers(model: "PreTrainedModel") -> None:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
-def probe(line: Ints, first_id: int) -> TrainingItem:
+def probe(sequence: Ints, first_id: int) -> TrainingItem:
     """Make a sequence that is only scored: all its tokens but the first are terms, numbered from `first_id`."""
-    count = len(line) - 1
+    count = len(sequence) - 1
     ones = np.ones(count, dtype=np.float32)
     ids = np.arange(count) + first_id
-    return TrainingItem(line, np.arange(1, len(line)), Terms(ids, line[1:], ones, ones, ones, ones))
+    return TrainingItem(sequence, np.arange(1, len(sequence)), Terms(ids, sequence[1:], ones, ones, ones, ones))
 
 
 def _stored_dtype(folder: Path) -> torch.dtype:

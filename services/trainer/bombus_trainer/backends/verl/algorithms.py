@@ -14,7 +14,7 @@ from bombus.errors import EngineFault, in_one_line
 from bombus_trainer.algorithms.corrections import CorrectionRule, sampler_correction
 from bombus_trainer.algorithms.losses import PolicyLoss, reference_kl
 from bombus_trainer.backends.torch.model import ScoredTerms
-from bombus_trainer.data.batch import EpisodeGroup, Line, PreparedBatch, PreparedGroup, episode_reward
+from bombus_trainer.data.batch import EpisodeGroup, PreparedBatch, PreparedGroup, PreparedSequence, episode_reward
 from bombus_trainer.settings import TrainerSettings
 
 Estimate = Callable[..., tuple[Tensor, Tensor]]
@@ -100,16 +100,16 @@ def with_advantages(
 
 def _regroup(group: PreparedGroup, of_episode: Mapping[str, Any]) -> PreparedGroup:
     used: dict[str, int] = {}
-    lines: list[Line] = []
-    for line in group.lines:
-        name, mask_T = line.sequence.episode, line.sequence.loss_mask_T
+    sequences: list[PreparedSequence] = []
+    for entry in group.sequences:
+        name, mask_T = entry.sequence.episode, entry.sequence.loss_mask_T
         start = used.get(name, 0)
         used[name] = end = start + int(mask_T.sum())
-        advantages_T = np.zeros(len(line.sequence), dtype=np.float32)
+        advantages_T = np.zeros(len(entry.sequence), dtype=np.float32)
         if name in of_episode:
             advantages_T[mask_T] = of_episode[name][start:end]
-        lines.append(replace(line, advantages_T=advantages_T))
-    return replace(group, lines=tuple(lines))
+        sequences.append(replace(entry, advantages_T=advantages_T))
+    return replace(group, sequences=tuple(sequences))
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from transformers.utils.import_utils import (
 from bombus.architectures.miniatures import empty_model
 from bombus.architectures.probing import (
     Disagreement,
-    probe_lines,
+    probe_sequences,
     probe_tokens,
     refusing,
     sequence_limit,
@@ -206,8 +206,8 @@ def _check_packing(engine: Any, tokens: int) -> Disagreement:
     verl computes with transformers' own attention, so what can be wrong is that sequences of a row see each other, or
     that a window counts from the row's beginning. Raises if the model changes what its head returns.
     """
-    lines = _probe_items(engine, tokens)
-    return Disagreement.between([_scored(engine, lines)], [_scored(engine, [line]) for line in lines])
+    sequences = _probe_items(engine, tokens)
+    return Disagreement.between([_scored(engine, sequences)], [_scored(engine, [sequence]) for sequence in sequences])
 
 
 def _check_parts(engine: Any, tokens: int) -> Disagreement:
@@ -216,16 +216,16 @@ def _check_parts(engine: Any, tokens: int) -> Disagreement:
     A layer that looks at earlier tokens in another way than by attention would begin anew in each part. So each
     sequence is also a row of its own, which is then split in its middle.
     """
-    lines = _probe_items(engine, tokens)
-    ours = [_scored(engine, lines), *(_scored(engine, [line]) for line in lines)]
+    sequences = _probe_items(engine, tokens)
+    ours = [_scored(engine, sequences), *(_scored(engine, [sequence]) for sequence in sequences)]
     with _whole_rows(engine):
-        alone = [_scored(engine, [line]) for line in lines]
+        alone = [_scored(engine, [sequence]) for sequence in sequences]
     return Disagreement.between(ours, alone + alone)
 
 
 def _probe_items(engine: Any, tokens: int) -> MicroBatch:
     vocabulary = int(engine.model_config.hf_config.get_text_config().vocab_size)
-    return [probe(line.numpy(), 0) for line in probe_lines(vocabulary, tokens)]
+    return [probe(sequence.numpy(), 0) for sequence in probe_sequences(vocabulary, tokens)]
 
 
 def _scored(engine: Any, micro_batch: MicroBatch) -> Tensor:

@@ -97,7 +97,7 @@ class VerlExecutor(StepBackend[MicroBatch]):
         counts = [len(item.terms) for item in micro_batch]
         terms = Terms.concatenate([item.terms for item in micro_batch])
         arrays = {name: getattr(terms, name) for name in LOSS_TERMS}
-        arrays["lines_N"] = np.repeat(np.arange(len(micro_batch)), counts)
+        arrays["sequences_N"] = np.repeat(np.arange(len(micro_batch)), counts)
         share = 0.0
 
         def loss(model_output: Mapping[str, Tensor], **_: object) -> tuple[Tensor, dict[str, float]]:

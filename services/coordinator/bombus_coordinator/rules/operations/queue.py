@@ -1,0 +1,515 @@
+"""Accept training operations in the order in which they come, and take each one's first result (R17)."""
+
+import re
+from collections import Counter
+from itertools import chain
+from typing import TypeAlias
+
+import msgspec
+
+from bombus.errors import Code, Refused
+from bombus.figures import byte_size
+from bombus.hive import events as ev
+from bombus.hive.events import Event, ModelEnd
+from bombus.hive.inbox import (
+    Accepted,
+    CheckpointWritten,
+    Done,
+    ModelAway,
+    Operate,
+    OperationBegins,
+    OperationDone,
+    RebuildsModel,
+)
+from bombus.hive.operations.owners import owner_of
+from bombus.hive.operations.state import END_MODEL, ClientModel, KeptWeights, Queued, TrainingSession, bodies_share
+from bombus.hive.records import BODY_BYTES_MAX, BODY_PARTS_MAX, DIGEST_BYTES, BodyRef
+from bombus.hive.shares import has_share
+from bombus.hive.state import EngineState, Phase
+from bombus_coordinator.rules.claims import no_room
+from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, wrong_phase
+from bombus_coordinator.rules.live import Live, ns
+from bombus_coordinator.rules.operations.ending import room_for_model
+
+CREATE, END, SAVE = "create_model", END_MODEL, "save_weights"
+ENDS_MAX = 3  # attempts to save such a model
+ENDED_S = 30 * 24 * 3600.0  # how long what such an operation saves is kept
+HELD_S = 24 * 3600.0  # for which what waits for a suspended model keeps what it is to load
+METRICS_MAX = 32
+WHY_CHARS_MAX = 500
+TEXT_CHARS_MAX = 1000  # of a base's name, and of a saved model's
+PATH_CHARS_MAX = 4096  # no system takes longer ones
+ADDRESS_CHARS_MAX = 128
+METADATA_BYTES_MAX = 4 << 10  # of a model, and of a checkpoint
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:=+@-]{0,127}\Z")  # what can be that of a folder
+_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
+_UNNAMED = re.compile(r"(sample|inflight)-\d+\Z")  # what gateways call a save that its client has given no name
+_OP = re.compile(r"[a-z][a-z_]{0,31}\Z")
+
+
+def operate(engine: EngineState, live: Live, message: Operate) -> Decisions:
+    """Accept an operation. One that was accepted before keeps its id, whether it waits or was executed.
+
+    The one that creates a model starts a run on an engine that is offline.
+    """
+    clients = engine.clients
+    session = clients.sessions.get(message.session)
+    if session is not None and session.ended is None:
+        live.session_seen[engine.name, message.session] = live.now_ns
+    model = clients.models.get(message.model)
+    before = None if model is None else model.operations.get(message.key)
+    if model is not None and before is not None:
+        _check_owner(engine, message, model)
+        yield Decision(replies=(CommandReply(message.id, _again(model, live, message, before)),))
+        return
+    _check_form(message)
+    if session is None:
+        raise Refused(Code.UNKNOWN_SESSION, f"There is no session {message.session}: open one.")
+    if session.ended is not None and message.op != END:  # what is left of it can be ended
+        raise Refused(
+            Code.SESSION_OVER, f"Session {message.session} has ended ({session.ended.reason}): open another one."
+        )
+    if live.refusing and message.op != END:
+        raise no_room(live)
+    if message.body.first < max(live.released, clients.released.get(message.model, 0)):
+        raise Refused(Code.BODY_GONE, "The body of this operation was stored too long ago: store it again.")
+    events: tuple[Event, ...] = ()
+    run = engine.run
+    if message.op == CREATE:
+        events = _room_for_new(engine, live, message, session)
+        if engine.phase == Phase.OFFLINE:
+            run += 1
+            events += (run_started(engine, live, message.base),)
+        events += (
+            ev.ModelOpened(
+                at_ns=live.now_ns,
+                engine=engine.name,
+                run=run,
+                model=message.model,
+                session=message.session,
+                base=message.base,
+                metadata=message.metadata,
+            ),
+        )
+    else:
+        model = _open_model(engine, message, model)
+        _check_room(engine, message, model)
+        events = _room_for_save(engine, live, message, model)
+    number = 1 if model is None else model.numbers + 1
+    accepted = ev.OperationAccepted(
+        at_ns=live.now_ns,
+        engine=engine.name,
+        run=run,
+        model=message.model,
+        number=number,
+        key=message.key,
+        op=message.op,
+        body=message.body,
+        passive=message.passive,
+        metadata=message.metadata if message.op == SAVE else {},
+        reads=message.reads,
+    )
+    reply = Accepted(run=run, operation=accepted.operation, number=number)
+    yield Decision(events=(*events, accepted), replies=(CommandReply(message.id, reply),))
+
+
+def _check_owner(engine: EngineState, message: Operate, model: ClientModel) -> None:
+    """Raise `Refused` where a model has a name that a client of another key has chosen too, at the same time."""
+    session = engine.clients.sessions.get(message.session)
+    if session is not None and session.owner != owner_of(engine.clients, model):
+        code = Code.MODEL_EXISTS if message.op == CREATE else Code.UNKNOWN_MODEL
+        raise Refused(code, f"Model {message.model} belongs to another client: give yours another name.")
+
+
+def _again(model: ClientModel, live: Live, message: Operate, before: Queued) -> Accepted:
+    """Return the answer to an operation that was accepted before. Raises `Refused` for another one of the same key."""
+    if before.body is None or before.body.digest != message.body.digest:
+        raise Refused(
+            Code.OTHER_BODY,
+            f"Operation {message.key} of model {message.model} was accepted with another body; that one stands. Give "
+            "each operation a key of its own.",
+        )
+    age_s = (live.now_ns - before.accepted_ns) / 1e9
+    if message.again_s and age_s > message.again_s:
+        raise Refused(
+            Code.OTHER_BODY,
+            f"Operation {message.key} of model {message.model} was accepted {age_s:.0f} s ago, too long for this one "
+            "to be the same, sent again. Give each operation a key of its own.",
+        )
+    return Accepted(run=model.run, operation=f"{message.model}:{message.key}", number=before.number)
+
+
+def _check_form(message: Operate) -> None:
+    """Raise `Refused` for names and a body that no API sends."""
+    for what, text, form in (
+        ("session", message.session, NAME),
+        ("model", message.model, NAME),
+        ("key", message.key, _KEY),
+        ("op", message.op, _OP),
+    ):
+        if not form.match(text):
+            raise Refused(
+                Code.MALFORMED, f"{what} {text[:40]!r} is not a name: use letters, digits, dots, dashes and underscores"
+            )
+    if not is_body(message.body):
+        raise Refused(Code.MALFORMED, "The reference to the body names no parts of it, or too many: store it again.")
+    if len(message.base) > TEXT_CHARS_MAX:
+        raise Refused(Code.MALFORMED, f"The name of a base model has at most {TEXT_CHARS_MAX} characters.")
+    if len(message.reads) > TEXT_CHARS_MAX:
+        raise Refused(Code.MALFORMED, f"The name of a saved model has at most {TEXT_CHARS_MAX} characters.")
+    if len(msgspec.msgpack.encode(message.metadata)) > METADATA_BYTES_MAX:
+        raise Refused(Code.TOO_LARGE, f"Metadata of a model or a checkpoint is over {METADATA_BYTES_MAX} bytes.")
+
+
+def is_body(body: BodyRef) -> bool:
+    """Return whether a reference can be one to a body."""
+    seqs = body.seqs
+    return (
+        0 < len(seqs) <= BODY_PARTS_MAX
+        and all(seq > 0 for seq in seqs)
+        and 0 <= body.size <= BODY_BYTES_MAX
+        and len(body.digest) == DIGEST_BYTES
+    )
+
+
+def check_base(engine: EngineState, base: str, what: str) -> None:
+    """Raise `Refused` when this engine cannot serve models on a base now, which somebody needs to do `what`."""
+    if engine.phase != Phase.OFFLINE and not engine.serves_operations:
+        raise wrong_phase(
+            what,
+            engine.phase,
+            f"Engine {engine.name} plays episodes in run {engine.run}; stop it first, or use another engine.",
+        )
+    if not base:
+        raise Refused(Code.MALFORMED, f"To {what}, name its base.")
+    job = engine.configured
+    if engine.phase == Phase.OFFLINE and job is not None and base not in (job.model, engine.name):
+        raise Refused(
+            Code.UNKNOWN_MODEL,
+            f"Engine {engine.name} is configured for models on {job.model}, not on {base}. Use that base, or "
+            "another engine, or configure this one with a job for your base.",
+        )
+    served = "" if engine.started is None else engine.started.base
+    if engine.phase != Phase.OFFLINE and base != served:
+        raise Refused(
+            Code.UNKNOWN_MODEL,
+            f"Engine {engine.name} serves models on {served} in run {engine.run}, not on {base}. Use that base, "
+            "or another engine.",
+        )
+
+
+def _room_for_new(engine: EngineState, live: Live, message: Operate, session: TrainingSession) -> tuple[Event, ...]:
+    """Return what makes room for another model. Raises `Refused` when this engine cannot serve it now."""
+    check_base(engine, message.base, "create a model")
+    if engine.rest_wanted:
+        why = f"The trainer of engine {engine.name} sleeps, and makes no model until it is woken up with /wake_up."
+        raise wrong_phase("create a model", engine.phase, why)
+    known = engine.clients.models.get(message.model)
+    if known is not None and known.closed is None:
+        raise Refused(Code.MODEL_EXISTS, f"Model {message.model} exists: end it first, or give another name.")
+    return room_for_model(engine, live, session, message.models_max or engine.collection.operations.models_max)
+
+
+def run_started(engine: EngineState, live: Live, base: str) -> ev.EngineStarted:
+    """Return the start of a run of operations on a base."""
+    return ev.EngineStarted(
+        at_ns=live.now_ns,
+        engine=engine.name,
+        run=engine.run + 1,
+        config_digest="" if engine.configured is None else engine.configured.config_digest,
+        base=base,
+    )
+
+
+def _open_model(engine: EngineState, message: Operate, model: ClientModel | None) -> ClientModel:
+    """Return the model of an operation. Raises `Refused` when it takes none."""
+    if model is None or (message.run and message.run != model.run):
+        raise Refused(Code.UNKNOWN_MODEL, f"There is no model {message.model}: create it first.")
+    if model.closed is not None:
+        why = model.closed.why or f"({model.closed.reason})"
+        raise Refused(Code.UNKNOWN_MODEL, f"Model {message.model} has ended: {why}. Create another one.")
+    if model.session != message.session:
+        raise Refused(Code.UNKNOWN_MODEL, f"Model {message.model} belongs to another session.")
+    return model
+
+
+def _check_room(engine: EngineState, message: Operate, model: ClientModel) -> None:
+    """Raise `Refused` for more than the limits allow. What ends a model always has room."""
+    limits, holder = engine.collection.operations, engine.clients.holder_of(model)
+    if message.op == END:
+        return
+    if model.waiting >= limits.waiting_max:
+        raise Refused(
+            Code.QUOTA,
+            f"{model.waiting} operations of model {model.name} wait, of at most {limits.waiting_max}: send this one "
+            "again when one of them was executed.",
+        )
+    if len(model.operations) >= limits.operations_max:
+        raise Refused(
+            Code.QUOTA,
+            f"Model {model.name} has {len(model.operations)} operations since its trainer wrote a recovery checkpoint, "
+            f"of at most {limits.operations_max}: send this one again when it has written another.",
+        )
+    is_over_share = model.held_bytes + message.body.size > bodies_share(limits)
+    if is_over_share and not has_share(_held_bytes(engine), holder, limits.bodies_bytes_max, message.body.size):
+        raise Refused(
+            Code.QUOTA,
+            f"Operations of {byte_size(engine.clients.held_bytes)} are kept for the trainer, of at most "
+            f"{byte_size(limits.bodies_bytes_max)}: send this one again when some were executed and saved.",
+        )
+
+
+def _is_full(engine: EngineState, holder: str) -> bool:
+    """Return whether the holder of a key may have no more saved models. One that is published is its owner's."""
+    kept, limit = engine.clients.kept, engine.collection.operations.checkpoints_max
+    return len(kept) >= limit and not has_share(Counter(each.noted.owner for each in kept.values()), holder, limit)
+
+
+def _held_bytes(engine: EngineState) -> Counter[str]:
+    """Return the bytes that are kept for the trainer, by the holders of keys."""
+    held: Counter[str] = Counter()
+    for model in engine.clients.open_models:
+        held[engine.clients.holder_of(model)] += model.held_bytes
+    return held
+
+
+def _least_needed(engine: EngineState, live: Live, model: ClientModel) -> KeptWeights | None:
+    """Return the save to remove for another one of this model: the oldest that its client did not name.
+
+    Ended models of the same key come before the model itself. What is in use, published or kept for ever stays.
+    """
+    clients, used = engine.clients, in_use(engine, live)
+    holder, open_now = clients.holder_of(model), {each.name for each in clients.open_models}
+
+    def may_go(name: str, each: KeptWeights) -> bool:
+        is_unnamed = each.is_for_sync or _UNNAMED.match(each.noted.saved.name) is not None
+        return is_unnamed and each.until_ns > 0 and not each.noted.public and name not in used
+
+    left = (
+        each
+        for name, each in clients.kept.items()
+        if each.noted.owner == holder and each.noted.model not in open_now and may_go(name, each)
+    )
+    own = (each for name, each in clients.kept.items() if each.noted.model == model.name and may_go(name, each))
+    return next(chain(left, own), None)
+
+
+def in_use(engine: EngineState, live: Live) -> set[str]:
+    """Return the saved models that open episodes sample from, and those that operations wait to load.
+
+    What waits for a suspended model keeps them for a while only, of the time in which that could be made again.
+    """
+    sampled = {episode.sampler.checkpoint for episode in engine.open.values() if episode.sampler is not None}
+    return sampled | engine.clients.read_by_waiting(engine.clients.trying.shows(live.now_ns) - ns(HELD_S))
+
+
+def _room_for_save(engine: EngineState, live: Live, message: Operate, model: ClientModel) -> tuple[Event, ...]:
+    """Return what makes room for a save at the limit, so that a loop can go on. Raises `Refused` where nothing can."""
+    holder = engine.clients.holder_of(model)
+    if message.op != SAVE or not _is_full(engine, holder):
+        return ()
+    least = _least_needed(engine, live, model)
+    if least is None:
+        own = sum(each.noted.owner == holder for each in engine.clients.kept.values())
+        raise Refused(
+            Code.QUOTA,
+            f"{len(engine.clients.kept)} saved models are kept, {own} of them of this key, and the limit for all keys "
+            f"together is {engine.collection.operations.checkpoints_max}: remove some that nobody needs.",
+        )
+    noted = least.noted
+    removed = ev.WeightsRemoved(
+        at_ns=live.now_ns,
+        engine=engine.name,
+        model=noted.model,
+        use=noted.saved.use,
+        name=noted.saved.name,
+        expired=True,
+    )
+    return (removed,)
+
+
+# ---- facts from trainers --------------------------------------------------------------------------------------
+
+
+Fact: TypeAlias = OperationDone | OperationBegins | CheckpointWritten | ModelAway | RebuildsModel
+
+
+def _is_current(engine: EngineState, message: Fact) -> bool:
+    return (
+        message.run == engine.run
+        and engine.serves_operations
+        and engine.trainer != ""
+        and message.trainer_epoch == engine.trainer_epoch
+    )
+
+
+def begins(engine: EngineState, live: Live, message: OperationBegins) -> Decisions:
+    """Note that the current trainer begins to execute an operation: it may not live to tell its result."""
+    model = engine.clients.models.get(message.model)
+    queued = None if model is None or model.closed is not None else model.operations.get(message.key)
+    if queued is None or not _is_current(engine, message) or not queued.waits or queued.number != message.number:
+        return
+    if queued.begun_by == message.trainer_epoch:
+        return
+    event = ev.OperationBegun(
+        at_ns=live.now_ns,
+        engine=engine.name,
+        run=engine.run,
+        model=message.model,
+        number=queued.number,
+        key=queued.key,
+        trainer_epoch=message.trainer_epoch,
+    )
+    yield Decision(events=(event,))
+
+
+def done(engine: EngineState, live: Live, message: OperationDone) -> Decisions:
+    """Take the first result of an operation, from the current trainer. Another one changes nothing.
+
+    It can be sent as a command: the answer says that the operation has a result, this one or an earlier one.
+    """
+    model = engine.clients.models.get(message.model)
+    if not _is_current(engine, message):
+        raise wrong_phase(
+            f"complete an operation of run {message.run} as trainer {message.trainer_epoch}",
+            engine.phase,
+            f"Run {engine.run} is that of trainer {engine.trainer_epoch}.",
+        )
+    reply = (CommandReply(message.id, Done(run=engine.run)),)
+    queued = None if model is None or model.closed is not None else model.operations.get(message.key)
+    if model is None or queued is None or not queued.waits or queued.number != message.number:
+        yield Decision(replies=reply)
+        return
+    if not is_body(message.result):
+        raise Refused(Code.MALFORMED, "The reference to the result names no parts of it, or too many: store it again.")
+    if message.result.first < max(live.released, engine.clients.released.get(model.name, 0)):
+        raise Refused(Code.BODY_GONE, "This result was stored too long ago: store it again.")
+    events: list[Event] = [
+        ev.OperationCompleted(
+            at_ns=live.now_ns,
+            engine=engine.name,
+            run=engine.run,
+            model=model.name,
+            number=queued.number,
+            key=queued.key,
+            op=queued.op,
+            trainer_epoch=message.trainer_epoch,
+            result=message.result,
+            failed=message.failed,
+            step=message.step,
+            metrics=dict(list(message.metrics.items())[:METRICS_MAX]),
+            made=message.made,
+            by_server=message.by_server and message.failed,
+            loaded="" if message.failed else message.loaded[:ADDRESS_CHARS_MAX],
+        )
+    ]
+    events += _kept(engine, live, model, queued, message)
+    events += _closed(engine, live, model, queued, message)
+    yield Decision(events=tuple(events), replies=reply)
+
+
+def _kept(engine: EngineState, live: Live, model: ClientModel, queued: Queued, message: OperationDone) -> list[Event]:
+    """Return what an operation has saved for its client, if it has."""
+    saved = message.saved
+    if saved is None or message.failed:
+        return []
+    if queued.body is None:  # nobody has asked for it
+        saved = msgspec.structs.replace(saved, ttl_s=ENDED_S)
+    kept = ev.WeightsKept(
+        at_ns=live.now_ns,
+        engine=engine.name,
+        run=engine.run,
+        model=model.name,
+        session=model.session,
+        base=model.base,
+        saved=saved,
+        step=message.step,
+        adapter=model.adapter,
+        metadata=queued.metadata,
+        owner=owner_of(engine.clients, model),
+    )
+    return [kept]
+
+
+def _closed(engine: EngineState, live: Live, model: ClientModel, queued: Queued, message: OperationDone) -> list[Event]:
+    """Return the end of a model whose operation ended it, or was to create it and failed, or could not save it."""
+    if queued.number == model.begun and message.failed:
+        reason, why = ModelEnd.NOT_CREATED, "it could not be created; the result of its first operation says why"
+    elif message.closes and not message.failed:
+        reason, why = ModelEnd.ENDED, ""
+    elif queued.body is None and message.failed and model.failures_to_end + 1 >= ENDS_MAX:
+        reason, why = ModelEnd.NOT_SAVED, "its session ended, and it could not be saved"
+    else:
+        return []
+    closed = ev.ModelClosed(
+        at_ns=live.now_ns,
+        engine=engine.name,
+        run=engine.run,
+        model=model.name,
+        reason=reason,
+        why=why[:WHY_CHARS_MAX],
+    )
+    return [closed]
+
+
+def away(engine: EngineState, live: Live, message: ModelAway) -> Decisions:
+    """Note that the current trainer cannot make a model again, or that it can.
+
+    The same reason is new where the trainer is done with making the model again, or others were lost in that.
+    """
+    model = engine.clients.models.get(message.model)
+    why = message.why[:WHY_CHARS_MAX]
+    if not _is_current(engine, message) or model is None or model.closed is not None:
+        return
+    is_over = bool(why) and (model.rebuilding_by == message.trainer_epoch or model.lost > 0)
+    if model.suspended == why and not is_over:
+        return
+    event = ev.ModelSuspended(at_ns=live.now_ns, engine=engine.name, run=engine.run, model=model.name, why=why)
+    yield Decision(events=(event,))
+
+
+def rebuilds(engine: EngineState, live: Live, message: RebuildsModel) -> Decisions:
+    """Note what the current trainer executes again to make a model, or that it has lived through that."""
+    model = engine.clients.models.get(message.model)
+    if not _is_current(engine, message) or model is None or model.closed is not None:
+        return
+    if message.over:
+        is_new = bool(model.rebuilding_by)
+    elif message.number:
+        is_new = message.trainer_epoch not in model.unsurvived.get(message.number, ())
+        is_new &= 0 < message.number <= model.numbers
+    else:
+        is_new = model.rebuilding_by != message.trainer_epoch
+    if not is_new:
+        return
+    event = ev.ModelRebuilding(
+        at_ns=live.now_ns,
+        engine=engine.name,
+        run=engine.run,
+        model=model.name,
+        trainer_epoch=message.trainer_epoch,
+        number=0 if message.over else message.number,
+        over=message.over,
+    )
+    yield Decision(events=(event,))
+
+
+def checkpointed(engine: EngineState, live: Live, message: CheckpointWritten) -> Decisions:
+    """Note a checkpoint from which the current trainer, or its successor, can go on."""
+    model = engine.clients.models.get(message.model)
+    if not _is_current(engine, message) or model is None or model.closed is not None:
+        return
+    executed = all(not each.waits for each in model.operations.values() if each.number <= message.number)
+    if not model.checkpointed < message.number <= model.numbers or not executed:
+        return
+    event = ev.ModelCheckpointed(
+        at_ns=live.now_ns,
+        engine=engine.name,
+        run=engine.run,
+        model=model.name,
+        number=message.number,
+        trainer_epoch=message.trainer_epoch,
+        folder=message.folder[:PATH_CHARS_MAX],
+        digest=message.digest[:TEXT_CHARS_MAX],
+    )
+    yield Decision(events=(event,))

@@ -1,0 +1,333 @@
+"""What an API implements to offer model calls in its dialect, and the route that every such API serves.
+
+A dialect turns the body of a request into a `CompletionRequest`, and the answer into bytes. The rest is the same for
+all: keys, limits, retries, records, streams that stay alive, disconnects.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import msgspec
+from starlette.types import ASGIApp, Receive
+
+from bombus import telemetry
+from bombus_gateway import limits
+from bombus_gateway.access import EpisodeGuard, HeaderMap, HeaderPair, episode_key
+from bombus_gateway.call.calls import AnswerHead, Call, Calls, RecordedAnswer
+from bombus_gateway.call.completion import Completion, CompletionDelta, Usage
+from bombus_gateway.call.http import ErrorEncoder, Responder, route
+from bombus_gateway.call.prefixes import NOTHING_READ, AnotherList, BodyPrefix, EarlierBody, nothing_of
+from bombus_gateway.call.request import CallRequest, CompletionRequest
+from bombus_gateway.call.workers import NUMBER_BYTES, Workers
+from bombus_gateway.keys import KeyClaims
+
+RETRY_COUNT = b"x-stainless-retry-count"  # set by the SDKs of OpenAI and of Anthropic
+OVERRIDDEN = b"x-bombus-overridden"  # in a response: what was asked for and is not done
+# No answer says nothing for longer: clients give up after 120 s without headers, or 240 s of silence.
+BEAT_S = 50.0
+_COMMENT = b":\n\n"  # in a stream of events
+
+
+class ResponseEncoder(Protocol):
+    """Turns one answer into a dialect's bytes: either `whole`, or the parts of a stream. Pure."""
+
+    @property
+    def headers(self) -> Sequence[HeaderPair]:
+        """Further headers of the response."""
+        ...
+
+    def whole(self, completions: Sequence[Completion], usage: Usage) -> bytes:
+        """Return the body of a whole response."""
+        ...
+
+    def opening(self) -> bytes:
+        """Return what a stream begins with."""
+        ...
+
+    def beat(self) -> bytes:
+        """Return an event without content, which shows that a slow answer is alive: to some clients comments do not."""
+        ...
+
+    def progress(self, completion: Completion, delta: CompletionDelta) -> bytes:
+        """Return what a portion of tokens adds; empty when nothing may go out yet."""
+        ...
+
+    def closing(self, completion: Completion) -> bytes:
+        """Return how a choice ends; it goes out after the call is recorded."""
+        ...
+
+    def end(self, usage: Usage) -> bytes:
+        """Return the last bytes of a stream that is complete."""
+        ...
+
+
+class ParsedRequest(NamedTuple):
+    """A request as its dialect read it. `encoder` makes the encoder of its answer.
+
+    `role` and `auxiliary_call` are what the harness shows of the agent that asks: see `CallRequest`. `prefix` is the
+    beginning of the body that the next request of the conversation need not read again.
+    """
+
+    completion: CompletionRequest
+    encoder: Callable[[AnswerHead], ResponseEncoder]
+    role: str = ""
+    auxiliary_call: str = ""
+    prefix: BodyPrefix = NOTHING_READ
+
+
+class Dialect(ErrorEncoder, Protocol):
+    """One route's wire format. `name` tells equal bodies of different routes apart."""
+
+    @property
+    def name(self) -> bytes: ...
+
+    def read(self, body: bytes, headers: HeaderMap, before: BodyPrefix = NOTHING_READ) -> ParsedRequest:
+        """Read a request, whose body begins with what was read `before`. Raises `Refused` when it is not one.
+
+        A dialect whose bodies are no conversations is never given a beginning. Raises `AnotherList` where the body has
+        to be read without it.
+        """
+        ...
+
+
+def call_route(calls: Calls, dialect: Dialect, guard: EpisodeGuard) -> ASGIApp:
+    """Return the ASGI application that answers model calls in a dialect."""
+    return route("POST", dialect, _CallRoute(calls, dialect, guard).answer)
+
+
+def count_route(calls: Calls, dialect: Dialect, guard: EpisodeGuard, body: Callable[[int], bytes]) -> ASGIApp:
+    """Return the ASGI application that counts the tokens of prompts; `body` makes the answer's body of the number."""
+    reading = _CallRoute(calls, dialect, guard)
+
+    async def count(headers: HeaderMap, receive: Receive, response: Responder) -> None:
+        request, _ = await reading.read(headers, receive)
+        await response.whole(body(await calls.prompt_tokens(request)))
+
+    return route("POST", dialect, count)
+
+
+class _CallRoute:
+    """Reads and answers the model calls of one route."""
+
+    def __init__(self, calls: Calls, dialect: Dialect, guard: EpisodeGuard) -> None:
+        self._calls = calls
+        self._dialect = dialect
+        self._guard = guard
+
+    async def answer(self, headers: HeaderMap, receive: Receive, response: Responder) -> None:
+        request, encoder = await self.read(headers, receive)
+        stream = request.completion.stream
+        with telemetry.span("gateway.call", request.traceparent, episode=request.claims.episode) as span:
+            request = msgspec.structs.replace(request, traceparent=span.traceparent)
+            recorded = await self._recorded(request, response)
+            if recorded is not None:
+                await self._answering(request, encoder, recorded.head, response).replay(recorded, stream)
+                recorded.attempt.sent = True
+                return
+            async with self._calls.open(request) as call:
+                answer = self._answering(request, encoder, call.head, response)
+                with response.hanging_up(lambda _: call.hang_up()):
+                    await (answer.stream(call) if stream else answer.whole(call))
+                call.sent()
+
+    def _answering(
+        self,
+        request: CallRequest,
+        encoder: Callable[[AnswerHead], ResponseEncoder],
+        head: AnswerHead,
+        response: Responder,
+    ) -> "_Answer":
+        return _Answer(encoder(head), head, response, partial(_written, self._calls.workers, request, head))
+
+    async def _recorded(self, request: CallRequest, response: Responder) -> RecordedAnswer | None:
+        """Return the answer that a retry repeats. It may have to wait for the request that came first."""
+        if not request.retry:
+            return None
+
+        async def beat() -> None:
+            await (response.stream(_COMMENT) if request.completion.stream else response.space())
+
+        async with _Beats(beat):
+            return await self._calls.recorded(request)
+
+    async def read(
+        self, headers: HeaderMap, receive: Receive
+    ) -> tuple[CallRequest, Callable[[AnswerHead], ResponseEncoder]]:
+        """Return a request whose key opens its episode, and what makes the encoder of its answer. Raises `Refused`."""
+        received_ns = time.time_ns()
+        self._calls.check_ready()
+        claims = self._guard.verify(episode_key(headers), received_ns)
+        self._calls.admission.check_episode(claims)
+        bodies = self._calls.bodies
+        body = await bodies.unpacked(headers, receive, bodies.calls, claims.episode)
+        read_bodies = self._calls.histories.conversation(claims).bodies
+        before = read_bodies.continued_by(self._dialect.name, body)
+        try:
+            parsed, body_digest, kept = await self._decoded(claims, headers, body, before)
+        except AnotherList:
+            before = nothing_of(self._dialect.name)
+            parsed, body_digest, kept = await self._decoded(claims, headers, body, before)
+        if kept is not before:
+            read_bodies.keep(kept, before)
+            self._calls.histories.account_for(claims)
+        request = CallRequest(
+            claims=claims,
+            completion=_within_total(parsed.completion, headers),
+            digest=body_digest,
+            body_bytes=len(body),
+            read_bytes=before.prefix.work_bytes(body),
+            received_ns=received_ns,
+            retry=_retry(headers.get(RETRY_COUNT, b"")),
+            role=_named_role(headers) or parsed.role,
+            auxiliary_call=parsed.auxiliary_call,
+            traceparent=telemetry.traceparent_of(headers.get(b"traceparent", b"").decode("latin-1")),
+        )
+        return request, parsed.encoder
+
+    async def _decoded(
+        self, claims: KeyClaims, headers: HeaderMap, body: bytes, before: EarlierBody
+    ) -> tuple[ParsedRequest, bytes, EarlierBody]:
+        """Return what a body asks for, its digest, and what to keep of it; read in a thread where it is large."""
+
+        def work() -> tuple[ParsedRequest, bytes, EarlierBody]:
+            parsed = self._dialect.read(body, headers, before.prefix)
+            return parsed, *before.continued(body, parsed.prefix)
+
+        work_bytes = before.prefix.work_bytes(body)
+        return await self._calls.workers.run(claims.episode, work_bytes, work, self._calls.bodies.calls.inline_bytes)
+
+
+def _retry(count: bytes) -> int:
+    """Return how often a request was sent before; what is no number of two digits is a mark like any other."""
+    return int(count) if count.isdigit() and len(count) <= 2 else int(bool(count))
+
+
+def _named_role(headers: HeaderMap) -> str:
+    return headers.get(b"x-bombus-role", b"").decode("latin-1")[: limits.ROLE_CHARACTERS]
+
+
+def _within_total(request: CompletionRequest, headers: HeaderMap) -> CompletionRequest:
+    """Return the request with the client's limit of prompt and answer together. What is no number is no limit."""
+    total = headers.get(b"x-bombus-total-tokens", b"")
+    if not (total.isdigit() and len(total) <= limits.TOTAL_TOKENS_DIGITS):
+        return request
+    sampling = msgspec.structs.replace(request.sampling, total_tokens=int(total))
+    return msgspec.structs.replace(request, sampling=sampling)
+
+
+async def _written(
+    workers: Workers, request: CallRequest, head: AnswerHead, usage: Usage, write: Callable[[], bytes]
+) -> bytes:
+    """Return what `write` makes of an answer, in a thread where it has many numbers: one takes as long as a text of it.
+
+    Those are the tokens with their alternatives, and of what is no chat the prompt too.
+    """
+    completion = request.completion
+    numbers = usage.completion * (1 + completion.top_logprobs) if completion.logprobs else 0
+    numbers += 0 if completion.chat else usage.completion + head.prompt_tokens
+    return await workers.run(request.claims.episode, NUMBER_BYTES * numbers, write)
+
+
+class _Answer:
+    """Sends one answer in its dialect. `written` calls what makes a whole one, where it disturbs nobody."""
+
+    def __init__(
+        self,
+        encoder: ResponseEncoder,
+        head: AnswerHead,
+        response: Responder,
+        written: Callable[[Usage, Callable[[], bytes]], Awaitable[bytes]],
+    ) -> None:
+        self._encoder = encoder
+        self._written = written
+        self._response = response
+        self._headers = [*encoder.headers, *_overridden(head)]
+        self._waiting = b""  # events that have not gone out yet
+        self._sent_s = 0.0
+
+    async def whole(self, call: Call) -> None:
+        async with _Beats(partial(self._response.space, self._headers)):
+            async for _ in call.deltas():
+                pass
+            await call.record()
+            usage = call.usage
+            body = await self._written(usage, partial(self._encoder.whole, call.completions, usage))
+        await self._response.whole(body, self._headers)
+
+    async def stream(self, call: Call) -> None:
+        encoder = self._encoder
+        self._waiting = encoder.opening()
+        self._sent_s = time.monotonic()
+        async with _Beats(self._beat):
+            async for deltas in call.deltas():
+                # What arrived together leaves together, and the last words wait for the record.
+                self._waiting += b"".join([encoder.progress(completion, delta) for completion, delta in deltas])
+                if self._waiting and not all(completion.done for completion in call.completions):
+                    await self._send(b"")
+            await call.record()
+        closing = b"".join([encoder.closing(completion) for completion in call.completions])
+        await self._send(closing + encoder.end(call.usage), more=False)
+
+    async def replay(self, recorded: RecordedAnswer, stream: bool) -> None:
+        """Send the recorded answer in the form that this request wants."""
+        encoder = self._encoder
+        if not stream:
+            write = partial(encoder.whole, recorded.completions, recorded.usage)
+            await self._response.whole(await self._written(recorded.usage, write), self._headers)
+            return
+        events = [encoder.opening()]
+        for completion, deltas in zip(recorded.completions, recorded.deltas):
+            events += [encoder.progress(completion, delta) for delta in deltas]
+            events.append(encoder.closing(completion))
+        await self._send(b"".join(events) + encoder.end(recorded.usage), more=False)
+
+    async def _beat(self) -> float:
+        """Send what waits, and an event without content, when nothing has gone out for a while.
+
+        Return after how many seconds that may be so again.
+        """
+        silent_s = time.monotonic() - self._sent_s
+        if silent_s < BEAT_S:
+            return BEAT_S - silent_s
+        await self._send(self._encoder.beat())
+        return BEAT_S
+
+    async def _send(self, events: bytes, more: bool = True) -> None:
+        waiting, self._waiting = self._waiting, b""
+        self._sent_s = time.monotonic()
+        await self._response.stream(waiting + events, self._headers, more)
+
+
+class _Beats:
+    """Calls `beat` again and again while the block runs, `BEAT_S` after its beginning for the first time.
+
+    Where `beat` returns seconds, that is how long the next one waits. Nearly all blocks end before the first one, so
+    there is no task until then.
+    """
+
+    def __init__(self, beat: Callable[[], Awaitable[float | None]]) -> None:
+        self._beat = beat
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(BEAT_S, self._begin)
+
+    async def __aexit__(self, *_: object) -> None:
+        self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def _begin(self) -> None:
+        self._task = asyncio.create_task(self._go_on())
+
+    async def _go_on(self) -> None:
+        while True:
+            await asyncio.sleep(await self._beat() or BEAT_S)
+
+
+def _overridden(head: AnswerHead) -> list[HeaderPair]:
+    return [(OVERRIDDEN, ", ".join(head.overridden).encode())] if head.overridden else []

@@ -1,0 +1,35 @@
+"""Waits for what another gateway has put on the log a moment ago, before anything is called unknown here."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from bombus.bus.follow import Follower
+from bombus.errors import BusUnavailable, Code, Refused
+
+CATCH_UP_S = 5.0
+_UNKNOWN = (Code.UNKNOWN_MODEL, Code.UNKNOWN_SESSION, Code.SESSION_OVER)
+
+_FoundT = TypeVar("_FoundT")
+
+
+async def catch_up(follower: Follower) -> None:
+    """Return once all that is on the log now is folded here. Raises `BusUnavailable`, after which clients ask again."""
+    try:
+        await follower.caught_up(CATCH_UP_S)
+    except TimeoutError:
+        why = "this gateway has not read all of the log yet, and cannot say what is there"
+        raise BusUnavailable(f"{why}: ask again in a moment") from None
+
+
+async def found(follower: Follower, find: Callable[[], _FoundT]) -> _FoundT:
+    """Return what `find` finds, which is asked again after catching up where it refuses because it knows nothing of it.
+
+    Raises what `find` raises, and `BusUnavailable`.
+    """
+    try:
+        return find()
+    except Refused as refusal:
+        if refusal.code not in _UNKNOWN:
+            raise
+    await catch_up(follower)
+    return find()

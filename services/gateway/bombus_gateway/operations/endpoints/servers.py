@@ -1,0 +1,156 @@
+"""Look at inference servers that clients name, on hosts that the operator allows, and give them weights.
+
+Only the hive's own replicas, as the log has them, get the key for replicas: whatever else answers is a stranger.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import msgspec
+
+from bombus.endpoints.servers import (
+    FoundServer,
+    LoadFailed,
+    ServerKind,
+    find_server,
+    load_adapter,
+    load_folder,
+)
+from bombus.errors import Code, EngineFault, Refused
+from bombus.machine.certificates import certificates
+from bombus.machine.host_names import is_loopback
+from bombus.operations import CheckpointSaved
+from bombus_gateway.context import Gateway
+from bombus_gateway.operations_wire.endpoints import Endpoint
+
+if TYPE_CHECKING:
+    import httpx
+
+CONNECT_S = 5.0
+LOOK_S = 15.0  # for a server to say what it is, by all of its routes
+LOAD_S = 1200.0  # for a server to load weights; xorl's client waits for half an hour
+
+
+class Target(msgspec.Struct, frozen=True):
+    """A server that is to get weights; `failure` says why it cannot. `key` is what opens it, if it is ours."""
+
+    at: Endpoint
+    url: str
+    server: FoundServer | None = None
+    failure: str = ""
+    key: str = ""
+
+    @property
+    def takes_adapters(self) -> bool:
+        return self.server is not None and self.server.kind is ServerKind.REPLICA
+
+
+class EndpointOutcome(msgspec.Struct, frozen=True):
+    """What became of one server, in xorl's words."""
+
+    host: str
+    port: int
+    success: bool
+    message: str
+
+
+def check_allowed(hosts: Sequence[str], at: Endpoint) -> None:
+    """Raise `Refused` unless the operator lets gateways talk to servers at this address."""
+    if {at.host, f"{at.host}:{at.port}"} & {host.lower() for host in hosts}:
+        return
+    why = (
+        f"Inference endpoints may be on {', '.join(hosts)} here, and not at {at.host}:{at.port}."
+        if hosts
+        else f"This hive talks to no inference endpoints elsewhere, so not to {at.host}:{at.port}."
+    )
+    raise Refused(
+        Code.UNSUPPORTED,
+        f"{why} Its operator allows hosts with --inference-host (gateway.inference_hosts of a cluster file).",
+    )
+
+
+def replica_at(gateway: Gateway, url: str) -> Target:
+    """Return a replica of the hive as a server."""
+    where = urlsplit(url)
+    at = Endpoint(where.hostname or "", where.port or 80)
+    return Target(at, url, FoundServer(kind=ServerKind.REPLICA), key=gateway.keys.for_replicas)
+
+
+def _leads_to(url: str, at: Endpoint) -> bool:
+    """Whether a replica's URL leads to an address. The names of loopback are one host."""
+    where = urlsplit(url)
+    host = where.hostname or ""
+    is_there = host == at.host or (is_loopback(host) and is_loopback(at.host))
+    return is_there and (where.port or 80) == at.port
+
+
+async def looked_at(gateway: Gateway, at: Endpoint) -> Target:
+    """Return what answers at an address, which the operator may have stopped allowing since it was registered."""
+    import httpx  # 5 MB, which nearly all gateways can save
+
+    url = f"http://[{at.host}]:{at.port}" if ":" in at.host else f"http://{at.host}:{at.port}"
+    try:
+        check_allowed(gateway.settings.inference_hosts, at)
+        engines = gateway.follower.hive.engines.values()
+        for own in [replica.url for engine in engines for replica in engine.replicas.values()]:
+            if _leads_to(own, at):
+                return replica_at(gateway, own)
+        async with asyncio.timeout(LOOK_S), _client(url) as client:
+            found = await find_server(client)
+    except Refused as refusal:
+        return Target(at, url, failure=refusal.why)
+    except EngineFault as fault:
+        return Target(at, url, failure=str(fault))
+    except httpx.InvalidURL as error:
+        return Target(at, url, failure=f"{url} is not an address: {error}")
+    except TimeoutError:
+        return Target(at, url, failure=f"no server can be used at {url}: it has not said what it is in {LOOK_S:.0f} s")
+    if not found.can_load:
+        why = f"{url} has no way to load new weights: start vLLM with VLLM_SERVER_DEV_MODE=1"
+        return Target(at, url, found, failure=why)
+    return Target(at, url, found)
+
+
+async def given(target: Target, saved: CheckpointSaved, label: str) -> EndpointOutcome:
+    """Let a server load what was saved, from a folder that it must see under the same path."""
+    import httpx
+
+    try:
+        if target.server is None or target.failure:
+            raise LoadFailed(target.failure)
+        folder = Path(saved.folder)
+        async with asyncio.timeout(LOAD_S), _client(target.url, target.key) as client:
+            if target.takes_adapters:
+                await load_adapter(client, folder, saved.address, LOAD_S)
+                how = f"It has the adapter {saved.address[:12]} beside its own policy."
+            else:
+                await load_folder(client, target.server.kind, folder, label, LOAD_S)
+                how = f"It has loaded the files in {saved.folder}, as {label}."
+    except LoadFailed as failed:
+        return _failed(target, str(failed))
+    except httpx.HTTPError as error:
+        return _failed(target, f"{target.url} broke off: {str(error) or type(error).__name__}")
+    except TimeoutError:
+        return _failed(target, f"{target.url} has not loaded the weights in {LOAD_S:.0f} s")
+    return EndpointOutcome(target.at.host, target.at.port, True, how)
+
+
+def _failed(target: Target, why: str) -> EndpointOutcome:
+    return EndpointOutcome(target.at.host, target.at.port, False, why)
+
+
+def _client(url: str, key: str = "") -> "httpx.AsyncClient":
+    """Return a client of one server that follows nobody elsewhere: no redirects, no proxies of the environment."""
+    import httpx
+
+    return httpx.AsyncClient(
+        base_url=url,
+        headers={"authorization": f"Bearer {key}"} if key else {},
+        timeout=httpx.Timeout(LOAD_S, connect=CONNECT_S),
+        trust_env=False,
+        verify=certificates(False),
+        follow_redirects=False,
+    )

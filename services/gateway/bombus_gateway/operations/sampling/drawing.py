@@ -1,0 +1,299 @@
+"""Draw samples at the replicas: tokens in, tokens out. Stop strings end a sample where its text has one of them."""
+
+import asyncio
+import logging
+import uuid
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import msgspec
+
+from bombus.errors import Code, Refused
+from bombus.hive.generation import Fault, Finished, Frame, Generate, PromptScores, Tokens
+from bombus.hive.records import FinishReason, SamplingParams, pack_tokens, unpack_tokens
+from bombus.hive.state import EngineState, Phase
+from bombus_gateway.call.calls import Calls
+from bombus_gateway.call.replica_client import Generation, ReplicaBusy, ReplicaGone
+from bombus_gateway.call.request import PromptTooLong, check_sampled
+from bombus_gateway.call.upstream import LOADS_MAX, AdapterMissing, dropped_too_often
+from bombus_gateway.call.workers import CLIENTS, NUMBER_BYTES
+from bombus_gateway.limits import CHARACTERS_FOR_A_TOKEN
+from bombus_gateway.operations.sampling.samplers import Sampler
+from bombus_gateway.operations_wire.samples import NOTHING, Alternatives, SampledTokens, unscored
+from bombus_gateway.operations_wire.sampling import SampleRequest
+from bombus_gateway.text.rendering import TextModel
+from bombus_gateway.text.stops import asked_stops, configured_stops, hidden_names
+from bombus_gateway.text.text_stream import TextStream
+
+log = logging.getLogger(__name__)
+
+PAUSE_S, PAUSE_S_MAX = 0.05, 1.0  # between attempts
+FAILURES_MAX = 6  # of replicas that were asked for one answer
+
+
+class DrawnSamples(msgspec.Struct, frozen=True, kw_only=True):
+    """Samples of one prompt with their texts, and the scores of the prompt where they were asked for."""
+
+    samples: tuple[SampledTokens, ...]
+    texts: tuple[str, ...]
+    prompt_logprobs: bytes = b""
+    top_prompt: Alternatives = ()
+    cached_prompt_tokens: int = 0
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers there are: tokens, logprobs and alternatives."""
+        sampled = sum(len(sample.tokens) // 4 * (2 + 2 * len(next(iter(sample.top), ()))) for sample in self.samples)
+        return sampled + len(self.prompt_logprobs) // 4 + 2 * sum(map(len, self.top_prompt))
+
+
+class SampleDrawing:
+    """Draws the samples of one engine."""
+
+    def __init__(self, calls: Calls, engine: str) -> None:
+        self._calls = calls
+        self._engine = engine
+
+    @property
+    def engine(self) -> EngineState:
+        return self._calls.follower.hive.engine(self._engine)
+
+    async def text_model(self) -> TextModel:
+        """Return the tokenizer of the run. Raises `Refused` while there is none."""
+        return await self._calls.models.text_model(self.engine)
+
+    async def tokens_of(self, text: str) -> bytes:
+        """Return a text as tokens (int32). Raises `Refused` PROMPT_TOO_LONG, before it is encoded, and as above."""
+        model = await self.text_model()
+        limit = CHARACTERS_FOR_A_TOKEN * self._context(model)
+        if len(text) > limit:
+            why = f"The text has {len(text)} characters, and up to {limit} are taken for the model's length of"
+            raise Refused(Code.PROMPT_TOO_LONG, f"{why} {self._context(model)} tokens.")
+        encode = partial(model.tokenizer.encode, text)
+        return pack_tokens(await self._calls.workers.run(CLIENTS, len(text), encode))
+
+    async def written(self, drawn: DrawnSamples, write: Callable[[], bytes]) -> bytes:
+        """Return what `write` makes of samples: of many numbers in a thread, so that nobody else waits."""
+        return await self._calls.workers.run(CLIENTS, NUMBER_BYTES * drawn.numbers, write)
+
+    def _context(self, model: TextModel) -> int:
+        return min(self._calls.models.job(self.engine).rollout.max_model_len, model.context_tokens)
+
+    async def draw(self, sampler: Sampler, asked: SampleRequest) -> DrawnSamples:
+        """Draw samples. Waits for a replica as long as the run goes on and a call may take.
+
+        Raises `Refused` where no replica could answer.
+        """
+        limit_s = self._calls.settings.call_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._attempted(sampler, asked)
+        except TimeoutError:
+            raise Refused(Code.TIMEOUT, f"The sample took longer than the limit of {limit_s:g} s.") from None
+
+    async def _attempted(self, sampler: Sampler, asked: SampleRequest) -> DrawnSamples:
+        """Draw samples, again where a replica is missing, is busy, fails, or does not have the adapter."""
+        attempt = loads = failures = 0
+        lacking = ""  # the replica that lacks the adapter
+        while True:
+            try:
+                if lacking:
+                    replica, lacking = lacking, ""
+                    await self._calls.upstream.load_adapter(self._engine, replica, sampler.address, sampler.folder)
+                return await self._drawn(sampler, asked)
+            except Refused as refusal:
+                if refusal.code not in (Code.NO_REPLICA, Code.BUS_DOWN):
+                    raise
+                log.debug("a sample waits: %s", refusal.why)
+            except AdapterMissing as missing:
+                loads += 1
+                if loads > LOADS_MAX:
+                    raise dropped_too_often(str(sampler.checkpoint)) from None
+                lacking = missing.replica
+                continue
+            except ReplicaBusy as busy:
+                log.debug("a sample waits: %s", busy)
+            except ReplicaGone as gone:
+                failures += 1
+                if failures >= FAILURES_MAX:
+                    raise Refused(Code.NO_REPLICA, f"{gone}; {failures} attempts to sample have failed.") from gone
+            await asyncio.sleep(min(PAUSE_S * 2 ** min(attempt, 16), PAUSE_S_MAX))
+            attempt += 1
+
+    def _check_serving(self, sampler: Sampler) -> None:
+        """Raise `Refused` unless the run serves the sampler. One that trains rollout groups serves its policy alone."""
+        engine = self.engine
+        if engine.phase == Phase.OFFLINE:
+            why = f"Engine {engine.name} is not running, so nothing can be sampled"
+            raise Refused(
+                Code.WRONG_PHASE, f"{why}: create a model, or a sampling client of its base, which starts it."
+            )
+        if engine.queues_groups:
+            if engine.has_policy and not sampler.address:
+                return
+            has = "samples from its own policy alone" if engine.has_policy else "has no model of its own"
+            why = (
+                f"Run {engine.run} of engine {engine.name} takes rollout groups and {has}: use another engine for this."
+            )
+            raise Refused(Code.WRONG_PHASE, why)
+        if not engine.serves_operations:
+            why = f"Engine {engine.name} plays episodes in run {engine.run}, and its model is called by their agents."
+            raise Refused(Code.WRONG_PHASE, f"{why} Stop the run first, or use another engine.")
+
+    async def _drawn(self, sampler: Sampler, asked: SampleRequest) -> DrawnSamples:
+        self._check_serving(sampler)
+        model = await self.text_model()
+        pieces = model.tokenizer.pieces
+        names = hidden_names(model.tokenizer, asked.stops)
+        ends = asked_stops(names, asked.stops, asked.sampling.stop_token_ids, len(pieces))
+        if asked.ends_at_eos:
+            ends |= configured_stops(model.tokenizer)
+        collected = _Collected(asked, pieces, ends, names)
+        generate = self._request(sampler, asked, self._sampling(asked, model, ends))
+        generation, replica = await self._calls.upstream.start(generate, len(pieces))
+        try:
+            await self._collect(generation, collected)
+        except ReplicaGone as error:
+            self._calls.upstream.failed(self._engine, replica, error)
+            raise
+        except Refused as refusal:
+            if refusal.code == Code.UNKNOWN_MODEL and sampler.address:
+                raise AdapterMissing(replica) from None
+            raise
+        finally:
+            generation.abort("the samples are complete, or are not wanted any more")
+            self._calls.upstream.finished(generation)
+        return collected.drawn()
+
+    def _request(self, sampler: Sampler, asked: SampleRequest, sampling: SamplingParams) -> Generate:
+        return Generate(
+            id=uuid.uuid4().hex,
+            engine=self._engine,
+            run=self.engine.run,
+            prompt=asked.prompt,
+            sampling=sampling,
+            n=asked.samples,
+            stream=bool(asked.stops),
+            episode=sampler.address,  # by which a replica is chosen: that which has the adapter
+            adapter=sampler.address,
+            prompt_logprobs=bool(asked.scored),
+            top_prompt=asked.top_prompt if asked.scored else 0,
+            plain_logprobs=not self.engine.has_policy,  # its trainer computes its own at the same temperature
+        )
+
+    def _sampling(self, asked: SampleRequest, model: TextModel, ends: set[int]) -> SamplingParams:
+        """Return how tokens are drawn. Without a `max_tokens` there are as many as the model's length has room for."""
+        given = asked.sampling
+        context, length = self._context(model), len(asked.prompt) // 4
+        if length > context:
+            why = f"The prompt has {length} tokens, and the model's length, for prompt and answer, is {context}."
+            raise PromptTooLong("prompt", why, length, context)
+        room = max(context - length, 1)
+        tokens = given.max_tokens or room
+        check_sampled(asked.samples, min(tokens, room), given.top_logprobs)
+        check_sampled(1, length, asked.top_prompt)
+        return msgspec.structs.replace(given, max_tokens=tokens, stop_token_ids=tuple(sorted(ends)))
+
+    async def _collect(self, generation: Generation, collected: "_Collected") -> None:
+        while not collected.is_complete:
+            frames = await generation.frames()
+            if not frames:
+                raise ReplicaGone("the replica's answer ended too early")
+            for frame in frames:
+                collected.take(frame)
+
+
+class _Collected:
+    """What has arrived of the answer to one request."""
+
+    def __init__(self, asked: SampleRequest, pieces: Sequence[bytes], ends: set[int], names: Mapping[int, str]) -> None:
+        self._asked = asked
+        shown = ends.difference(names)
+        self._choices = [_Choice(TextStream(pieces, asked.stops, names), shown) for _ in range(asked.samples)]
+        self._scores = array("f")
+        self._top: list[tuple[tuple[int, float], ...]] = []
+        self._cached = 0
+
+    @property
+    def is_complete(self) -> bool:
+        return all(choice.finish is not None for choice in self._choices)
+
+    def take(self, frame: Frame) -> None:
+        match frame:
+            case Tokens():
+                self._choices[frame.choice].take(frame)
+            case Finished():
+                self._cached = max(self._cached, frame.cached_prompt_tokens)
+                self._choices[frame.choice].end(frame.reason)
+            case PromptScores():
+                self._scores.frombytes(frame.logprobs)
+                self._top += _rows(frame)
+            case Fault():
+                raise ReplicaGone(frame.why)  # the client raises them before
+
+    def drawn(self) -> DrawnSamples:
+        logprobs, top = self._of_prompt(len(self._asked.prompt) // 4, self._asked.scored)
+        return DrawnSamples(
+            samples=tuple(choice.sample() for choice in self._choices),
+            texts=tuple("".join(choice.text) for choice in self._choices),
+            prompt_logprobs=logprobs,
+            top_prompt=top,
+            cached_prompt_tokens=self._cached,
+        )
+
+    def _of_prompt(self, length: int, scored: int | None) -> tuple[bytes, Alternatives]:
+        """Return the logprobs of a prompt of so many tokens, and the alternatives to them, where wanted."""
+        if scored is None:
+            return b"", ()
+        last = self._scores[len(self._scores) - scored :]
+        rows = self._top[len(self._top) - scored :]
+        nothing = (NOTHING,) * self._asked.top_prompt
+        return unscored(length, last), [*[nothing] * (length - scored), *rows] if nothing else ()
+
+
+class _Choice:
+    """One sample that is being drawn."""
+
+    def __init__(self, stream: TextStream, ends: set[int]) -> None:
+        self.text: list[str] = []
+        self.finish: FinishReason | None = None
+        self._stream = stream
+        self._ends = ends
+        self._tokens: list[bytes] = []
+        self._logprobs: list[bytes] = []
+        self._top: list[tuple[tuple[int, float], ...]] = []
+
+    def take(self, frame: Tokens) -> None:
+        if self.finish is not None:
+            return
+        tokens = unpack_tokens(frame.tokens)
+        said = tokens[:-1] if tokens and tokens[-1] in self._ends else tokens  # its text is not part of the sample's
+        text, used = self._stream.feed(said)
+        self.text.append(text)
+        if self._stream.stopped:
+            self.finish = FinishReason.STOP
+        else:
+            used = len(tokens)
+        self._tokens.append(frame.tokens[: 4 * used])
+        self._logprobs.append(frame.logprobs[: 4 * used])
+        self._top += frame.top[:used]
+
+    def end(self, reason: str) -> None:
+        if self.finish is None:
+            self.text.append(self._stream.finish())
+            self.finish = FinishReason.LENGTH if reason == FinishReason.LENGTH else FinishReason.STOP
+
+    def sample(self) -> SampledTokens:
+        assert self.finish is not None
+        return SampledTokens(
+            tokens=b"".join(self._tokens), logprobs=b"".join(self._logprobs), finish=self.finish, top=tuple(self._top)
+        )
+
+
+def _rows(frame: PromptScores) -> list[tuple[tuple[int, float], ...]]:
+    tokens, logprobs, width = array("i", frame.top_tokens), array("f", frame.top_logprobs), frame.width
+    if not width:
+        return []
+    pairs = list(zip(tokens, logprobs, strict=True))
+    return [tuple(pairs[start : start + width]) for start in range(0, len(pairs), width)]

@@ -1,0 +1,155 @@
+"""Samples that were asked for with `asample`: they are drawn in the background, and are in this gateway's memory alone.
+
+After a restart they are unknown, which is answered 410: the client samples again.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import msgspec
+
+from bombus.errors import STATUS, BombusError, Code, Refused
+from bombus.hive.operations.owners import may_use
+from bombus.hive.records import digest
+from bombus.hive.shares import has_share, surplus
+from bombus.operations import Category, Failed
+from bombus_gateway.access import KeyHolder
+from bombus_gateway.call.capacity import CallCapacity
+from bombus_gateway.operations.sampling.drawing import SampleDrawing
+from bombus_gateway.operations.sampling.samplers import found_sampler
+from bombus_gateway.operations_wire.dialects import PROTOBUF
+from bombus_gateway.operations_wire.futures import FutureAnswer, FutureRequest, failed, ready, try_again, unknown
+from bombus_gateway.operations_wire.samples import write_samples
+from bombus_gateway.operations_wire.sampling import SampleRequest, SampleSubmission
+
+log = logging.getLogger(__name__)
+
+OPEN_BYTES_MAX = 512 << 20  # of requests whose samples are being drawn
+ANSWERS_MAX = 65_536  # that are remembered, and
+ANSWERS_BYTES_MAX = 512 << 20  # all of them together: the oldest are forgotten, and sampled again if they are asked for
+
+
+class _Drawn(msgspec.Struct, frozen=True):
+    """A sample, or its drawing, and whose key it was asked for with."""
+
+    holder: KeyHolder
+    task: asyncio.Task[FutureAnswer]
+
+
+class SampleFutures:
+    """The samples of one engine that training clients have asked this gateway for."""
+
+    def __init__(self, drawing: SampleDrawing, capacity: CallCapacity) -> None:
+        self._drawing = drawing
+        self._capacity = capacity
+        self._drawn: dict[str, _Drawn] = {}  # oldest first
+        self._bytes: Counter[str] = Counter()  # of answers, by whose share they count for
+        self._open_bytes: Counter[str] = Counter()
+
+    def check(self, session: str, holder: str) -> None:
+        """Raise `Refused` UNKNOWN_MODEL for a sampler that is not known."""
+        found_sampler(self._drawing.engine, session, holder)
+
+    def submit(self, submission: SampleSubmission, body_digest: bytes, size: int, holder: KeyHolder) -> str:
+        """Begin to draw, and return the id of the future. The same body again is a repeat, and has the same answer.
+
+        It is read with a key of the name of `holder` alone. Raises `Refused` OVERLOADED.
+        """
+        name = f"{submission.request_id}:{digest(f'{holder.name}//'.encode() + body_digest).hex()[:16]}"
+        if name not in self._drawn:
+            with ExitStack() as room:
+                room.enter_context(self._capacity.open_sample(holder.share))
+                room.enter_context(self._open(size, holder.share))
+                task = asyncio.create_task(self._answer(submission, holder.name))
+                task.add_done_callback(partial(_leave, room.pop_all()))
+            task.add_done_callback(partial(self._count, holder.share))
+            self._drawn[name] = _Drawn(holder, task)
+        return name
+
+    @contextmanager
+    def _open(self, size: int, share: str) -> Iterator[None]:
+        """Count the bytes of a request while it is open. Raises `Refused` OVERLOADED."""
+        if not has_share(self._open_bytes, share, OPEN_BYTES_MAX, size):
+            held = sum(self._open_bytes.values())
+            why = f"Requests for samples of {held} bytes are open here, and the limit is {OPEN_BYTES_MAX}"
+            raise Refused(Code.OVERLOADED, f"{why}; try again in a moment.")
+        self._open_bytes[share] += size
+        try:
+            yield
+        finally:
+            self._open_bytes[share] -= size
+
+    async def _answer(self, submission: SampleSubmission, holder: str) -> FutureAnswer:
+        """Return the answer, which may be that sampling has failed. It raises nothing but what is a bug."""
+        asked = submission.asked
+        if isinstance(asked, Failed):
+            return failed(asked)
+        try:
+            return await self._samples(submission.session, asked, holder)
+        except Refused as refusal:
+            is_users = STATUS[refusal.code] < 500
+            return failed(Failed(error=refusal.why, category=Category.USER if is_users else Category.SERVER))
+        except BombusError as error:
+            log.warning("a sample has failed", extra={"sampler": submission.session, "why": str(error)})
+            return failed(Failed(error=str(error), category=Category.SERVER))
+
+    async def _samples(self, session: str, asked: SampleRequest, holder: str) -> FutureAnswer:
+        sampler = found_sampler(self._drawing.engine, session, holder)
+        drawn = await self._drawing.draw(sampler, asked)
+        write = partial(
+            write_samples, drawn.samples, drawn.prompt_logprobs, drawn.top_prompt, drawn.cached_prompt_tokens
+        )
+        return FutureAnswer(200, PROTOBUF, await self._drawing.written(drawn, write))
+
+    def _count(self, share: str, task: "asyncio.Task[FutureAnswer]") -> None:
+        """Note the size of an answer, and forget the oldest ones of whoever has most where they take too much."""
+        self._bytes[share] += _size(task)
+        while sum(self._bytes.values()) > ANSWERS_BYTES_MAX:
+            most = max(self._bytes, key=self._bytes.__getitem__)
+            of_most = (name for name, each in self._drawn.items() if each.holder.share == most and each.task.done())
+            oldest = next(of_most, None)
+            if oldest is None:
+                break
+            self._forget(oldest)
+        for name in surplus(self._drawn, ANSWERS_MAX, lambda each: each.holder.share):
+            if self._drawn[name].task.done():
+                self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        drawn = self._drawn.pop(name)
+        self._bytes[drawn.holder.share] -= _size(drawn.task)
+
+    def knows(self, name: str, holder: str) -> bool:
+        drawn = self._drawn.get(name)
+        return drawn is not None and may_use(drawn.holder.name, holder)
+
+    async def result(self, asked: FutureRequest, hold_s: float) -> FutureAnswer:
+        """Return a sample, or after `hold_s` that it is not there yet, and why."""
+        drawn = self._drawn.get(asked.id)
+        if drawn is None:
+            return unknown(asked.id)
+        task = drawn.task
+        await asyncio.wait({task}, timeout=hold_s)
+        if not task.done():
+            return try_again(asked, self._why_it_waits())
+        return ready(task.result(), asked)
+
+    def _why_it_waits(self) -> str:
+        engine = self._drawing.engine
+        if engine.weights is None:
+            return "The base is not published for replicas yet."
+        if not engine.loaded:
+            return f"No inference replica has loaded the base yet; {len(engine.replicas)} are there."
+        return f"{self._capacity.open_calls} requests are open at this gateway."
+
+
+def _leave(room: ExitStack, _: "asyncio.Task[FutureAnswer]") -> None:
+    room.close()
+
+
+def _size(task: "asyncio.Task[FutureAnswer]") -> int:
+    return 0 if task.cancelled() or task.exception() is not None else len(task.result().body)

@@ -1,0 +1,186 @@
+"""Samplers: which weights a session of sampling has.
+
+The id of a sampler says it, so every gateway knows it, also after a restart. `S:sample:0:base-DIGEST` is a base by the
+beginning of its path's digest, and `S:sample:0:ADDRESS` a checkpoint by that of its address: neither can change.
+`S:sample:0` began with an unnamed save, which has that number in its name.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from bombus.errors import Code, Refused
+from bombus.hive.operations.owners import may_read, seen_by
+from bombus.hive.operations.state import KeptWeights, TrainingClients
+from bombus.hive.records import digest
+from bombus.hive.state import EngineState, Phase
+from bombus.operations import CheckpointKind
+from bombus_gateway.operations.bases import base_names
+from bombus_gateway.operations.listings import found_checkpoint, is_for_sync, path_of, synced_weights
+from bombus_gateway.operations_wire.checkpoints import INFLIGHT_SAMPLE, UNNAMED_SAMPLE
+from bombus_gateway.operations_wire.dialects import OF_SAMPLE, TrainingDialect, is_tinkers, session_of
+from bombus_gateway.operations_wire.paths import CheckpointPath, read_path
+from bombus_gateway.operations_wire.sampling import SamplingSession
+
+BASE = "base"
+ADDRESS_CHARACTERS = 24
+MARK_CHARACTERS = 16
+
+
+class Sampler(msgspec.Struct, frozen=True):
+    """Weights to sample from: the base of a run, and a checkpoint's adapter on it where there is one."""
+
+    base: str
+    checkpoint: CheckpointPath | None = None
+    address: str = ""
+    folder: str = ""
+
+
+def begun_sampler(engine: EngineState, asked: SamplingSession, holder: str) -> tuple[str, Sampler]:
+    """Return the id of a new sampler, and its weights. Raises `Refused` where there are none such."""
+    if asked.checkpoint is not None:
+        sampler = _of_checkpoint(engine, found_checkpoint(engine.clients, asked.checkpoint, holder))
+        return f"{asked.id}:{sampler.address[:ADDRESS_CHARACTERS]}", sampler
+    sampler = _of_base(engine, asked.base)
+    return f"{asked.id}:{_base_mark(sampler.base)}", sampler
+
+
+def sampled_base(engine: EngineState, asked: SamplingSession, holder: str) -> str:
+    """Return the base that a new sampler needs. Raises `Refused` where there is no such checkpoint."""
+    if asked.checkpoint is None:
+        return asked.base
+    kept = found_checkpoint(engine.clients, asked.checkpoint, holder)
+    _check_adapter(kept)
+    return kept.noted.base
+
+
+def found_sampler(engine: EngineState, name: str, holder: str) -> Sampler:
+    """Return the weights of a sampler by its id, which the holder of a key may read.
+
+    Raises `Refused` UNKNOWN_MODEL, or where they are not served now.
+    """
+    session, _, numbered = name.rpartition(OF_SAMPLE)
+    number, _, what = numbered.partition(":")
+    if what.startswith(BASE) and session:
+        return _of_marked_base(engine, what)
+    kept = [each for each in engine.clients.kept.values() if may_read(each, holder)]
+    if what:
+        found = [each for each in kept if len(what) == ADDRESS_CHARACTERS and each.noted.saved.address.startswith(what)]
+    else:
+        found = [each for each in kept if session_of(each.noted.model) == session and _is_unnamed(each, number)]
+    # Of those with equal weights, one that was saved for samplers is told as theirs.
+    first = min(found, key=lambda each: each.noted.saved.use != CheckpointKind.SAMPLER, default=None)
+    if first is None:
+        raise Refused(
+            Code.UNKNOWN_MODEL, f"There is no sampler {name[:300]} here, or its checkpoint has been removed; make one."
+        )
+    if not what and first.noted.saved.name.startswith(INFLIGHT_SAMPLE):
+        first = _newest_inflight(kept, first)
+    return _of_checkpoint(engine, first)
+
+
+def named_sampler(engine: EngineState, name: str, holder: str) -> Sampler:
+    """Return the weights that xorl's client calls `name`: a path, or the name of the checkpoint saved last under it.
+
+    Without a name they are what was put in sync last in this run, or else the base. A name alone is looked for among
+    the client's own. Raises `Refused` where there is no such checkpoint, or several models have one.
+    """
+    clients = seen_by(engine.clients, holder)
+    if not name:
+        synced = [each for each in synced_weights(clients, CheckpointKind.SAMPLER) if _is_of_run(engine, each)]
+        return _of_checkpoint(engine, synced[-1]) if synced else _of_base(engine, "")
+    if "/" in name:
+        return _of_checkpoint(engine, found_checkpoint(engine.clients, read_path(name), holder))
+    named = [
+        each for each in clients.kept.values() if each.noted.saved.name == name and not is_tinkers(each.noted.model)
+    ]
+    samplers = [each for each in named if each.noted.saved.use == CheckpointKind.SAMPLER] or named
+    if not samplers:
+        raise Refused(Code.UNKNOWN_MODEL, f"There is no checkpoint {name[:140]} here, or not any longer.")
+    return _of_checkpoint(engine, _of_one_model(clients, samplers))
+
+
+def _of_one_model(clients: TrainingClients, named: Sequence[KeptWeights]) -> KeptWeights:
+    """Return the newest of checkpoints of one name, which are of one model, or of one that has not ended."""
+    if len({each.noted.saved.address for each in named}) > 1 and len({each.noted.model for each in named}) > 1:
+        names = {model.name for model in clients.open_models}
+        of_open = [each for each in named if each.noted.model in names]
+        if len({each.noted.model for each in of_open}) != 1:
+            models = ", ".join(dict.fromkeys(each.noted.model for each in named))
+            path = path_of(named[-1]).uri(TrainingDialect.XORL)
+            raise Refused(
+                Code.MALFORMED,
+                f"Several models have a checkpoint {named[-1].noted.saved.name}: {models[:300]}. Give its path as "
+                f"lora_path, such as {path}, or save each under a name of its own.",
+            )
+        named = of_open
+    return named[-1]
+
+
+def _is_of_run(engine: EngineState, kept: KeptWeights) -> bool:
+    return engine.phase != Phase.OFFLINE and kept.noted.run == engine.run
+
+
+def _is_unnamed(kept: KeptWeights, number: str) -> bool:
+    saved = kept.noted.saved
+    return saved.use == CheckpointKind.SAMPLER and saved.name in (UNNAMED_SAMPLE + number, INFLIGHT_SAMPLE + number)
+
+
+def _newest_inflight(every: Iterable[KeptWeights], one: KeptWeights) -> KeptWeights:
+    """Return the newest of the inflight saves of a model, by their numbers: all of their samplers have its weights."""
+    of_model = (each for each in every if each.noted.model == one.noted.model)
+    return max((one, *of_model), key=_inflight_number)
+
+
+def _inflight_number(kept: KeptWeights) -> int:
+    """Return the number of an inflight save, -1 for anything else that a client has called so."""
+    saved = kept.noted.saved
+    number = saved.name.removeprefix(INFLIGHT_SAMPLE)
+    is_one = saved.use == CheckpointKind.SAMPLER and number != saved.name and number.isdecimal()
+    return int(number) if is_one else -1
+
+
+def _base_mark(base: str) -> str:
+    """Return what the ids of a base's samplers have of it."""
+    return f"{BASE}-{digest(base.encode()).hex()[:MARK_CHARACTERS]}"
+
+
+def _of_marked_base(engine: EngineState, mark: str) -> Sampler:
+    sampler = _of_base(engine, "")
+    if mark not in (BASE, _base_mark(sampler.base)):  # earlier gateways gave the bare word to all of them
+        why = f"This sampler is of another base than {sampler.base}, which engine {engine.name} has now"
+        raise Refused(Code.UNKNOWN_MODEL, f"{why}: make another one.")
+    return sampler
+
+
+def _of_base(engine: EngineState, wanted: str) -> Sampler:
+    names = base_names(engine)
+    if not names or (wanted and wanted not in names):
+        here = f"Engine {engine.name} has {names[0]}" if names else f"Engine {engine.name} has no model yet"
+        why = f"{here}, and no {wanted[:200]}: create a model or a sampling client on that, which starts it."
+        raise Refused(Code.UNKNOWN_MODEL, why)
+    return Sampler(names[0])
+
+
+def _check_adapter(kept: KeptWeights) -> None:
+    """Raise `Refused` unless a checkpoint is one that replicas sample from: an adapter."""
+    noted = kept.noted
+    if noted.adapter is None:
+        why = f"{path_of(kept).id} has all weights of its model, and only adapters are sampled from here."
+        raise Refused(
+            Code.UNSUPPORTED,
+            f"{why} Train an adapter (rank 1 or more) to sample from it, or put an inference server elsewhere in sync "
+            "with the model (sync_inference_weights), and sample from that.",
+        )
+    if noted.saved.use == CheckpointKind.EXTERNAL and is_for_sync(kept):
+        why = f"{path_of(kept).id} is a whole model for inference servers elsewhere: sample from those."
+        raise Refused(Code.UNSUPPORTED, why)
+
+
+def _of_checkpoint(engine: EngineState, kept: KeptWeights) -> Sampler:
+    _check_adapter(kept)
+    noted, started = kept.noted, engine.started
+    if engine.phase != Phase.OFFLINE and started is not None and noted.base not in (started.base, *base_names(engine)):
+        why = f"{path_of(kept).id} is an adapter on {noted.base}, and engine {engine.name} runs {started.base} now."
+        raise Refused(Code.UNKNOWN_MODEL, why)
+    return Sampler(noted.base, path_of(kept), noted.saved.address, noted.saved.folder)

@@ -1,0 +1,202 @@
+"""Sessions of training clients: Tinker's clients open one and show that they live; xorl's have one for each model."""
+
+import uuid
+from typing import Any
+
+import msgspec
+
+from bombus.errors import Code, Refused
+from bombus.hive import inbox
+from bombus.hive.operations.owners import is_anothers_name, seen_model, seen_session
+from bombus.hive.operations.state import ClientModel, TrainingSession
+from bombus.hive.records import digest
+from bombus.hive.state import EngineState, Phase
+from bombus_gateway.access import KeyHolder, RawHeaders
+from bombus_gateway.context import Gateway
+from bombus_gateway.decoding.json_body import decode_body
+from bombus_gateway.operations.bases import Bases, base_names, is_replaceable, plain_job
+from bombus_gateway.operations.catching_up import catch_up, found
+from bombus_gateway.operations.listings import found_session
+from bombus_gateway.operations.operation_log import OperationLog
+from bombus_gateway.operations_wire.dialects import TrainingDialect, is_tinkers, session_of
+from bombus_gateway.operations_wire.submission import DEFAULT_MODEL, ModelAddress
+
+XORL_IDLE_S = 7200.0  # xorl's clients show no life between their requests
+DETAIL_CHARACTERS = 500
+
+
+class _NewSession(msgspec.Struct):
+    tags: list[str] = []
+    user_metadata: dict[str, Any] = {}
+    sdk_version: str = ""
+    project_id: str | None = None
+    display_name: str | None = None
+
+
+class _Reason(msgspec.Struct, frozen=True):
+    type: str = ""
+
+
+class _Finish(msgspec.Struct):
+    reason: _Reason = _Reason()
+    detail: str | None = None
+
+
+_new_sessions = msgspec.json.Decoder(_NewSession)
+_finishes = msgspec.json.Decoder(_Finish)
+_named = msgspec.json.Decoder(ModelAddress)
+
+
+class Sessions:
+    """The sessions of one engine."""
+
+    def __init__(self, gateway: Gateway, operations: OperationLog, bases: Bases) -> None:
+        self._gateway = gateway
+        self._operations = operations
+        self._bases = bases
+
+    async def open(self, body: bytes, holder: KeyHolder, request_key: str) -> str:
+        """Open a session of Tinker's client. One that repeats its request, by its key, gets the same session."""
+        given = decode_body(_new_sessions, body)
+        metadata = {name: value for name, value in msgspec.structs.asdict(given).items() if value}
+        named = digest(f"{holder.name}/{request_key}".encode()).hex()[:16] if request_key else uuid.uuid4().hex[:16]
+        return await self._open(f"s-{named}", TrainingDialect.TINKER, holder, metadata)
+
+    async def open_for_model(self, holder: KeyHolder) -> str:
+        """Open the session of one model of xorl's client. It ends with its model."""
+        return await self._open(f"x-{uuid.uuid4().hex[:16]}", TrainingDialect.XORL, holder, {})
+
+    async def _open(self, session: str, dialect: TrainingDialect, holder: KeyHolder, metadata: dict[str, Any]) -> str:
+        is_xorls = dialect == TrainingDialect.XORL
+        command = inbox.OpenSession(
+            id=uuid.uuid4().hex,
+            engine=self._operations.engine,
+            session=session,
+            idle_s=XORL_IDLE_S if is_xorls else 0.0,
+            owner=holder.name,
+            dialect=dialect.value,
+            metadata=metadata,
+            for_model=is_xorls,
+            admin=holder.admin,
+        )
+        await self._gateway.carry_out(command)
+        return session
+
+    async def beat(self, body: bytes, holder: str) -> None:
+        """Take in a sign of life. Raises `Refused` SESSION_OVER, after which the client sends no more of them."""
+        session = beating_name(body)
+        known = await found(self._gateway.follower, lambda: self._beating(session, holder))
+        self._gateway.heartbeats.touch_session(self._operations.engine, known.session)
+
+    def _beating(self, name: str, holder: str) -> TrainingSession:
+        model = seen_model(self._operations.clients, name, holder)  # xorl's clients call their model a session
+        known = seen_session(self._operations.clients, name if model is None else model.session, holder)
+        if known is None or known.ended is not None:
+            raise Refused(Code.SESSION_OVER, f"Session {name[:100]} has ended here; open another one.")
+        return known
+
+    def waits_for(self, operation: str, holder: str) -> None:
+        """Take it as a sign of life that a client asks for the result of an operation."""
+        model = seen_model(self._operations.clients, operation.rpartition(":")[0], holder)
+        session = None if model is None else self._operations.clients.sessions.get(model.session)
+        if session is not None and session.ended is None:
+            self._gateway.heartbeats.touch_session(self._operations.engine, session.session)
+
+    async def finish(self, session: str, body: bytes, holder: str) -> None:
+        """End a session. Its models end after what waits for them, and are saved first."""
+        given = decode_body(_finishes, body or b"{}")
+        await self.found(session, holder)
+        detail = " ".join(part for part in (given.reason.type, given.detail or "") if part)[:DETAIL_CHARACTERS]
+        close = inbox.CloseSession(id=uuid.uuid4().hex, engine=self._operations.engine, session=session, detail=detail)
+        await self._gateway.carry_out(close)
+
+    async def found(self, session: str, holder: str) -> TrainingSession:
+        """Return a session of the holder of a key. Raises `Refused` UNKNOWN_SESSION."""
+        return await found(self._gateway.follower, lambda: found_session(self._operations.clients, session, holder))
+
+    async def model(self, name: str, holder: str) -> ClientModel | None:
+        """Return a model of the holder of a key, None where there is no such model."""
+        known = seen_model(self._operations.clients, name, holder)
+        if known is None or known.closed is not None:  # it may have been created at another gateway
+            await catch_up(self._gateway.follower)
+            known = seen_model(self._operations.clients, name, holder)
+        return known
+
+    async def of_model(self, model: str, holder: str) -> str:
+        """Return the session of a model, "" where there is no such model."""
+        known = await self.model(model, holder)
+        return "" if known is None else known.session
+
+    async def check_new(self, model: str, holder: str) -> None:
+        """Raise `Refused` unless the holder of a key may create a model of this name.
+
+        A name of xorl's client is its own for as long as anything of that name is there: a model or a checkpoint.
+        """
+        if is_tinkers(model):
+            await self.found(session_of(model), holder)
+            return
+        await catch_up(self._gateway.follower)
+        if is_anothers_name(self._operations.clients, model, holder):
+            raise Refused(
+                Code.MODEL_EXISTS, f"The name {model[:100]} is in use by another client: give another model_id."
+            )
+
+    async def begin_sampling(self, session: str, base: str, headers: RawHeaders) -> None:
+        """Let a session sample from a base, or from what was saved on it: where the engine is offline, start a run.
+
+        Raises `Refused` where the engine serves another base, and as `base`. A run of another kind stays as it is.
+        """
+        engine, known = self._operations.state, self._operations.clients.sessions.get(session)
+        if engine.phase != Phase.OFFLINE and not engine.serves_operations:
+            return
+        name = await self.base(base, headers)
+        is_noted = known is not None and engine.phase != Phase.OFFLINE and known.samples_in == engine.run
+        if is_noted and name in base_names(engine):
+            return
+        begin = inbox.BeginSampling(id=uuid.uuid4().hex, engine=engine.name, session=session, base=name)
+        await self._gateway.carry_out(begin)
+
+    def may_configure(self, headers: RawHeaders) -> bool:
+        """Return whether a client who has sent these headers may give an engine a job."""
+        return self._gateway.control.refusal(headers) is None
+
+    async def base(self, wanted: str, headers: RawHeaders) -> str:
+        """Return what the engine calls the base that a client, who has sent these headers, names.
+
+        An engine that is offline is configured with a job for that base, where it has none, or one of another base that
+        a gateway made like this. Raises `Refused` where it has a job of somebody else's, and for a client who may not
+        configure it: with the admin key, where the hive has one, or for a base that the operator gave a name.
+        """
+        engine = self._operations.state
+        names = base_names(engine)
+        if not names or (engine.phase == Phase.OFFLINE and wanted not in names):
+            may_configure = self._bases.leads_to(wanted) or self.may_configure(headers)
+            if not may_configure or not is_replaceable(engine.configured):
+                raise Refused(Code.UNKNOWN_MODEL, _other_base(engine, wanted, may_configure))
+            config = plain_job(wanted)
+            configure = inbox.Configure(
+                id=uuid.uuid4().hex,
+                engine=engine.name,
+                config=config.to_json(),
+                config_digest=config.digest,
+                collection=config.to_collection(),
+                model=config.model.path,
+            )
+            await self._gateway.carry_out(configure)
+            return wanted
+        return names[0] if wanted in names else wanted
+
+
+def beating_name(body: bytes) -> str:
+    """Return the session of a sign of life. xorl's clients may name their model."""
+    given = decode_body(_named, body)
+    return given.session_id or given.model_id or DEFAULT_MODEL
+
+
+def _other_base(engine: EngineState, wanted: str, may_configure: bool) -> str:
+    job = engine.configured
+    here = "has no job yet" if job is None else f"has a job for models on {job.model}"
+    why = f"Engine {engine.name} {here}, and {wanted[:200]} is another base."
+    if not may_configure:
+        return f"{why} Whoever has the hive's admin key can configure it with a job whose model.path names that base."
+    return f"{why} Use the base of that job, or configure the engine with a job whose model.path names yours."

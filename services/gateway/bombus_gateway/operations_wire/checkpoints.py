@@ -1,0 +1,126 @@
+"""Requests for saving a model and for loading a checkpoint into it."""
+
+import msgspec
+
+from bombus.errors import Code, Refused
+from bombus.operations import CheckpointKind, LoadWeights, SaveWeights
+from bombus_gateway.decoding.json_body import decode_body
+from bombus_gateway.operations_wire.dialects import TrainingDialect, sampling_session, session_of
+from bombus_gateway.operations_wire.models import kept_metadata
+from bombus_gateway.operations_wire.paths import CheckpointPath, checked_name, read_loaded_path, read_path
+from bombus_gateway.operations_wire.submission import NOT_GIVEN, SeqId, Submission, addressed, attempted, submitted
+
+INFLIGHT, SNAPSHOT = "inflight", "snapshot"
+UNNAMED_SAMPLE = "sample-"  # begins the name of a checkpoint that a session of sampling was made with
+INFLIGHT_SAMPLE = "inflight-"  # the same, of a session that moves to later saves of this kind
+UNNAMED_S = 86_400.0  # how long such checkpoints are kept where the client does not say: a loop makes one in each step
+TTL_S_MAX = 10 * 365 * 86_400  # ten years, the longest that Tinker's client speaks of
+
+
+class _Save(msgspec.Struct):
+    path: str | None = None
+    name: str | None = None
+    overwrite: bool | None = None
+    ttl_seconds: float | None = None
+    save_optimizer: bool = True
+    age_encryption_recipients: list[str] | None = None
+
+
+class _Sampler(msgspec.Struct):
+    sampling_session_seq_id: SeqId | None = None
+    kind: str = SNAPSHOT
+    user_metadata: msgspec.Raw = NOT_GIVEN
+
+
+class _Load(msgspec.Struct):
+    path: str
+    optimizer: bool | None = None
+    load_optimizer: bool | None = None
+    weights_access_token: str | None = None
+
+
+class _Info(msgspec.Struct):
+    tinker_path: str | None = None
+    xorl_path: str | None = None
+
+
+_saves = msgspec.json.Decoder(_Save)
+_samplers = msgspec.json.Decoder(_Sampler)
+_loads = msgspec.json.Decoder(_Load)
+_infos = msgspec.json.Decoder(_Info)
+
+
+def read_save(dialect: TrainingDialect, kind: CheckpointKind, body: bytes) -> Submission:
+    """Read a request to save a model as a checkpoint of this kind. One without a name is named by the trainer.
+
+    A checkpoint of Tinker's clients is replaced only where they ask for it. xorl's clients cannot ask, and save under
+    one name again and again, so theirs are replaced. A session of sampling that begins with a checkpoint names it.
+    """
+    model, seq = addressed(dialect, body)
+    return submitted(model, seq, lambda: _saved(dialect, kind, body, (model, seq)))
+
+
+def read_load(dialect: TrainingDialect, body: bytes) -> Submission:
+    """Read a request to go on from a checkpoint. That which makes a new model is `read_create_by_load`'s."""
+    model, seq = addressed(dialect, body)
+    return Submission(model=model, seq=seq, operation=attempted(lambda: _load(body, model)))
+
+
+def checked_ttl(ttl_seconds: float | None) -> float:
+    """Return for how long a checkpoint is kept, 0 for ever. Raises `Refused` MALFORMED."""
+    if ttl_seconds is not None and not 0 < ttl_seconds <= TTL_S_MAX:
+        why = f"ttl_seconds is {ttl_seconds}, and has to be above 0 and at most {TTL_S_MAX}; null is for ever."
+        raise Refused(Code.MALFORMED, why)
+    return ttl_seconds or 0.0
+
+
+def read_weights_info(body: bytes) -> CheckpointPath:
+    """Return the checkpoint that a `weights_info` asks about. Raises `Refused` where it is not a path."""
+    given = decode_body(_infos, body)
+    return read_path(given.tinker_path or given.xorl_path or "")
+
+
+def _saved(dialect: TrainingDialect, kind: CheckpointKind, body: bytes, of: tuple[str, int]) -> Submission:
+    model, seq = of
+    given = decode_body(_samplers, body)
+    session, unnamed, number = "", "", given.sampling_session_seq_id
+    if dialect == TrainingDialect.TINKER and kind == CheckpointKind.SAMPLER and number is not None:
+        session, unnamed = (
+            sampling_session(session_of(model), number),
+            f"{INFLIGHT_SAMPLE if given.kind == INFLIGHT else UNNAMED_SAMPLE}{number}",
+        )
+    operation = _save(dialect, kind, body, unnamed)
+    if session and not operation.ttl_s:
+        operation = msgspec.structs.replace(operation, ttl_s=UNNAMED_S)
+    return Submission(
+        model=model,
+        seq=seq,
+        operation=operation,
+        metadata=kept_metadata(given.user_metadata),
+        sampling_session=session,
+        inflight=given.kind == INFLIGHT,
+    )
+
+
+def _save(dialect: TrainingDialect, kind: CheckpointKind, body: bytes, unnamed: str) -> SaveWeights:
+    given = decode_body(_saves, body)
+    if given.age_encryption_recipients:
+        raise Refused(Code.UNSUPPORTED, "Checkpoints are not encrypted here: leave age_encryption_recipients out.")
+    if not given.save_optimizer:
+        raise Refused(
+            Code.UNSUPPORTED, "save_optimizer cannot be false here: save_weights_for_sampler saves weights alone."
+        )
+    ttl_s = checked_ttl(given.ttl_seconds)
+    name = given.path or given.name or unnamed
+    if name:
+        checked_name(name, "checkpoint")
+    overwrite = dialect == TrainingDialect.XORL if given.overwrite is None else given.overwrite
+    return SaveWeights(checkpoint=kind, name=name, overwrite=overwrite, ttl_s=ttl_s)
+
+
+def _load(body: bytes, model: str) -> LoadWeights:
+    given = decode_body(_loads, body)
+    if given.weights_access_token:
+        raise Refused(Code.UNSUPPORTED, "weights_access_token is not known here: all checkpoints are of one account.")
+    optimizer = given.load_optimizer if given.optimizer is None else given.optimizer
+    return LoadWeights(checkpoint=str(read_loaded_path(given.path, model)), with_optimizer=bool(optimizer))

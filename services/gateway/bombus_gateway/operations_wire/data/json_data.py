@@ -1,0 +1,216 @@
+"""forward and forward_backward in JSON, as xorl-client sends them and with Tinker's names, and their answers."""
+
+import math
+from array import array
+from collections.abc import Mapping
+
+import msgspec
+
+from bombus.errors import Code, Refused
+from bombus.operations import Array, Datum, DType, ForwardBackward, Scores
+from bombus_gateway import limits
+from bombus_gateway.decoding.json_body import decode_body
+from bombus_gateway.operations_wire.data.json_numbers import as_json, numbers_in
+from bombus_gateway.operations_wire.data.losses import CROSS_ENTROPIES, loss_spec
+from bombus_gateway.operations_wire.data.metrics import metrics_of
+from bombus_gateway.operations_wire.data.tensors import (
+    ADVANTAGES,
+    MASK,
+    TARGET_TOKENS,
+    WEIGHTS,
+    NumberBudget,
+    Numbers,
+    as_input,
+    as_tokens,
+    whole,
+)
+from bombus_gateway.operations_wire.dialects import TrainingDialect
+from bombus_gateway.operations_wire.submission import NOT_GIVEN, Submission, addressed, attempted, is_given
+
+LABELS = "labels"
+IGNORED = -100  # the label of a token that is not trained on
+_INPUT_IDS, _CHUNKS = "input_ids", "chunks"
+# Settings of xorl that ask for what is always in an answer, or, where they are false, for nothing.
+_ALWAYS_DONE = ("return_per_token",)
+_OPTIONAL = ("compute_kl_stats",)
+# xorl's names of means over the tokens that count, and the sums that they are made of.
+_MEANS = {"kl_sample_train_k3": "kl_sampled_k3:sum", "entropy_sample": "entropy_sampled:sum"}
+
+
+class _Chunk(msgspec.Struct):
+    tokens: msgspec.Raw = NOT_GIVEN
+    type: str = "encoded_text"
+
+
+class _JsonDatum(msgspec.Struct):
+    model_input: dict[str, msgspec.Raw]
+    loss_fn_inputs: dict[str, msgspec.Raw] = {}
+    routed_experts: msgspec.Raw = NOT_GIVEN
+
+
+class _Input(msgspec.Struct):
+    data: list[_JsonDatum]
+    loss_fn: str = "cross_entropy"
+    loss_fn_params: dict[str, float | str | bool | None] | None = None
+    loss_fn_config: dict[str, float | str | bool | None] | None = None
+    routed_experts: msgspec.Raw = NOT_GIVEN
+
+
+class _Body(msgspec.Struct):
+    forward_backward_input: _Input | None = None
+    forward_input: _Input | None = None
+
+
+_bodies = msgspec.json.Decoder(_Body)
+_chunks = msgspec.json.Decoder(list[_Chunk])
+
+
+def read_json_data(body: bytes, forward_only: bool) -> Submission:
+    """Raises `Refused` for a body that is not JSON, or too large."""
+    model, seq = addressed(TrainingDialect.XORL, body)
+    operation = attempted(lambda: _operation(body, forward_only))
+    return Submission(model=model, seq=seq, operation=operation, counts=not forward_only)
+
+
+def write_json_scores(scores: Scores, loss: str) -> dict[str, object]:
+    """Return the answer of a forward_backward with this loss, one object for each datum.
+
+    Its `loss` is the sum of its `elementwise_loss`, in the form of an array, since xorl-client reads it so.
+    """
+    return {
+        "loss_fn_output_type": loss,
+        "loss_fn_outputs": [_output(output) for output in scores.outputs],
+        "metrics": metrics_of(scores) | _means(scores),
+        "info": {},
+    }
+
+
+def _means(scores: Scores) -> dict[str, float]:
+    if not scores.outputs or not scores.tokens:
+        return {}
+    sums = {name: scores.metrics[of] for name, of in _MEANS.items() if of in scores.metrics}
+    return {f"{name}:mean": total / scores.tokens for name, total in {"loss": scores.loss, **sums}.items()}
+
+
+def _output(output: Mapping[str, Array]) -> dict[str, object]:
+    written: dict[str, object] = {name: as_json(values) for name, values in output.items()}
+    terms = output.get("elementwise_loss")
+    if "loss" not in output and terms is not None:
+        written["loss"] = as_json(Array.of(DType.FLOAT32, [math.fsum(terms.values())], ()))
+    return written
+
+
+def _operation(body: bytes, forward_only: bool) -> ForwardBackward:
+    given = decode_body(_bodies, body)
+    asked = given.forward_input or given.forward_backward_input
+    if asked is None:
+        which = "forward_input" if forward_only else "forward_backward_input"
+        raise Refused(Code.MALFORMED, f"The body has no {which}, which has the data and the loss.")
+    if len(asked.data) > limits.DATA:
+        why = f"{len(asked.data)} data in one request are over the limit of {limits.DATA}."
+        raise Refused(Code.TOO_LARGE, why)
+    _refuse_routes(asked.routed_experts)
+    loss = loss_spec(asked.loss_fn, _settings(asked))
+    budget = NumberBudget()
+    data = tuple(_datum(each, loss.name, budget, f"data[{index}]") for index, each in enumerate(asked.data))
+    return ForwardBackward(loss=loss, data=data, forward_only=forward_only)
+
+
+def _settings(asked: _Input) -> dict[str, float | str]:
+    """Return the settings of a loss, under whichever name they came. What is null is not set, and true is 1."""
+    given = {**(asked.loss_fn_config or {}), **(asked.loss_fn_params or {})}
+    kept = {key: value for key, value in given.items() if value is not None and key not in _ALWAYS_DONE}
+    kept = {key: value for key, value in kept.items() if value or key not in _OPTIONAL}
+    return {key: value if isinstance(value, str) else float(value) for key, value in kept.items()}
+
+
+def _datum(given: _JsonDatum, loss: str, budget: NumberBudget, place: str) -> Datum:
+    _refuse_routes(given.routed_experts)
+    if len(given.loss_fn_inputs) > limits.LOSS_INPUTS:
+        why = f"{place} has {len(given.loss_fn_inputs)} arrays, over the limit of {limits.LOSS_INPUTS}."
+        raise Refused(Code.TOO_LARGE, why)
+    tokens = _tokens(given.model_input, budget, f"{place}.model_input")
+    inputs = {}
+    for name, raw in given.loss_fn_inputs.items():
+        inside = f"{place}.loss_fn_inputs[{name!r}]"
+        numbers, shape = numbers_in(raw, budget, inside)
+        inputs[name] = as_input(TARGET_TOKENS if name == LABELS else name, numbers, shape, inside)
+    if LABELS in inputs:
+        tokens, inputs = _shifted(tokens, inputs, place)
+    if not tokens:
+        raise Refused(Code.MALFORMED, f"{place} has no token to predict another from; leave it out.")
+    return Datum(as_tokens(tokens, f"{place}.model_input"), _without_ignored(inputs, loss))
+
+
+def _tokens(given: Mapping[str, msgspec.Raw], budget: NumberBudget, place: str) -> Numbers:
+    if other := [name for name in given if name not in (_INPUT_IDS, _CHUNKS)]:
+        why = f"{place} has {other[0]!r}, which this server cannot honour: it has {_INPUT_IDS}, or {_CHUNKS} of tokens."
+        raise Refused(Code.UNSUPPORTED, why)
+    if _INPUT_IDS in given:
+        return _ids(given[_INPUT_IDS], budget, place)
+    found = array("q")
+    for chunk in decode_body(_chunks, bytes(given.get(_CHUNKS, b"[]")), place):
+        if not is_given(chunk.tokens):
+            why = f"{place} has a chunk of type {chunk.type[:40]!r}, and the models here read only text."
+            raise Refused(Code.UNSUPPORTED, why)
+        found.extend(_ids(chunk.tokens, budget, place))
+    return found
+
+
+def _ids(raw: msgspec.Raw, budget: NumberBudget, place: str) -> Numbers:
+    return whole(numbers_in(raw, budget, place)[0], place)
+
+
+def _shifted(tokens: Numbers, inputs: dict[str, Array], place: str) -> tuple[Numbers, dict[str, Array]]:
+    """Return tokens and inputs so that each token stands beside the label after it, which it predicts.
+
+    Labels stand beside their own tokens in Hugging Face's form, and so do other inputs of the same length.
+    """
+    length = len(tokens)
+    if TARGET_TOKENS in inputs:
+        raise Refused(Code.MALFORMED, f"{place} has labels and target_tokens; send one of them.")
+    if inputs[LABELS].shape != (length,):
+        why = f"{place} has labels of shape {list(inputs[LABELS].shape)[:8]} for {length} tokens: they need one each."
+        raise Refused(Code.MALFORMED, why)
+    moved = {name: _tail(values) if values.shape == (length,) else values for name, values in inputs.items()}
+    moved[TARGET_TOKENS] = moved.pop(LABELS)
+    return tokens[:-1], moved
+
+
+def _tail(values: Array) -> Array:
+    """Return an array of one dimension without its first number."""
+    size = len(values.data) // values.shape[0] if values.shape[0] else 0
+    return Array(values.dtype, (max(values.shape[0] - 1, 0),), values.data[size:])
+
+
+def _without_ignored(inputs: dict[str, Array], loss: str) -> dict[str, Array]:
+    """Return inputs in which no target is -100: those places have token 0, and a weight or an advantage of 0 instead.
+
+    They count as little as tokens without an advantage do, which xorl's server takes for ignored. A mask that the
+    caller gives is 0 there too.
+    """
+    targets = inputs.get(TARGET_TOKENS)
+    if targets is None:
+        return inputs
+    tokens = targets.values()
+    if IGNORED not in tokens:
+        return inputs
+    done = {TARGET_TOKENS: Array.of(DType.INT64, [0 if token == IGNORED else token for token in tokens], targets.shape)}
+    counting = {name: inputs[name].values() for name in (ADVANTAGES, MASK) if _fits(inputs.get(name), targets)}
+    if loss in CROSS_ENTROPIES:
+        given = inputs.get(WEIGHTS)
+        counting = {WEIGHTS: given.values() if given is not None and _fits(given, targets) else [1.0] * len(tokens)}
+    for name, values in counting.items():
+        kept = [0.0 if token == IGNORED else value for token, value in zip(tokens, values)]
+        done[name] = Array.of(DType.FLOAT32, kept, targets.shape)
+    return inputs | done
+
+
+def _fits(values: Array | None, targets: Array) -> bool:
+    return values is not None and values.shape == targets.shape
+
+
+def _refuse_routes(given: msgspec.Raw) -> None:
+    if is_given(given):
+        why = "routed_experts cannot be replayed: no model of this server takes its experts' routes from outside."
+        raise Refused(Code.UNSUPPORTED, why)

@@ -1,0 +1,90 @@
+"""The numbers of a request as arrays of an operation: target tokens are int64 there, and everything else is float32."""
+
+from array import array
+from collections.abc import Iterable
+from math import prod
+from typing import Any, TypeAlias
+
+from bombus.errors import Code, Refused
+from bombus.operations import Array, DType
+from bombus_gateway import limits
+
+TARGET_TOKENS = "target_tokens"
+WEIGHTS = "weights"
+ADVANTAGES = "advantages"
+MASK = "mask"
+
+Numbers: TypeAlias = "array[Any]"  # integers or floats, as its typecode says: i, q, f or d
+INT32_MAX = (1 << 31) - 1
+
+
+class NumberBudget:
+    """How many more numbers a request may have."""
+
+    def __init__(self) -> None:
+        self._left = limits.TRAINING_NUMBERS
+
+    def take(self, numbers: int) -> None:
+        """Raises `Refused` where there is no room for them."""
+        self._left -= numbers
+        if self._left < 0:
+            why = f"The request has more than {limits.TRAINING_NUMBERS} tokens and numbers; send fewer data at once."
+            raise Refused(Code.TOO_LARGE, why)
+
+    def has(self, numbers: int) -> bool:
+        return numbers <= self._left
+
+
+def numbers_of(code: str, data: bytes, place: str) -> Numbers:
+    """Return little-endian numbers of a type, by its code in the standard library's `array`."""
+    numbers = array(code)
+    if len(data) % numbers.itemsize:
+        why = f"{place} has {len(data)} bytes, and its numbers have {numbers.itemsize} each."
+        raise Refused(Code.MALFORMED, why)
+    numbers.frombytes(data)
+    return numbers
+
+
+def widened(data: bytes, place: str) -> Numbers:
+    """Return numbers of bfloat16, which are the upper halves of float32."""
+    if len(data) % 2:
+        raise Refused(Code.MALFORMED, f"{place} has {len(data)} bytes, and its numbers have 2 each.")
+    wide = bytearray(2 * len(data))
+    wide[2::4] = data[0::2]
+    wide[3::4] = data[1::2]
+    return numbers_of("f", bytes(wide), place)
+
+
+def as_input(name: str, numbers: Numbers, shape: tuple[int, ...], place: str) -> Array:
+    """Return an input of a loss in its own type. Raises `Refused` where its numbers do not fill its shape.
+
+    Clients tag target tokens as floats, and weights as integers.
+    """
+    if any(length < 0 for length in shape) or prod(shape) != len(numbers):
+        why = f"{place} has {len(numbers)} numbers, which are not of shape {list(shape)[:8]}."
+        raise Refused(Code.MALFORMED, why)
+    if name == TARGET_TOKENS:
+        return Array(DType.INT64, shape, whole(numbers, place).tobytes())
+    return Array(DType.FLOAT32, shape, (numbers if numbers.typecode == "f" else array("f", numbers)).tobytes())
+
+
+def whole(numbers: Numbers, place: str) -> "array[int]":
+    """Return tokens as int64. Raises `Refused` where one is not a whole number."""
+    if numbers.typecode in "iq":
+        return array("q", numbers)
+    for index, number in enumerate(numbers):
+        if not float(number).is_integer() or abs(number) > INT32_MAX:
+            why = f"{place} has {number} at {index}, and tokens are whole numbers of 32 bits."
+            raise Refused(Code.MALFORMED, why)
+    return array("q", map(int, numbers))
+
+
+def as_tokens(numbers: Iterable[int], place: str) -> bytes:
+    """Return tokens as int32. Raises `Refused` for what is no id of a token."""
+    try:
+        packed = array("i", numbers)
+    except (OverflowError, TypeError):
+        raise Refused(Code.MALFORMED, f"{place} has tokens that are not integers of 32 bits.") from None
+    if packed and min(packed) < 0:
+        raise Refused(Code.MALFORMED, f"{place} has the token {min(packed)}, and tokens are not negative.")
+    return packed.tobytes()

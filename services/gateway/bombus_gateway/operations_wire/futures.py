@@ -1,0 +1,81 @@
+"""What a `retrieve_future` answers: a result, that it is too early, a failure, or that nothing is known of it."""
+
+from typing import Literal
+
+import msgspec
+
+from bombus.operations import Failed
+from bombus_gateway.decoding.json_body import decode_body
+from bombus_gateway.operations_wire.dialects import JSON, TrainingDialect
+from bombus_gateway.operations_wire.submission import checked_id
+
+LARGE_BYTES = 1 << 20  # Tinker's client makes room for an answer of more before it takes it
+
+QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
+
+
+class FutureRequest(msgspec.Struct, frozen=True):
+    """Which result a client asks for. `may_be_size` says that the size of a large one is an answer too."""
+
+    id: str
+    dialect: TrainingDialect
+    may_be_size: bool
+
+
+class FutureAnswer(msgspec.Struct, frozen=True):
+    status: int
+    content_type: str
+    body: bytes
+
+
+class _Retrieve(msgspec.Struct):
+    request_id: str
+    allow_metadata_only: bool | None = None
+
+
+_retrieves = msgspec.json.Decoder(_Retrieve)
+
+
+def read_retrieve(body: bytes) -> FutureRequest:
+    """Raises `Refused` MALFORMED."""
+    given = decode_body(_retrieves, body)
+    of_tinker = given.allow_metadata_only is not None
+    dialect = TrainingDialect.TINKER if of_tinker else TrainingDialect.XORL
+    return FutureRequest(checked_id(given.request_id, "request_id"), dialect, bool(given.allow_metadata_only))
+
+
+def json_answer(content: object, status: int = 200) -> FutureAnswer:
+    return FutureAnswer(status, JSON, msgspec.json.encode(content))
+
+
+def accepted(request_id: str, model: str) -> FutureAnswer:
+    """Return the answer to a request whose result is a future."""
+    return json_answer({"request_id": request_id, "model_id": model})
+
+
+def ready(answer: FutureAnswer, request: FutureRequest) -> FutureAnswer:
+    """Return a result, or how large it is where the client wants to make room first."""
+    if request.may_be_size and len(answer.body) > LARGE_BYTES:
+        return json_answer({"status": "complete_metadata", "response_payload_size": len(answer.body)})
+    return answer
+
+
+def try_again(request: FutureRequest, reason: str, waiting: QueueState = "active") -> FutureAnswer:
+    """Return that there is no result yet, with what it waits for in words.
+
+    Tinker's client asks again at once after a 408, without a word to its user, so hold the request for a while first.
+    xorl's waits a second after a 200, and does not wait after a 408.
+    """
+    content = {"type": "try_again", "request_id": request.id, "queue_state": waiting, "queue_state_reason": reason}
+    return json_answer(content, 408 if request.dialect == TrainingDialect.TINKER else 200)
+
+
+def failed(failure: Failed) -> FutureAnswer:
+    """Return that an operation failed. It is a result, with status 200: neither client repeats it."""
+    return json_answer({"error": failure.error, "category": failure.category.value})
+
+
+def unknown(request_id: str) -> FutureAnswer:
+    """Return that there is no such future, or not any longer. Tinker's client sends a sample again after a 410."""
+    why = f"There is no result {request_id!r} here, or its time is over; send the operation again."
+    return json_answer({"detail": why}, 410)

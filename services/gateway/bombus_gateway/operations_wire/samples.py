@@ -1,0 +1,72 @@
+"""Samples as Tinker's client reads them, in protobuf."""
+
+import math
+import struct
+from array import array
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import msgspec
+
+from bombus.hive.records import FinishReason
+from bombus_gateway.operations_wire.messages import SAMPLE_RESPONSE, Message, WireStop
+
+NOTHING = (0, -99999.0)  # stands where there is no alternative
+_STOPS = {FinishReason.STOP: WireStop.STOP, FinishReason.LENGTH: WireStop.LENGTH}
+
+Alternatives: TypeAlias = Sequence[Sequence[tuple[int, float]]]  # of each position, the likeliest first
+
+
+class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """One sample: its tokens (int32), with the stop token if there was one, and their logprobs (float32)."""
+
+    tokens: bytes
+    logprobs: bytes
+    finish: FinishReason
+    top: Alternatives = ()
+
+
+def checked_finish(finish: FinishReason) -> FinishReason:
+    """Return why a sample ended. Raises `ValueError` where it neither stopped nor reached its length: it is not one."""
+    if finish not in _STOPS:
+        raise ValueError(f"a sample that ended with {finish} is none that a client could read")
+    return finish
+
+
+def write_samples(
+    samples: Sequence[SampledTokens],
+    prompt_logprobs: bytes = b"",
+    top_prompt: Alternatives = (),
+    cached_prompt_tokens: int = 0,
+) -> bytes:
+    """Return samples as protobuf.
+
+    `prompt_logprobs` are float32, one for each token of the prompt, of which the first and those that were not scored
+    are NaN. Raises `ValueError` for what is not a sample.
+    """
+    answer = SAMPLE_RESPONSE(prompt_cache_hit_tokens=cached_prompt_tokens)
+    for sample in samples:
+        reason = _STOPS[checked_finish(sample.finish)]
+        added = answer.sequences.add(stop_reason=reason, tokens=sample.tokens, logprobs=sample.logprobs)
+        if sample.top:
+            _fill(added.topk_sampled_logprobs, sample.top)
+    if prompt_logprobs:
+        answer.prompt_logprobs = prompt_logprobs
+    if top_prompt:
+        _fill(answer.topk_prompt_logprobs, top_prompt)
+    return bytes(answer.SerializeToString())
+
+
+def unscored(tokens: int, logprobs: Sequence[float]) -> bytes:
+    """Return the logprobs of a prompt's last tokens as those of the whole prompt, with NaN before them."""
+    missing = tokens - len(logprobs)
+    return struct.pack(f"<{tokens}f", *[math.nan] * missing, *logprobs)
+
+
+def _fill(target: Message, rows: Alternatives) -> None:
+    """Write alternatives as two matrices, of as many columns as the longest row has."""
+    width = max(map(len, rows))
+    padded = [pair for row in rows for pair in (*row, *[NOTHING] * (width - len(row)))]
+    target.token_ids = array("i", [token for token, _ in padded]).tobytes()
+    target.logprobs = array("f", [logprob for _, logprob in padded]).tobytes()
+    target.k, target.length = width, len(rows)

@@ -1,0 +1,97 @@
+"""What a request asks of one model, and how a body that is wrong becomes an operation that has failed."""
+
+from collections.abc import Callable
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from bombus.errors import Code, Refused
+from bombus.operations import Category, Failed, Operation
+from bombus_gateway import limits
+from bombus_gateway.decoding.json_body import decode_body
+from bombus_gateway.operations_wire.dialects import TrainingDialect
+
+# The number that a client gives a request, a model or a session. Clones of a sampler of Tinker's begin at 10^9 times a
+# number of up to 10^9.
+SeqId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+DEFAULT_MODEL = "default"  # xorl's name of a model where a client gives none
+
+_MadeT = TypeVar("_MadeT")
+NOT_GIVEN = msgspec.Raw(b"null")  # for fields of JSON that are looked at later
+
+
+def is_given(value: msgspec.Raw) -> bool:
+    return bytes(value) != bytes(NOT_GIVEN)
+
+
+class Submission(msgspec.Struct, frozen=True, kw_only=True):
+    """An operation for a model, with the number that the client gave it; 0 for one that has none.
+
+    A request whose model and number can be read is always answered with a future, so one that cannot be done is
+    `Failed` already. It `counts` where it adds to the gradient. `metadata` is what the client wants to have
+    kept with a model or a checkpoint. A checkpoint for a sampler may come with the id of a session of sampling that
+    begins with it; one that is `inflight` moves the samplers that the model has to the new weights.
+    """
+
+    model: str
+    seq: int
+    operation: Operation | Failed
+    counts: bool = False
+    metadata: dict[str, str] = {}
+    sampling_session: str = ""
+    inflight: bool = False
+
+
+class ModelAddress(msgspec.Struct):
+    """Which model a body is for. xorl's clients may call it a session, and may leave out both."""
+
+    model_id: str | None = None
+    session_id: str | None = None
+
+    @property
+    def model(self) -> str:
+        return self.model_id or self.session_id or DEFAULT_MODEL
+
+
+class _Address(ModelAddress):
+    seq_id: SeqId | None = None
+
+
+_addresses = msgspec.json.Decoder(_Address)
+
+
+def addressed(dialect: TrainingDialect, body: bytes) -> tuple[str, int]:
+    """Return the model that a body of JSON is for, and its number. Raises `Refused` MALFORMED.
+
+    Tinker's client always gives both.
+    """
+    given = decode_body(_addresses, body)
+    if dialect == TrainingDialect.XORL:
+        return checked_id(given.model, "model_id"), given.seq_id or 0
+    if given.seq_id is None or given.seq_id < 1:
+        raise Refused(Code.MALFORMED, f"seq_id is {given.seq_id}, and the numbers of requests begin at 1.")
+    return checked_id(given.model_id or "", "model_id"), given.seq_id
+
+
+def attempted(make: Callable[[], _MadeT]) -> _MadeT | Failed:
+    """Return what `make` returns, or that it has failed where it refuses."""
+    try:
+        return make()
+    except Refused as refusal:
+        return Failed(error=limits.in_short(refusal.why), category=Category.USER)
+
+
+def submitted(model: str, seq: int, make: Callable[[], Submission]) -> Submission:
+    """Return what `make` returns, or the submission of an operation that has failed where it refuses."""
+    made = attempted(make)
+    return Submission(model=model, seq=seq, operation=made) if isinstance(made, Failed) else made
+
+
+def checked_id(given: str, field: str) -> str:
+    """Return the id of a model, a session or a request. Raises `Refused` for one that is empty or too long."""
+    if not 0 < len(given) <= limits.TRAINING_ID_CHARACTERS:
+        why = f"{field} is a text of 1 to {limits.TRAINING_ID_CHARACTERS} characters; this one has {len(given)}."
+        raise Refused(Code.MALFORMED, why)
+    return given

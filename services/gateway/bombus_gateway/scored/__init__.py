@@ -1,1 +1,0 @@
-"""The door of Atropos's environments and trainers: scored groups come in, batches go out."""

@@ -1,0 +1,445 @@
+"""Execute training operations: here models, their optimizers and their checkpoints meet. It does not know the bus."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from math import inf
+from pathlib import Path
+from typing import assert_never
+
+import torch
+
+from bombus.errors import Code, EngineFault, Refused, in_one_line
+from bombus.operations import (
+    AbortEpoch,
+    AdapterSpec,
+    Category,
+    CheckpointKind,
+    CheckpointLoaded,
+    CheckpointSaved,
+    CreateModel,
+    EndModel,
+    EpochAborted,
+    Failed,
+    ForwardBackward,
+    LoadWeights,
+    ModelEnded,
+    ModelReady,
+    Operation,
+    OptimStep,
+    Rejected,
+    Result,
+    SaveWeights,
+    Scores,
+    StepTaken,
+)
+from bombus.weights.models import hub_name, load_tokenizer_files
+from bombus_trainer.backend import BackendLost
+from bombus_trainer.backends.torch.base import Base
+from bombus_trainer.backends.torch.model import PolicyModel
+from bombus_trainer.backends.torch.optim import AdamW
+from bombus_trainer.operations.batches import DataLimits, read_batch
+from bombus_trainer.operations.checkpoints import (
+    CheckpointFolder,
+    CheckpointName,
+    ModelCheckpointFacts,
+    ModelCheckpointNotes,
+)
+from bombus_trainer.operations.client_losses import read_loss
+from bombus_trainer.operations.client_model import GradientEpoch, TrainedClientModel
+from bombus_trainer.operations.memory import check_room, free_bytes, need_of
+from bombus_trainer.operations.optimizer_store import OptimizerStore
+from bombus_trainer.operations.saving import Contents, check_origin, load_model, weights_file, write_model
+from bombus_trainer.operations.serving.memory import give_back
+from bombus_trainer.operations.settings import ExecutorSettings
+from bombus_trainer.operations.specs import check_adapter
+from bombus_trainer.publish.checkpoint import Seal
+from bombus_trainer.ranks import Ranks
+from bombus_trainer.settings import TrainerSettings
+
+log = logging.getLogger(__name__)
+
+
+class OperationExecutor:
+    """Several models on one base: any number of adapters, or one model of all its weights.
+
+    It executes one operation at a time. Everything that a model is lies in memory and in its checkpoints.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: TrainerSettings,
+        options: ExecutorSettings,
+        free: Callable[[torch.device], int] = free_bytes,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """Load the base in `folder`, which callers name as the job does (`model.path`). Raises `EngineFault`.
+
+        `free` says how many bytes of a device's memory are free. `ranks` compute together, and each has all models;
+        None: this process alone.
+        """
+        self._free = free
+        self._ranks = ranks or Ranks.alone()
+        self._folder, self._settings, self._options = folder, settings, options
+        self._base: Base | None = Base(folder, settings, False, self._ranks)
+        self._models: dict[str, TrainedClientModel] = {}
+        self._checkpoints = CheckpointFolder(options.checkpoints, options.run, options.trainer_epoch)
+        self._recovery = CheckpointFolder(options.recovery, options.run, options.trainer_epoch)
+        self._shelf = OptimizerStore(options.scratch, options.optimizer_bytes_max)
+
+    @property
+    def models(self) -> dict[str, int]:
+        """The models by their ids, each with the steps that it has taken."""
+        return {model: trained.step for model, trained in self._models.items()}
+
+    @property
+    def base(self) -> PolicyModel:
+        """The model below all models. It is as it was loaded as long as no model trains all of its weights."""
+        return self._need_base(None).policy
+
+    @property
+    def offloaded(self) -> list[str]:
+        """The models whose optimizers wait in files."""
+        return self._shelf.offloaded
+
+    def checkpoint_facts(self, checkpoint: str) -> ModelCheckpointFacts:
+        """Return what the checkpoint `MODEL/KIND/NAME` is. Raises `Refused` or `EngineFault`."""
+        return self._checkpoints.facts(CheckpointName.read(checkpoint))
+
+    def remove_checkpoint(self, checkpoint: str) -> None:
+        """Remove the checkpoint `MODEL/KIND/NAME`, if there is one. Raises `Refused` for what names none."""
+        self._checkpoints.remove(CheckpointName.read(checkpoint))
+
+    # ---- recovery checkpoints ----------------------------------------------------------------------------------------
+
+    def save_for_recovery(self, model: str, name: str, executed: bytes) -> CheckpointSaved:
+        """Save all that a model is, with the gradient of the step to come, apart from its callers' checkpoints.
+
+        `recover` goes on from there as if nothing had happened in between. A recovery checkpoint of the same name stays
+        as it is. Raises `Refused` where there is no such model, `EngineFault` and `OSError` where it cannot be written.
+        """
+        trained, where = self._model(model), _recovery_name(model, name)
+        optimizer = self._shelf.bring(model)
+        contents = replace(self._contents(trained, CheckpointKind.TRAINING, optimizer), gradient=True)
+        fill = partial(write_model, trained=trained, contents=contents)
+        marks = ModelCheckpointNotes(operation=name, executed=executed)
+        facts = partial(self._facts, where, trained, marks)
+        return self._ranks.by_leader(lambda: self._recovery.save(where, False, name, fill, facts))
+
+    def recover(self, model: str, name: str) -> bytes:
+        """Make a model again from its recovery checkpoint, in the place of any model of this id. Returns what was
+        `executed`.
+
+        Raises `Refused` where there is none of this name, `EngineFault` where it is damaged.
+        """
+        where = _recovery_name(model, name)
+        facts = self._recovery.facts(where)
+        self.drop(model)
+        self._take(model, self._new_from(self._recovery, where, facts, with_optimizer=True))
+        return facts.marks.executed
+
+    def rescue(self, model: str, made_by: str, at_least: int) -> int | None:
+        """Make a model again from a checkpoint of its callers, in the place of any model of this id.
+
+        The checkpoint is the newest without a gradient of the step to come, whose operation is called `made_by` and a
+        number of at least `at_least`. Returns the number, None where there is none such that can be read.
+        """
+        found: list[tuple[int, CheckpointName, ModelCheckpointFacts]] = []
+        for name in self._checkpoints.names(model, CheckpointKind.TRAINING):
+            where = CheckpointName(model, CheckpointKind.TRAINING, name)
+            try:
+                facts = self._checkpoints.facts(where)
+            except (Refused, EngineFault) as error:
+                log.warning("the checkpoint %s does not help: %s", where, error)
+                continue
+            text = facts.marks.operation.removeprefix(made_by)
+            if facts.marks.operation != text and text.isdigit() and facts.unstepped == GradientEpoch():
+                found.append((int(text), where, facts))
+        for number, where, facts in sorted(found, key=lambda each: each[0], reverse=True):
+            if number < at_least:
+                break
+            try:
+                trained = self._new_from(self._checkpoints, where, facts, with_optimizer=True)
+            except (Refused, EngineFault) as error:
+                log.warning("the checkpoint %s does not help: %s", where, error)
+                continue
+            self.drop(model)
+            self._take(model, trained)
+            return number
+        return None
+
+    # ---- operations -----------------------------------------------------------------------------------------------
+
+    def execute(self, model: str, operation: Operation, name: str = "", executed: bytes = b"") -> Result:
+        """Execute an operation on a model.
+
+        `name` is the caller's for this operation: a checkpoint that an operation has made is not refused to it when it
+        is executed again. `executed` is kept in a checkpoint that this operation makes, see `ModelCheckpointNotes`.
+        Raises `BackendLost` where it failed on some ranks alone.
+        """
+        result = self._attempt(model, operation, name, executed)
+        errors = self._ranks.gather(result.error if isinstance(result, Failed) else "")
+        if len(set(errors)) > 1:
+            which, why = next((rank, error) for rank, error in enumerate(errors) if error)
+            raise BackendLost(f"rank {which} failed alone, and its models are not those of the others: {why}")
+        return result
+
+    def _attempt(self, model: str, operation: Operation, name: str, executed: bytes) -> Result:
+        try:
+            return self._run(model, operation, name, executed)
+        except Refused as refused:
+            failed = Failed(error=refused.why, category=Category.USER)
+        except EngineFault as fault:
+            failed = Failed(error=str(fault), category=Category.SERVER)
+        except torch.OutOfMemoryError as error:
+            failed = Failed(
+                error=f"the device ran out of memory; send less data in one operation ({in_one_line(error)})",
+                category=Category.SERVER,
+            )
+        except OSError as error:
+            failed = Failed(
+                error=f"a file could not be written or read: {in_one_line(error)}", category=Category.SERVER
+            )
+        self.fail_gradient(model, operation, failed.error)
+        return failed
+
+    def fail_gradient(self, model: str, operation: Operation, why: str) -> None:
+        """Note that the gradient is incomplete where a failed operation belongs to it: the step that takes it fails."""
+        trained = self._models.get(model)
+        if trained is not None and adds_to_gradient(operation):
+            trained.fail_gradient(why)
+
+    def clear(self, model: str) -> None:
+        """Forget a model's gradient, and that an operation on it failed."""
+        self._model(model).clear()
+
+    def release(self) -> None:
+        """Forget all models and the base, which is loaded again when it is needed."""
+        for model in list(self._models):
+            self.drop(model)
+        self._base = None
+        give_back()
+
+    def drop(self, model: str) -> None:
+        """Forget a model, if there is one."""
+        self._models.pop(model, None)
+        self._shelf.remove(model)
+
+    def _run(self, model: str, operation: Operation, name: str, executed: bytes) -> Result:
+        match operation:
+            case CreateModel():
+                return self._create(model, operation)
+            case ForwardBackward():
+                return self._forward_backward(self._model(model), operation)
+            case OptimStep():
+                return self._step(model, operation)
+            case AbortEpoch():
+                return self._abort(self._model(model))
+            case SaveWeights():
+                return self._save(model, operation, name, executed)
+            case LoadWeights():
+                return self._load(model, operation)
+            case EndModel():
+                return self._end(model, operation, name, executed)
+            case Rejected():
+                self.fail_gradient(model, operation, operation.failure.error)
+                return operation.failure
+            case _:
+                assert_never(operation)
+
+    def _model(self, model: str) -> TrainedClientModel:
+        trained = self._models.get(model)
+        if trained is None:
+            raise Refused(Code.UNKNOWN_MODEL, f"there is no model {model[:140]!r} here: create it first")
+        return trained
+
+    # ---- models ---------------------------------------------------------------------------------------------------
+
+    def _create(self, model: str, operation: CreateModel) -> ModelReady:
+        CheckpointName(model, CheckpointKind.TRAINING, "_")  # its checkpoints are below a folder of its name
+        if model in self._models:
+            raise Refused(Code.BAD_CONFIG, f"there is a model {model} already: use another id, or end that one first")
+        if operation.base != self._base_name:
+            raise Refused(
+                Code.UNKNOWN_MODEL,
+                f"the base of the models here is {self._base_name}, and this one is to be on {operation.base[:200]}",
+            )
+        if len(self._models) >= self._options.models_max:
+            raise Refused(Code.OVERLOADED, f"there are {len(self._models)} models here, as many as may be: end one")
+        if operation.checkpoint:
+            name = CheckpointName.read(operation.checkpoint)
+            facts = self._checkpoints.facts(name)
+            self._check_room(facts.adapter)
+            trained = self._new_from(self._checkpoints, name, facts, operation.with_optimizer)
+            loaded = facts.content(operation.with_optimizer)
+        else:
+            self._check_room(operation.adapter)
+            trained, loaded = self._new(operation), ""
+        self._take(model, trained)
+        return ModelReady(adapter=trained.spec, parameters=trained.size, loaded=loaded)
+
+    def _check_room(self, spec: AdapterSpec | None) -> None:
+        """Raise `Refused` where there is no memory for one more model; the system would end this process."""
+        base, models = self._need_base(None), self._models.values()
+        device = base.policy.device
+        check_adapter(base, spec, self._options.rank_max)
+        need = need_of(base.numbers(spec), models, self._options.optimizer_bytes_max)
+        if need.own + need.others > self._free_everywhere(device):
+            give_back()  # what ended models had may still be kept by this process
+        # A model of all weights is loaded in the place of the base.
+        freed = sum(each.nbytes for each in base.network.parameters()) if spec is None else 0
+        check_room(need, self._free_everywhere(device) + freed, device, len(models))
+
+    def _free_everywhere(self, device: torch.device) -> int:
+        """Return how many bytes every rank has free: the least of them."""
+        return min(self._ranks.gather(self._free(device)))
+
+    def _take(self, model: str, trained: TrainedClientModel) -> None:
+        self._models[model] = trained
+        self._shelf.add(model, trained.optimizer)
+
+    def _new_from(
+        self, folder: CheckpointFolder, name: CheckpointName, facts: ModelCheckpointFacts, with_optimizer: bool
+    ) -> TrainedClientModel:
+        check_origin(name, facts, self._base_name, with_optimizer)
+        trained = self._new(CreateModel(base=self._base_name, adapter=facts.adapter))
+        load_model(trained, folder, name, facts, with_optimizer)
+        return trained
+
+    @property
+    def _base_name(self) -> str:
+        return self._settings.job.model.path
+
+    def _new(self, operation: CreateModel) -> TrainedClientModel:
+        all_weights = operation.adapter is None
+        if self._models and all_weights:
+            raise Refused(
+                Code.WRONG_PHASE,
+                f"a model of all weights has its base for itself, and there are {len(self._models)} models on it: end "
+                "them first, or ask for an adapter",
+            )
+        if self._models and self._need_base(None).all_weights:
+            raise Refused(
+                Code.WRONG_PHASE,
+                f"the model {next(iter(self._models))} trains all weights of the base, so there can be no other: end "
+                "it first",
+            )
+        base = self._need_base(all_weights)
+        check_adapter(base, operation.adapter, self._options.rank_max)
+        return TrainedClientModel(base, operation.adapter)
+
+    def _need_base(self, all_weights: bool | None) -> Base:
+        """Return the base, loaded again where its weights are trained or were, which only happens without models."""
+        base = self._base
+        if base is None or (all_weights is not None and (base.all_weights or all_weights)):
+            self._base = base = None  # before the next is loaded: two need not fit
+            self._base = base = Base(self._folder, self._settings, bool(all_weights), self._ranks)
+        return base
+
+    def _end(self, model: str, operation: EndModel, name: str, executed: bytes) -> ModelEnded:
+        trained = self._model(model)
+        saved = None
+        if operation.save_as:
+            as_asked = SaveWeights(checkpoint=CheckpointKind.TRAINING, name=operation.save_as)
+            saved = self._save(model, as_asked, name, executed)
+        self.drop(model)
+        if trained.spec is None and operation.reset_weights:
+            del trained
+            self._take(model, self._new(CreateModel(base=self._base_name)))
+        return ModelEnded(saved=saved)
+
+    # ---- gradients and steps --------------------------------------------------------------------------------------
+
+    def _forward_backward(self, trained: TrainedClientModel, operation: ForwardBackward) -> Scores:
+        loss = read_loss(operation.loss)
+        limits = DataLimits(
+            vocabulary=trained.base.policy.vocab_size,
+            context=trained.base.context,
+            tokens_max=self._options.tokens_max,
+            targets_max=self._options.targets_max,
+        )
+        return trained.forward_backward(read_batch(operation.data, loss, limits), loss, operation.forward_only)
+
+    def _step(self, model: str, operation: OptimStep) -> StepTaken:
+        trained = self._model(model)
+        self._shelf.bring(model)
+        return trained.take_step(operation.adam, operation.reduction)
+
+    def _abort(self, trained: TrainedClientModel) -> EpochAborted:
+        operations = trained.epoch.operations
+        trained.clear()
+        return EpochAborted(step=trained.step, operations=operations)
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    def _save(self, model: str, operation: SaveWeights, name: str, executed: bytes) -> CheckpointSaved:
+        trained, kind = self._model(model), operation.checkpoint
+        if not 0.0 <= operation.ttl_s < inf:
+            raise Refused(
+                Code.MALFORMED, f"ttl_s is {operation.ttl_s}: it has to be a number of seconds, or 0 for ever"
+            )
+        if operation.merged and kind is not CheckpointKind.EXTERNAL:
+            raise Refused(
+                Code.MALFORMED, f"only a save for others ({CheckpointKind.EXTERNAL}) is merged, and not {kind}"
+            )
+        where = CheckpointName(model, kind, operation.name)
+        optimizer = self._shelf.bring(model) if kind is CheckpointKind.TRAINING else None
+        contents = self._contents(trained, kind, optimizer, operation.merged)
+        fill = partial(write_model, trained=trained, contents=contents)
+        marks = ModelCheckpointNotes(operation.ttl_s, name, executed)
+        facts = partial(self._facts, where, trained, marks, merged=operation.merged)
+        overwrite = operation.overwrite
+        return self._ranks.by_leader(lambda: self._checkpoints.save(where, overwrite, name, fill, facts))
+
+    def _contents(
+        self, trained: TrainedClientModel, kind: CheckpointKind, optimizer: AdamW | None, merged: bool = False
+    ) -> Contents:
+        files = load_tokenizer_files(self._folder) if trained.spec is None or merged else {}
+        base = hub_name(self._base_name) or str(self._folder.absolute())
+        return Contents(kind, files, base, optimizer, merged=merged)
+
+    def _facts(
+        self,
+        name: CheckpointName,
+        trained: TrainedClientModel,
+        marks: ModelCheckpointNotes,
+        seals: dict[str, Seal],
+        merged: bool = False,
+    ) -> ModelCheckpointFacts:
+        weights = weights_file(trained, merged)
+        return ModelCheckpointFacts(
+            base=self._base_name,
+            model=name.model,
+            kind=name.kind,
+            name=name.name,
+            step=trained.step,
+            weights=weights,
+            address=seals[weights].sha256,
+            files=seals,
+            adapter=None if merged else trained.spec,
+            unstepped=trained.epoch,
+            marks=marks,
+        )
+
+    def _load(self, model: str, operation: LoadWeights) -> CheckpointLoaded:
+        trained = self._model(model)
+        name = CheckpointName.read(operation.checkpoint)
+        facts = self._checkpoints.facts(name)
+        check_origin(name, facts, self._base_name, operation.with_optimizer)
+        load_model(trained, self._checkpoints, name, facts, operation.with_optimizer)
+        self._shelf.renew(model)
+        loaded = facts.content(operation.with_optimizer)
+        return CheckpointLoaded(checkpoint=operation.checkpoint, step=trained.step, loaded=loaded)
+
+
+def _recovery_name(model: str, name: str) -> CheckpointName:
+    return CheckpointName(model, CheckpointKind.TRAINING, name)
+
+
+def adds_to_gradient(operation: Operation) -> bool:
+    """Return whether an operation adds to the gradient, or would have."""
+    if isinstance(operation, Rejected):
+        return operation.counts
+    return isinstance(operation, ForwardBackward) and not operation.forward_only

@@ -1,0 +1,60 @@
+"""Whether there is memory for one more model: what it takes follows from its layers."""
+
+import os
+from collections.abc import Collection
+
+import msgspec
+import torch
+
+from bombus.errors import Code, Refused
+from bombus.figures import byte_size, counted
+from bombus.machine.hardware import memory_bytes
+from bombus_trainer.operations.client_model import TrainedClientModel
+
+NUMBER_BYTES = 4  # whatever is trained is in float32, with its gradient and both moments of Adam
+
+
+class ModelNeed(msgspec.Struct, frozen=True):
+    """The bytes that a new model of so many `numbers` takes, and those that the models that are there may still take.
+
+    Gradients come with a model's first data, and optimizers with its first step.
+    """
+
+    numbers: int
+    own: int
+    others: int
+
+
+def need_of(numbers: int, models: Collection[TrainedClientModel], optimizer_bytes_max: int) -> ModelNeed:
+    """Return what a new model needs beside these. Optimizers beyond `optimizer_bytes_max` wait in files."""
+    weights = NUMBER_BYTES * numbers
+    wanted = [2 * weights, *(trained.optimizer.full_bytes for trained in models)]
+    held = sum(trained.optimizer.held_bytes for trained in models)
+    optimizers = max(min(sum(wanted), max(optimizer_bytes_max, *wanted)) - held, 0)
+    gradients = sum(
+        parameter.nbytes for trained in models for parameter in trained.parameters.values() if parameter.grad is None
+    )
+    own = 2 * weights + min(2 * weights, optimizers)
+    return ModelNeed(numbers, own, 2 * weights + gradients + optimizers - own)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return how much memory is free on a device; on a CPU this rank's share of the machine's, or the container's."""
+    if device.type != "cuda":
+        return memory_bytes()[1] // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # which torch keeps for us
+    return int(torch.cuda.mem_get_info(device)[0]) + unused
+
+
+def check_room(need: ModelNeed, free: int, device: torch.device, models: int) -> None:
+    """Raise `Refused` OVERLOADED where a new model does not fit into the memory that is free."""
+    if need.own + need.others <= free:
+        return
+    what = f"its {need.numbers:,} numbers take {byte_size(need.own)} with their gradient and optimizer"
+    beside = f", and the {counted(models, 'model')} here may still take {byte_size(need.others)}" if models else ""
+    where = "of memory" if device.type == "cpu" else f"on {device}"
+    raise Refused(
+        Code.OVERLOADED,
+        f"there is no room for this model: {what}{beside}, while {byte_size(free)} {where} are free. End a model, ask "
+        "for a lower rank or for fewer layers, or give the trainer more memory",
+    )

@@ -1,0 +1,154 @@
+"""What a model's checkpoint has in it, and how a model goes on from one."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bombus.errors import Code, EngineFault, Refused
+from bombus.operations import CheckpointKind
+from bombus.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE
+from bombus.weights.deltas import FULL_FILE
+from bombus_trainer.backends.torch.optim import AdamW
+from bombus_trainer.operations.checkpoints import (
+    GRADIENT,
+    OPTIMIZER,
+    CheckpointFolder,
+    CheckpointName,
+    ModelCheckpointFacts,
+)
+from bombus_trainer.operations.client_model import TrainedClientModel
+from bombus_trainer.publish.checkpoint import Seal
+from bombus_trainer.publish.export import METADATA, write_files
+from bombus_trainer.publish.tensorfile import Shape, write_tensors
+
+
+def weights_file(trained: TrainedClientModel, merged: bool = False) -> str:
+    """Return the name of the file with a model's weights."""
+    return FULL_FILE if trained.spec is None or merged else ADAPTER_FILE
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint has beside weights. Whatever the `kind`, an inference engine can read its folder.
+
+    `files` are those of the base beside its tensors, which a model of all weights has with it, and one whose adapter
+    is `merged` into it. `base_model` is what `from_pretrained` loads the base by.
+    """
+
+    kind: CheckpointKind
+    files: Mapping[str, bytes]
+    base_model: str
+    optimizer: AdamW | None = None
+    gradient: bool = False
+    merged: bool = False
+
+
+def write_model(draft: Path, trained: TrainedClientModel, contents: Contents) -> dict[str, Seal]:
+    """Write a model into an empty folder, durably but for small files. Returns the seals of the others."""
+    files, optimizer = contents.files, contents.optimizer
+    seals: dict[str, Seal] = {}
+    if trained.spec is not None and not contents.merged:
+        seals[ADAPTER_FILE] = _write_adapter(draft, trained, contents)
+    elif contents.kind is CheckpointKind.TRAINING:
+        write_files(draft, files, torch.float32)
+        weights = trained.weights()
+        seals[FULL_FILE] = _write(draft / FULL_FILE, weights.items(), _shapes(weights))
+    else:
+        policy = trained.base.policy
+        write_files(draft, files, policy.export_dtype)
+        with trained.base.switched_on(trained.adapters):
+            seals[FULL_FILE] = _write(draft / FULL_FILE, policy.dense_weights(), policy.dense_shapes())
+    if optimizer is not None:
+        state = optimizer.state()
+        seals[OPTIMIZER] = _write(draft / OPTIMIZER, state.items(), _shapes(state))
+    if contents.gradient:
+        gradient = trained.gradient()
+        seals[GRADIENT] = _write(draft / GRADIENT, gradient.items(), _shapes(gradient))
+    return seals
+
+
+def _write_adapter(draft: Path, trained: TrainedClientModel, contents: Contents) -> Seal:
+    """Write an adapter's two files. One for others names its base; ours has its configuration under its address too."""
+    config, weights = trained.adapter_config().to_json(), trained.weights()
+    metadata = {ADAPTER_CONFIG: config}
+    if contents.kind is CheckpointKind.EXTERNAL:
+        named = {**json.loads(config), "base_model_name_or_path": contents.base_model}
+        config, metadata = json.dumps(named, indent=2, sort_keys=True), {}
+    (draft / ADAPTER_CONFIG).write_text(config)
+    return _write(draft / ADAPTER_FILE, weights.items(), _shapes(weights), metadata)
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
+    return {name: Shape(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def _write(
+    path: Path, tensors: Iterable[tuple[str, Tensor]], shapes: Mapping[str, Shape], metadata: Mapping[str, str] = {}
+) -> Seal:
+    written = write_tensors(path, shapes, tensors, durable=True, metadata={**METADATA, **metadata})
+    return Seal(written.bytes, written.sha256)
+
+
+def check_origin(name: CheckpointName, facts: ModelCheckpointFacts, base: str, with_optimizer: bool) -> None:
+    """Raise `Refused` unless a model on `base` can go on from a checkpoint, `with_optimizer` or without."""
+    if facts.base != base:
+        raise Refused(
+            Code.BAD_CONFIG, f"the checkpoint {name} is of a model on {facts.base}, and here the base is {base}"
+        )
+    if with_optimizer and OPTIMIZER not in facts.files:
+        raise Refused(
+            Code.BAD_CONFIG,
+            f"the checkpoint {name} has no optimizer: load it without, or load a {CheckpointKind.TRAINING} one",
+        )
+
+
+def load_model(
+    trained: TrainedClientModel,
+    folder: CheckpointFolder,
+    name: CheckpointName,
+    facts: ModelCheckpointFacts,
+    with_optimizer: bool,
+) -> None:
+    """Let a model go on from a checkpoint, with a new optimizer at step 0 unless `with_optimizer`.
+
+    Its gradient is that of the checkpoint, if there is one in it. Raises `Refused` or `EngineFault`, before anything
+    changes, where it cannot.
+    """
+    if facts.adapter != trained.spec and not _same_shape(facts, trained):
+        raise Refused(
+            Code.BAD_CONFIG,
+            f"the checkpoint {name} is {_words(facts)}, and this model is not: create a model from the checkpoint",
+        )
+    weights = folder.tensors(name, facts, facts.weights)
+    state = folder.tensors(name, facts, OPTIMIZER) if with_optimizer else {}
+    gradient = folder.tensors(name, facts, GRADIENT) if GRADIENT in facts.files else None
+    try:
+        trained.optimizer.check(state)
+    except EngineFault as fault:
+        raise Refused(Code.BAD_CONFIG, f"{fault}: it is of another model, load it without its optimizer") from fault
+    try:
+        trained.restore(weights)
+    except EngineFault as fault:
+        raise Refused(Code.BAD_CONFIG, str(fault)) from fault
+    trained.optimizer.restore(state)
+    trained.clear()
+    trained.step = facts.step if with_optimizer else 0
+    if gradient is not None:
+        trained.restore_gradient(gradient, facts.unstepped)
+
+
+def _same_shape(facts: ModelCheckpointFacts, trained: TrainedClientModel) -> bool:
+    """Whether both are adapters that differ in their seeds or in how their layers are named at most."""
+    if facts.adapter is None or trained.spec is None:
+        return False
+    return (facts.adapter.rank, facts.adapter.alpha) == (trained.spec.rank, trained.spec.alpha)
+
+
+def _words(facts: ModelCheckpointFacts) -> str:
+    if facts.adapter is None:
+        return "a model of all weights"
+    return f"an adapter of rank {facts.adapter.rank} with alpha {facts.adapter.alpha:g}"

@@ -1,0 +1,65 @@
+"""What trainers do not survive making again is said on the log before it is done, so that it has a limit (R17)."""
+
+from collections.abc import Awaitable, Callable
+
+from bombus.errors import EngineFault
+from bombus.hive.operations.state import ClientModel
+
+Say = Callable[[int, bool], Awaitable[None]]  # takes an operation's number, 0 for none, and whether all is over
+
+
+class NoneSurvived(EngineFault):
+    """Raised instead of what would end another trainer."""
+
+
+class Rebuild:
+    """An attempt of one trainer to make a model again.
+
+    The first trainer says only that it begins, and that it has lived through it. After one that has not, each operation
+    that is executed again is said before. So kills that strike trainers here and there do not add up, and what several
+    trainers have not survived is known by its number.
+    """
+
+    def __init__(self, model: ClientModel, trainer_epoch: int, executions_max: int, say: Say | None) -> None:
+        """Without `say` nothing is said: this trainer has lived through an attempt before."""
+        self._name = model.name
+        self._is_in_doubt = model.rebuilding_by not in (0, trainer_epoch)
+        self._deadly = model.deadly(executions_max, trainer_epoch)
+        self._is_rescue_deadly = bool(model.deadly(2 * executions_max, trainer_epoch))
+        self._executions_max = executions_max
+        self._say = say
+        self._has_begun = False
+
+    async def rescued_from(self) -> int:
+        """Return the operation that no trainer survives, 0 for none. The model can go on from what was saved after it.
+
+        Raises `NoneSurvived` where that was tried too.
+        """
+        if self._is_rescue_deadly:
+            raise self.none_survived()
+        if self._deadly and self._say is not None:
+            await self._say(self._deadly, False)
+        return self._deadly
+
+    def none_survived(self) -> NoneSurvived:
+        return NoneSurvived(
+            f"{self._executions_max} trainers ended when they made it again and were at operation {self._deadly}, so "
+            "that is not tried any more. Look for the kernel's out-of-memory killer and at the ends of the trainers' "
+            "logs, and then `bombus resume`; or end the model and create it from a checkpoint"
+        )
+
+    async def begins(self, number: int) -> None:
+        """Say that operation `number` is executed again, or the recovery checkpoint after it loaded, if it may end this
+        trainer."""
+        if self._say is None:
+            return
+        if self._is_in_doubt:
+            await self._say(number, False)
+        elif not self._has_begun:
+            await self._say(0, False)
+        self._has_begun = True
+
+    async def over(self) -> None:
+        """Say that this trainer has lived through it."""
+        if self._say is not None and (self._has_begun or self._is_in_doubt):
+            await self._say(0, True)

@@ -1,0 +1,113 @@
+"""Recovery checkpoints: checkpoints of models that only their trainer reads, to continue after it ended (R17)."""
+
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from bombus.durable import make_durable
+from bombus.errors import EngineFault, Refused
+from bombus.hive.events import ModelCheckpointed
+from bombus_trainer.backend import OperationBackend
+from bombus_trainer.operations.checkpoints import FACTS
+
+OPERATIONS_MAX = 1000  # without a recovery checkpoint
+SHARE = (
+    10.0  # of the time between two recovery checkpoints of a model, at most one part in so many is spent on writing one
+)
+_RECOVERY_CHECKPOINT = re.compile(r"cover-\d+-epoch-(\d+)-\d+\Z")
+_RUN = re.compile(r"run-(\d+)(?:-epoch-(\d+))?\Z")
+
+
+@dataclass
+class CheckpointClock:
+    """When a model needs a recovery checkpoint. `number` is the last operation that changed it, `checkpointed` the last
+    one in its checkpoint.
+
+    `bytes` are those of the bodies since the recovery checkpoint, and `since_s` is when the first of them was executed.
+    """
+
+    number: int
+    checkpointed: int
+    bytes: int = 0
+    since_s: float = 0.0
+    wrote_s: float = 0.0  # how long its last recovery checkpoint took
+    at_once: bool = False
+
+    def note(self, number: int, size: int, now_s: float, at_once: bool) -> None:
+        """Note an operation that may have changed the model; `at_once` where it cannot be executed again later."""
+        if self.number <= self.checkpointed:
+            self.since_s = now_s
+        self.number, self.bytes = number, self.bytes + size
+        self.at_once = self.at_once or at_once
+
+    def wrote(self, took_s: float) -> None:
+        """Note that there is a recovery checkpoint with all operations so far."""
+        self.checkpointed, self.bytes, self.wrote_s, self.at_once = self.number, 0, took_s, False
+
+    def due_s(self, every_s: float, bytes_max: int) -> float | None:
+        """Return from when on there should be a recovery checkpoint; None when everything is in the last one."""
+        if self.number <= self.checkpointed:
+            return None
+        if self.at_once or self.bytes >= bytes_max or self.number - self.checkpointed >= OPERATIONS_MAX:
+            return 0.0
+        return self.since_s + max(every_s, SHARE * self.wrote_s)
+
+
+class RecoveryCheckpoints:
+    """The recovery checkpoints of one run, below the folder that its executor writes them to, by the trainer of one
+    epoch."""
+
+    def __init__(self, root: Path, trainer_epoch: int) -> None:
+        self._root = root
+        self._epoch = trainer_epoch
+        self._count = 0
+
+    def write(self, executor: OperationBackend, model: str, number: int) -> tuple[str, str]:
+        """Write a recovery checkpoint of a model after operation `number`. Returns its folder and digest once it is
+        durable."""
+        self._count += 1
+        saved = executor.save_for_recovery(model, f"cover-{number}-epoch-{self._epoch}-{self._count}", b"")
+        return saved.folder, _digest(Path(saved.folder))
+
+    def load(self, executor: OperationBackend, model: str, checkpoint: ModelCheckpointed) -> None:
+        """Make a model from its recovery checkpoint. Raises `EngineFault` when that is gone or not what was written."""
+        path = Path(checkpoint.folder)
+        try:
+            if _digest(path) != checkpoint.digest:
+                raise EngineFault(f"the checkpoint of model {model} at {path} is not the one that the log names")
+            executor.recover(model, path.name)
+        except (OSError, Refused) as error:
+            raise EngineFault(
+                f"model {model} cannot continue from its recovery checkpoint at {path} ({error}): bring it back; "
+                "loading is retried from time to time, and when a suspended run is resumed"
+            ) from error
+
+    def remove_others(self, named: Iterable[str]) -> None:
+        """Remove all recovery checkpoints but those of these folders, and those that a later trainer has written."""
+        kept = {Path(folder) for folder in named}
+        for path in self._root.glob("*/*/cover-*"):
+            ours = _RECOVERY_CHECKPOINT.match(path.name)
+            if ours is not None and int(ours[1]) <= self._epoch and path not in kept:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_earlier(folder: Path, run: int, trainer_epoch: int) -> None:
+    """Remove what earlier runs have left in `folder`, and earlier trainers of this one: `run-3`, `run-4-epoch-1`."""
+    if not folder.is_dir():
+        return
+    for path in folder.iterdir():
+        ours = _RUN.match(path.name)
+        if ours is None:
+            continue
+        of = (int(ours[1]), trainer_epoch if ours[2] is None else int(ours[2]))
+        if of < (run, trainer_epoch):
+            shutil.rmtree(path, ignore_errors=True)
+    make_durable(folder)
+
+
+def _digest(checkpoint: Path) -> str:
+    """Return the hash of what says which files a recovery checkpoint has, with the hash of each."""
+    return sha256((checkpoint / FACTS).read_bytes()).hexdigest()

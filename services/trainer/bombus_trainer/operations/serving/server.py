@@ -1,0 +1,546 @@
+"""Serve a run of training operations: load the base, execute what waits, publish results and recovery checkpoints
+(R17)."""
+
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from itertools import count
+from math import inf
+from pathlib import Path
+from time import perf_counter
+from typing import TypeVar
+
+from bombus.bus import Bus
+from bombus.bus.large.parts import Parts
+from bombus.config.job import RunConfig
+from bombus.errors import BusUnavailable, Code, EngineFault, Refused
+from bombus.faults import Point, reached
+from bombus.hive.inbox import (
+    CheckpointWritten,
+    ModelAway,
+    OperationBegins,
+    OperationDone,
+    RebuildsModel,
+    TrainerRests,
+    TrainerServes,
+)
+from bombus.hive.operations.state import ClientModel, Queued, TrainingClients, bodies_share
+from bombus.hive.records import BodyRef
+from bombus.hive.state import EngineState, Phase
+from bombus.operations import Category, EndModel, Failed, ModelEnded, Operation, Result
+from bombus_trainer.backend import BackendLost, BaseLoader
+from bombus_trainer.operations.serving.base_weights import publish_base
+from bombus_trainer.operations.serving.memory import give_back
+from bombus_trainer.operations.serving.models import ServedModels
+from bombus_trainer.operations.serving.outcomes import loaded_by, metrics_of, saved_by, shape_of
+from bombus_trainer.operations.serving.rebuilding import NoneSurvived, Rebuild
+from bombus_trainer.operations.serving.recovery_checkpoints import RecoveryCheckpoints, remove_earlier
+from bombus_trainer.operations.serving.turns import Turns
+from bombus_trainer.operations.settings import ExecutorSettings
+from bombus_trainer.options import TrainerOptions
+from bombus_trainer.ownership import RunOver, RunOwnership
+from bombus_trainer.recovery.faults import backoff
+from bombus_trainer.recovery.progress import STALLS, Kind, in_thread
+from bombus_trainer.recovery.reports import RunReports, reason_of
+
+log = logging.getLogger(__name__)
+
+LOAD_SHARE = 0.75  # of the time to boot, after which the run would be over
+FULL_SHARE = 0.5  # of the bytes that may wait for recovery checkpoints: from there on each model gets one when it can
+SUSPENDED_CHARS_MAX = 500
+END = "end_model"
+T = TypeVar("T")
+
+
+class OperationServer:
+    """Serves one run, from the moment that it is owned until it is over."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        options: TrainerOptions,
+        ownership: RunOwnership,
+        reports: RunReports,
+        load_base: BaseLoader,
+    ) -> None:
+        self._load_base = load_base
+        self._bus = bus
+        self._options = options
+        self._ownership = ownership
+        self._reports = reports
+        self._parts = Parts(bus)
+        self._turns = Turns()
+        self._facts = count(1)
+        self._models: ServedModels | None = None
+        self._checkpoint_pause_until_s = 0.0
+        self._begun: set[str] = set()  # models of which this trainer has begun an operation
+        self._said: dict[str, str] = {}  # why models wait, as this trainer has said it last
+        self._suspended: dict[str, float] = {}  # models that cannot be made again now: when to try it again
+        self._lived_through: set[str] = set()  # models that this trainer could not make again, but survived to say so
+        self._has_tried = False  # to make one of them again, after which nothing was executed yet
+
+    async def run(self) -> None:
+        """Serve until the run is over, which raises `RunOver`. Start over after a failure.
+
+        Raises `BackendLost` when only a new process can go on.
+        """
+        ownership, options = self._ownership, self._options
+        failures = 0
+        try:
+            while True:
+                try:
+                    if ownership.engine.rest_wanted:
+                        await self._sleep()
+                    await self._serve(await self._awake())
+                    failures = 0
+                    continue
+                except (BackendLost, RunOver):
+                    raise
+                except Exception as error:  # a lost checkpoint, a full disk, a bug: counted, and given up in the end
+                    failures += 1
+                    log.exception("run %d: serving failed", ownership.run)
+                    if failures >= ownership.engine.collection.max_step_failures:
+                        await self._reports.suspend(reason_of(error))
+                        failures = 0
+                self._let_go()
+                await ownership.pause(backoff(failures, options.retry_s, options.retry_s_max))
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Give back the memory of all models."""
+        self._models = None
+        give_back()
+
+    # ---- sleep ----------------------------------------------------------------------------------------------------
+
+    async def _sleep(self) -> None:
+        """Write recovery checkpoints, free the memory of all models, and wait until the run is to go on.
+
+        A model whose recovery checkpoint could not be written is made again from an older one, and from what came after
+        that.
+        """
+        ownership = self._ownership
+        if self._models is not None:
+            await self._checkpoint_all(self._models)
+            await in_thread(Kind.REMOVAL, "freeing memory", self._models.executor.release)
+        self._let_go()
+        reached(Point.REST_FREED)
+        log.info("run %d: the trainer sleeps", ownership.run)
+        await self._say_rest(asleep=True)
+        await ownership.wait(lambda engine: not (engine.rest_wanted and engine.asleep))  # or asked for once more
+
+    async def _awake(self) -> ServedModels:
+        """Return the models of this run: made again, where they are not here."""
+        if self._models is None:
+            self._models = await self._boot()
+        if self._ownership.engine.asleep and not self._ownership.engine.rest_wanted:
+            reached(Point.REST_WOKEN)
+            await self._say_rest(asleep=False)
+        return self._models
+
+    async def _say_rest(self, asleep: bool) -> None:
+        ownership = self._ownership
+        rests = TrainerRests(
+            id=ownership.id(f"rests-{next(self._facts)}"),
+            engine=self._options.engine,
+            run=ownership.run,
+            trainer_epoch=ownership.epoch,
+            asleep=asleep,
+        )
+        await ownership.say(rests, lambda engine: engine.asleep == asleep)
+
+    async def _checkpoint_all(self, models: ServedModels) -> None:
+        for name, _ in list(models.due_for_checkpoints()):
+            await self._write_checkpoint(models, name)
+
+    # ---- before the first operation -------------------------------------------------------------------------------
+
+    async def _boot(self) -> ServedModels:
+        """Load the base, and make the models of this run as they were."""
+        ownership = self._ownership
+        models = await self._reports.booted(self._load, lambda: ownership.engine.phase != Phase.BOOTING)
+        serves = TrainerServes(
+            id=ownership.id("serves"), engine=self._options.engine, run=ownership.run, trainer_epoch=ownership.epoch
+        )
+        if ownership.engine.phase == Phase.BOOTING:
+            await ownership.say(serves, lambda engine: engine.phase != Phase.BOOTING, Point.SERVING_SAID)
+        await self._when_back(lambda: publish_base(self._bus, self._options, ownership, models.executor.base))
+        await self._make_models(models)
+        ownership.removed.update(ownership.engine.clients.removed)  # also while no trainer was there to remove them
+        await models.remove_old_checkpoints(ownership.engine.clients.open_models)
+        reached(Point.SERVING_BEGUN)
+        return models
+
+    async def _make_models(self, models: ServedModels) -> None:
+        """Make all models as they were. One that cannot be made waits, and the others go on.
+
+        Raises `EngineFault` where the recovery checkpoints of all of them are away: then it is their folder that is.
+        """
+        self._suspended = {}
+        faults: dict[str, Exception] = {}
+        found = self._ownership.engine.clients.open_models
+        for model in found:
+            self._ownership.check()
+            fault = await self._try_again(models, model)
+            if fault is not None:
+                faults[model.name] = fault
+            if isinstance(fault, NoneSurvived):  # the next may end this trainer, and this is what others were lost for
+                await self._say_whether_away(model, fault)
+        checkpoints = {model.name: Path(model.checkpoint.folder) for model in found if model.checkpoint is not None}
+        if checkpoints and all(name in faults and not path.exists() for name, path in checkpoints.items()):
+            raise faults[next(iter(checkpoints))]
+        for model in found:
+            await self._say_whether_away(model, faults.get(model.name))
+
+    async def _try_again(self, models: ServedModels, model: ClientModel) -> Exception | None:
+        """Make a model again, or return why that is not possible now."""
+        rebuild = self._rebuild(model)
+        fault = await models.try_again(model, rebuild)
+        if fault is None:
+            self._lived_through.discard(model.name)
+        elif isinstance(fault, NoneSurvived):
+            return fault
+        else:
+            self._lived_through.add(model.name)
+        await rebuild.over()
+        return fault
+
+    def _rebuild(self, model: ClientModel) -> Rebuild:
+        ownership = self._ownership
+        say = None if model.name in self._lived_through else partial(self._say_rebuilding, model.name)
+        return Rebuild(model, ownership.epoch, ownership.engine.collection.operations.executions_max, say)
+
+    async def _say_rebuilding(self, model: str, number: int, over: bool) -> None:
+        ownership = self._ownership
+        rebuilds = RebuildsModel(
+            id=ownership.id(f"rebuilds-{next(self._facts)}"),
+            engine=self._options.engine,
+            run=ownership.run,
+            trainer_epoch=ownership.epoch,
+            model=model,
+            number=number,
+            over=over,
+        )
+        await ownership.send(rebuilds)
+
+    async def _say_whether_away(self, model: ClientModel, fault: Exception | None) -> None:
+        """Let a model wait, and its client know why, or let it go on."""
+        if fault is not None:
+            log.error("model %s waits, since it cannot be made again: %s", model.name, fault)
+            self._suspended[model.name] = perf_counter() + self._options.retry_s_max
+        else:
+            self._suspended.pop(model.name, None)
+        why = "" if fault is None else reason_of(fault)[:SUSPENDED_CHARS_MAX]
+        before = "" if isinstance(fault, NoneSurvived) else model.suspended  # that each trainer says that comes to it
+        if why == self._said.get(model.name, before):
+            return
+        self._said[model.name] = why
+        ownership = self._ownership
+        away = ModelAway(
+            id=ownership.id(f"away-{next(self._facts)}"),
+            engine=self._options.engine,
+            run=ownership.run,
+            trainer_epoch=ownership.epoch,
+            model=model.name,
+            why=why,
+        )
+        # Whatever was removed while the model was suspended is known here by then, too.
+        await ownership.say(away, partial(_is_known, model=model, waits=why != ""))
+
+    async def _load(self) -> ServedModels:
+        ownership, options = self._ownership, self._options
+        engine = ownership.engine
+        if engine.active is None or engine.started is None:
+            raise EngineFault(
+                "the engine runs without a configuration, so there is no base model: configure it with a job whose "
+                "model.path names one"
+            )
+        job = RunConfig.from_json(engine.active.config)
+        base = engine.started.base
+
+        def load() -> ServedModels:
+            reached(Point.TRAINER_MODEL_LOADING)
+            scratch, recovery = self._folder("scratch"), self._folder("recovery")
+            remove_earlier(scratch, ownership.run, ownership.epoch)
+            remove_earlier(recovery, ownership.run, ownership.epoch)
+            run = f"run-{ownership.run}"
+            settings = ExecutorSettings(
+                checkpoints=self._folder("saved"),
+                recovery=recovery / run,
+                scratch=scratch / f"{run}-epoch-{ownership.epoch}",
+                run=ownership.run,
+                trainer_epoch=ownership.epoch,
+            )
+            executor = self._load_base(job, settings)
+            return ServedModels(
+                executor,
+                RecoveryCheckpoints(recovery / run, ownership.epoch),
+                self._fetch,
+                (base, job.model.path),
+                options.stall_s,
+            )
+
+        limit_s = min(STALLS * options.stall_s, LOAD_SHARE * engine.collection.boot_s)
+        models = await in_thread(Kind.LOAD, "loading the model", load, limit_s=limit_s)
+        reached(Point.TRAINER_MODEL_LOADED)
+        return models
+
+    def _folder(self, what: str) -> Path:
+        return self._options.folder / what / self._bus.subjects.hive / self._options.engine
+
+    # ---- while it serves ------------------------------------------------------------------------------------------
+
+    async def _serve(self, models: ServedModels) -> None:
+        """Do one thing: write a recovery checkpoint that is due, execute the next operation, or wait for one."""
+        ownership = self._ownership
+        ownership.check()
+        await self._reports.until_resumed()
+        if ownership.engine.rest_wanted:
+            return
+        clients = ownership.engine.clients
+        if models.is_gone(clients.models):
+            models.forget_ended(clients.models)
+            self._suspended = {name: due_s for name, due_s in self._suspended.items() if models.holds(name)}
+            self._lived_through = set(filter(models.holds, self._lived_through))
+            self._said = {name: why for name, why in self._said.items() if models.holds(name)}
+            await models.remove_old_checkpoints(clients.open_models)
+        await self._remove_weights(models)
+        now_s = perf_counter()
+        due_s, name = self._next_checkpoint(models)
+        if name and due_s <= now_s:
+            await self._write_checkpoint(models, name)
+            return
+        again_s, away = min(((each_s, each) for each, each_s in self._suspended.items()), default=(inf, ""))
+        if again_s <= now_s and not self._has_tried:
+            self._has_tried = True  # something is executed before the next attempt: those may take long
+            model = clients.models[away]
+            await self._say_whether_away(model, await self._try_again(models, model))
+            return
+        self._has_tried = False
+        found = self._next(clients)
+        if found is not None:
+            await self._execute(models, *found)
+            return
+        until_s = min(due_s if name else inf, again_s)
+        try:
+            limit_s = None if until_s == inf else max(0.0, until_s - now_s)
+            await ownership.wait(lambda engine: self._has_work(models, engine), limit_s)
+        except TimeoutError:
+            log.debug("run %d: a recovery checkpoint is due, or a model is tried again", ownership.run)
+
+    def _next(self, clients: TrainingClients) -> tuple[ClientModel, Queued] | None:
+        """Return the operation that comes next. Of a model that is suspended its client's end alone can be executed."""
+        there = [model for model in clients.open_models if model.name not in self._suspended]
+        found = self._turns.take(there)
+        if found is not None:
+            return found
+        return next(self._ends(clients), None)
+
+    def _ends(self, clients: TrainingClients) -> Iterator[tuple[ClientModel, Queued]]:
+        away = (model for model in clients.open_models if model.name in self._suspended and model.waiting)
+        yield from ((model, each) for model in away for each in model.operations.values() if _is_clients_end(each))
+
+    def _has_work(self, models: ServedModels, engine: EngineState) -> bool:
+        clients = engine.clients
+        gone = models.is_gone(clients.models) or bool(self._removable(models))
+        waits = any(model.waiting and model.name not in self._suspended for model in clients.open_models)
+        return (
+            waits or any(self._ends(clients)) or gone or bool(engine.suspended) or engine.rest_wanted or engine.asleep
+        )
+
+    async def _remove_weights(self, models: ServedModels) -> None:
+        """Remove the checkpoints that the log has removed, unless there is one of the same name again.
+
+        One that a model was made from stays until a recovery checkpoint of the model is on the log.
+        """
+        kept = self._ownership.engine.clients.kept
+        for name in self._removable(models):
+            self._ownership.removed.discard(name)
+            if name not in kept:
+                remove = partial(models.executor.remove_checkpoint, name)
+                await in_thread(Kind.REMOVAL, f"removing the checkpoint {name}", remove)
+
+    def _removable(self, models: ServedModels) -> list[str]:
+        """Return the checkpoints that can be removed now."""
+        return sorted(each for each in self._ownership.removed if not models.needs_checkpoint(each))
+
+    def _next_checkpoint(self, models: ServedModels) -> tuple[float, str]:
+        """Return the model whose recovery checkpoint is due first, and when; "" for none."""
+        engine, options = self._ownership.engine, self._options
+        away = sum(model.held_bytes for model in engine.clients.open_models if model.name in self._suspended)
+        limits = engine.collection.operations
+        room = max(limits.bodies_bytes_max - away, bodies_share(limits))  # others' checkpoints free none of theirs
+        full = engine.clients.held_bytes - away > FULL_SHARE * room
+        found = []
+        for name, clock in models.due_for_checkpoints():
+            due_s = 0.0 if full else clock.due_s(options.checkpoint_s, options.checkpoint_bytes)
+            if due_s is not None:
+                found.append((max(due_s, self._checkpoint_pause_until_s), name))
+        return min(found, default=(0.0, ""))
+
+    async def _execute(self, models: ServedModels, model: ClientModel, queued: Queued) -> None:
+        """Execute an operation, and publish its result. Until that is on the log it may be executed again."""
+        ownership = self._ownership
+        reached(Point.OPERATION_FOUND)
+        operation = await models.read(queued)
+        reached(Point.OPERATION_READ)
+        ownership.check()  # a trainer that was superseded writes no checkpoint
+        limit = ownership.engine.collection.operations.executions_max
+        is_away = model.name in self._suspended
+        if is_away:
+            result: Result = _without_model(operation, model)
+        elif queued.begun_before(ownership.epoch) < limit:
+            await self._say_begun(model, queued)
+            result = await models.execute(model, queued, operation, ownership.removed)
+        else:
+            result = models.give_up(model, queued, operation)
+        reached(Point.OPERATION_EXECUTED)
+        result, body = models.encoded(model, operation, result)
+        there = models.executor.models
+        done = partial(
+            OperationDone,
+            engine=self._options.engine,
+            run=ownership.run,
+            trainer_epoch=ownership.epoch,
+            model=model.name,
+            number=queued.number,
+            key=queued.key,
+            failed=isinstance(result, Failed),
+            closes=isinstance(result, ModelEnded) and model.name not in there,
+            step=there.get(model.name, model.step),
+            metrics=metrics_of(result),
+            made=shape_of(result),
+            saved=saved_by(operation, result),
+            by_server=isinstance(result, Failed) and result.category is Category.SERVER,
+            loaded=loaded_by(result),
+        )
+        await self._publish(model, queued, body, done)
+        await ownership.wait(partial(_is_settled, model=model, queued=queued))
+        reached(Point.OPERATION_SEEN)
+        if not is_away and not models.note(model, queued, operation, result):
+            now = ownership.engine.clients.models.get(model.name)
+            if now is not None and now.closed is None:
+                rebuild = self._rebuild(now)
+                await models.make_again(now, rebuild)
+                await rebuild.over()
+
+    async def _say_begun(self, model: ClientModel, queued: Queued) -> None:
+        """Put on the log that an operation is begun, where it may be what ended the trainer before.
+
+        That can only be the first one of its model: those after it have waited for it.
+        """
+        if model.name in self._begun:
+            return
+        self._begun.add(model.name)
+        ownership = self._ownership
+        begins = OperationBegins(
+            id=ownership.id(f"begins-{next(self._facts)}"),
+            engine=self._options.engine,
+            run=ownership.run,
+            trainer_epoch=ownership.epoch,
+            model=model.name,
+            number=queued.number,
+            key=queued.key,
+        )
+        await ownership.send(begins)
+
+    async def _publish(
+        self, model: ClientModel, queued: Queued, body: bytes, done: Callable[..., OperationDone]
+    ) -> None:
+        """Store a result, and say so until it is decided: it may be stored too long ago by then."""
+        ownership = self._ownership
+        subject = self._bus.subjects.operation(self._options.engine, model.name)
+        while not _is_settled(ownership.engine, model, queued):
+            ref = await self._when_back(lambda: self._parts.store(subject, body))
+            reached(Point.OPERATION_STORED)
+            try:
+                await self._bus.inbox.request(done(id=ownership.id(f"operation-{next(self._facts)}"), result=ref))
+            except BusUnavailable as error:
+                log.warning("a result of model %s waits for the bus: %s", model.name, error)
+                await ownership.pause(self._options.retry_s)
+            except Refused as refused:
+                log.info("a result of model %s was refused: %s", model.name, refused.why)
+                if refused.code is not Code.BODY_GONE:
+                    await ownership.pause(self._options.retry_s)  # until the log says here too that the run is over
+            else:
+                break
+        reached(Point.OPERATION_SAID)
+
+    async def _write_checkpoint(self, models: ServedModels, name: str) -> None:
+        """Write a model's recovery checkpoint, publish it, and remove older ones. Where it cannot be written, that is
+        tried later."""
+        ownership = self._ownership
+        reached(Point.MODEL_CHECKPOINT_BEGUN)
+        try:
+            number, folder, digest = await models.write_checkpoint(name)
+        except OSError as error:
+            log.warning(
+                "the recovery checkpoint of model %s cannot be written, and is tried again later: %s", name, error
+            )
+            self._checkpoint_pause_until_s = perf_counter() + self._options.retry_s_max
+            return
+        reached(Point.MODEL_CHECKPOINT_WRITTEN)
+        written = CheckpointWritten(
+            id=ownership.id(f"model-checkpoint-{next(self._facts)}"),
+            engine=self._options.engine,
+            run=ownership.run,
+            trainer_epoch=ownership.epoch,
+            model=name,
+            number=number,
+            folder=folder,
+            digest=digest,
+        )
+        await ownership.say(
+            written, partial(_is_checkpointed, name=name, number=number), Point.MODEL_CHECKPOINT_PUBLISHED
+        )
+        reached(Point.MODEL_CHECKPOINT_SEEN)
+        await models.remove_old_checkpoints(ownership.engine.clients.open_models)
+        reached(Point.MODEL_CHECKPOINT_PRUNED)
+
+    # ---- the bus --------------------------------------------------------------------------------------------------
+
+    async def _fetch(self, ref: BodyRef) -> bytes:
+        return await self._when_back(lambda: self._parts.fetch(ref))
+
+    async def _when_back(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Try until the bus answers, however long it is away. Raises `RunOver` when the run ends meanwhile."""
+        ownership = self._ownership
+        while True:
+            try:
+                return await attempt()
+            except BusUnavailable as error:
+                log.warning("run %d waits for the bus: %s", ownership.run, error)
+            await ownership.pause(self._options.retry_s)
+
+
+def _is_clients_end(queued: Queued) -> bool:
+    return queued.waits and queued.op == END and queued.body is not None
+
+
+def _without_model(operation: Operation, model: ClientModel) -> Result:
+    """Return the result of the end of a model that cannot be made again: it cannot be saved either."""
+    if isinstance(operation, EndModel) and not operation.save_as:
+        return ModelEnded()
+    why = f"the model cannot be saved, because it cannot be made again now: {model.suspended}"
+    return Failed(error=f"{why}. Wait until it can, or end it without saving it", category=Category.SERVER)
+
+
+def _is_settled(engine: EngineState, model: ClientModel, queued: Queued) -> bool:
+    """Return whether an operation waits no more: it has its result, or its model has ended."""
+    now = engine.clients.models.get(model.name)
+    if now is None or now.closed is not None or now.begun != model.begun:
+        return True
+    operation = now.operations.get(queued.key)
+    return operation is None or not operation.waits
+
+
+def _is_known(engine: EngineState, model: ClientModel, waits: bool) -> bool:
+    """Return whether the log has it that a model waits, or that it goes on."""
+    now = engine.clients.models.get(model.name)
+    return now is None or now.closed is not None or now.begun != model.begun or bool(now.suspended) == waits
+
+
+def _is_checkpointed(engine: EngineState, name: str, number: int) -> bool:
+    model = engine.clients.models.get(name)
+    return model is None or model.closed is not None or model.checkpointed >= number

@@ -1,0 +1,168 @@
+"""The calls of one episode as sequences of tokens, in which every sampled token is learnt exactly once.
+
+A node is one choice of one call. Its path is its parent's path, the call's prompt tail and the sampled tokens; a
+leaf's path is a sequence. Branches share their common prefix: it is learnt in the first sequence that holds it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from bombus.errors import LogCorrupted
+from bombus.hive.records import CallRecord, CallStatus, Choice
+
+
+@dataclass(frozen=True)
+class SampledSpan:
+    """The tokens [start, end) of a sequence: a choice of call number `call`. They are `learnt` in this sequence or in
+    none."""
+
+    call: int
+    choice: int
+    start: int
+    end: int
+    learnt: bool
+
+
+@dataclass(frozen=True)
+class CallSequence:
+    """One sequence of an episode: its tokens (int32), and which of them its own calls have sampled."""
+
+    tokens: bytes
+    spans: tuple[SampledSpan, ...]
+
+
+@dataclass(frozen=True)
+class CallSequences:
+    """The sequences of an episode. `merged_calls` of its calls extended another one; the others began a sequence."""
+
+    sequences: tuple[CallSequence, ...]
+    merged_calls: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Node:
+    """One choice of one call. `path` has all tokens to its end as int32 bytes, which compare at the speed of memcmp."""
+
+    call: int
+    choice: int
+    parent: "_Node | None"
+    prompt_bytes: int
+    path: bytes
+    learnt: bool
+
+
+def call_sequences(records: Sequence[CallRecord], context: Sequence[CallRecord] = ()) -> CallSequences:
+    """Merge the calls that belong to an episode, in the order in which they were recorded.
+
+    `context` has calls that no longer belong to the episode but are parents of some that do (a call that was cut off,
+    or came late): their tokens are read, never learnt. Calls at temperature 0 are not learnt either, nor those whose
+    engine held them to a form: they were not drawn from the policy's distribution, and there is no logprob to correct
+    with. The probability of a token that a form leaves alone is 1, whatever the policy says.
+
+    Raises `LogCorrupted` when a parent is missing or a length disagrees.
+    """
+    nodes = _link(records, context)
+    parents = {id(node.parent) for node in nodes if node.parent is not None}
+    claimed: set[tuple[int, int]] = set()
+    leaves = (node for node in nodes if id(node) not in parents)
+    sequences = tuple(CallSequence(leaf.path, tuple(_spans(_way_to(leaf), len(records), claimed))) for leaf in leaves)
+    merged = {node.call for node in nodes if node.parent is not None and node.call < len(records)}
+    return CallSequences(sequences, len(merged))
+
+
+def is_learnt(record: CallRecord) -> bool:
+    """Return whether what an episode's own call has sampled is learnt; see `call_sequences` for what is not."""
+    drawn = record.sampling.temperature > 0 and not record.constrained
+    return record.status == CallStatus.COMPLETE and drawn
+
+
+def learnt_tokens(record: CallRecord) -> int:
+    """Return how many tokens are learnt of an episode's own call, in all of its sequences together.
+
+    Where there is no prompt, nothing comes before a first token, so nothing can predict it.
+    """
+    if not is_learnt(record):
+        return 0
+    first = 0 if record.prompt_tokens else 1
+    return sum(max(len(choice.tokens) // 4 - first, 0) for choice in record.choices)
+
+
+def choice_of(records: Sequence[CallRecord], span: SampledSpan) -> Choice:
+    return records[span.call].choices[span.choice]
+
+
+def _spans(way: Sequence[_Node], own: int, claimed: set[tuple[int, int]]) -> Iterator[SampledSpan]:
+    """Yield what the first `own` calls have sampled on the way to a leaf, claiming what no other sequence learns."""
+    for node in way:
+        if node.call >= own:
+            continue
+        is_new = node.learnt and (node.call, node.choice) not in claimed
+        if is_new:
+            claimed.add((node.call, node.choice))
+        yield SampledSpan(node.call, node.choice, node.prompt_bytes // 4, len(node.path) // 4, is_new)
+
+
+def _link(records: Sequence[CallRecord], context: Sequence[CallRecord]) -> list[_Node]:
+    """Make the nodes, parents before children. Context calls are numbered after the episode's own."""
+    numbered = [*enumerate(records), *enumerate(context, start=len(records))]
+    waiting = sorted(numbered, key=lambda pair: pair[0] < len(records))  # context first: it holds parents
+    nodes: dict[str, list[_Node]] = {}
+    ordered: list[_Node] = []
+    while waiting:
+        later = []
+        for index, record in waiting:
+            if record.parent is not None and record.parent.id not in nodes:
+                later.append((index, record))
+                continue
+            made = _nodes_of(index, record, nodes, ordered, index < len(records) and is_learnt(record))
+            nodes[record.id] = made
+            ordered.extend(made)
+        if len(later) == len(waiting):
+            orphan = later[0][1]
+            missing = orphan.parent.id if orphan.parent else ""
+            raise LogCorrupted(f"call {orphan.id}: its parent {missing} is not among the episode's calls")
+        waiting = later
+    return ordered
+
+
+def _nodes_of(
+    index: int, record: CallRecord, nodes: dict[str, list[_Node]], earlier: list[_Node], learnt: bool
+) -> list[_Node]:
+    if record.parent is not None:
+        siblings = nodes[record.parent.id]
+        if not 0 <= record.parent_choice < len(siblings):
+            raise LogCorrupted(f"call {record.id}: its parent has no choice {record.parent_choice}")
+        parent: _Node | None = siblings[record.parent_choice]
+        prompt = siblings[record.parent_choice].path + record.prompt_tail
+    else:
+        prompt = record.prompt_tail
+        parent = _longest_prefix(prompt, earlier)
+    if len(prompt) != 4 * record.prompt_tokens:
+        raise LogCorrupted(
+            f"call {record.id}: its prompt has {len(prompt) // 4} tokens, the record says {record.prompt_tokens}"
+        )
+    for choice in record.choices:
+        if len(choice.tokens) != len(choice.logprobs) or len(choice.tokens) % 4:
+            raise LogCorrupted(f"call {record.id}: a choice has not one logprob for each token")
+    return [
+        _Node(index, number, parent, len(prompt), prompt + choice.tokens, learnt)
+        for number, choice in enumerate(record.choices)
+    ]
+
+
+def _longest_prefix(prompt: bytes, nodes: list[_Node]) -> _Node | None:
+    """Find the node whose whole path begins `prompt`: the longest of several, the first of equals."""
+    best: _Node | None = None
+    for node in nodes:
+        if node.path and (best is None or len(node.path) > len(best.path)) and prompt.startswith(node.path):
+            best = node
+    return best
+
+
+def _way_to(leaf: _Node) -> list[_Node]:
+    way: list[_Node] = []
+    node: _Node | None = leaf
+    while node is not None:
+        way.append(node)
+        node = node.parent
+    return way[::-1]

@@ -1,0 +1,317 @@
+"""One session at its environment: OpenEnv's messages become calls of an `AgentEnvironment`, and answers. Knows no
+socket."""
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from pydantic import ValidationError
+
+from bombus.environments.kinds import (
+    AgentEnvironment,
+    Opening,
+    ResetFailed,
+    ToolCall,
+    ToolOutcome,
+    ToolSchema,
+    Transcript,
+)
+from bombus.environments.openenv.messages import (
+    MESSAGE_BYTES_MAX,
+    Rpc,
+    RpcError,
+    StepResult,
+    WireError,
+    WireMessage,
+    error_message,
+    observation_message,
+    rpc_error,
+    rpc_result,
+)
+from bombus.environments.serving.loop_blocking import watched
+from bombus.errors import in_one_line
+from bombus.sdk.errors import InfraError
+from bombus.sdk.running import contained_here
+from bombus.sdk.types import Task
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+TRANSCRIPT_MESSAGES_MAX = 4096  # of an episode that its client plays step by step
+TRANSCRIPT_CHARACTERS_MAX = MESSAGE_BYTES_MAX  # of what was said in it, as in a transcript that a client sends
+TEXT_CHARACTERS_MAX = 1_000_000  # of what a tool gives back: in JSON they are six times as many bytes at most
+NOT_RESET = "the environment has no task yet: send a reset first"
+
+
+class BadRequestMessage(ValueError):
+    """Raised for a message that makes no sense; its sentence goes to the client, and the session goes on."""
+
+
+class EnvironmentSource(Protocol):
+    """Where environments come from, and what they stand on."""
+
+    exhausted: str  # what a client is told when all slots are taken
+
+    async def make(self, session: str, is_stopped: Callable[[], bool]) -> AgentEnvironment:
+        """Return a new environment for a session. `is_stopped` says whether that is over. Raises `InfraError`."""
+        ...
+
+    async def renew(self, session: str) -> None:
+        """Make what the session's environment stands on like new, for another task. Raises `InfraError`."""
+        ...
+
+    async def check(self, session: str) -> None:
+        """Raise `InfraError` when what the session's environment stands on is broken."""
+        ...
+
+    async def clean(self, session: str, in_use: bool) -> None:
+        """Take back what the session's environment stood on. Doing it again does nothing.
+
+        `in_use` says that code of the environment may still run and use it, so that no other session can be given it.
+        """
+        ...
+
+    def tools(self) -> Sequence[ToolSchema]:
+        """Return the tools that are known before a reset."""
+        ...
+
+    def metadata(self) -> dict[str, str]:
+        """Return the `name` of the environment, and a `description`."""
+        ...
+
+    def schema(self) -> dict[str, object]:
+        """Return the JSON schemas of actions, observations and states."""
+        ...
+
+
+class ServedSession:
+    """Answers the messages of one session, one after the other.
+
+    `answer` raises `InfraError` when the environment broke: the session is over then. A client that plays by steps has
+    its transcript kept here, since only the rules of the environment say when an episode is over and what it is worth.
+    """
+
+    def __init__(
+        self,
+        environment: AgentEnvironment,
+        session: str,
+        source: EnvironmentSource,
+        is_stopped: Callable[[], bool],
+    ) -> None:
+        """`source` made the environment. What the environment stands on is made like new before each reset, and checked
+        after a failure and before a score, so that a dead backend is never taken for the model's fault.
+
+        `is_stopped` says whether the task of `answer`, which each message has for itself, was cancelled. Any other
+        cancellation is a failure of the environment.
+        """
+        self.environment = environment
+        self._source = source
+        self._is_stopped = is_stopped
+        self.session = session
+        self.opening: Opening | None = None
+        self.transcript = Transcript()
+        self.steps = 0
+        self._characters = 0  # of what was said in the transcript here
+        self.episode = ""
+        self._is_over = False
+
+    async def answer(self, message: WireMessage, is_posted: bool = False) -> WireMessage:
+        """Carry out a message other than `close`. Raises `InfraError`.
+
+        A client that posts its calls of tools does not send their transcript, so they are noted in the one here.
+        """
+        try:
+            match message.type:
+                case "reset":
+                    return observation_message(await self._reset(message.data))
+                case "step":
+                    return observation_message(await self._step(message.data))
+                case "state":
+                    return WireMessage(type="state", data=self.state())
+                case "mcp":
+                    return await self._rpc(message.data, is_posted)
+        except (BadRequestMessage, ValidationError, msgspec.ValidationError) as error:
+            return error_message(WireError.VALIDATION_ERROR, str(error))
+        except ResetFailed as error:
+            return error_message(WireError.EXECUTION_ERROR, str(error))  # the environment can be reset for another task
+        except InfraError:
+            raise
+        except Exception as error:  # the environment's code is its author's: the client is told whatever it raises
+            await self._source.check(self.session)
+            log.warning("the environment of session %s failed: %s", self.session, in_one_line(error), exc_info=error)
+            return error_message(WireError.EXECUTION_ERROR, in_one_line(error))
+        return error_message(WireError.UNKNOWN_TYPE, f"{message.type!r} is not a type of message")
+
+    def state(self) -> dict[str, Any]:
+        return {"episode_id": self.episode or None, "step_count": self.steps, "session": self.session}
+
+    # ---- resets and steps -----------------------------------------------------------------------------------------
+
+    async def _reset(self, data: dict[str, Any]) -> StepResult:
+        task = task_of(data)
+        self.opening = None  # if this fails, the environment has no task
+        await self._source.renew(self.session)
+        self.opening = opening = await self._watched(self.environment.open(task), "reset")
+        self.transcript = Transcript(messages=list(opening.messages))
+        self.steps, self._characters, self._is_over = 0, 0, False
+        self.episode = str(data.get("episode_id") or task.task_id)
+        tools = [msgspec.to_builtins(tool) for tool in opening.tools]
+        return StepResult(observation={"messages": opening.messages, "tools": tools})
+
+    async def _step(self, data: dict[str, Any]) -> StepResult:
+        if data.get("type") == "list_tools":
+            return StepResult(observation={"tools": _mcp_tools(self._tools())})
+        self._check_goes_on()
+        if isinstance(text := data.get("message"), str):
+            self._said({"role": "assistant", "content": text}, len(text))
+            return await self._ended({})
+        call = self._call_of(data)
+        seen = _seen(data, call, await self._noted_outcome(call))
+        if await self._watched(self.environment.is_over(self.transcript), "is_over"):
+            return await self._ended(seen)
+        return StepResult(observation=seen)
+
+    async def _ended(self, seen: dict[str, Any]) -> StepResult:
+        self._is_over = True
+        await self._source.check(self.session)
+        scores = await self._watched(self.environment.score(self.transcript), "score")
+        found = msgspec.to_builtins(scores)
+        return StepResult(observation=seen, reward=scores.reward, done=True, metadata={"scores": found})
+
+    def _check_goes_on(self) -> None:
+        """Raise `BadRequestMessage` where no further step may follow."""
+        self._opened()
+        if self._is_over:
+            raise BadRequestMessage("the episode is over: send a reset for another one")
+        if len(self.transcript.messages) + 2 > TRANSCRIPT_MESSAGES_MAX:
+            raise BadRequestMessage(f"an episode has at most {TRANSCRIPT_MESSAGES_MAX} messages: send a reset")
+        if self._characters > TRANSCRIPT_CHARACTERS_MAX:
+            raise BadRequestMessage(
+                f"an episode has at most {TRANSCRIPT_CHARACTERS_MAX} characters in its messages: send a reset"
+            )
+
+    async def _noted_outcome(self, call: ToolCall) -> ToolOutcome:
+        """Carry out a call, and note it in the transcript."""
+        made = {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        outcome = await self._outcome(call)
+        self._said(
+            {"role": "assistant", "content": None, "tool_calls": [made]}, len(call.arguments) + len(outcome.text)
+        )
+        self.transcript.messages.append({"role": "tool", "tool_call_id": call.id, "content": outcome.text})
+        self.transcript.tool_calls += 1
+        self.transcript.tool_failures += outcome.failed
+        return outcome
+
+    async def _outcome(self, call: ToolCall) -> ToolOutcome:
+        outcome = await self._watched(self.environment.call(call), call.name[:100])
+        if outcome.failed:
+            await self._source.check(self.session)
+        return ToolOutcome(text=_sendable(outcome.text), failed=outcome.failed)
+
+    def _watched(self, work: Awaitable[T], name: str) -> Awaitable[T]:
+        """Await something of the environment. A `SystemExit` in it is its own failure, and does not end the server."""
+        return watched(contained_here(work, self._is_stopped), name, self.session)
+
+    def _said(self, message: dict[str, Any], characters: int) -> None:
+        self.steps += 1
+        self._characters += characters
+        self.transcript.turns += 1
+        self.transcript.messages.append(message)
+
+    def _call_of(self, data: dict[str, Any]) -> ToolCall:
+        """Return the call in a step: `{"tool", "arguments"}`, or an OpenEnv action that calls a tool."""
+        name = data.get("tool", data.get("tool_name"))
+        if not isinstance(name, str):
+            raise BadRequestMessage('a step is {"tool": name, "arguments": {...}}, or {"message": text} to end with')
+        return _call(name, data.get("arguments", {}), str(data.get("id") or f"call_{self.steps}"))
+
+    def _tools(self) -> Sequence[ToolSchema]:
+        known = self._source.tools() if self.opening is None else ()
+        return known or self._opened().tools
+
+    def _opened(self) -> Opening:
+        if self.opening is None:
+            raise BadRequestMessage(NOT_RESET)
+        return self.opening
+
+    # ---- mcp ------------------------------------------------------------------------------------------------------
+
+    async def _rpc(self, data: dict[str, Any], is_posted: bool) -> WireMessage:
+        number, method, params = data.get("id"), data.get("method"), data.get("params") or {}
+        if not isinstance(method, str) or not isinstance(params, dict):
+            why = 'a request is {"jsonrpc": "2.0", "id", "method", "params": {...}}'
+            return rpc_error(number, RpcError.INVALID_REQUEST, why)
+        try:
+            match method:
+                case Rpc.LIST_TOOLS:
+                    return rpc_result(number, {"tools": _mcp_tools(self._tools())})
+                case Rpc.CALL_TOOL:
+                    return rpc_result(number, await self._mcp_call(params, is_posted))
+                case Rpc.IS_OVER:
+                    asked = self.environment.is_over(self._transcript_of(params))
+                    return rpc_result(number, {"is_over": await self._watched(asked, "is_over")})
+                case Rpc.SCORE:
+                    await self._source.check(self.session)
+                    scores = await self._watched(self.environment.score(self._transcript_of(params)), "score")
+                    return rpc_result(number, msgspec.to_builtins(scores))
+        except (BadRequestMessage, msgspec.ValidationError) as error:
+            return rpc_error(number, RpcError.INVALID_PARAMS, str(error))
+        return rpc_error(number, RpcError.METHOD_NOT_FOUND, f"{method[:100]!r} is not a method: {', '.join(Rpc)}")
+
+    async def _mcp_call(self, params: dict[str, Any], is_posted: bool) -> dict[str, Any]:
+        self._opened()
+        name = params.get("name")
+        if not isinstance(name, str):
+            raise BadRequestMessage('the params of tools/call are {"name", "arguments"}')
+        call = _call(name, params.get("arguments", {}), str(params.get("id") or f"call_{self.steps}"))
+        if is_posted:
+            self._check_goes_on()
+            outcome = await self._noted_outcome(call)
+        else:
+            outcome = await self._outcome(call)
+            self.steps += 1
+        return {"content": [{"type": "text", "text": outcome.text}], "isError": outcome.failed}
+
+    def _transcript_of(self, params: dict[str, Any]) -> Transcript:
+        """Return the transcript that the client sends, with the answers of its model."""
+        self._opened()
+        return msgspec.convert(params.get("transcript", {}), Transcript)
+
+
+def task_of(data: dict[str, Any]) -> Task:
+    """Return the task of a reset: its field `task`; what else there is, such as `seed`, is metadata.
+
+    Raises `BadRequestMessage`.
+    """
+    given = data.get("task", {})
+    if not isinstance(given, dict):
+        raise BadRequestMessage("the field task of a reset is an object with the fields of a Task")
+    task = Task.model_validate({name: given[name] for name in Task.model_fields if name in given})  # of any release
+    rest = {name: value for name, value in data.items() if name != "task"}
+    return task.model_copy(update={"metadata": {**rest, **task.metadata}})
+
+
+def _call(name: str, arguments: object, id: str) -> ToolCall:
+    text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
+    return ToolCall(id=id, name=name, arguments=text)
+
+
+def _sendable(text: str) -> str:
+    """Return a tool's text as it fits into a message: not too long, and without halves of surrogate pairs."""
+    if (left := len(text) - TEXT_CHARACTERS_MAX) > 0:
+        text = f"{text[:TEXT_CHARACTERS_MAX]}\n[{left} more characters were left out]"
+    return text.encode(errors="replace").decode()
+
+
+def _seen(data: dict[str, Any], call: ToolCall, outcome: ToolOutcome) -> dict[str, Any]:
+    """Return the observation of a step, in the form in which it was asked for."""
+    if "tool" in data:
+        return {"text": outcome.text, "failed": outcome.failed}
+    error = {"error_type": "execution_error", "message": outcome.text} if outcome.failed else None
+    return {"tool_name": call.name, "result": None if outcome.failed else outcome.text, "error": error}
+
+
+def _mcp_tools(tools: Sequence[ToolSchema]) -> list[dict[str, Any]]:
+    return [{"name": tool.name, "description": tool.description, "inputSchema": tool.parameters} for tool in tools]

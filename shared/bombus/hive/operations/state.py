@@ -1,0 +1,521 @@
+"""The part of an engine's state that is about training operations, and its fold.
+
+A model is a queue: its operations have numbers in the order of the log, and are executed in that order. What is kept of
+one that was executed is its result, for its client, and its body, for a trainer that has to make the model again from
+the checkpoint before it.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from bombus.hive import events as ev
+from bombus.hive.bounded import trim
+from bombus.hive.operations.stopwatch import Stopwatch
+from bombus.hive.records import BodyRef
+from bombus.hive.shares import share_name
+
+COMPLETED_KEPT = 1024  # operations of one model that were executed and are still recognised
+TTL_S_MAX = 100 * 365 * 24 * 3600.0
+REMOVED_KEPT = 1000  # saved models that were removed last, whose folders a trainer may still have to remove
+MODELS_KEPT = 256  # that have ended, with their results
+FORWARD_BACKWARD, OPTIM_STEP, END_MODEL = "forward_backward", "optim_step", "end_model"
+
+
+class Queued(msgspec.Struct, kw_only=True):
+    """An operation. It waits until it has a result, or an `error` where it will never be executed."""
+
+    number: int
+    arrival: int  # among all operations of the engine
+    key: str
+    op: str
+    accepted_ns: int
+    body: BodyRef | None = None
+    passive: bool = False
+    save_as: str = ""
+    result: BodyRef | None = None  # None when it waits, and after it was dropped
+    failed: bool = False
+    completed_ns: int = 0
+    error: str = ""
+    metadata: dict[str, str] = {}  # of its client, until it has a result
+    begun: int = 0  # how many trainers have begun to execute it, of those that say so
+    begun_by: int = 0  # the epoch of the last of them
+    reads: str = ""  # the saved model that it loads
+    reads_removed: bool = False  # that was removed while this waited for a model that could not be made again
+    loaded: str = ""  # a hash of what it has loaded
+    by_server: bool = False  # it has failed by the server's fault
+
+    @property
+    def waits(self) -> bool:
+        return not self.completed_ns
+
+    def begun_before(self, trainer_epoch: int) -> int:
+        """Return how many trainers before this one have begun it."""
+        return self.begun - (self.begun_by == trainer_epoch)
+
+
+class TrainingSession(msgspec.Struct, kw_only=True):
+    """A client of training operations: its session."""
+
+    session: str
+    opened_ns: int
+    idle_s: float
+    owner: str = ""
+    dialect: str = msgspec.field(default="", name="door")
+    metadata: dict[str, Any] = {}
+    for_model: bool = False
+    admin: bool = False
+    ended: ev.SessionEnded | None = None
+    samples_in: int = 0  # the last run that it has sampled in
+
+    @property
+    def holder(self) -> str:
+        """Return whose share it counts for."""
+        return share_name(self.owner, self.admin)
+
+
+class ClientModel(msgspec.Struct, kw_only=True):
+    """A model of a session. `checkpoint` is the newest checkpoint from which a trainer can go on."""
+
+    name: str
+    session: str
+    base: str
+    run: int
+    opened_ns: int
+    numbers: int = 0  # of operations accepted
+    begun: int = 0  # the number of the operation that made it
+    operations: dict[str, Queued] = {}  # by key, in order
+    waiting: int = 0
+    held_bytes: int = 0  # of the bodies that a trainer may still have to read
+    result_bytes: int = 0  # of the results that can be read
+    checkpoint: ev.ModelCheckpointed | None = msgspec.field(default=None, name="cover")
+    closed: ev.ModelClosed | None = None
+    adapter: ev.AdapterShape | None = None
+    parameters: int = 0
+    step: int = 0
+    executed: int = 0
+    failures_to_end: int = 0  # of the operations that end it because its session has ended
+    last_ns: int = 0  # when an operation was accepted or executed last
+    metadata: dict[str, str] = {}
+    suspended: str = ""  # why its trainer cannot make it again
+    away_ns: int = 0  # what `TrainingClients.trying` showed when it was suspended
+    left_ns: int = 0  # what that showed when it was suspended and its session had ended, or at `resume` after that
+    rebuilding_by: int = 0  # the epoch of the trainer that makes it again, or has ended in that; 0 for none
+    unsurvived: dict[int, tuple[int, ...]] = {}  # by operation: the epochs of trainers that executed it again
+    lost: int = 0  # of the trainers that were lost in a row, those that made it again
+    last_op: str = ""  # that was executed
+    last_failed: bool = False
+    scored: dict[str, float] = {}  # the metrics of the newest forward_backward that succeeded
+    stepped: dict[str, float] = {}  # and of the newest optim_step
+
+    @property
+    def checkpointed(self) -> int:
+        """Return the number of the last operation that need not be executed again."""
+        return max(self.begun - 1, 0 if self.checkpoint is None else self.checkpoint.number)
+
+    @property
+    def done(self) -> int:
+        """Return the number of the last operation before all that wait."""
+        return min((each.number for each in self.operations.values() if each.waits), default=self.numbers + 1) - 1
+
+    def deadly(self, limit: int, trainer_epoch: int = 0) -> int:
+        """Return the last operation that so many trainers before this one have not survived executing again, or 0."""
+        ended = {number: set(epochs) - {trainer_epoch} for number, epochs in self.unsurvived.items()}
+        return max((number for number, epochs in ended.items() if len(epochs) >= limit), default=0)
+
+    def again(self) -> list[Queued]:
+        """Return the operations that a trainer executes after `checkpoint`, in order.
+
+        Those that do not wait have a result already, which stays (R17).
+        """
+        return [each for each in self.operations.values() if self.needs(each)]
+
+    def needs(self, queued: Queued) -> bool:
+        """Return whether an operation is executed, or may have to be executed again."""
+        if self.closed is not None or queued.error:
+            return False
+        return queued.waits or (queued.number > self.checkpointed and not queued.passive)
+
+    def bodies(self) -> Iterator[BodyRef]:
+        """Yield the bodies that a trainer may still have to read."""
+        return (each.body for each in self.operations.values() if each.body is not None and self.needs(each))
+
+    def needed(self) -> Iterator[BodyRef]:
+        """Yield what must stay in the stream `ops`: these bodies, and the results that can be read."""
+        yield from self.bodies()
+        yield from (each.result for each in self.operations.values() if each.result is not None)
+
+
+FOR_SYNC = {"saved_by": "sync_inference_weights"}  # what marks a save that no client has asked for by itself
+
+
+class KeptWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """A saved model, and when it is removed: 0 for never."""
+
+    noted: ev.WeightsKept
+    until_ns: int
+
+    @property
+    def saved_ns(self) -> int:
+        return self.noted.saved_ns or self.noted.at_ns
+
+    @property
+    def is_for_sync(self) -> bool:
+        """Return whether it was saved to put servers in sync."""
+        return FOR_SYNC.items() <= self.noted.metadata.items()
+
+
+class TrainingClients(msgspec.Struct, kw_only=True):
+    sessions: dict[str, TrainingSession] = {}
+    models: dict[str, ClientModel] = {}
+    kept: dict[str, KeptWeights] = {}  # saved models by `kept_id`, oldest first
+    removed: dict[str, None] = {}  # of those that are not kept any more, the ones removed last, oldest first
+    results: dict[str, int] = {}  # the bytes of each result that can be read, oldest first, by operation id
+    result_bytes: int = 0
+    accepted: int = 0
+    executed: int = 0
+    failed: int = 0
+    model_closed_ns: int = 0  # when a model ended last
+    endpoints: dict[str, ev.EndpointAdded] = {}  # inference servers elsewhere by `endpoint_id`, oldest first
+    released: dict[str, int] = {}  # by model: sequences of `ops` before which its bodies may be purged
+    trying: Stopwatch = msgspec.field(default_factory=Stopwatch)  # runs while a trainer can make models again
+
+    @property
+    def open_models(self) -> list[ClientModel]:
+        return [model for model in self.models.values() if model.closed is None]
+
+    def holder_of(self, model: ClientModel) -> str:
+        """Return for whose share a model counts."""
+        session = self.sessions.get(model.session)
+        return "" if session is None else session.holder
+
+    @property
+    def waiting(self) -> int:
+        """Return how many operations wait, of all models."""
+        return sum(model.waiting for model in self.models.values())
+
+    def is_at_work(self, trainer_epoch: int) -> bool:
+        """Return whether the trainer of this epoch has said that it begins an operation, or makes a model again.
+
+        What it has completed by now does not count.
+        """
+        if any(model.rebuilding_by == trainer_epoch for model in self.open_models):
+            return True
+        waiting = (each for model in self.open_models if model.waiting for each in model.operations.values())
+        return any(each.waits and each.begun_by == trainer_epoch for each in waiting)
+
+    def readers(self, kept: str) -> Iterator[tuple[ClientModel, Queued]]:
+        """Yield the operations that wait to load a saved model."""
+        waiting = ((model, each) for model in self.open_models if model.waiting for each in model.operations.values())
+        return ((model, each) for model, each in waiting if each.waits and each.reads == kept)
+
+    def read_by_waiting(self, away_ns: int = -1) -> set[str]:
+        """Return the saved models that operations wait to load.
+
+        Those of models that are suspended since `trying` showed `away_ns`, or for longer, are left out.
+        """
+        there = (model for model in self.open_models if not model.suspended or model.away_ns > away_ns)
+        waiting = (each for model in there if model.waiting for each in model.operations.values())
+        return {each.reads for each in waiting if each.waits and each.reads}
+
+    def given_up(self, limit: int) -> list[ClientModel]:
+        """Return the models that no trainer makes again before an operator says so."""
+        return [model for model in self.open_models if model.suspended and model.deadly(limit)]
+
+    @property
+    def held_bytes(self) -> int:
+        """Return the bytes of all bodies that may still have to be read."""
+        return sum(model.held_bytes for model in self.models.values())
+
+    def operation(self, operation: str) -> Queued | None:
+        """Return an operation by its id, None when it is not known any more."""
+        name, _, key = operation.rpartition(":")
+        model = self.models.get(name)
+        return None if model is None else model.operations.get(key)
+
+
+def bodies_share(limits: ev.OperationLimits) -> int:
+    """Return the bytes of bodies that each model may have, however many the others have."""
+    return limits.bodies_bytes_max // limits.models_max
+
+
+def mean_loss(metrics: Mapping[str, float]) -> float | None:
+    """Return the loss of a forward_backward for each token that counted, None where none did."""
+    tokens = metrics.get("tokens", 0.0)
+    return metrics["loss"] / tokens if tokens > 0 and "loss" in metrics else None
+
+
+def kept_id(model: str, use: str, name: str) -> str:
+    return f"{model}/{use}/{name}"
+
+
+def endpoint_id(host: str, port: int) -> str:
+    return f"{host}:{port}"
+
+
+# ---- the fold -------------------------------------------------------------------------------------------------
+
+
+def open_session(clients: TrainingClients, event: ev.SessionOpened) -> None:
+    clients.sessions[event.session] = TrainingSession(
+        session=event.session,
+        opened_ns=event.at_ns,
+        idle_s=event.idle_s,
+        owner=event.owner,
+        dialect=event.dialect,
+        metadata=event.metadata,
+        for_model=event.for_model,
+        admin=event.admin,
+    )
+
+
+def end_session(clients: TrainingClients, event: ev.SessionEnded) -> None:
+    session = clients.sessions.get(event.session)
+    if session is None:
+        return
+    session.ended = event
+    for model in clients.open_models:
+        if model.session == event.session:
+            model.left_ns = clients.trying.shows(event.at_ns)
+
+
+def begin_sampling(clients: TrainingClients, event: ev.SamplingBegun) -> None:
+    session = clients.sessions.get(event.session)
+    if session is not None:
+        session.samples_in = event.run
+
+
+def forget_session(clients: TrainingClients, event: ev.SessionForgotten) -> None:
+    clients.sessions.pop(event.session, None)
+    for model in [each for each in clients.models.values() if each.session == event.session and each.closed]:
+        _forget_model(clients, model)
+
+
+def _forget_model(clients: TrainingClients, model: ClientModel) -> None:
+    for queued in model.operations.values():
+        _drop_result(clients, model, queued)
+    del clients.models[model.name]
+    clients.released.pop(model.name, None)
+
+
+def open_model(clients: TrainingClients, event: ev.ModelOpened) -> None:
+    """Open a model. One of this name that has ended is there already: its results can still be read."""
+    ended = [each for each in clients.models.values() if each.closed is not None]
+    if len(ended) >= MODELS_KEPT:
+        most, _ = Counter(map(clients.holder_of, ended)).most_common(1)[0]
+        _forget_model(clients, next(each for each in ended if clients.holder_of(each) == most))
+    before = clients.models.pop(event.model, None)
+    model = ClientModel(
+        name=event.model,
+        session=event.session,
+        base=event.base,
+        run=event.run,
+        opened_ns=event.at_ns,
+        last_ns=event.at_ns,
+        metadata=event.metadata,
+    )
+    if before is not None:
+        model.numbers = before.numbers
+        model.operations, model.result_bytes = before.operations, before.result_bytes
+    model.begun = model.numbers + 1
+    clients.models[event.model] = model
+
+
+def suspend_model(clients: TrainingClients, event: ev.ModelSuspended) -> int:
+    """Suspend a model or let it go on. Returns how many trainers were lost because of it, which is over now."""
+    model = clients.models.get(event.model)
+    if model is None:
+        return 0
+    if event.why and not model.suspended:
+        model.away_ns = model.left_ns = clients.trying.shows(event.at_ns)
+    model.suspended = event.why
+    if not event.why:
+        return 0
+    lost, model.lost, model.rebuilding_by = model.lost, 0, 0
+    return lost
+
+
+def lose_trainer(clients: TrainingClients, trainer_epoch: int) -> None:
+    """Note what a trainer was making again when it was lost."""
+    for model in clients.open_models:
+        model.lost += model.rebuilding_by == trainer_epoch
+
+
+def forget_lost(clients: TrainingClients) -> None:
+    for model in clients.open_models:
+        model.lost = 0
+
+
+def rebuild(clients: TrainingClients, event: ev.ModelRebuilding) -> None:
+    """Note what a trainer executes again to make a model. What comes before that was survived."""
+    model = clients.models.get(event.model)
+    if model is None:
+        return
+    model.rebuilding_by = 0 if event.over else event.trainer_epoch
+    if event.over:
+        model.unsurvived, model.lost = {}, 0
+    elif event.number:
+        model.unsurvived = {number: each for number, each in model.unsurvived.items() if number >= event.number}
+        model.unsurvived[event.number] = (*model.unsurvived.get(event.number, ()), event.trainer_epoch)
+
+
+def forgive(clients: TrainingClients, at_ns: int) -> None:
+    """Let trainers try again to make the models that are suspended. What is counted of others is not over yet."""
+    for model in clients.open_models:
+        if model.suspended:
+            model.unsurvived = {}
+            model.left_ns = clients.trying.shows(at_ns)
+
+
+def close_model(clients: TrainingClients, event: ev.ModelClosed) -> None:
+    """Close a model. What waits for it will never be executed."""
+    model = clients.models.get(event.model)
+    if model is None:
+        return
+    model.closed = event
+    clients.model_closed_ns = event.at_ns
+    for queued in model.operations.values():
+        if queued.waits:
+            queued.error = event.why or f"the model has ended ({event.reason})"
+            queued.completed_ns, queued.metadata = event.at_ns, {}
+            clients.failed += 1
+    model.waiting = model.held_bytes = 0
+
+
+def end_run(clients: TrainingClients, run: int, at_ns: int, why: str) -> None:
+    """Close all models of a run that is over."""
+    for model in clients.open_models:
+        closed = ev.ModelClosed(at_ns=at_ns, run=run, model=model.name, reason=ev.ModelEnd.RUN_OVER, why=why)
+        close_model(clients, closed)
+
+
+def accept(clients: TrainingClients, event: ev.OperationAccepted) -> None:
+    model = clients.models.get(event.model)
+    if model is None:
+        return
+    clients.accepted += 1
+    model.numbers = event.number
+    model.waiting += 1
+    model.held_bytes += 0 if event.body is None else event.body.size
+    model.last_ns = event.at_ns
+    model.operations[event.key] = Queued(
+        number=event.number,
+        arrival=clients.accepted,
+        key=event.key,
+        op=event.op,
+        accepted_ns=event.at_ns,
+        body=event.body,
+        passive=event.passive,
+        save_as=event.save_as,
+        metadata=event.metadata,
+        reads=event.reads,
+    )
+
+
+def begin(clients: TrainingClients, event: ev.OperationBegun) -> None:
+    queued = clients.operation(f"{event.model}:{event.key}")
+    if queued is not None and queued.waits:
+        queued.begun += 1
+        queued.begun_by = event.trainer_epoch
+
+
+def execute(clients: TrainingClients, event: ev.OperationCompleted, results_bytes_max: int) -> None:
+    """Note a result, and drop older ones beyond the limits: in bytes those of the key that has most, and of its models
+    the one that has most, in number the model's.
+
+    The new one stays.
+    """
+    model = clients.models.get(event.model)
+    queued = None if model is None else model.operations.get(event.key)
+    if model is None or queued is None or not queued.waits:
+        return
+    queued.result, queued.failed, queued.completed_ns = event.result, event.failed, event.at_ns
+    queued.metadata, queued.loaded, queued.by_server = {}, event.loaded, event.by_server
+    model.waiting -= 1
+    if queued.passive and queued.body is not None:
+        model.held_bytes -= queued.body.size
+    model.executed += 1
+    model.step = event.step
+    model.last_ns = event.at_ns
+    model.last_op, model.last_failed = event.op, event.failed
+    if event.op == FORWARD_BACKWARD and not event.failed:
+        model.scored = event.metrics
+    elif event.op == OPTIM_STEP and not event.failed:
+        model.stepped = event.metrics
+    if event.made is not None:
+        model.adapter, model.parameters = event.made.adapter, event.made.parameters
+    clients.executed += 1
+    clients.failed += event.failed
+    if queued.body is None and event.failed:
+        model.failures_to_end += 1
+    clients.results[f"{event.model}:{event.key}"] = event.result.size
+    clients.result_bytes += event.result.size
+    while clients.result_bytes > results_bytes_max and len(clients.results) > 1:
+        most = _with_most_results(clients)  # without the new one
+        oldest = (each for each in most.operations.values() if each.result is not None and each is not queued)
+        old = next(oldest, None)
+        if old is None:  # of the others there are none with any bytes
+            break
+        _drop_result(clients, most, old)
+    model.result_bytes += event.result.size
+    _trim_operations(clients, model)
+
+
+def _with_most_results(clients: TrainingClients) -> ClientModel:
+    """Return the model with the most bytes of results, of those of the key that has most."""
+    of_holders: Counter[str] = Counter()
+    for model in clients.models.values():
+        of_holders[clients.holder_of(model)] += model.result_bytes
+    return max(clients.models.values(), key=lambda each: (of_holders[clients.holder_of(each)], each.result_bytes))
+
+
+def _drop_result(clients: TrainingClients, model: ClientModel, queued: Queued) -> None:
+    queued.result = None
+    size = clients.results.pop(f"{model.name}:{queued.key}", 0)
+    clients.result_bytes -= size
+    model.result_bytes -= size
+
+
+def _trim_operations(clients: TrainingClients, model: ClientModel) -> None:
+    """Forget the oldest operations of a model that nothing needs: many at a time, as in `bounded.trim`."""
+    if len(model.operations) <= COMPLETED_KEPT + COMPLETED_KEPT // 8:
+        return
+    unneeded = [each for each in model.operations.values() if not each.waits and not model.needs(each)]
+    for queued in unneeded[: max(0, len(model.operations) - COMPLETED_KEPT)]:
+        _drop_result(clients, model, queued)
+        del model.operations[queued.key]
+
+
+def checkpoint(clients: TrainingClients, event: ev.ModelCheckpointed) -> None:
+    model = clients.models.get(event.model)
+    if model is None:
+        return
+    model.checkpoint = event
+    model.held_bytes = sum(body.size for body in model.bodies())
+    _trim_operations(clients, model)
+
+
+def keep(clients: TrainingClients, event: ev.WeightsKept) -> None:
+    saved = event.saved
+    name = kept_id(event.model, saved.use, saved.name)
+    if not event.saved_ns:  # what is only described anew keeps its place
+        clients.kept.pop(name, None)
+    clients.removed.pop(name, None)
+    until_ns = event.at_ns + int(min(saved.ttl_s, TTL_S_MAX) * 1e9) if saved.ttl_s > 0 else 0
+    clients.kept[name] = KeptWeights(noted=event, until_ns=until_ns)
+
+
+def remove(clients: TrainingClients, event: ev.WeightsRemoved) -> None:
+    name = kept_id(event.model, event.use, event.name)
+    if clients.kept.pop(name, None) is None:
+        return
+    clients.removed[name] = None
+    trim(clients.removed, REMOVED_KEPT)
+    for _, queued in clients.readers(name):
+        queued.reads_removed = True
+
+
+def release(clients: TrainingClients, floor: ev.ModelFloor) -> None:
+    clients.released[floor.model] = floor.below

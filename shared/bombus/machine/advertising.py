@@ -1,0 +1,32 @@
+"""The address by which a service says that others reach it."""
+
+import socket
+from urllib.parse import urlsplit
+
+from bombus.machine.host_names import address_of
+
+
+def url_of(bound: socket.socket) -> str:
+    """Return the URL of what is served on a bound socket, with the address where it listens."""
+    host, port = bound.getsockname()[:2]
+    return f"http://{_netloc(host, port)}"
+
+
+def url_for_others(url: str, own: str) -> str:
+    """Return `url` with `own` in place of a host that stands for every address of a machine, such as 0.0.0.0.
+
+    `own` is the machine's name, or the address from which it reaches others. Return "" where that is none by which they
+    reach it: it is loopback's, or IPv6's where only IPv4 is listened at.
+    """
+    parts = urlsplit(url)
+    listens_at, mine = address_of(parts.hostname or ""), address_of(own)
+    if listens_at is None or not listens_at.is_unspecified:
+        return url
+    if mine is not None and (mine.is_loopback or mine.is_link_local or mine.version > listens_at.version):
+        return ""
+    return parts._replace(netloc=_netloc(own, parts.port)).geturl()
+
+
+def _netloc(host: str, port: int | None) -> str:
+    where = f"[{host}]" if ":" in host else host
+    return where if port is None else f"{where}:{port}"

@@ -1,0 +1,165 @@
+"""Runs a service as a process: it shuts down cleanly on a signal, ends with its supervisor, and binds its port."""
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from bombus import task_groups
+from bombus.errors import BombusError, Code, Refused
+from bombus.machine import open_files
+from bombus.machine.watchdog import keep_alive
+
+TERMINATED = 143  # the exit code that a shell reports of a program that SIGTERM has ended
+PARENT_VARIABLE = "BOMBUS_PARENT"  # the pid of a supervisor: when it dies, so does this process
+THREADS_S = 5.0  # for threads to end once the service has
+_PR_SET_PDEATHSIG = 1
+
+log = logging.getLogger(__name__)
+
+
+def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """Ask for a signal when the supervisor dies, if there is one. Only Linux offers this; elsewhere nothing is done."""
+    parent = os.environ.get(PARENT_VARIABLE, "")
+    if not parent or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != int(parent):  # it died before the call above
+        sys.exit("the supervisor is gone")
+
+
+def die_with_this_process(number: signal.Signals = signal.SIGKILL) -> Callable[[], None] | None:
+    """Return what a child calls before it becomes its program, so that it gets a signal when this process dies.
+
+    Only Linux offers this: elsewhere there is nothing to call.
+    """
+    if sys.platform != "linux":
+        return None
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
+
+    def ask() -> None:
+        prctl(_PR_SET_PDEATHSIG, number)
+        if os.getppid() != parent:  # it died before the call above
+            os._exit(1)
+
+    return ask
+
+
+def kill(process: asyncio.subprocess.Process) -> None:
+    """Kill a child, unless it has just ended."""
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+
+
+def is_heeded(number: signal.Signals) -> bool:
+    """Return whether a signal does anything: `nohup` has the hang-up of a terminal ignored, and that is kept."""
+    return signal.getsignal(number) != signal.SIG_IGN
+
+
+def cancel_at_signals() -> None:
+    """Let SIGTERM and SIGHUP cancel the task that calls this, so that a command ends in order."""
+    this = asyncio.current_task()
+    assert this is not None
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        if is_heeded(ending):
+            asyncio.get_running_loop().add_signal_handler(ending, this.cancel)
+
+
+def run_service(service: Coroutine[Any, Any, None]) -> int:
+    """Run a service until it ends, or SIGINT or SIGTERM cancels it. Returns the process's exit code."""
+    die_with_parent()
+    failed = False
+    threads = set(threading.enumerate())
+    try:
+        task_groups.run(_until_signal(service), loop_factory())
+    except* BombusError as group:
+        for error in _leaves(group):
+            log.error("%s", error)
+        failed = True
+    _end_despite_threads(threads, int(failed))
+    return int(failed)
+
+
+def _end_despite_threads(before: set[threading.Thread], code: int) -> None:
+    """End the process here if threads of other code hang, such as calls in `asyncio.to_thread`, which Python joins."""
+    begun = [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
+    until = time.monotonic() + THREADS_S
+    for thread in begun:
+        thread.join(max(0.0, until - time.monotonic()))
+    if stuck := [thread.name for thread in begun if thread.is_alive()]:
+        log.warning("ended although these threads go on: %s", ", ".join(stuck))
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Return uvloop's factory where it is installed: a small message takes half the time."""
+    try:
+        import uvloop
+    except ModuleNotFoundError:
+        return None
+    return uvloop.new_event_loop
+
+
+async def _until_signal(service: Coroutine[Any, Any, None]) -> None:
+    task = asyncio.ensure_future(service)
+    beside = [asyncio.ensure_future(each) for each in (keep_alive(), open_files.watch())]
+    loop = asyncio.get_running_loop()
+    stopped: list[signal.Signals] = []
+
+    def stop(number: signal.Signals) -> None:
+        stopped.append(number)
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not stopped:
+            raise
+    finally:
+        for each in beside:
+            each.cancel()
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+    found: list[BaseException] = []
+    for error in group.exceptions:
+        found += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return found
+
+
+def listen(host: str, port: int, reuse_port: bool = False) -> socket.socket:
+    """Return a bound socket. Raises `Refused` when the port is taken.
+
+    With `reuse_port` other processes of this machine may bind the same port.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # With its protocol asyncio lets it send at once, where the second part of an answer would wait 40 ms for a client.
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if reuse_port:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise Refused(Code.BAD_CONFIG, f"cannot listen at {host}:{port}: {error}; choose another --port") from error
+    return bound
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody listens at, now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

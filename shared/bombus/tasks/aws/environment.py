@@ -1,0 +1,165 @@
+"""An account of AWS in a simulator: the model works in it by command lines, and its end state is the reward."""
+
+import msgspec
+
+from bombus.environments.backends.kinds import Backend
+from bombus.environments.backends.process import ministack
+from bombus.environments.kinds import EnvironmentLost, ResetFailed
+from bombus.environments.plain.marks import metric, reward, success
+from bombus.sdk.types import Task
+from bombus.tasks.aws.catalogue import ENDPOINT, TASKS, AwsTask, StateCheck
+from bombus.tasks.aws.commands import words_of_command
+from bombus.tasks.aws.console import AwsConsole, CommandKilled
+from bombus.tasks.aws.line import CommandRefused
+
+PARTIAL = 0.8  # of the share of what is to be achieved, as long as it is not all there
+FAILED = "(the command failed with exit code {0})"
+INSTRUCTION = (
+    "You administer an AWS account. Carry out the task with the tool `aws`, which takes one command line of the AWS "
+    "command line interface at a time, such as: aws s3 ls. There is no shell, and there are no files: write values "
+    "into the command. The account's number is 000000000000, the region us-east-1. When everything is done, say so."
+)
+
+
+class AwsEnvironment:
+    """One account. Without a `backend` it starts a simulator of its own.
+
+    The reward is 1 where all that is asked for holds, else 0.8 times the share of it that has been achieved, and 0
+    where something was broken that held at the beginning.
+    """
+
+    def __init__(self, backend: Backend | None = None) -> None:
+        self._backend = backend
+        self._own: Backend | None = None
+        self._console: AwsConsole | None = None
+        self._task = TASKS[0]
+        self._held: list[bool] = []
+        self._holds: list[bool] | None = None
+        self._was: list[tuple[int, str]] = []
+        self._is_broken = False
+        self._failed = 0
+
+    async def reset(self, task: Task) -> list[dict[str, str]]:
+        await self.close()
+        self._task, self._holds, self._failed = task_of(task), None, 0
+        backend = self._backend
+        if backend is None:
+            backend = self._own = ministack(0, 0)
+            await backend.start()
+        self._console = AwsConsole(backend.address)
+        await self._console.start()
+        for command in self._task.before:
+            code, text = await self._console.run(self._words(command))
+            if code:
+                raise ResetFailed(f"{self._task.name}: aws {command} failed: {text[:200]}")
+        self._was, self._is_broken = await self._unchanged(), False
+        self._held = await self._checked()
+        await self._check_simulator()
+        if all(self._held):
+            raise ResetFailed(f"the task {self._task.name} is done before it has begun: was the simulator scrubbed?")
+        return [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": self._task.prompt}]
+
+    async def aws(self, command: str) -> str:
+        """Carry out one command line of the AWS command line interface.
+
+        Args:
+            command: the whole command line, such as: aws s3 ls
+        """
+        console = self._console_there()
+        self._holds = None
+        try:
+            code, text = await console.run(words_of_command(command))
+        except CommandRefused:
+            self._failed += 1
+            raise
+        except CommandKilled as error:  # which is what the model did, and no fault of the simulator
+            self._failed += 1
+            return f"({error}: it was killed)"
+        self._failed += code != 0
+        return "\n".join(filter(None, (text, FAILED.format(code) if code else ""))) or "(done, without output)"
+
+    def gold(self, task: Task) -> list[object]:
+        """Return the calls that solve a task, and the last words."""
+        lines = [self._filled(line) for line in task_of(task).gold]
+        return [*(("aws", {"command": f"aws {line}"}) for line in lines), "Done."]
+
+    @reward
+    async def progress(self) -> float:
+        """Return how much of what is asked for holds."""
+        holds = await self._now()
+        if await self.is_done():
+            return 1.0
+        if self._is_broken or any(before and not now for before, now in zip(self._held, holds)):
+            return 0.0
+        wanted = [now for before, now in zip(self._held, holds) if not before]
+        return PARTIAL * sum(wanted) / len(wanted)
+
+    @success
+    async def is_done(self) -> bool:
+        """Return whether all that is asked for holds, and what is to stay as it was is unchanged."""
+        return all(await self._now()) and not self._is_broken
+
+    @metric
+    def failed_commands(self) -> float:
+        """Return how many commands failed or were refused."""
+        return float(self._failed)
+
+    async def close(self) -> None:
+        console, self._console = self._console, None
+        own, self._own = self._own, None
+        try:
+            if console is not None:
+                await console.close()
+        finally:
+            if own is not None:
+                await own.stop()
+
+    def _console_there(self) -> AwsConsole:
+        if self._console is None:
+            raise ResetFailed("the account was not set up")
+        return self._console
+
+    async def _now(self) -> list[bool]:
+        if self._holds is None:
+            self._holds = await self._checked()
+            self._is_broken = await self._unchanged() != self._was
+            await self._check_simulator()
+        return self._holds
+
+    async def _checked(self) -> list[bool]:
+        return [await self._is_so(check) for check in self._task.checks]
+
+    async def _unchanged(self) -> list[tuple[int, str]]:
+        return [await self._console_there().run(self._words(command)) for command in self._task.unchanged]
+
+    async def _check_simulator(self) -> None:
+        """Raise `EnvironmentLost` where the simulator is gone: what fails for that is not the model's failure."""
+        backend = self._backend or self._own
+        if backend is None or not await backend.is_healthy():
+            self._holds = None
+            raise EnvironmentLost("the simulator of this account does not answer any longer")
+
+    async def _is_so(self, check: StateCheck) -> bool:
+        code, text = await self._console_there().run(self._words(check.command))
+        if code:
+            return False
+        try:
+            found = msgspec.json.decode(text) if text else None
+        except msgspec.MsgspecError:
+            return False
+        return found == check.expected and (check.alone is None or await self._is_so(check.alone))
+
+    def _words(self, command: str) -> list[str]:
+        return words_of_command(f"aws {self._filled(command)}")
+
+    def _filled(self, command: str) -> str:
+        return command.replace(ENDPOINT, self._console_there().address)
+
+
+def task_of(task: Task) -> AwsTask:
+    """Return the task that a drawn one names. Raises `ResetFailed`."""
+    name = task.metadata.get("aws")
+    for each in TASKS:
+        if each.name == name:
+            return each
+    raise ResetFailed(f"metadata['aws'] is {name!r}: it is the name of one of the tasks of `aws`")

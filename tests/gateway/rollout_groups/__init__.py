@@ -1,0 +1,1 @@
+"""Tests of the API of rollout groups, on a real bus."""

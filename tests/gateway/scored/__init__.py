@@ -1,1 +1,0 @@
-"""Tests of the door of scored groups, on a real bus."""
