@@ -8,14 +8,12 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 
-from torch import AcceleratorError
-
 from bombus import telemetry
 from bombus.bus import Blobs, Bus
 from bombus.bus.large.parts import Parts
 from bombus.config.job import RunConfig
 from bombus.datums.reading import BusCallReader
-from bombus.errors import BusUnavailable, EngineFault
+from bombus.errors import EngineFault
 from bombus.faults import Point, reached
 from bombus.hive.events import BatchReady, TrainerRegistered, WeightsReady
 from bombus.hive.inbox import GiveUpGroups, LostGroup, StepBroke, StepDone, WeightsSaved
@@ -24,7 +22,7 @@ from bombus.hive.steps import checkpoints, is_due, steps_after
 from bombus.hive.trajectories.training import checkpoint_folder
 from bombus.private import private_folder
 from bombus_trainer import loading
-from bombus_trainer.backend import BackendLost, BaseLoader, Interrupted, Loader, TrainerBackend
+from bombus_trainer.backend import BaseLoader, Loader, TrainerBackend
 from bombus_trainer.backends.torch.metrics import LEFT_OUT
 from bombus_trainer.data.reading import ReadBatch, read_batch
 from bombus_trainer.data.rollout_groups import read_rollout_groups
@@ -37,7 +35,7 @@ from bombus_trainer.ownership import RunOver, RunOwnership
 from bombus_trainer.publish.checkpoint import Facts, Saved
 from bombus_trainer.publish.directories import remove_others
 from bombus_trainer.publish.export import digest_like
-from bombus_trainer.recovery.faults import backoff, lacks_room
+from bombus_trainer.recovery.faults import lacks_room
 from bombus_trainer.recovery.progress import STALLS, Kind, in_thread, watch_here
 from bombus_trainer.recovery.reports import RunReports, reason_of
 from bombus_trainer.recovery.restoring import restored
@@ -124,39 +122,21 @@ class Trainer:
             await self._make_steps(versions)
 
     async def _make_steps(self, versions: Versions) -> None:
-        ownership, options = self._ownership, self._options
         executor: TrainerBackend | None = None
-        failures = attempts = 0  # in a row; those for want of room are no failures
-        while True:
-            try:
-                executor = executor or await self._catch_up(await self._boot(versions))
-                await self._publish_missing_weights(executor, versions)
-                await self._check_finite()
-                await self._next_batch()
-                await self._step(executor, self._outstanding())
-                failures = attempts = 0
-                continue
-            except Interrupted:
-                raise RunOver from None
-            except RunOver:
-                raise
-            except BackendLost as error:  # only a new process can train: this one ends
-                await self._report_failure(error, failures + 1)
-                raise
-            except AcceleratorError as error:  # no later call to the device succeeds in this process
-                await self._report_failure(error, ownership.engine.collection.max_step_failures)
-                raise BackendLost(f"the device failed: {error}") from error
-            except BusUnavailable as error:
-                log.warning("run %d waits for the bus: %s", ownership.run, error)
-            except Exception as error:  # out of memory, a full disk, a bug: counted, and given up in the end
-                failures, attempts = failures + (not lacks_room(error)), attempts + 1
-                log.exception("run %d: attempt %d failed", ownership.run, self._attempt)
-                await self._report_failure(error, failures)
-            executor = None  # free what the attempt left in it before the next one is loaded
-            if ownership.engine.waits_for_operator:
-                failures = attempts = 0
-            else:
-                await ownership.pause(backoff(attempts, options.retry_s, options.retry_s_max))
+
+        async def step() -> None:
+            nonlocal executor
+            executor = executor or await self._catch_up(await self._boot(versions))
+            await self._publish_missing_weights(executor, versions)
+            await self._check_finite()
+            await self._next_batch()
+            await self._step(executor, self._outstanding())
+
+        def let_go() -> None:
+            nonlocal executor
+            executor = None
+
+        await self._reports.repeated(step, self._report_failure, let_go)
 
     async def _next_batch(self) -> None:
         start = perf_counter()
@@ -387,14 +367,13 @@ class Trainer:
     # ---- failures ---------------------------------------------------------------------------------------------
 
     async def _report_failure(self, error: Exception, failures: int) -> None:
-        """Report a failure. The coordinator counts those of a step, this trainer those outside of one."""
+        """Report a failure: of a step, which the coordinator counts, or outside of one."""
         ownership = self._ownership
         batch = ownership.engine.batch
-        waits = lacks_room(error)
         if batch is None:
-            if not waits and failures >= ownership.engine.collection.max_step_failures:
-                await self._reports.suspend(reason_of(error))
+            await self._reports.failed_outside_a_step(error, failures)
             return
+        waits = lacks_room(error)
         before = _counts(ownership.engine)
         broke = StepBroke(
             id=ownership.id(f"broke-{batch.step}-{secrets.token_hex(4)}"),

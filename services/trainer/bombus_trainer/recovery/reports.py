@@ -1,4 +1,4 @@
-"""What a trainer reports of a run beside its work: how far loading is, why the run waits, why it is over."""
+"""What a trainer does about failures of a run, and reports of them: it tries again, waits, or gives up."""
 
 import gc
 import logging
@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable
 from time import perf_counter
 from typing import NoReturn, TypeVar
 
+from torch import AcceleratorError
+
 from bombus.errors import BombusError, BusUnavailable
 from bombus.hive.inbox import EngineBroke, StageReached
 from bombus.hive.state import Phase
@@ -14,7 +16,7 @@ from bombus_trainer.backend import BackendLost, Interrupted
 from bombus_trainer.options import TrainerOptions
 from bombus_trainer.ownership import RunOver, RunOwnership
 from bombus_trainer.publish.checkpoint import CheckpointDamaged
-from bombus_trainer.recovery.faults import LoadPatience, may_pass
+from bombus_trainer.recovery.faults import LoadPatience, backoff, lacks_room, may_pass
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +63,51 @@ class RunReports:
                 await self.suspend(f"the model could not be loaded{times}: {reason}")
                 await self.until_resumed()
                 patience = self._patience()
+
+    async def repeated(
+        self,
+        work: Callable[[], Awaitable[None]],
+        failed: Callable[[Exception, int], Awaitable[None]],
+        let_go: Callable[[], None],
+    ) -> NoReturn:
+        """Do `work` again and again, until the run is over. After a failure `let_go` frees what it has left in memory.
+
+        `failed` reports a failure, and how many there were in a row: those for want of room, or of the bus, are none.
+        Raises `RunOver`, and `BackendLost` where only a new process can go on.
+        """
+        ownership, options = self._ownership, self._options
+        failures = attempts = 0
+        while True:
+            try:
+                await work()
+                failures = attempts = 0
+                continue
+            except Interrupted:
+                raise RunOver from None
+            except RunOver:
+                raise
+            except BackendLost as error:
+                await failed(error, failures + 1)
+                raise
+            except AcceleratorError as error:  # no later call to the device succeeds in this process
+                await failed(error, ownership.engine.collection.max_step_failures)
+                raise BackendLost(f"the device failed: {error}") from error
+            except BusUnavailable as error:
+                log.warning("run %d waits for the bus: %s", ownership.run, error)
+            except Exception as error:  # out of memory, a full disk, a bug: counted, and given up in the end
+                failures, attempts = failures + (not lacks_room(error)), attempts + 1
+                log.exception("run %d: attempt %d failed", ownership.run, attempts)
+                await failed(error, failures)
+            let_go()
+            if ownership.engine.waits_for_operator:
+                failures = attempts = 0
+            else:
+                await ownership.pause(backoff(attempts, options.retry_s, options.retry_s_max))
+
+    async def failed_outside_a_step(self, error: Exception, failures: int) -> None:
+        """Suspend the run after too many failures in a row. Those of a step are counted by the coordinator."""
+        if not lacks_room(error) and failures >= self._ownership.engine.collection.max_step_failures:
+            await self.suspend(reason_of(error))
 
     def _patience(self) -> LoadPatience:
         return LoadPatience(self._options.retry_s, self._options.retry_s_max, self._options.load_patience_s)

@@ -28,7 +28,7 @@ from bombus.hive.operations.state import ClientModel, Queued, TrainingClients, b
 from bombus.hive.records import BodyRef
 from bombus.hive.state import EngineState, Phase
 from bombus.operations import Category, EndModel, Failed, ModelEnded, Operation, Result
-from bombus_trainer.backend import BackendLost, BaseLoader
+from bombus_trainer.backend import BaseLoader
 from bombus_trainer.operations.serving.base_weights import publish_base
 from bombus_trainer.operations.serving.memory import give_back
 from bombus_trainer.operations.serving.models import ServedModels
@@ -38,8 +38,7 @@ from bombus_trainer.operations.serving.recovery_checkpoints import RecoveryCheck
 from bombus_trainer.operations.serving.turns import Turns
 from bombus_trainer.operations.settings import ExecutorSettings
 from bombus_trainer.options import TrainerOptions
-from bombus_trainer.ownership import RunOver, RunOwnership
-from bombus_trainer.recovery.faults import backoff
+from bombus_trainer.ownership import RunOwnership
 from bombus_trainer.recovery.progress import STALLS, Kind, in_thread
 from bombus_trainer.recovery.reports import RunReports, reason_of
 
@@ -84,28 +83,15 @@ class OperationServer:
 
         Raises `BackendLost` when only a new process can go on.
         """
-        ownership, options = self._ownership, self._options
-        failures = 0
         try:
-            while True:
-                try:
-                    if ownership.engine.rest_wanted:
-                        await self._sleep()
-                    await self._serve(await self._awake())
-                    failures = 0
-                    continue
-                except (BackendLost, RunOver):
-                    raise
-                except Exception as error:  # a lost checkpoint, a full disk, a bug: counted, and given up in the end
-                    failures += 1
-                    log.exception("run %d: serving failed", ownership.run)
-                    if failures >= ownership.engine.collection.max_step_failures:
-                        await self._reports.suspend(reason_of(error))
-                        failures = 0
-                self._let_go()
-                await ownership.pause(backoff(failures, options.retry_s, options.retry_s_max))
+            await self._reports.repeated(self._round, self._reports.failed_outside_a_step, self._let_go)
         finally:
             self._let_go()
+
+    async def _round(self) -> None:
+        if self._ownership.engine.rest_wanted:
+            await self._sleep()
+        await self._serve(await self._awake())
 
     def _let_go(self) -> None:
         """Give back the memory of all models."""
