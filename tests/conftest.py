@@ -40,7 +40,7 @@ LONGEST = [
     "test_server_kills",
     "test_driver",
     "test_cluster",
-    "test_leading",
+    "test_rank_leader",
     "test_installing",
     "test_replicas",
 ]

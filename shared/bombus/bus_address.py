@@ -34,7 +34,7 @@ def check_bus_address(url: str) -> None:
             raise Refused(
                 Code.BAD_CONFIG,
                 "the address of the bus cannot be read: it is nats://HOST:PORT or nats://USER:PASSWORD@HOST:PORT, or "
-                "several with commas between, and no user or password has a slash, comma, question mark or hash in it",
+                "several separated by commas; a user or password cannot contain a slash, comma, question mark or hash",
             )
 
 

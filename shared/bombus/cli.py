@@ -1,4 +1,4 @@
-"""The `bombus` command. Each subcommand is defined beside what it runs, and is imported only when it runs."""
+"""The `bombus` command. Each subcommand is defined next to what it runs, and is imported only when it runs."""
 
 import argparse
 import gc
@@ -41,7 +41,7 @@ COMMANDS = {
     "run-api": Command("bombus.commands.atropos.run_api", "serve Atropos's trajectory API on port 8000", "all"),
     "atropos": Command("bombus.commands.atropos.settings", "print what points an Atropos project at a hive", "yaml"),
     "doctor": Command("bombus.commands.doctor", "check what this machine can run, and what is missing", "yaml"),
-    "install": Command("bombus.commands.install", "make an environment for vllm or verl", "yaml"),
+    "install": Command("bombus.commands.install", "create an environment for vllm or verl", "yaml"),
     "stop": Command("bombus.commands.stop", "stop the job of an engine, so that another can be started", "bus"),
     "resume": Command("bombus.commands.resume", "let a suspended run try again", "bus"),
     "status": Command("bombus.commands.status", "print what a hive is doing", "bus"),
@@ -115,7 +115,7 @@ def hint_at_bus(arguments: argparse.Namespace) -> tuple[str, ...]:
     """Return a line to print after an error of the bus where its address may lack something, else nothing."""
     remedy = f"set ${VARIABLE} to the address of its bus, which is in the file `{URL_FILE.name}` in its data folder"
     if arguments.nats == DEFAULT_NATS:
-        return (f"No hive runs in this folder: go to the folder where `bombus up` was started, or {remedy}",)
+        return (f"No hive is running in this folder: go to the folder where `bombus up` was started, or {remedy}",)
     if not has_login(arguments.nats):
         return (f"The server that `bombus up` starts has a password: if this is one, {remedy}",)
     return ()

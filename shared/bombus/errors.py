@@ -5,7 +5,7 @@
     ├── BusUnavailable     the bus cannot be reached, or is full: try again later
     ├── Deposed            another coordinator leads now
     ├── LogCorrupted       the log contradicts itself (a reference that does not match, a gap)
-    │   └── StreamEndLost  a stream does not have any more what was read or stored there before
+    │   └── StreamEndLost  a stream no longer has what was read or stored there before
     └── EngineFault        a model, tokenizer or device that cannot do what was requested
 
 A refusal tells the caller what to do next. A bug raises none of these: it crashes.
@@ -142,7 +142,7 @@ class LogCorrupted(BombusError):
 
 
 class StreamEndLost(LogCorrupted):
-    """`stream` does not have message `known` any more, or has another in its place: it lost its end.
+    """`stream` no longer has message `known`, or has another in its place: it lost its end.
 
     That happens in a power cut, or when an older copy of the stream was put in its place (R6).
     """

@@ -3,7 +3,7 @@
 Recovery code runs only after a crash in exactly the wrong place, and a test that kills at random seldom hits it.
 Therefore the points are in the code, like TiKV's failpoints and FoundationDB's buggify. They do nothing unless the
 environment names one: `BOMBUS_KILL_AT=trainer.step.said` sends SIGKILL there, `BOMBUS_STOP_AT` sends SIGSTOP,
-`BOMBUS_HANG_AT` lets the thread that is there wait for ever, and `...said:3` does it the third time.
+`BOMBUS_HANG_AT` makes the thread there wait forever, and `...said:3` does it the third time.
 """
 
 import os

@@ -34,7 +34,7 @@ async def _end(tasks: set[asyncio.Task[Any]]) -> None:
     if tasks:
         _, left = await asyncio.wait(tasks, timeout=LEFT_S)
         for task in left:
-            log.warning("%s goes on after it was cancelled: it is left to itself", task.get_coro())
+            log.warning("%s is still running after it was cancelled; not waiting for it", task.get_coro())
     closing = asyncio.create_task(asyncio.get_running_loop().shutdown_asyncgens())
     await asyncio.wait({closing}, timeout=LEFT_S)
 

@@ -55,7 +55,7 @@ FAULTS = (
     Fault(
         "a group larger than the batch, or 3, 3, 3, 3, 4 with batches of 8, blocks or strands for ever",
         (
-            f"{_QUEUE}::test_a_group_larger_than_a_batch_is_refused_at_arrival",
+            f"{_QUEUE}::test_a_group_larger_than_a_batch_is_refused_on_arrival",
             f"{_FORMING}::test_sizes_that_do_not_divide_each_other_fill_a_batch_where_some_selection_does",
             "hive/test_status.py::test_rollout_groups_are_shown_with_their_environments_and_what_no_batch_can_take",
         ),

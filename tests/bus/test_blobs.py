@@ -52,7 +52,7 @@ async def test_a_digest_that_is_none_is_a_damaged_log(bus: Bus) -> None:
     assert stored is not None
     body = stored.data.replace(b"SHA-256=", b"SHA-256=!")
     await bus.publisher.publish(described(bus, "x"), body, msg_id="x2", headers={"Nats-Rollup": "sub"})
-    with pytest.raises(LogCorrupted, match="its bytes are not those that were stored"):
+    with pytest.raises(LogCorrupted, match="its bytes differ from those that were stored"):
         await Blobs(bus).get("x")
 
 

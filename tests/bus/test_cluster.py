@@ -241,7 +241,7 @@ async def test_streams_get_three_replicas_by_a_flag_and_a_server_that_loses_its_
             await until_streams(bus, lambda state: state.late == 1)
             shown = json.loads(await bombus("status", "--hive", HIVE, *where, "--json"))["streams"]["calls"]
             assert (shown["replicas"], shown["late"], shown["max_bytes"]) == (3, 1, 300 * MB)
-            assert "of 315 MB, 3 replicas, of which 1 away or not caught up" in await bombus(
+            assert "of 315 MB, 3 replicas, of which 1 offline or not caught up" in await bombus(
                 "status", "--hive", HIVE, *where
             )
             await asyncio.to_thread(lost.start)

@@ -135,7 +135,7 @@ async def test_a_limit_below_what_a_stream_holds_is_refused_by_the_name_of_its_f
 async def test_one_server_alone_refuses_three_replicas_at_once_and_by_the_name_of_the_flag(
     nats_url: str, hive: str, bus: Bus
 ) -> None:
-    with pytest.raises(Refused, match="--stream-replicas is refused, because this NATS server is alone"):
+    with pytest.raises(Refused, match="--stream-replicas is refused, because this NATS server is not in a cluster"):
         await bus.ensure_streams(StreamLimits(replicas=3))
     async with await Bus.connect(nats_url, f"{hive}-new") as other, asyncio.timeout(PATIENCE_S):
         with pytest.raises(Refused, match="--stream-replicas is refused"):

@@ -54,7 +54,7 @@ def test_a_stopped_server_leaves_no_process_behind(server: EmbeddedServer) -> No
 async def test_a_process_that_does_not_know_the_password_of_a_server_has_no_part_in_it(server: EmbeddedServer) -> None:
     password = server.url.partition("@")[0].rpartition(":")[2]
     for stranger in (without_login(server.url), server.url.replace(password, password[:-1])):
-        with pytest.raises(BusUnavailable, match="are user and password right"):
+        with pytest.raises(BusUnavailable, match="are the user and password right"):
             await Bus.connect(stranger, "main", timeout_s=1)
     kept = [path for path in server.data_dir.rglob("*") if path.is_file() and password in path.read_text("latin-1")]
     assert {path.name: path.stat().st_mode & 0o777 for path in kept} == {"password": 0o600, "nats-server.conf": 0o600}
@@ -87,12 +87,12 @@ def test_a_server_whose_password_was_damaged_does_not_start_and_lets_nobody_in(t
 
 def test_two_servers_cannot_use_one_folder(server: EmbeddedServer) -> None:
     second = EmbeddedServer(server.data_dir)
-    with pytest.raises(BusUnavailable, match="another nats-server is at work"):
+    with pytest.raises(BusUnavailable, match="another nats-server is running"):
         second.start()
     assert second.pid is None
     kill(server)
     second.start()
-    with pytest.raises(BusUnavailable, match="another nats-server is at work"):
+    with pytest.raises(BusUnavailable, match="another nats-server is running"):
         server.start()
     second.stop()
     server.start()

@@ -155,7 +155,7 @@ def _xorl() -> Iterator[str]:
     )
     rows = [(f"`{key}`", f"`{ours}`") for key, ours in xorl.MAPPED.items()]
     rows += [(f"`{key}`", meaning) for key, meaning in xorl.READ.items()]
-    rows += [(f"`{key}`", f"it has to be the same as `{same}`") for key, same in xorl.SAME_AS.items()]
+    rows += [(f"`{key}`", f"it must be the same as `{same}`") for key, same in xorl.SAME_AS.items()]
     yield _table(("key", "meaning here"), rows)
     yield "### Accepted with one value, and refused by name with any other\n"
     limited = ((f"`{key}`", ", ".join(map(_quoted, only.values)), only.why) for key, only in xorl.LIMITED.items())

@@ -197,7 +197,7 @@ def test_a_gpu_is_given_twice_only_where_all_of_its_parts_share_devices() -> Non
 
 def test_once_one_part_names_its_gpus_every_part_on_a_gpu_has_to() -> None:
     why = refusal(engine(trainer={"device": "cuda"}, inference=[{"devices": [1]}]))
-    assert why == "engines.main.trainer runs on a GPU and does not say which, and others do: give it devices: [...]"
+    assert why == "engines.main.trainer runs on a GPU but does not say which, while others do: give it devices: [...]"
     planned(engine(trainer={"device": "cuda"}, inference=[{"device": "cuda"}]))
 
 
@@ -259,31 +259,31 @@ def test_the_key_of_a_server_elsewhere_reaches_only_its_replica(monkeypatch: pyt
         ),
         (
             engine(inference=[{"url": "http://a"}]),
-            "inference[0]: url means nothing with backend torch: it belongs to openai",
+            "inference[0]: url has no effect with backend torch: it belongs to openai",
         ),
         (
             engine(inference=[{"tensor_parallel": 2}]),
-            "tensor_parallel means nothing with backend torch: it belongs to vllm",
+            "tensor_parallel has no effect with backend torch: it belongs to vllm",
         ),
         (
             engine(inference=[{"backend": "openai", "url": "gpu7"}]),
             'url = "gpu7" is refused: it takes http://HOST:PORT',
         ),
-        (engine(inference=[{"backend": "openai", "url": "http://a", "dtype": "float32"}]), "dtype means nothing with"),
+        (engine(inference=[{"backend": "openai", "url": "http://a", "dtype": "float32"}]), "dtype has no effect with"),
         (engine(inference=[{"backend": "openai", "url": "http://a", "count": 2}]), "count 2 is refused: one replica"),
         (engine(trainer={"bin_tokens": 3}), "engines.main.trainer.bin_tokens: 3 is neither 0 nor at least 16"),
         (
             engine(trainer={"backend": "verl", "devices": [0], "processes": 2}),
-            "engines.main.trainer: devices names 1 GPU, and processes is 2: one each",
+            "engines.main.trainer: devices names 1 GPU, but processes is 2: give one for each",
         ),
-        (engine(trainer={"device": "cpu", "devices": [0]}), "device cpu is refused beside devices, which are GPUs"),
+        (engine(trainer={"device": "cpu", "devices": [0]}), "device cpu is refused alongside devices, which are GPUs"),
         (engine(trainer={"devices": ["0"]}), 'engines.main.trainer.devices[0] = "0" is refused: it takes numbers of'),
         (
             engine(inference=[{"backend": "vllm", "count": 2, "tensor_parallel": 2, "devices": [0, 1]}]),
-            "devices names 2 GPUs, and 2 replicas with 2 GPUs each take 4",
+            "devices names 2 GPUs, but 2 replicas with 2 GPUs each take 4",
         ),
-        (engine(inference=[{"eager": True}]), "eager means nothing with backend torch: it belongs to vllm"),
-        (engine(inference=[{"backend": "vllm", "gpu_memory_utilization": 0.5}]), "means nothing here: device is cpu"),
+        (engine(inference=[{"eager": True}]), "eager has no effect with backend torch: it belongs to vllm"),
+        (engine(inference=[{"backend": "vllm", "gpu_memory_utilization": 0.5}]), "has no effect here: device is cpu"),
         (engine(inference=[{"max_model_len": 1}]), "inference[0].max_model_len: 1 is neither 0 nor at least 2"),
         (engine(job=3), "engines.main.job = 3 is refused: it takes a job's file, or its document"),
         (
@@ -358,18 +358,18 @@ def test_what_a_trainer_or_its_job_leaves_open_is_taken_from_the_other() -> None
 def test_a_trainer_and_a_job_that_differ_are_refused() -> None:
     verl = {"bombus": {"trainer": {"backend": "verl", "processes": 4}}}
     why = refusal(engine(job=verl, trainer={"backend": "torch"}))
-    assert why == "engines.main.trainer.backend is torch, and its job's trainer.backend is verl"
+    assert why == "engines.main.trainer.backend is torch, but its job's trainer.backend is verl"
     assert refusal(engine(job=verl, trainer={"devices": [0, 1]})) == (
-        "engines.main.trainer: devices names 2 GPUs, and processes is 4: one each"
+        "engines.main.trainer: devices names 2 GPUs, but processes is 4: give one for each"
     )
     why = refusal(engine(job=verl, trainer={"processes": 8}))
-    assert why == "engines.main.trainer.processes is 8, and its job's trainer.processes is 4"
+    assert why == "engines.main.trainer.processes is 8, but its job's trainer.processes is 4"
 
 
 def test_more_processes_than_one_machine_starts_need_several_machines() -> None:
     job = {"model_path": "tiny", "data_parallel_shard_size": 128}
     assert refusal(engine(job=job, trainer={})) == (
-        "engines.main.trainer: its job's trainer.processes is 128, and one machine starts at most 64: start it on more "
+        "engines.main.trainer: its job's trainer.processes is 128, but one machine starts at most 64: start it on more "
         "machines, with `python -m bombus_trainer.launcher --nnodes N` (docs/verl.md)"
     )
 
@@ -420,7 +420,7 @@ def test_flags_win_over_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "--device cuda" in lines[3]
     trainer = dry_run(capsys, "--config", str(file), "--bin-tokens", "64", "--allow-download")[1]
     assert options_in(trainer).items() >= {"bin_tokens": 64, "allow_download": True}.items()
-    assert "none of the file's engines: big, small" in refused_up(capsys, "--config", str(file), "--engine", "tiny")
+    assert "not one of the file's engines: big, small" in refused_up(capsys, "--config", str(file), "--engine", "tiny")
     assert "engine small: its file has 0 kinds" in refused_up(capsys, "--config", str(file), "--replicas", "2")
 
 

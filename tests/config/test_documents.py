@@ -171,7 +171,7 @@ def test_short_names_of_methods_are_accepted(name: str) -> None:
         ),
         ({"bombus": {"trainer": {"kl_estimator": "abs"}}}, ["one of k1, k2, k3, k3_unbiased"]),
         ({"bombus": {"trainer": {"correction": "icepop"}}}, ["needs a tis_clip_low and a tis_clip above 0"]),
-        ({"bombus": {"trainer": {"tis_clip_low": 3.0}}}, ["tis_clip_low 3.0 is over tis_clip 2.0"]),
+        ({"bombus": {"trainer": {"tis_clip_low": 3.0}}}, ["tis_clip_low 3.0 exceeds tis_clip 2.0"]),
         ({"bombus": {"trainer": {"dual_clip": 0.5}}}, ["dual_clip 0.5", "more than 1"]),
         ({"bombus": {"trainer": {"dual_clip": 3, "loss": "gspo"}}}, ["belongs to the loss clipped, not to gspo"]),
         ({"bombus": {"trainer": {"overlong": "penalty"}}}, ["needs an overlong_buffer of at least 1 token"]),
@@ -224,7 +224,7 @@ def test_a_mistake_is_named_with_its_value_and_its_range(job: Any, words: list[s
         ),
         (
             {"overlong": "penalty", "overlong_buffer": 5000},
-            "bombus.trainer.overlong_buffer 5000 is over bombus.rollout.max_response_length_in_one_turn 4096",
+            "bombus.trainer.overlong_buffer 5000 exceeds bombus.rollout.max_response_length_in_one_turn 4096",
         ),
     ],
 )
@@ -236,7 +236,7 @@ NO_MAPPING = (
     "{} must be a mapping: a job has `ajet:`, `bombus:` or xorl's keys such as `model_path:` at its top, "
     "a cluster file has `engines:`"
 )
-NO_REFERENCES = "anchors (&), aliases (*) and merge keys (<<) are not taken: write the value out"
+NO_REFERENCES = "anchors (&), aliases (*) and merge keys (<<) are not accepted: write the value out"
 BROKEN = [
     ("a: [1, 2\n", ", line 2, column 1: expected ',' or ']', but got the end"),
     ("a: {b: 1\n  ]\n", ", line 2, column 3: expected ',' or '}', but got ']'"),
@@ -365,7 +365,7 @@ DUMMIES = "rollout_until_finish_enough_non_dummy_tasks"
                     **COMPARED, "collection": {"method": DUMMIES}, "trainer": {"adv_estimator": "reinforce_plus_plus"},
                 },
             },
-            f"so {DUMMIES} never has a batch: set it to 2 or more",
+            f"so {DUMMIES} never completes a batch: set it to 2 or more",
         ),
         ({"bombus": {"rollout": {"temperature": 0}}}, "bombus.rollout.temperature = 0.0 is refused: the most likely"),
         (
@@ -449,10 +449,10 @@ KWARGS = "bombus:\n  model:\n    path: tiny\n    chat_template_kwargs:\n      a:
         (KWARGS + "[1, !!set {b}]", "bombus.model.chat_template_kwargs.a[1] is of type set"),
         (
             KWARGS + "{!!binary aGk=: 1}",
-            "bombus.model.chat_template_kwargs.a has a key of type bytes, and keys are texts",
+            "bombus.model.chat_template_kwargs.a has a key of type bytes, but keys must be strings",
         ),
         (KWARGS + "{[b]: 1}", "unhashable"),
-        ("!!binary aGk=: 1", "it has a key of type bytes, and keys are texts: put it in quotes"),
+        ("!!binary aGk=: 1", "it has a key of type bytes, but keys must be strings: put it in quotes"),
         ("ajet:\n  !!binary aGk=: 1", "ajet has a key of type bytes"),
         (
             {"bombus": {"model": {"path": "tiny", "chat_template_kwargs": {"a": date(2026, 11, 28)}}}},
@@ -623,10 +623,11 @@ def test_slimes_names_of_options_are_accepted(options: dict[str, object], wanted
     [
         (
             {"kl_coef": 0.05, "use_kl_loss": True, "kl_loss_coef": 0.1},
-            "slime's kl_coef takes the KL from the reward, which bombus does not do; give kl_loss_coef for a KL in the",
+            "slime's kl_coef subtracts the KL from the reward, which bombus does not do; give kl_loss_coef for a KL "
+            "in the",
         ),
-        ({"kl_coef": 0.05, "eps_clip": 0.2}, "is refused beside slime's eps_clip"),
-        ({"kl_coef": 0.05, "use_kl_loss": False}, "is refused beside slime's use_kl_loss"),
+        ({"kl_coef": 0.05, "eps_clip": 0.2}, "is refused alongside slime's eps_clip"),
+        ({"kl_coef": 0.05, "use_kl_loss": False}, "is refused alongside slime's use_kl_loss"),
         ({"tis_mode": "drop"}, "bombus.trainer.tis_mode = 'drop' is refused: it takes one of truncate, clip, mask"),
         ({"tis_level": "geometric"}, "tis_level = 'geometric' is refused: it takes one of token, sequence"),
         ({"tis_level": 3}, "tis_level = 3 is refused"),
@@ -706,14 +707,34 @@ def test_with_the_backend_verl_any_name_of_an_estimator_or_a_loss_is_accepted() 
     assert (found.adv_estimator, found.loss) == ("gpg", "sapo")
 
 
-@pytest.mark.parametrize(("biased", "sampling"), [(True, "obey"), (False, "refuse")])
-def test_a_job_of_a_log_whose_field_for_biased_sampling_has_another_name_now_is_read(
-    biased: bool, sampling: str
+@pytest.mark.parametrize(
+    ("group", "before", "value", "now", "meant"),
+    [
+        ("rollout", "allow_biased_sampling", True, "sampling", "obey"),
+        ("rollout", "allow_biased_sampling", False, "sampling", "refuse"),
+        ("rollout", "side_calls", "train", "auxiliary_calls", "train"),
+        ("collection", "scored_groups", True, "rollout_groups", True),
+    ],
+)
+def test_a_job_of_a_log_with_a_field_that_has_another_name_now_is_read(
+    group: str, before: str, value: object, now: str, meant: object
 ) -> None:
     tree = RunConfig().model_dump(mode="json")
-    del tree["rollout"]["sampling"]
-    tree["rollout"]["allow_biased_sampling"] = biased
-    assert RunConfig.from_json(json.dumps(tree)).rollout.sampling == sampling
+    del tree[group][now]
+    tree[group][before] = value
+    assert getattr(getattr(RunConfig.from_json(json.dumps(tree)), group), now) == meant
+
+
+@pytest.mark.parametrize(
+    ("job", "meant"),
+    [
+        ({"collection": {"scored_groups": True}}, "bombus.collection.rollout_groups"),
+        ({"rollout": {"side_calls": "train"}}, "bombus.rollout.auxiliary_calls"),
+    ],
+)
+def test_a_field_that_has_another_name_now_is_refused_with_that(job: dict[str, Any], meant: str) -> None:
+    with pytest.raises(Refused, match=f"is unknown; did you mean {meant}[?]"):
+        parse_job({"bombus": job})
 
 
 def test_a_configuration_of_an_earlier_version_trains_as_it_did() -> None:

@@ -57,7 +57,7 @@ def test_compaction_and_its_archive_are_settings_of_the_coordinator(
         assert all(f"--archive {Path(wanted).absolute()}" in line for line in lines)
     assert "--no-compact" in next(line for line in dry_run(capsys, "--no-compact") if " coordinator " in line)
     refused = refused_up(capsys, "--no-compact", "--archive", "/elsewhere")
-    assert "archive (--archive) means nothing without compact" in refused
+    assert "archive (--archive) has no effect without compact" in refused
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,10 @@ def test_compaction_and_its_archive_are_settings_of_the_coordinator(
             "streams.calls_bytes_max: '4 gigs' is refused: it takes a size of at least 4KiB",
         ),
         ({"event_bytes_max": 10}, "streams.event_bytes_max is unknown; did you mean events_bytes_max?"),
-        ({"replicas": 3}, "streams.replicas 3 (--stream-replicas) is refused: bombus' own NATS server is one; give"),
+        (
+            {"replicas": 3},
+            "streams.replicas 3 (--stream-replicas) is refused: bombus' own NATS server is a single one; give",
+        ),
     ],
 )
 def test_a_mistake_in_the_file_is_refused_in_one_sentence(streams: dict[str, Any], why: str) -> None:
@@ -109,7 +112,7 @@ def test_a_disk_without_room_is_refused_at_the_start_with_what_it_needs(tmp_path
             read_cluster(tree({"calls_bytes_max": "900TB"}, data_dir=str(tmp_path / "data"), **more), tmp_path)[0]
         )
 
-    with pytest.raises(Refused, match=r"is on a disk with .* free, and this hive needs 1200\.\d TB there: lower the"):
+    with pytest.raises(Refused, match=r"is on a disk with .* free, but this hive needs 1200\.\d TB there: lower the"):
         started()
     started(nats="nats://elsewhere:4222")
     (tmp_path / "data" / "nats" / "jetstream").mkdir(parents=True)

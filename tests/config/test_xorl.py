@@ -92,8 +92,8 @@ def test_values_that_change_nothing_are_accepted_and_others_are_refused_by_name(
         ({"ulysses_parallel_size": True}, "ulysses_parallel_size = true is refused: it takes a whole number"),
         ({"ulysses_parallel_size": -2}, "ulysses_parallel_size = -2 is refused: it takes a whole number"),
         ({"ringattn_parallel_size": 2}, "keys and values from process to process; set ulysses_parallel_size, which"),
-        ({"pipeline_parallel_size": 2}, "which would take a model in stages, a schedule of micro-batches between them"),
-        ({"expert_parallel_size": 2}, "which would take an exchange of tokens between the processes in each layer"),
+        ({"pipeline_parallel_size": 2}, "which would need a model in stages, a schedule of micro-batches between them"),
+        ({"expert_parallel_size": 2}, "which would need an exchange of tokens between the processes in each layer"),
         ({"init_device": "npu"}, 'init_device = "npu" is refused: it takes one of meta, cpu, cuda'),
         (
             {"init_device": "cuda", "data_parallel_shard_size": 2},
@@ -103,17 +103,17 @@ def test_values_that_change_nothing_are_accepted_and_others_are_refused_by_name(
         ({"ckpt_manager": "torch"}, 'ckpt_manager = "torch" is refused: a checkpoint is one of torch\'s distributed'),
         ({"cp_fsdp_mode": "ring_only"}, "weights are sharded over all processes, those that share a sequence too"),
         ({"attn_implementation": "clever"}, "it takes one of auto, eager, sdpa, native, flash_attention_2,"),
-        ({"attn_implementation": "flash_attention_3"}, "with backend torch, where it would take kernels of flash-attn"),
+        ({"attn_implementation": "flash_attention_3"}, "with backend torch, where it would need flash-attn kernels"),
         (
             {"attn_implementation": "flash_attention_4", "ulysses_parallel_size": 2},
-            "with ulysses_parallel_size 2, where it would take an exchange of heads around flash-attn: set it to auto",
+            "with ulysses_parallel_size 2, where it would need an exchange of heads around flash-attn: set it to auto",
         ),
         ({"expert_parallel_size": 8}, "expert_parallel_size = 8 is refused: no backend splits experts"),
         ({"expert_parallel_size": True}, "expert_parallel_size = true is refused"),
         ({"ulyses_parallel_size": 1}, "ulyses_parallel_size is unknown; did you mean ulysses_parallel_size?"),
         (
             {"model": "tiny", "batch_size": 4},  # the keywords of a program's `Job`
-            "model is unknown; did you mean model_path? Our own settings stand in groups, such as bombus: {",
+            "model is unknown; did you mean model_path? Settings of bombus itself are in groups, such as bombus: {",
         ),
         ({"flux_capacitor": 1}, "flux_capacitor is unknown; docs/configuration.md lists the keys"),
         ({"engines": {}}, "engines is unknown: it belongs in a cluster file, which is for `bombus up --config`"),
@@ -124,7 +124,7 @@ def test_values_that_change_nothing_are_accepted_and_others_are_refused_by_name(
         ({"enable_lora": "yes"}, 'enable_lora = "yes" is refused: it takes true or false'),
         ({"enable_lora": True, "lora_target_modules": "all"}, 'lora_target_modules = "all" is refused: it takes a li'),
         ({"sample_packing_sequence_len": 0}, "sample_packing_sequence_len = 0 is refused: it takes a whole number"),
-        ({"model_name": "org/third"}, 'model_name = "org/third" is refused: it has to be the same as model_path'),
+        ({"model_name": "org/third"}, 'model_name = "org/third" is refused: it must be the same as model_path'),
         ({"load_checkpoint_path": "/data/000100"}, "to start from other weights, name them as model_path"),
     ],
 )

@@ -120,9 +120,9 @@ def test_another_model_of_a_named_experiment_is_refused_in_words_with_both_ways_
     assert isinstance(refused, inbox.Refusal)
     assert refused.code == Code.BAD_CONFIG
     assert refused.why == (
-        "This experiment has begun, and the checkpoint of version 2 of run 1 is another job's (model.path 'smollm2' -> "
-        "'tiny'). Set trainer.resume to never to begin anew, or give another experiment.experiment_name; to go on, set "
-        "these settings to what they were."
+        "This experiment has begun, but the checkpoint of version 2 of run 1 is another job's (model.path 'smollm2' -> "
+        "'tiny'). Set trainer.resume to never to start over, or give another experiment.experiment_name; to continue, "
+        "restore these settings."
     )
     assert harness.phase() == Phase.OFFLINE
     assert start(harness, job("never", model={"path": "tiny", "seed": 0}, experiment="bees")) == inbox.Done(run=2)
@@ -167,7 +167,7 @@ def test_a_version_that_is_named_is_the_beginning_and_one_that_is_not_left_is_re
     assert isinstance(refused, inbox.Refusal)
     assert refused.code == Code.BAD_CONFIG
     assert refused.why == (
-        "trainer.resume is 'from 1', and no checkpoint of version 1 is left; there are: 2 (run 1), 3 (run 1)"
+        "trainer.resume is 'from 1', but no checkpoint of version 1 is left; available: 2 (run 1), 3 (run 1)"
     )
     assert start(harness, job("from 2")) == inbox.Done(run=2)
     assert harness.engine.begun == 2

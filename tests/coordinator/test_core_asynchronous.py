@@ -133,7 +133,7 @@ def test_a_waiting_client_and_the_operator_learn_the_reason() -> None:
     harness.claim(count=2)
     why = refused(harness)
     assert "No available episodes to claim." in why
-    assert "unfinished batches (1) and those under way (1) are over collection.max_staleness (1)" in why
+    assert "unfinished batches (1) and those under way (1) exceed collection.max_staleness (1)" in why
     assert "new episodes wait: unfinished batches (1)" in detail_of(harness.engine, harness.now_ns)
     now = engine_status(harness.engine, harness.now_ns).pace
     assert now is not None

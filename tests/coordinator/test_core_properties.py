@@ -150,7 +150,7 @@ def test_every_prefix_of_a_log_folds_to_a_phase_and_a_pool_that_add_up() -> None
 
 
 def test_an_asynchronous_run_makes_progress_from_any_state() -> None:
-    """No claim waits for ever: correct clients, a trainer and a replica make further steps from any state."""
+    """No claim waits forever: correct clients, a trainer and a replica make further steps from any state."""
     tried = 0
     for seed in range(RUNS // 10):
         world = run(200_000 + seed, steps=120)

@@ -80,7 +80,7 @@ def test_claims_wait_while_what_is_queued_and_played_would_be_too_old_for_our_tr
     harness.finish(*first[2:4])
     assert harness.engine.step == 1
     why = harness.why_not_granted()
-    assert "batches that are under way (1) and those that what is queued and played can make (1)" in why
+    assert "batches that are under way (1) and those that queued groups and running episodes can make (1)" in why
     assert "collection.max_carry_staleness (1)" in why
     harness.finish_all()
     assert harness.why_not_granted(), "what is queued counts as what is played"

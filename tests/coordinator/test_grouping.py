@@ -135,7 +135,7 @@ async def test_a_group_with_a_sequence_that_is_too_long_for_our_trainer_is_dropp
         assert (message.group is not None) == is_made, message.why
 
 
-async def test_what_follows_a_auxiliary_call_is_learnt_and_the_auxiliary_call_is_not(bus: Bus) -> None:
+async def test_what_follows_an_auxiliary_call_is_learnt_and_the_auxiliary_call_is_not(bus: Bus) -> None:
     harness = rolling()
     for name in ("a", "b"):
         first = call(name, [1], [2], auxiliary_call="judge")
@@ -171,5 +171,5 @@ async def test_a_job_that_this_release_cannot_read_ends_nobody_and_is_told_once(
         await grouper.make(2.0)
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 1
-    assert "no groups are made of the episodes of engine" in told[0]
+    assert "cannot group the episodes of engine" in told[0]
     assert len(hive.engine.pool) == 2  # they wait for a leader that can read it

@@ -119,7 +119,7 @@ def test_a_claim_whose_episodes_are_over_is_refused_when_it_comes_again(harness:
     [
         ({"engines": (BIG,)}, Code.MALFORMED, "2 to 8 engines, not 1"),
         ({"engines": tuple(f"e{number}" for number in range(9))}, Code.MALFORMED, "2 to 8 engines, not 9"),
-        ({"engines": (BIG, BIG)}, Code.MALFORMED, "each engine once"),
+        ({"engines": (BIG, BIG)}, Code.MALFORMED, "each engine only once"),
         ({"engines": (BIG, "none")}, Code.WRONG_PHASE, "Engine none: .*ENGINE.OFFLINE"),
         ({"count": 0}, Code.MALFORMED, "Engine big: A claim is for 1 to 128 episodes at once, not 0"),
         ({"count": 129}, Code.MALFORMED, "Engine big: A claim is for 1 to 128 episodes at once, not 129"),
@@ -316,7 +316,7 @@ def test_multi_model_claims_that_wait_have_a_limit(monkeypatch: pytest.MonkeyPat
     harness.claim_multi_model()
     for number in range(2):
         harness.send(harness.multi_model_message(client=f"w{number}", wait_s=60))
-    assert "2 multi-model claims are waiting already" in refused(
+    assert "2 multi-model claims are already waiting" in refused(
         harness.request(harness.multi_model_message(client="late", wait_s=60)), Code.OVERLOADED
     )
 

@@ -59,7 +59,7 @@ def test_an_operation_whose_sender_may_count_again_is_the_same_only_within_its_t
     assert harness.operate("1", text="a", again_s=30.0) == first
     harness.now_ns += SECOND
     why = refused(harness.operate("1", text="a", again_s=30.0), Code.OTHER_BODY)
-    assert "was accepted 31 s ago, too long for this one to be the same" in why
+    assert "was accepted 31 s ago, too long ago for this one to be a retry" in why
     assert harness.operate("1", text="a") == first, "unless nothing was said of it"
 
 
@@ -236,12 +236,12 @@ def test_r20_operations_that_wait_models_and_saved_models_have_limits() -> None:
     harness.operate("1", SAVE)
     harness.operate("2")
     why = refused(harness.operate("3"), Code.QUOTA)
-    assert why.startswith(f"2 operations of model {MODEL} wait, of at most 2: send this one again")
+    assert why.startswith(f"2 operations of model {MODEL} are waiting, and the limit is 2: send this one again")
     assert isinstance(harness.operate("4", END), Accepted), "what ends a model always has room"
     refused(harness.create("s:train:1"), Code.QUOTA)
     harness.done("1", saved=saved("a"))
     harness.done("2")
-    assert refused(harness.operate("5", SAVE), Code.QUOTA).endswith("is 1: remove some that nobody needs.")
+    assert refused(harness.operate("5", SAVE), Code.QUOTA).endswith("is 1: remove some that are no longer needed.")
 
 
 def test_r20_the_bytes_of_operations_have_a_limit_until_a_recovery_checkpoint_makes_room() -> None:
@@ -302,7 +302,7 @@ def test_r20_a_model_that_no_trainer_covers_takes_operations_up_to_a_limit() -> 
         harness.operate(key)
         harness.done(key)
     why = refused(harness.operate("3"), Code.QUOTA)
-    assert why.startswith(f"Model {MODEL} has 3 operations since its trainer wrote a recovery checkpoint, of at most 3")
+    assert why.startswith(f"Model {MODEL} has 3 operations since its trainer wrote a recovery checkpoint, and the")
 
 
 def test_the_oldest_results_are_dropped_beyond_their_limit_and_their_operations_are_still_recognised() -> None:
@@ -564,7 +564,7 @@ def test_a_saved_model_that_an_operation_waits_to_load_is_neither_removed_nor_do
     harness.operate("2", "load_weights", reads=name)
     remove = inbox.RemoveWeights(id=harness.id(), engine=ENGINE, model=MODEL, use="training", name="x")
     why = refused(harness.request(remove), Code.WRONG_PHASE)
-    assert why == f"{name} is about to be loaded by operation 2 of model {MODEL}, which waits: remove it after that."
+    assert why == f"{name} is about to be loaded by operation 2 of model {MODEL}, which is waiting: remove it later."
     harness.tick(60.0)
     assert list(harness.clients.kept) == [name]
     harness.done("2")
@@ -641,11 +641,11 @@ def test_the_operation_of_another_client_that_is_to_load_a_public_model_is_not_n
     harness.operate("1", "load_weights", "t:train:0", session="t", reads=f"{MODEL}/training/x")
     remove = inbox.RemoveWeights(id=harness.id(), engine=ENGINE, model=MODEL, use="training", name="x")
     why = refused(harness.request(remove), Code.WRONG_PHASE)
-    assert "by an operation of another client, which waits" in why
+    assert "by an operation of another client, which is waiting" in why
 
 
 @pytest.mark.parametrize("name", ["_x", "run@1", "a=b", "a+b"])
-def test_models_have_the_names_thon_arrival_and_the_trainer_take(name: str) -> None:
+def test_models_have_the_names_that_the_api_and_the_trainer_take(name: str) -> None:
     harness = OperationHarness().serving()
     assert isinstance(harness.create(name), inbox.Accepted)
 

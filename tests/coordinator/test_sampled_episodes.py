@@ -73,7 +73,7 @@ def test_a_claim_that_names_no_saved_model_of_the_run_is_refused_in_words() -> N
     why = refused(harness.request(harness.claim_message()), Code.UNSUPPORTED)
     assert "say which of its saved models the episodes sample from" in why
     why = refused(harness.request(harness.claim_message(sampler=f"{MODEL}/sampler/none")), Code.UNKNOWN_MODEL)
-    assert why == f"There is no saved model {MODEL}/sampler/none here, or not any longer: save one."
+    assert why == f"There is no saved model {MODEL}/sampler/none here, or it is gone: save one."
 
 
 def test_a_saved_model_of_all_weights_or_on_another_base_is_refused_in_words() -> None:
@@ -91,13 +91,13 @@ def test_a_saved_model_of_all_weights_or_on_another_base_is_refused_in_words() -
     harness.create("s:train:1", base="org/other")
     harness.serve()
     why = refused(harness.request(harness.claim_message(sampler=SNAPSHOT)), Code.UNKNOWN_MODEL)
-    assert why == f"{SNAPSHOT} is an adapter on tiny, and engine main runs org/other now."
+    assert why == f"{SNAPSHOT} is an adapter on tiny, but engine main now runs org/other."
 
 
 def test_episodes_play_with_saved_models_of_their_own_clients_and_with_those_that_are_published() -> None:
     harness = with_snapshot(owner="ann")
     why = refused(harness.request(harness.claim_message(sampler=SNAPSHOT, owner="eve")), Code.UNKNOWN_MODEL)
-    assert why == f"There is no saved model {SNAPSHOT} here, or not any longer: save one."
+    assert why == f"There is no saved model {SNAPSHOT} here, or it is gone: save one."
     for owner in ("ann", ""):
         assert isinstance(harness.request(harness.claim_message(sampler=SNAPSHOT, owner=owner)), Granted)
     mark = {"model": MODEL, "use": "sampler", "name": "step-1", "public": True}
@@ -217,8 +217,8 @@ def test_room_for_a_save_is_not_made_of_one_that_an_open_episode_samples_from() 
     assert [each.noted.saved.name for each in harness.clients.kept.values()] == ["step-1", "sample-2", "sample-4"]
     harness.claim(sampler=f"{MODEL}/sampler/sample-4")
     why = refused(harness.operate("5", "save_weights"), Code.QUOTA)
-    assert why.startswith("3 saved models are kept, 3 of them of this key")
-    assert why.endswith("remove some that nobody needs.")
+    assert why.startswith("3 saved models are kept, 3 of them by this key")
+    assert why.endswith("remove some that are no longer needed.")
     assert isinstance(harness.end(episode, reward=1.0), Done)
     save(harness, "5", "sample-5", DAY_S)
     assert [each.noted.saved.name for each in harness.clients.kept.values()] == ["step-1", "sample-4", "sample-5"]

@@ -212,7 +212,9 @@ def test_trainers_that_end_without_a_word_count_only_while_something_waits() -> 
     harness.operate("1")
     for _ in range(21):
         harness.open_trainer()
-    assert harness.engine.suspended.startswith("20 trainers in a row ended without a word before they had executed an")
+    assert harness.engine.suspended.startswith(
+        "20 trainers in a row ended without reporting an error before they had executed an"
+    )
 
 
 # ---- what is released ---------------------------------------------------------------------------------------------
@@ -333,7 +335,7 @@ def test_a_model_is_created_by_a_trainer_that_is_awake_alone() -> None:
     harness = OperationHarness().serving()
     rest(harness, asleep=True)
     why = refused(harness.create("s:train:1"), Code.WRONG_PHASE)
-    assert why.endswith("sleeps, and makes no model until it is woken up with /wake_up.")
+    assert why.endswith("is asleep and creates no models until /wake_up wakes it.")
     rest(harness, asleep=False)
     assert isinstance(harness.create("s:train:1"), inbox.Accepted)
 

@@ -249,9 +249,7 @@ def test_a_model_that_cannot_be_made_again_for_a_day_after_its_session_has_ended
     (closed,) = harness.tick(after_s=1)
     assert isinstance(closed, ev.ModelClosed)
     assert closed.reason == ModelEnd.NOT_SAVED
-    assert (
-        closed.why == "its session ended, and it could not be made again to be saved: its recovery checkpoint is gone"
-    )
+    assert closed.why == "its session ended, but it could not be rebuilt to be saved: its recovery checkpoint is gone"
     harness.open_session("t")
     assert isinstance(harness.create("t:train:0", "t"), inbox.Accepted), "its place is free"
 

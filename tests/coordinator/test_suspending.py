@@ -9,7 +9,7 @@ from bombus.hive.events import Collection, Method
 from bombus.hive.state import Phase
 from bombus.hive.status.detail import detail_of
 from bombus.hive.status.text import render_status
-from bombus_coordinator.rules.engines import TRAINERS_LOST_MAX
+from bombus_coordinator.rules.trainers import TRAINERS_LOST_MAX
 from tests.coordinator.core_in_memory import ENGINE, CoreHarness
 
 REASON = "OutOfMemoryError: CUDA out of memory"
@@ -246,7 +246,7 @@ def test_starting_a_suspended_engine_is_refused_with_both_ways_out() -> None:
     harness = rolling()
     suspend(harness)
     why = refused(harness.request(inbox.Start(id="again", engine=ENGINE)), Code.WRONG_PHASE)
-    assert why.endswith(f"Its run is suspended: {REASON}. `bombus resume` lets it go on, `bombus stop` ends it.")
+    assert why.endswith(f"Its run is suspended: {REASON}. `bombus resume` lets it continue, `bombus stop` ends it.")
 
 
 def test_the_status_says_that_a_run_is_suspended_why_and_what_to_do() -> None:
@@ -255,7 +255,7 @@ def test_the_status_says_that_a_run_is_suspended_why_and_what_to_do() -> None:
     assert detail_of(harness.engine, harness.now_ns) == f"suspended: {REASON}"
     text = render_status(harness.core.hive, ENGINE, harness.now_ns)
     assert f"ROLLING for 0.0 s (suspended: {REASON})" in text
-    assert "once the cause is gone, `bombus resume` lets the run go on; `bombus stop` ends it" in text
+    assert "once the cause is gone, `bombus resume` lets the run continue; `bombus stop` ends it" in text
 
 
 # ---- two reasons at once --------------------------------------------------------------------------------------
@@ -320,7 +320,7 @@ def test_trainers_that_end_without_a_word_in_the_same_step_suspend_the_run() -> 
     lose_trainers(harness, TRAINERS_LOST_MAX - 1)
     assert not harness.engine.suspended
     lose_trainers(harness, 1)
-    assert f"{TRAINERS_LOST_MAX} trainers in a row ended without a word before they had made step 1" in (
+    assert f"{TRAINERS_LOST_MAX} trainers in a row ended without reporting an error before they had made step 1" in (
         harness.engine.suspended
     )
     assert harness.engine.batch is not None

@@ -177,7 +177,7 @@ def test_a_group_that_no_batch_could_take_is_refused_with_its_position() -> None
     harness = rolling()
     answer = harness.push(harness.group(), harness.group(sequences=5))
     assert isinstance(answer, Refusal)
-    assert answer.why.startswith("Group 1 has 5 sequences, and a batch has 4")
+    assert answer.why.startswith("Group 1 has 5 sequences, but a batch has 4")
     assert harness.trajectories.queue.groups == {}
 
 
@@ -355,7 +355,7 @@ def test_while_the_stream_is_full_and_no_batch_can_be_made_who_has_most_queued_l
     (given_up,) = harness.tick()
     assert isinstance(given_up, ev.GroupsGivenUp)
     assert given_up.groups == (1, 2, 3), "the 250 bytes beyond the 750 that are shared"
-    assert "those of their key had more than its share" in harness.trajectories.given_up_why
+    assert "this key's groups took more than their share" in harness.trajectories.given_up_why
     assert not harness.tick()
     harness.send(inbox.StorageSeen(id="room", what="trajectories", used=700, size=1_000, reserve=100))
     assert isinstance(harness.push(harness.group(sequences=1, holder="dan")), Pushed)
@@ -373,7 +373,7 @@ def test_groups_of_which_a_batch_can_be_made_stay_while_the_stream_is_full_and_s
         assert len(harness.trajectories.queue.groups) == 9
 
 
-def test_a_full_stream_of_scored_groups_refuses_groups_and_nothing_else(harness: GroupHarness) -> None:
+def test_a_full_stream_of_rollout_groups_refuses_groups_and_nothing_else(harness: GroupHarness) -> None:
     harness.boot()
     full = inbox.StorageSeen(id="full", what="trajectories", used=95, size=100, reserve=10)
     harness.send(full)
@@ -388,7 +388,7 @@ def test_a_full_stream_of_scored_groups_refuses_groups_and_nothing_else(harness:
         assert "of stream trajectories" in str(shown)
 
 
-def test_a_full_stream_of_scored_groups_names_the_group_that_keeps_it_from_being_trimmed() -> None:
+def test_a_full_stream_of_rollout_groups_names_the_group_that_keeps_it_from_being_trimmed() -> None:
     harness = rolling()
     environment = harness.join(group_size=3)
     harness.push(harness.group(), harness.group())
@@ -534,7 +534,7 @@ def test_a_trainer_that_says_what_it_cannot_have_is_told_what_there_is() -> None
     assert [harness.ask(after=0), harness.ask(after=1)] == [1, 2]
     answer = harness.request(inbox.TakeBatch(id=harness.id(), engine=ENGINE, after=0))
     assert isinstance(answer, Refusal)
-    assert "cannot go on after batch 0: its trainer has batch 1 or 2." in answer.why
+    assert "cannot continue after batch 0: its trainer has batch 1 or 2." in answer.why
 
 
 def test_a_trainer_that_says_what_it_has_goes_on_after_a_batch_with_a_lost_group() -> None:

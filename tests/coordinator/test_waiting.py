@@ -99,7 +99,7 @@ def test_one_claim_too_many_is_refused_and_one_that_waits_goes_on(monkeypatch: p
     queue = Queue()
     queue.add(claim("p"), 0, 10)
     queue.add(claim("q"), 0, 10)
-    with pytest.raises(Refused, match="2 claims are waiting already"):
+    with pytest.raises(Refused, match="2 claims are already waiting"):
         queue.add(claim("r"), 0, 10)
     queue.add(claim("p"), 5, 15)
     assert [each.claim.claim for each in queue.over(10)] == ["q"]

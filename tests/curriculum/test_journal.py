@@ -229,7 +229,7 @@ def test_a_file_that_is_at_a_tier_which_the_plan_does_not_have_is_refused(tmp_pa
     easy, hard = CurriculumTier(name="easy", tasks=("a", "b")), CurriculumTier(name="hard", tasks=("c",))
     kept = path.read_bytes()
     for _ in range(2):  # and it is not held open
-        with pytest.raises(Refused, match=r"c\.jsonl is at the tier 'beginner', and the plan has only easy, hard"):
+        with pytest.raises(Refused, match=r"c\.jsonl is at the tier 'beginner', but the plan has only easy, hard"):
             Curriculum(CurriculumPlan(tiers=(easy, hard)), path)
     assert path.read_bytes() == kept
     with Curriculum(CurriculumPlan(tiers=(easy, PLAN.tiers[1])), path) as renamed:  # one that is over may have any name
@@ -252,5 +252,5 @@ def test_a_reward_is_what_it_is_at_every_api() -> None:
     assert isinstance(recorded, ResultRecorded)
     assert recorded.reward == 0.5
     for wrong in ("0.5", [0.5]):
-        with pytest.raises(Refused, match="the reward of 'a' is no number: a reward is a number"):
+        with pytest.raises(Refused, match="the reward of 'a' is not a number: a reward is a number"):
             curriculum.record_result("a", True, wrong)  # type: ignore[arg-type]

@@ -124,7 +124,7 @@ def test_a_demo_that_is_cut_in_two_goes_on_by_up_and_its_client_alone_and_reache
     with Running(tmp_path, "up", "--port", port, "--threads", "1", "--data-dir", "run/tiny-1/hive") as up:
         second = bombus(tmp_path, *demo, "--url", up.until(r"^ready ").split()[1])
         up.interrupt()
-    assert "run has an earlier demo, which goes on where it was" in second.stdout
+    assert "run has an earlier demo, which resumes where it stopped" in second.stdout
     # A policy may settle on one wrong letter of eight (0.875), whole or cut: then the demo says that it missed 0.9.
     assert re.search(r"reward 0.8: +[0-9.]+ s from the start", second.stdout), second.stdout + second.stderr
     after = steps(tmp_path)
@@ -136,12 +136,12 @@ def test_a_demo_that_is_cut_in_two_goes_on_by_up_and_its_client_alone_and_reache
 def test_a_folder_of_another_demo_or_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("precious")
-    assert "mine has something else in it than a demo" in bombus(tmp_path, "demo", "--tiny", "--out", "mine").stderr
+    assert "mine has something other than a demo in it" in bombus(tmp_path, "demo", "--tiny", "--out", "mine").stderr
     open_folder(tmp_path / "run", DemoOf("tiny", 0))
     refused = bombus(tmp_path, "demo", "--tiny", "--seed", "1", "--out", "run")
     assert refused.returncode == 2
     assert (
-        "run has a demo of the model tiny with seed 0, and this is one of the model tiny with seed 1" in refused.stderr
+        "run has a demo of the model tiny with seed 0, but this is one of the model tiny with seed 1" in refused.stderr
     )
     alone = bombus(tmp_path, "demo", "--tiny", "--url", "http://127.0.0.1:1")
     assert "--url with --tiny needs --turns" in alone.stderr

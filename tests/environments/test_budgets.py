@@ -18,9 +18,9 @@ def test_turns_and_tokens_are_those_of_the_variables_where_none_are_given(monkey
 @pytest.mark.parametrize(
     ("name", "text", "why"),
     [
-        ("MAX_TURNS", "0", "MAX_TURNS is '0': it is a number from 1 to 10000"),
+        ("MAX_TURNS", "0", "MAX_TURNS is '0': it must be a number from 1 to 10000"),
         ("MAX_TURNS", "six", "MAX_TURNS is 'six'"),
-        ("MAX_TOTAL_TOKENS", "1", "MAX_TOTAL_TOKENS is '1': it is a number from 2 to 10000000"),
+        ("MAX_TOTAL_TOKENS", "1", "MAX_TOTAL_TOKENS is '1': it must be a number from 2 to 10000000"),
         ("MAX_TOTAL_TOKENS", "9" * 5000, "MAX_TOTAL_TOKENS is '9999"),
     ],
 )

@@ -301,7 +301,7 @@ def test_everything_that_is_wrong_with_a_class_is_said_in_sentences() -> None:
         "The reward `right` has low=1 and high=0: low must be less than high.",
         "The reward `right` has the role 'solver', but only a class with `play` has roles.",
         "`reset` cannot be called as `reset(self, task)`: give it these arguments, by these names.",
-        "It cannot be made without arguments: give them defaults, or give `lambda: Wrong(...)` in its place, which "
+        "It cannot be created without arguments: give them defaults, or give `lambda: Wrong(...)` in its place, which "
         "makes one.",
     )
 
@@ -393,11 +393,11 @@ def test_what_would_be_left_out_without_a_word_is_said() -> None:
         "`fixed` has @reward and is a staticmethod: make it a plain method.",
         "`computed` has @reward and is a property: make it a plain method.",
         "`_secret` has @reward and begins with an underscore: give it a public name.",
-        "`cached` is a method behind a _lru_cache_wrapper, which is not seen as a tool: take that away, or begin its "
+        "`cached` is a method behind a _lru_cache_wrapper, which is not seen as a tool: remove that, or begin its "
         "name with an underscore.",
-        "`by_kind` is a method behind a singledispatchmethod, which is not seen as a tool: take that away, or begin "
+        "`by_kind` is a method behind a singledispatchmethod, which is not seen as a tool: remove that, or begin "
         "its name with an underscore.",
-        "`always` is a method behind a partialmethod, which is not seen as a tool: take that away, or begin its name "
+        "`always` is a method behind a partialmethod, which is not seen as a tool: remove that, or begin its name "
         "with an underscore.",
         "The tool `each`: it is a generator: return a list or a text, which the model is shown. A method "
         "that is not a tool begins with an underscore.",
@@ -406,7 +406,7 @@ def test_what_would_be_left_out_without_a_word_is_said() -> None:
     with pytest.raises(WrongClass) as wrong:
         describe(Stateful)
     assert wrong.value.problems == (
-        "`state` is the attribute that rewards take by this name, and no tool: give it another name.",
+        "`state` is the attribute that rewards take by this name, not a tool: give it another name.",
         "`reset` cannot be called as `reset(self, task)`: give it these arguments, by these names.",
         "`gold` cannot be called as `gold(self, task)`: give it these arguments, by these names.",
     )
@@ -461,7 +461,7 @@ def test_a_class_has_128_tools_at_most() -> None:
         if number == 128:
             assert len(describe(kind).tools) == number
         else:
-            with pytest.raises(WrongClass, match="It has 129 tools, and the limit is 128: split it"):
+            with pytest.raises(WrongClass, match="It has 129 tools, but the limit is 128: split it"):
                 describe(kind)
 
 
@@ -481,7 +481,7 @@ def test_a_class_that_cannot_be_made_yet_is_refused() -> None:
         @abstractmethod
         def _board(self) -> str: ...
 
-    with pytest.raises(WrongClass, match="is abstract, and cannot be instantiated: it lacks _board"):
+    with pytest.raises(WrongClass, match="is abstract and cannot be instantiated: it does not define _board"):
         describe(Abstract)
 
 
@@ -514,7 +514,9 @@ def test_what_a_model_would_write_in_the_place_of_the_rollout_is_no_argument_of_
 
 
 def test_a_second_decorator_of_another_kind_is_refused_and_hides_no_reward() -> None:
-    with pytest.raises(TypeError, match="@success stands before a method that has @reward, and a method has one"):
+    with pytest.raises(
+        TypeError, match="@success stands before a method that has @reward, but a method can have only one"
+    ):
 
         class Doubled(Counter):
             @success
@@ -818,8 +820,8 @@ class Unshown:
         ("board", '{"cells":[[0.0,0.0],[[1,0],[0,1]]],"score":0.5,"moves":3}', False),
         ("picture", "[0. 0. 0. ... 0. 0. 0.]", False),
         ("leave", "RuntimeError: it raised SystemExit(2)", True),
-        ("cancel", "RuntimeError: it let out a CancelledError, and nobody had cancelled it", True),
-        ("cancel_again", "RuntimeError: it let out a CancelledError, and nobody had cancelled it", True),
+        ("cancel", "RuntimeError: it raised a CancelledError, but nobody had cancelled it", True),
+        ("cancel_again", "RuntimeError: it raised a CancelledError, but nobody had cancelled it", True),
         ("give_up", "RuntimeError: it raised Quit('here')", True),
         ("give_up_too", "RuntimeError: it raised Quit('there')", True),
         ("speechless", "Speechless: its text cannot be made (KeyError)", True),
@@ -877,7 +879,7 @@ async def test_an_environment_whose_tool_hangs_in_a_thread_is_given_up() -> None
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(1.0):
             await environment.call(call("hang"))
-    with pytest.raises(EnvironmentLost, match=r"`hang` did not end in its time.*cannot be cancelled"):
+    with pytest.raises(EnvironmentLost, match=r"`hang` did not end in time.*cannot be cancelled"):
         await environment.is_over(Transcript())
     await environment.close()
     instance.release.set()
@@ -891,7 +893,7 @@ async def test_a_call_that_has_waited_for_one_that_hangs_is_not_carried_out() ->
     waiting = asyncio.create_task(environment.call(call("touch")))
     await until(instance.hangs.is_set)
     hanging.cancel()
-    with pytest.raises(EnvironmentLost, match="`hang` did not end in its time"):
+    with pytest.raises(EnvironmentLost, match="`hang` did not end in time"):
         await waiting
     await environment.close()
     instance.release.set()

@@ -274,7 +274,7 @@ async def test_a_coroutine_that_goes_on_after_it_was_cancelled_ends_the_episode_
 
     model = ScriptedModel(calls(("wait", {})), "done")
     result = await played(model, Stubborn, tool_s=SHORT_S, setup_s=SHORT_S)
-    with pytest.raises(EnvironmentLost, match="`wait` went on after it was cancelled"):
+    with pytest.raises(EnvironmentLost, match="`wait` kept running after it was cancelled"):
         result.output()
     over.set()
 
@@ -297,7 +297,7 @@ async def test_a_budget_holds_whatever_an_environment_makes_of_its_cancellation(
     if stubborn == "close":
         assert result.output().reward == 1.0, "it was known before"
     else:
-        with pytest.raises(EnvironmentLost, match=r"took longer than 0.2 s|`act` went on after it was cancelled"):
+        with pytest.raises(EnvironmentLost, match=r"took longer than 0.2 s|`act` kept running after it was cancelled"):
             result.output()
     over.set()
 
@@ -321,7 +321,7 @@ async def test_a_tool_that_hangs_in_a_thread_ends_the_episode_as_infrastructure(
     model = ScriptedModel(calls(("hang", {})), "done")
     result = await played(model, lambda: instance, tool_s=1.0)
     assert result.status == RolloutStatus.ABORTED
-    with pytest.raises(EnvironmentLost, match=r"`hang` did not end in its time.*cannot be cancelled"):
+    with pytest.raises(EnvironmentLost, match=r"`hang` did not end in time.*cannot be cancelled"):
         result.output()
     assert len(model.requests) == 1
     instance.release.set()
@@ -356,7 +356,7 @@ async def test_a_call_that_cannot_be_cancelled_keeps_its_own_time_and_no_other_o
     result = await played(model, Slow, **limits)
     assert result.output().reward == 1.0
     shown = [each["content"] for each in result.transcript.messages if each["role"] == "tool"]
-    late = "<error>Tool failed: it was not carried out: the time for this answer's tools was over</error>"
+    late = "<error>Tool failed: it was not carried out: the time for this answer's tools had run out</error>"
     assert shown == ["rested", "rested", late]
     assert result.status == (RolloutStatus.COMPLETED if limit == "turn_s" else RolloutStatus.TRUNCATED)
 

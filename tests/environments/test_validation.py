@@ -144,7 +144,7 @@ class Generous(Counter):
 async def test_rewards_by_chance_and_rewards_out_of_their_range_are_found() -> None:
     # nothing, then gold, then gold once more
     assert (await problems(Chance))["determinism"] == ("Played a second time, the reward `luck` was 2 instead of 1.",)
-    assert await problems(Generous) == {"range": ("The reward `much` was 1.01, and is declared to lie from 0 to 1.",)}
+    assert await problems(Generous) == {"range": ("The reward `much` was 1.01, but is declared to lie from 0 to 1.",)}
 
 
 class Unsolved(Counter):
@@ -166,9 +166,7 @@ async def test_a_gold_solution_that_solves_nothing_is_found() -> None:
     first, second, third = (await problems(Unsolved))["gold"]
     assert first.startswith("A call of the gold solution failed: the arguments are wrong: amount: ")
     assert second == "The gold solution is not a success."
-    assert third == (
-        "The gold solution has the reward -0.5, and doing nothing -0.5, so that there is nothing to learn."
-    )
+    assert third == ("The gold solution has the reward -0.5, and doing nothing -0.5, so there is nothing to learn.")
     assert (await problems(NoSolution))["plays"][0].startswith(
         "It cannot be played: NoSolution.gold returned list, or has other things in it: it returns a list of "
     )
@@ -219,7 +217,7 @@ class Uneven(Quiz):
 
 
 async def test_the_range_of_a_reward_holds_for_each_call() -> None:
-    assert (await problems(Uneven))["range"] == ("The reward `uneven` was 2, and is declared to lie from 0 to 1.",)
+    assert (await problems(Uneven))["range"] == ("The reward `uneven` was 2, but is declared to lie from 0 to 1.",)
 
 
 # ---- the command ----

@@ -13,5 +13,5 @@ def test_a_variable_that_is_not_set_or_blank_leaves_the_default(variables: dict[
 
 @pytest.mark.parametrize("text", ["0", "65", "eight", "-1", "1.5", "٨", "²", "9" * 5000])
 def test_what_is_no_number_in_its_range_is_refused(text: str) -> None:
-    with pytest.raises(Refused, match=f"N is '{text[:40]}': it is a number from 1 to 64"):
+    with pytest.raises(Refused, match=f"N is '{text[:40]}': it must be a number from 1 to 64"):
         number_of({"N": text}, "N", 8, 1, 64)

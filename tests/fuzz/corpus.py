@@ -1,4 +1,4 @@
-"""A valid request for every route of every HTTP api, from which the wrong ones are made.
+"""A valid request for every route of every HTTP server, from which the wrong ones are made.
 
 `@episode@` and the like stand for what the hive that is running has: `Names` of tests/fuzz/http.py fills them in.
 """
@@ -300,7 +300,7 @@ TOKENIZE: list[Tree] = [
     {"model": "any", "messages": [USER], "tools": [TOOL], "add_generation_prompt": False},
 ]
 DETOKENIZE: list[Tree] = [{"model": "any", "tokens": [1, 2, 3]}]
-TENANT = "s-fuzz:train:0"
+MODEL_ID = "s-fuzz:train:0"
 ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "grad_clip_norm": 1.0}
 DATUM = {
     "model_input": {"input_ids": [1, 2]},
@@ -312,7 +312,7 @@ DATUM = {
 LOSS = {"data": [DATUM], "loss_fn": "cross_entropy", "loss_fn_params": {"z_loss_coef": 0.1}}
 SAVE: list[Tree] = [
     {"model_id": "default", "seq_id": 1, "path": "a", "ttl_seconds": 60.0, "overwrite": True},
-    {"model_id": TENANT, "seq_id": 3, "sampling_session_seq_id": 1, "kind": "snapshot"},
+    {"model_id": MODEL_ID, "seq_id": 3, "sampling_session_seq_id": 1, "kind": "snapshot"},
 ]
 TRAINING: dict[str, list[Tree]] = {
     "client/config": [{"sdk_version": "0.38.0"}],
@@ -340,7 +340,7 @@ TRAINING: dict[str, list[Tree]] = {
     "forward": [{"model_id": "default", "seq_id": 1, "forward_input": LOSS}],
     "optim_step": [
         {"model_id": "default", "seq_id": 2, "adam_params": ADAM, "learning_rate": 1e-3, "gradient_clip": 1.0},
-        {"model_id": TENANT, "seq_id": 2, "adam_params": ADAM},
+        {"model_id": MODEL_ID, "seq_id": 2, "adam_params": ADAM},
     ],
     "abort_gradient_epoch": [{"model_id": "default", "seq_id": 1}],
     "save_weights": SAVE,
@@ -348,13 +348,13 @@ TRAINING: dict[str, list[Tree]] = {
     "save_weights_external": SAVE,
     "load_weights": [
         {"model_id": "default", "seq_id": 1, "path": "xorl://default/weights/a", "optimizer": True},
-        {"session_id": "s-fuzz", "model_seq_id": 1, "path": f"tinker://{TENANT}/weights/a", "optimizer": False},
+        {"session_id": "s-fuzz", "model_seq_id": 1, "path": f"tinker://{MODEL_ID}/weights/a", "optimizer": False},
     ],
     "unload_model": [{"model_id": "default"}],
     "kill_session": [{"model_id": "default", "save_checkpoint": True, "reset_weights": False}],
-    "retrieve_future": [{"request_id": f"{TENANT}:1", "allow_metadata_only": True}, {"request_id": "default:1.1"}],
-    "get_info": [{"model_id": TENANT}],
-    "weights_info": [{"tinker_path": f"tinker://{TENANT}/weights/a"}, {"xorl_path": "xorl://default/weights/a"}],
+    "retrieve_future": [{"request_id": f"{MODEL_ID}:1", "allow_metadata_only": True}, {"request_id": "default:1.1"}],
+    "get_info": [{"model_id": MODEL_ID}],
+    "weights_info": [{"tinker_path": f"tinker://{MODEL_ID}/weights/a"}, {"xorl_path": "xorl://default/weights/a"}],
     "list_checkpoints": [{"model_id": "default"}],
     "training_runs/{model}/checkpoints/{kind}/{name}/ttl": [{"ttl_seconds": 60}],
     "sessions/search": [
@@ -374,7 +374,7 @@ SAMPLED = {"max_tokens": 4, "temperature": 1.0, "top_p": 0.9, "top_k": 5, "seed"
 SAMPLING: dict[str, list[Tree]] = {
     "create_sampling_session": [
         {"session_id": "s-fuzz", "sampling_session_seq_id": 0, "base_model": "tiny"},
-        {"session_id": "s-fuzz", "sampling_session_seq_id": 1, "model_path": f"tinker://{TENANT}/sampler_weights/a"},
+        {"session_id": "s-fuzz", "sampling_session_seq_id": 1, "model_path": f"tinker://{MODEL_ID}/sampler_weights/a"},
     ],
     "asample": [
         {

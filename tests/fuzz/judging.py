@@ -8,7 +8,7 @@ import msgspec
 
 from bombus.errors import STATUS, Code
 from bombus.hive.generation import Fault, FrameReader, decode_request
-from tests.fuzz.requests import HttpCase, ModelAPI
+from tests.fuzz.requests import HttpCase, Server
 from tests.fuzz.sockets import Ended, HttpAnswer, Received, answers_in
 
 # No replica, too much at once, full storage, a bus that is away, a limit of time: none of these is so while the engine
@@ -42,7 +42,7 @@ def _heads(received: bytes) -> list[HttpAnswer]:
 def _wrong_answer(case: HttpCase, answer: HttpAnswer, settled: bool, fill: Callable[[bytes], bytes]) -> str:
     if b"Traceback (most" in answer.body:
         return "it shows a traceback"
-    if case.api == ModelAPI.GATEWAY and b'"code":"internal"' in answer.body.replace(b" ", b""):
+    if case.api == Server.GATEWAY and b'"code":"internal"' in answer.body.replace(b" ", b""):
         return "it tells of a fault inside"
     if answer.status < 500:
         return ""
@@ -51,7 +51,7 @@ def _wrong_answer(case: HttpCase, answer: HttpAnswer, settled: bool, fill: Calla
     is_cut = not answer.complete and not answer.body  # by a client that left after the head
     if answer.status != 503 or (code not in DOCUMENTED and not is_cut):
         return "a fault of the server"
-    if case.api == ModelAPI.REPLICA:
+    if case.api == Server.REPLICA:
         return "" if not settled or _is_for_another(fill(case.requests[0].body)) else "503 while it serves"
     return "503 while the engine rolls" if settled else ""
 

@@ -68,7 +68,7 @@ async def send(bus: Bus, seed: int, number: int, trainer_epoch: int) -> None:
 
 
 async def _object(bus: Bus, name: str, description: bytes) -> None:
-    """Store an object, fail_gradient its description, and read it."""
+    """Store an object, spoil its description, and read it."""
     blobs = Blobs(bus)
     await blobs.put(name, b"content")
     await bus.publisher.publish(blobs._meta_subject(name), description[: 1 << 18], msg_id=f"{name}-spoiled")

@@ -21,7 +21,7 @@ Route = tuple[str, str]  # the method and the path
 Fill = Callable[[bytes], bytes]  # puts what a hive has where `@episode@` and the like stand
 
 
-class ModelAPI(StrEnum):
+class Server(StrEnum):
     GATEWAY = auto()
     REPLICA = auto()
 
@@ -64,7 +64,7 @@ class HttpCase:
     """
 
     number: int
-    api: ModelAPI
+    api: Server
     kind: Kind
     requests: tuple[Request, ...]
     within_s: float
@@ -81,7 +81,7 @@ class HttpCase:
 class SlowSender:
     """A client that never comes to the end of its request. The server has to close within `limit_s`."""
 
-    api: ModelAPI
+    api: Server
     chunks: tuple[bytes | float, ...]
     limit_s: float
 
@@ -96,16 +96,16 @@ def slow_sender(seed: int, number: int) -> SlowSender:
     limit_s = SLOW_S + (DEFAULTS.body_s if in_body else DEFAULTS.head_s)
     drip = [part for _ in range(round(limit_s)) for part in (1.0, pick.choice((b"x", b"{", b" ")))]
     return SlowSender(
-        pick.choice(list(ModelAPI)), (start[: -pick.randrange(1, 8)] if not in_body else start, *drip), limit_s
+        pick.choice(list(Server)), (start[: -pick.randrange(1, 8)] if not in_body else start, *drip), limit_s
     )
 
 
 def http_case(seed: int, number: int, routes: Sequence[Route], avoided: str = "/stop_engine") -> HttpCase:
     """Return a case for the gateway, whose `routes` these are, or for a replica. `avoided` is not called."""
     pick = random.Random(f"http/{seed}/{number}")
-    api = pick.choices((ModelAPI.GATEWAY, ModelAPI.REPLICA), (8, 1))[0]
+    api = pick.choices((Server.GATEWAY, Server.REPLICA), (8, 1))[0]
     kind = pick.choices(list(Kind), (70, 14, 9, 7))[0]
-    if api == ModelAPI.REPLICA:
+    if api == Server.REPLICA:
         route, request = _replica_request(pick, changes=kind == Kind.CONTENT)
     elif kind == Kind.TOGETHER:
         return HttpCase(number, api, kind, _together(pick), CALL_S)

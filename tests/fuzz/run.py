@@ -25,7 +25,7 @@ from bombus_gateway.settings import GatewaySettings
 from tests.fuzz import messages
 from tests.fuzz.hive import RSS_MIB_MAX, FuzzedHive, Held, fuzzed_hive, written
 from tests.fuzz.judging import wrong_with
-from tests.fuzz.requests import HttpCase, ModelAPI, Route, http_case, slow_sender
+from tests.fuzz.requests import HttpCase, Route, Server, http_case, slow_sender
 from tests.fuzz.sockets import Address, Ended, Received, answers_in, exchange
 
 WORKERS = 6
@@ -187,8 +187,8 @@ class _Runner:
             if received.ended == Ended.LEFT:
                 self._note("slow", [f"slow sender {number} at the {client.api} is open after {client.limit_s:.0f} s"])
 
-    def _address(self, api: ModelAPI) -> Address:
-        return self._hive.gateway if api == ModelAPI.GATEWAY else self._hive.replica
+    def _address(self, api: Server) -> Address:
+        return self._hive.gateway if api == Server.GATEWAY else self._hive.replica
 
     def _break(self, cases: str, found: Sequence[str]) -> None:
         """Note what ends a run: a hive with such a fault would only show what follows from it."""

@@ -15,7 +15,7 @@ from tests.fuzz.decoders import Decoder, all_decoders
 from tests.fuzz.decoding import BadDecoding, problem, run
 from tests.fuzz.judging import wrong_with
 from tests.fuzz.messages import message
-from tests.fuzz.requests import HttpCase, Kind, ModelAPI, Request, http_case
+from tests.fuzz.requests import HttpCase, Kind, Request, Server, http_case
 from tests.fuzz.run import fuzz, routes_of
 from tests.fuzz.sockets import Ended, Received
 from tests.fuzz.values import Pairs, at, copies, mutated, paths
@@ -48,9 +48,9 @@ DECODING = {
     "bombus/environments/pools/remote.py": "what a model samples: tests/environments/pools/test_remote.py",
     "bombus/environments/serving/announcing.py": SERVER,
     "bombus/export/finding.py": "a map of files, which is decoded as messages are",
-    "bombus/hive/events.py": "event",
+    "bombus/hive/events/__init__.py": "event",
     "bombus/hive/generation.py": "generate",
-    "bombus/hive/inbox.py": "inbox message",
+    "bombus/hive/inbox/__init__.py": "inbox message",
     "bombus/operations/kinds.py": "operation",
     "bombus/hive/records.py": "call record",
     "bombus/hive/status/data.py": OWN,
@@ -233,7 +233,7 @@ def test_a_change_leaves_the_tree_that_it_was_made_of_alone() -> None:
     ],
 )
 def test_an_answer_that_must_not_be_is_found(sent: bytes, settled: bool, wrong: str) -> None:
-    case = HttpCase(1, ModelAPI.GATEWAY, Kind.CONTENT, (Request("POST", "/x"),), 1.0)
+    case = HttpCase(1, Server.GATEWAY, Kind.CONTENT, (Request("POST", "/x"),), 1.0)
     found = wrong_with(case, [Received(sent, Ended.CLOSED)], settled, bytes)
     assert (wrong in found) if wrong else not found
 
@@ -242,7 +242,7 @@ def test_an_answer_that_must_not_be_is_found(sent: bytes, settled: bool, wrong: 
     ("status", "settled", "wrong"), [(503, False, ""), (503, True, "503 while"), (500, False, "a fault of the server")]
 )
 def test_an_answer_that_its_client_cut_off_is_judged_by_its_status(status: int, settled: bool, wrong: str) -> None:
-    case = HttpCase(1, ModelAPI.REPLICA, Kind.DROPPED, (Request("POST", "/generate"),), 1.0, is_owed=False)
+    case = HttpCase(1, Server.REPLICA, Kind.DROPPED, (Request("POST", "/generate"),), 1.0, is_owed=False)
     sent = b"HTTP/1.1 %d x\r\ntransfer-encoding: chunked\r\n\r\n" % status
     found = wrong_with(case, [Received(sent, Ended.CLOSED)], settled, bytes)
     assert (wrong in found) if wrong else not found

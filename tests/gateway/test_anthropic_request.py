@@ -229,7 +229,7 @@ def test_an_answer_may_have_a_schema(field: str) -> None:
     form = {"type": "json_schema", "schema": SCHEMA}
     more: dict[str, Any] = {"output_format": form} if field == "output_format" else {"output_config": {"format": form}}
     assert read(**more).demands == (Demand(field, schema=SCHEMA),)
-    with pytest.raises(BadParameter, match="has a JSON schema, which is an object"):
+    with pytest.raises(BadParameter, match="needs a JSON schema, which must be an object"):
         read(output_format={"type": "json_schema", "schema": []})
     assert left_out(output_config={"format": {"type": "yaml"}}) == ["output_config.format"]
     assert left_out(output_config={"format": {}, "effort": "high"}) == []

@@ -203,9 +203,9 @@ async def test_a_few_bytes_that_are_a_large_body_are_one(encoding: str) -> None:
 @pytest.mark.parametrize(
     ("bounds", "body", "why"),
     [
-        (TRAINING, b"[" + b"1," * limits.TRAINING_NUMBERS + b"1,1]", "more than 8388608 values; send fewer data"),
-        (TRAINING, b"{" + b'"":1,' * limits.TRAINING_FIELDS + b'"":1}', "more than 262144 names; send fewer data"),
-        (TRAINING, b"[" + b"[]," * limits.TRAINING_FIELDS + b"1]", "more than 262144 lists and objects; send fewer"),
+        (TRAINING, b"[" + b"1," * limits.TRAINING_NUMBERS + b"1,1]", "more than 8388608 values; send less data"),
+        (TRAINING, b"{" + b'"":1,' * limits.TRAINING_FIELDS + b'"":1}', "more than 262144 names; send less data"),
+        (TRAINING, b"[" + b"[]," * limits.TRAINING_FIELDS + b"1]", "more than 262144 lists and objects; send less"),
         (TRAJECTORIES, b"[" + b"{}," * limits.TRAJECTORY_LISTS + b"1]", "more than 1048576 lists and objects; send"),
     ],
     ids=["numbers", "names", "lists", "groups"],

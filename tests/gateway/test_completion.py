@@ -63,7 +63,7 @@ def test_an_answer_that_cannot_be_read_is_its_text(fails_at: int, caplog: pytest
     completion.end(FinishReason.STOP)
     assert completion.text() == "the quick fox"
     assert completion.misread
-    assert "could not be read" in caplog.text
+    assert "could not be parsed" in caplog.text
     choice = completion.choice()
     assert choice.token_ids() == tokens
     assert choice.message == {"role": "assistant", "content": "the quick fox"}

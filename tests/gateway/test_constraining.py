@@ -124,7 +124,7 @@ def test_an_evaluation_is_constrained_where_a_replica_can(sampling: Any) -> None
 def test_training_is_constrained_where_the_job_obeys_what_biases() -> None:
     for sampling in ("override", "refuse"):
         found = why_unconstrained(RolloutConfig(sampling=sampling), EpisodeType.TRAIN, True)
-        assert "drawn from the policy alone" in found
+        assert "drawn only from the policy" in found
     assert why_unconstrained(RolloutConfig(sampling="obey"), EpisodeType.TRAIN, True) == ""
     assert "no replica" in why_unconstrained(RolloutConfig(sampling="obey"), EpisodeType.TRAIN, False)
 

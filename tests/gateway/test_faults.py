@@ -168,10 +168,10 @@ async def test_a_replica_whose_answers_cannot_be_right_is_quarantined_and_nothin
         while len(served.replica.requests) < WRONG_MAX:  # an attempt of which nothing has gone out is made again
             answer = await http.post("/v1/chat/completions", json=body)
             answers += answer.status_code == 200
-            assert "cannot be right: the logprob nan" in answer.text
+            assert "is invalid: the logprob nan" in answer.text
             assert "[DONE]" not in answer.text
     await served.until(lambda engine: engine.suspended != "")
-    assert "replica-1: a replica's answer cannot be right: the logprob nan" in served.engine.suspended
+    assert "replica-1: a replica's answer is invalid: the logprob nan" in served.engine.suspended
     if answers:
         records = await served.records(episode, answers)
         assert {record.status for record in records} == {CallStatus.CUT_OFF}
@@ -329,7 +329,7 @@ async def test_interleaved_agents_merge_on_their_own_lines_and_a_rewritten_histo
     assert len(records[4].messages) == 6
 
 
-async def test_a_auxiliary_call_and_a_sub_agent_are_recorded_as_such(served: GatewayHive) -> None:
+async def test_an_auxiliary_call_and_a_sub_agent_are_recorded_as_such(served: GatewayHive) -> None:
     episode, key = await served.claim()
     client = served.client(key)
     titled = "You are a title generator. You output ONLY a thread title. Nothing else."
@@ -344,7 +344,7 @@ async def test_a_auxiliary_call_and_a_sub_agent_are_recorded_as_such(served: Gat
     assert [call.masked for call in await served.calls(episode, 3)] == [True, False, False]
 
 
-async def test_a_auxiliary_call_that_the_job_trains_is_noted_like_others(bus: Bus) -> None:
+async def test_an_auxiliary_call_that_the_job_trains_is_noted_like_others(bus: Bus) -> None:
     rollout = {**JOB["bombus"]["rollout"], "auxiliary_calls": "train"}
     async with gateway_hive(bus, {"bombus": {**JOB["bombus"], "rollout": rollout}}) as hive:
         episode, key = await hive.claim()
@@ -505,7 +505,7 @@ async def test_r18_a_gateway_that_has_not_folded_the_log_takes_nothing(served: G
     _, key = await served.claim()
     async with gateway_of(bus, ready=False) as (_, url), httpx.AsyncClient(base_url=url) as http:
         assert (await http.get("/health")).status_code == 503
-        assert (await http.get("/ready")).json()["why"].startswith("This gateway still reads the log")
+        assert (await http.get("/ready")).json()["why"].startswith("This gateway is still reading the log")
         with pytest.raises(openai.InternalServerError, match="starting"):
             await served.client(key, url).chat.completions.create(model=MODEL, messages=USER)
 

@@ -130,7 +130,7 @@ def test_a_header_of_codex_that_cannot_be_read_says_nothing(header: bytes) -> No
         (AIDER_SUMMARY, "compaction"),
     ],
 )
-def test_a_auxiliary_call_is_known_by_how_its_system_message_begins(system: str, auxiliary_call: str) -> None:
+def test_an_auxiliary_call_is_known_by_how_its_system_message_begins(system: str, auxiliary_call: str) -> None:
     assert auxiliary_call_of_chat(system) == auxiliary_call
     assert auxiliary_call_of_chat(f"You help. {system}") == ""
 
@@ -185,7 +185,7 @@ def test_main_agents_have_no_role() -> None:
         assert marks_of(headers, asked(TASK, tools=(BASH,))) == Marks()
 
 
-def test_a_auxiliary_call_of_a_sub_agent_keeps_its_role_which_has_a_limit() -> None:
+def test_an_auxiliary_call_of_a_sub_agent_keeps_its_role_which_has_a_limit() -> None:
     headers = CLAUDE | {b"x-claude-code-agent-id": b"a" * 100}
     request = asked({"role": "user", "content": CLAUDE_COMPACTION}, tools=(BASH,))
     assert marks_of(headers, request) == Marks(f"subagent {'a' * 55}", "compaction")

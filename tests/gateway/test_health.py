@@ -37,7 +37,7 @@ async def test_a_gateway_is_not_ready_while_the_bus_is_away_the_fold_is_behind_o
         async with gateway_of(bus, late=StandingStill(bus)) as (_, behind):
             assert "is behind the log: it has read 0 of" in await why_not(behind)
         await freeze(server)
-        assert await why_not(hive.base_url) == "The bus is away."
+        assert await why_not(hive.base_url) == "The bus is unreachable."
         thaw(server)
         await hive.replica_leaves("replica-1")
         assert (await why_not(hive.base_url)).startswith(f"No replica serves engine {ENGINE}")

@@ -151,7 +151,7 @@ async def test_a_claim_waits_on_the_server_until_the_last_engine_rolls(played: P
 async def test_what_is_wrong_with_a_claim_is_named(played: PlayedHive, small: PlayedHive) -> None:
     for engines, why in (
         (["main"], "engines: List should have at least 2 items"),
-        (["main", "main"], "each engine once"),
+        (["main", "main"], "each engine only once"),
         (["main", "none"], "none is not an engine of this hive, which has main, small"),
     ):
         reply = await claim(played, engines=engines)

@@ -87,7 +87,7 @@ async def test_nobody_has_to_know_whose_requests_are_open_while_there_is_room() 
         for each in of_alice:
             await requests.received(each, part)
     assert asked == []
-    with pytest.raises(Refused, match="4 requests are open here, and the limit is 4"):
+    with pytest.raises(Refused, match="4 requests are open here, but the limit is 4"):
         enter("alice")
     of_bob = [enter("bob"), enter("bob")]
     for each in of_bob * 2:

@@ -19,7 +19,7 @@ HI = [{"role": "user", "content": "hi"}]
 FUNCTION = {"name": "f", "parameters": {"type": "object"}}
 TOOLS = [{"type": "function", "function": FUNCTION}]
 # How a client names a request, caches or keeps it: no answer depends on these, and nobody waits for anything.
-SAID = "said of the request, and no request"
+SAID = "said of the request, and asks for nothing"
 DONE, LEFT_OUT, REFUSED = "carried out", "left out by name", "refused by name"
 
 

@@ -327,7 +327,7 @@ def test_several_calls_are_followed_by_their_results_although_the_template_takes
         made.renderer.render(conversation, [TOOL])
 
 
-def test_text_beauxiliary_calls_stays_where_a_template_takes_it_for_the_reasoning() -> None:
+def test_text_beside_calls_stays_where_a_template_takes_it_for_the_reasoning() -> None:
     made = model(
         "{% for tool in tools or [] %}<|tool|>{{ tool | tojson }}{% endfor %}"
         "{% for message in messages %}<|head|>{{ message.role }}<|body|>"
@@ -443,7 +443,9 @@ def test_what_a_template_loses_without_a_word_is_refused_with_the_cure() -> None
         renderer.render([user("a")], [TOOL])
     with pytest.raises(Refused, match=r"messages\.0: .* drops messages of role system"):
         renderer.render([{"role": "system", "content": "fox"}, user("a")], [])
-    with pytest.raises(Refused, match=r"messages\.1: .* drops messages of role tool .*: set model\.tools to hermes"):
+    with pytest.raises(
+        Refused, match=r"messages\.1: .* silently drops messages of role tool: set model\.tools to hermes"
+    ):
         renderer.render([user("a"), {"role": "tool", "tool_call_id": "c", "content": "fox"}], [])
     renderer.render([user("a"), {"role": "system", "content": "  "}], [])
 

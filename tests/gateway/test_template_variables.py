@@ -107,7 +107,7 @@ async def test_a_job_that_says_nothing_refuses_variables_and_names_the_cure(bus:
         ({"add_generation_prompt": False}, "add_generation_prompt is what rendering itself gives"),
         ({"bos_token": ""}, "bos_token is what rendering itself gives"),
         ({"date": 2**63}, "date is a whole number of more than 64 bits"),
-        ({f"v{index}": 1 for index in range(65)}, "65 variables, and the limit is 64"),
+        ({f"v{index}": 1 for index in range(65)}, "65 variables, but the limit is 64"),
         ({"tools": [1]}, "Expected `bool | int | float | str`, got `array`"),
         ({"enable_thinking": None}, "got `null`"),
         ("enable_thinking", "Expected `object"),

@@ -145,7 +145,7 @@ def test_a_prompt_that_is_too_long_is_refused(tokens: int, is_first: bool) -> No
 
 
 def test_a_conversation_whose_answers_have_used_up_the_jobs_response_length_gets_no_more() -> None:
-    with pytest.raises(Refused, match="have 900 tokens, and the job's max_response_length for all of them is 900"):
+    with pytest.raises(Refused, match="have 900 tokens, but the job's max_response_length for all of them is 900"):
         ADMITTED.answer_limit(CHAT, 950, 900, is_first=False)
 
 

@@ -18,18 +18,18 @@ BEGINNING = """\
 This page is generated (`python -m tests.harnesses.table`) from what `make test-harnesses` measured: each harness below
 is installed from its package index in this version and plays episodes, unmodified, against a hive whose model is
 scripted. The model writes a program, reads it, runs it, looks at two files at once and says that it is done. For aider,
-which has no tools, it mends a file until a test passes.
+which has no tools, it fixes a file until a test passes.
 
 In every episode each token that was sampled is trained exactly once. Sequences are those of one such episode: 1 means
-that the harness only appends, so that every call extends the one before it. A harness that rewrites its past begins
+that the harness only appends, so that every call extends the one before it. A harness that rewrites its history begins
 a sequence where it does so; [below](#what-is-rewritten) are the tokens that differ. With the variables and settings of
-`tests/harnesses/catalogue/`, harnesses ask no host but the gateway for anything, unless their row says so.
+`tests/harnesses/catalogue/`, harnesses contact no host other than the gateway, unless their row says so.
 
-Overridden is what a harness asks for and does not get in a training episode, as the header `x-bombus-overridden` of
-each answer says; `max_tokens` is capped at the job's limit of a turn, which is 4096 here.
+Overridden is what a harness asks for but does not get in a training episode, as the header `x-bombus-overridden` of
+each answer says; `max_tokens` is capped at the job's limit per turn, which is 4096 here.
 
 `make test-harnesses` needs npm, and Python 3.12 for openhands-sdk (`HARNESSES_PYTHON` names one that is not on PATH).
-What cannot be installed is said in a line, and its tests are skipped.
+What cannot be installed is reported in one line, and its tests are skipped.
 
 """
 

@@ -54,6 +54,6 @@ def test_auxiliary_calls_are_counted_apart_and_are_neither_sequences_nor_rewrite
     assert evidence.lost == evidence.twice == ()
 
 
-def test_a_turn_that_shares_its_beginning_with_a_auxiliary_call_alone_is_no_rewrite() -> None:
+def test_a_turn_that_shares_its_beginning_with_an_auxiliary_call_alone_is_no_rewrite() -> None:
     title, first = record("t", [1, 9], [8], 2, auxiliary_call="title"), record("a", [1, 2], [3], 2)
     assert evidence_of([title, first], text_of).rewrites == ()

@@ -79,7 +79,7 @@ def test_how_long_the_sequences_of_a_replica_may_be_is_shown_where_it_says_so() 
     )
     story.tell(loaded)
     text = render_status(hive_of(story))
-    assert "replica-b http://10.0.0.5:8000 version 1, sequences of up to 2048 tokens, holds answers to a form\n" in text
+    assert "replica-b http://10.0.0.5:8000 version 1, sequences of up to 2048 tokens, structured output\n" in text
     assert text.count("sequences of up to") == 1
 
 
@@ -330,5 +330,5 @@ def test_three_steps_in_which_no_group_had_a_signal_are_warned_of() -> None:
         return engine_status(engine, step).silent
 
     assert [bool(train(5 + number, 1.0)) for number in range(3)] == [False, False, True]
-    assert "warning: nothing was learnt in the last 3 steps" in render_status(hive, ENGINE)
+    assert "warning: nothing was learned in the last 3 steps" in render_status(hive, ENGINE)
     assert not train(8, 0.0)

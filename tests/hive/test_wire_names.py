@@ -54,9 +54,11 @@ def test_no_error_code_is_renamed_or_removed_or_gets_another_status() -> None:
 
 
 def test_every_event_and_message_that_can_be_written_can_be_read() -> None:
-    assert {kind for kind in Event.__subclasses__() if kind.__module__ == Event.__module__} == set(get_args(AnyEvent))
+    assert {kind for kind in Event.__subclasses__() if kind.__module__.startswith("bombus.hive.events.")} == set(
+        get_args(AnyEvent)
+    )
     kinds = {below for kind in Message.__subclasses__() for below in (kind, *kind.__subclasses__())}
-    assert {kind for kind in kinds if kind.__module__ == Message.__module__} == set(get_args(AnyMessage))
+    assert {kind for kind in kinds if kind.__module__.startswith("bombus.hive.inbox.")} == set(get_args(AnyMessage))
 
 
 def test_the_snapshot_has_every_kind_of_struct() -> None:

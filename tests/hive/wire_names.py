@@ -1,4 +1,5 @@
-"""The names on the wire and on the log, read from the structs. `python -m tests.hive.wire_names` records them."""
+"""The names on the wire, on the log and in snapshots, read from the structs. `python -m tests.hive.wire_names` records
+them."""
 
 import json
 from enum import Enum
@@ -8,6 +9,7 @@ from typing import Any, get_args
 import msgspec
 from msgspec.inspect import type_info
 
+from bombus.bus.snapshots import Snapshot
 from bombus.errors import STATUS, Code
 from bombus.hive.events import AnyEvent
 from bombus.hive.generation import Frame, Generate
@@ -21,6 +23,7 @@ TOP_LEVEL: dict[str, tuple[type[msgspec.Struct], ...]] = {
     "answers": get_args(AnyAnswer),
     "records": (CallRecord,),
     "generation": (Generate, *get_args(Frame)),
+    "snapshots": (Snapshot,),
 }
 
 

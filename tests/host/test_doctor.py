@@ -100,11 +100,11 @@ def test_an_environment_that_is_unfinished_or_made_differently_is_missing(tmp_pa
     gpu = bool(nvidia_gpus())
     machine = ("with", "without") if not gpu else ("without", "with")
     for python, made_as, why in (
-        ("2.7.18", "of last year", f"by Python 2.7, and this is {here.rpartition('.')[0]}"),
+        ("2.7.18", "of last year", f"by Python 2.7, but this is {here.rpartition('.')[0]}"),
         (
             here,
             recipe("vllm", gpu=not gpu).digest,
-            "for a machine {} an NVIDIA GPU, and this is one {}".format(*machine),
+            "for a machine {} an NVIDIA GPU, but this is one {}".format(*machine),
         ),
         (here, "of last year", "by another bombus: of another version, or in another folder"),
     ):
@@ -148,7 +148,7 @@ async def test_a_server_with_the_default_size_of_messages_is_told_and_its_stream
         found = by_name(await asyncio.to_thread(streams_of, tmp_path, server.url, calls_bytes_max="400kB"))
         assert found["stream calls"].state == State.MISSING
         assert found["stream calls"].detail == "500 kB of 67 MB, 1 replica; at the next start 400 kB"
-        assert found["stream calls"].todo == "--calls-bytes-max has to be at least what the stream holds"
+        assert found["stream calls"].todo == "--calls-bytes-max must be at least what the stream holds"
         assert found["stream events"] == Finding("stream events", State.OK, "0 B of 67 MB, 1 replica")
 
 

@@ -14,7 +14,9 @@ def test_a_second_hive_in_one_folder_is_told_where_the_first_one_is(tmp_path: Pa
         held.flush()
         with pytest.raises(Refused) as refused, hold_folder(tmp_path / "hive"):
             pass
-    assert "a hive runs here, at http://127.0.0.1:10086: use it, or start another one" in refused.value.why
+    assert (
+        "a hive is already running here, at http://127.0.0.1:10086: use it, or start another one" in refused.value.why
+    )
     with hold_folder(tmp_path / "hive") as held:
         assert not (tmp_path / "hive" / "up").read_text(), "what ran here before is no hive that runs"
 

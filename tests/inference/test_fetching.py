@@ -174,7 +174,7 @@ async def test_without_a_full_copy_both_reasons_are_reported_and_the_current_ver
     before = (await given.fetch(1)).folder
     (Path(given.made[2].where) / DELTA_FILE).write_bytes(b"nothing of use")
     async with trainer(given.bus, lambda _: Refusal(code=Code.WRONG_PHASE, why="it was lost")):
-        with pytest.raises(EngineFault, match=r"has sha256 .*; and no full copy can be had: it was lost"):
+        with pytest.raises(EngineFault, match=r"has sha256 .*; and no full copy is available: it was lost"):
             await given.fetch(2)
     assert given.is_whole(1, before)
 

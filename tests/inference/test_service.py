@@ -168,7 +168,7 @@ async def test_a_replica_lets_in_the_gateways_of_its_hive_and_tells_others_at_mo
     async with replica(nats_url, hive), httpx.AsyncClient() as client:
         client.base_url = url = (await coordinator.receive(ReplicaAlive)).url
         for method, path in ROUTES:
-            for headers, why in ((None, "no key was sent"), (wrong, "the key that was sent is not it")):
+            for headers, why in ((None, "no key was sent"), (wrong, "another key was sent")):
                 refused = await client.request(method, path, headers=headers)
                 assert (refused.status_code, refused.json()["code"]) == (401, "bad_key"), (method, path)
                 assert why in refused.json()["why"]
@@ -241,7 +241,7 @@ async def test_a_limit_below_the_jobs_is_warned_about_once_for_each_run(
                 await coordinator.write(ready(run, version, what))
                 await coordinator.receive(WeightsLoadedFact, partial(is_of, run, version))
             await coordinator.write(ev.EngineStopped(engine="main", run=run))
-    warning = f"sequences end at 256 tokens and not at the job's {job.rollout.max_model_len}"
+    warning = f"sequences end at 256 tokens, not at the job's {job.rollout.max_model_len}"
     assert [message.partition(":")[0] for message in caplog.messages if "sequences end" in message] == [warning] * 2
 
 

@@ -20,13 +20,13 @@ from itertools import count
 from pathlib import Path
 
 import psutil
-from bombus.host.process import free_port
 from openai import OpenAI
 
 from bombus import Credentials, Job, SwarmClient, Task, WorkflowOutput
 from bombus.bus import Bus
 from bombus.bus.follow import Follower
 from bombus.hive.events import AnyEvent, EpochOpened
+from bombus.machine.process import free_port
 from bombus.replay.archive import FileSource
 from tests.logs.facts import FOLDER, facts_of
 

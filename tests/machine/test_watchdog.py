@@ -60,7 +60,7 @@ async def test_a_child_that_is_stopped_or_blocks_its_event_loop_is_killed_and_st
 ) -> None:
     async with kept(tmp_path / "lives", deed):
         await until_lives(tmp_path / "lives", 2)
-    assert "trainer main is silent for 2 s: it is killed" in caplog.text
+    assert "trainer main has been silent for 2 s: killing it" in caplog.text
 
 
 async def test_a_child_that_says_that_it_lives_is_left_alone_for_many_times_its_limit(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ This page is generated (`python -m tests.models.table`, transformers 5.23), and 
 engine, trainer and `bombus doctor` do with each of the {count} families of which transformers has a causal language
 model.
 
-What a model is called decides nothing. When trainer or replica load one, they compare what they compute with
+The name of a model does not matter. When trainer or replica load one, they compare what they compute with
 transformers' own forward pass, on a probe that is longer than every window that a sequence of the job can reach, and
 longer than a page of the cache. Where the logprobs differ, or the model's code fails, one sentence names the
 architecture: the trainer's ends the run in BOOTING, a replica's puts that replica in quarantine. `bombus doctor

@@ -227,7 +227,9 @@ async def test_a_suspended_run_says_so_beside_its_phase_and_why_in_full() -> Non
         await pilot.pause()
         assert "ROLLING, SUSPENDED" in text(app, PhaseBar)
         assert app.screen.query_one(Notice).display
-        assert text(app, Notice) == "✗ CUDA out of memory (once the cause is gone, `bombus resume` lets the run go on)"
+        assert (
+            text(app, Notice) == "✗ CUDA out of memory (once the cause is gone, `bombus resume` lets the run continue)"
+        )
 
 
 @pytest.mark.parametrize("size", [(40, 10), (20, 5), (10, 2), (300, 90)])

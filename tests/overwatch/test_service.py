@@ -89,4 +89,4 @@ def test_without_a_terminal_overwatch_names_the_command_that_prints() -> None:
     words = [sys.executable, "-m", "bombus", "overwatch", "--nats", "nats://127.0.0.1:1"]
     done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=WAIT_S)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("bombus overwatch: there is no terminal here to draw in: `bombus status` prints")
+    assert done.stderr.startswith("bombus overwatch: there is no terminal to draw in: use `bombus status`")

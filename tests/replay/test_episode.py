@@ -93,7 +93,7 @@ async def test_an_advantage_that_depends_on_the_whole_batch_is_not_shown(golden:
     transcript = await transcript_under(golden, "main-1-5", adv_estimator="reinforce_plus_plus")
     assert {turn.advantage for turn in transcript.turns} == {None}
     assert (
-        "no advantages: reinforce_plus_plus normalises over the whole batch: see `bombus replay batch`"
+        "no advantages: reinforce_plus_plus normalizes over the whole batch: see `bombus replay batch`"
         in transcript.notes
     )
 
@@ -251,7 +251,7 @@ def test_what_a_call_asked_for_and_did_not_get_is_shown() -> None:
     assert "  overridden or left out: messages.0" in [*text(transcript_of("messages.0"), 10, colour=False)]
 
 
-def test_a_auxiliary_call_that_is_not_trained_is_no_branch() -> None:
+def test_an_auxiliary_call_that_is_not_trained_is_no_branch() -> None:
     (turn,) = transcript_of("w").turns
     made = partial(msgspec.structs.replace, turn, auxiliary_call="")
     title = made(number=1, auxiliary_call="title", untrained="an auxiliary call")

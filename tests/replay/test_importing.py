@@ -166,7 +166,7 @@ async def test_an_import_that_was_ended_can_be_begun_again(bus: Bus, tmp_path: P
     await one_episode(bus)
     killed = EmbeddedServer(tmp_path / "hive" / DRAFT)
     await asyncio.to_thread(killed.start)
-    with pytest.raises(BusUnavailable, match="another nats-server is at work"):
+    with pytest.raises(BusUnavailable, match="another nats-server is running"):
         await imported(bus, tmp_path)
     killed.stop()  # its folder stays, as that of a process that was killed
     (tmp_path / "a.bombuslog").unlink()

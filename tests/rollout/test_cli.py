@@ -336,5 +336,5 @@ async def test_steps_that_the_tasks_can_never_make_are_refused(served: GatewayHi
     )
     code, printed, errors = await ended(rollout)
     assert (code, printed) == (1, "")
-    assert "and --task has 1" in errors
+    assert "but --task has 1" in errors
     assert not served.engine.open

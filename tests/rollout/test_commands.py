@@ -83,7 +83,8 @@ def test_a_program_that_no_episode_could_run_is_refused(tmp_path: Path) -> None:
     assert "names the interpreter '/no/such/shell', which is not here" in why("./other.sh")
     assert why(f"{tmp_path}") == f"--reward: {tmp_path} cannot be run: it is not a file"
     assert why("../check.sh") == (
-        "--reward: ../check.sh leaves the workspace, and episodes run in copies of it: give an absolute path"
+        "--reward: ../check.sh is outside the workspace, but episodes run in copies of the workspace: give an "
+        "absolute path"
     )
     assert why("/no/judge") == "--reward: there is no program /no/judge on this machine"
 

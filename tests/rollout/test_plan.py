@@ -35,11 +35,11 @@ def options(**given: object) -> RolloutOptions:
         ("--agent true --reward true --sandbox 'env {box}'", "--sandbox has the field {box}, which task a does not"),
         ("--agent true --reward ./judge.sh", "--reward: there is no program ./judge.sh in "),
         ("--agent nosuchagent --reward true", "--agent: there is no program nosuchagent on the PATH"),
-        ("--agent true --reward ../repo/check.sh", "--reward: ../repo/check.sh leaves the workspace"),
+        ("--agent true --reward ../repo/check.sh", "--reward: ../repo/check.sh is outside the workspace"),
         ("--agent true --reward ./", "--reward: "),
         ("--agent true --reward true -n 0", "-n 0 is refused: it takes"),
         ("--agent true --reward true --timeout-s 0", "--timeout-s 0.0 is refused: it takes"),
-        ("--agent true --reward true --steps 1 --eval", "--eval does not go with --steps"),
+        ("--agent true --reward true --steps 1 --eval", "--eval cannot be combined with --steps"),
         ("--agent true --reward true --url hive:10086", "--url: server_url 'hive:10086' must begin with http://"),
         ("--agent true --reward true --scratch none", "--scratch none is not a folder"),
         ("--agent true --reward true --out tasks.jsonl", "--out tasks.jsonl cannot be made: "),
@@ -113,4 +113,4 @@ def test_a_limit_is_reached_by_what_was_recorded(calls: int, tokens: int, reason
 )
 def test_fewer_tasks_than_a_batch_has_are_told(folder: Path, method: Method, batch: int, is_short: bool) -> None:
     pool = PoolInformation(sample_collection_method=method, completed_task_target=batch)
-    assert ("and --task has 1" in shortage_of_tasks(plan_of(options()), pool)) == is_short
+    assert ("but --task has 1" in shortage_of_tasks(plan_of(options()), pool)) == is_short

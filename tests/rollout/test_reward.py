@@ -37,7 +37,7 @@ def test_a_number_in_the_last_line_wins_over_the_exit_code(exit_code: int, outpu
         (-9, "cases run:\n41\n", "the reward command was ended by signal 9"),
         (137, "0.5", "what the reward command ran was ended by signal 9"),
         (137, "", "ended by signal 9"),
-        (0, "1763850000000", "last line is 1763850000000, and a reward is at most 1e"),
+        (0, "1763850000000", "last line is 1763850000000, but a reward is at most 1e"),
         (0, "-1e300", "last line is -1e300"),
         (0, "nan", "last line is nan"),
         (0, "1e999", "last line is 1e999"),

@@ -286,7 +286,7 @@ async def test_an_agent_that_makes_no_call_ends_the_rollout_with_its_last_words(
 ) -> None:
     rolled = Rolled(folder, client, repeat=50, agent="sh -c 'echo no such model >&2; exit 2'", concurrency=2)
     with pytest.raises(
-        Pointless, match=r"(?s)exit code 2 .* no model call of it was answered.*ends with:\nno such model"
+        Pointless, match=r"(?s)exit code 2 .* none of its model calls was answered.*ends with:\nno such model"
     ):
         await rolled.run()
     await served.until(lambda engine: not engine.open)
@@ -336,7 +336,7 @@ async def test_an_agent_that_fails_while_no_replica_serves_is_played_again(
 async def test_an_agent_that_failed_while_the_hive_was_away_is_not_rewarded(
     served: GatewayHive, folder: Path, exit_code: int, lost: int
 ) -> None:
-    api = ModelAPI()
+    api = Outage()
     write_tasks(folder, {"prompt": "the quick"})
     agent = f"sh -c '{AGENT} x 1; touch {folder}/has_called; sleep 3; exit {exit_code}'"
     async with AsyncSwarmClient(served.base_url, verbose=False, transport_=api) as client:
@@ -350,10 +350,10 @@ async def test_an_agent_that_failed_while_the_hive_was_away_is_not_rewarded(
         tally = await running
     assert tally.lost.total() == lost
     if lost:
-        assert "the hive was away while the agent ran, which failed (exit code 1)" in str(tally.lost)
+        assert "the hive was away while the agent ran, and the agent failed (exit code 1)" in str(tally.lost)
 
 
-class ModelAPI(httpx.AsyncHTTPTransport):
+class Outage(httpx.AsyncHTTPTransport):
     """The way to a hive, which can be shut."""
 
     def __init__(self) -> None:

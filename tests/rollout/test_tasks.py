@@ -36,7 +36,7 @@ def test_texts_are_put_into_commands_as_they_are_and_other_values_as_json(tmp_pa
         ('{"task_id": "b"}', "line 2 is not a task: it has no `prompt`"),
         ('{"prompt": ""}', "line 2 is not a task: it has no `prompt`"),
         ('{"prompt": "p", "task_id": 7}', "line 2 is not a task: `task_id` is a text"),
-        ('{"prompt": "p", "task_id": "a"}', "line 2 is not a task: task_id 'a' is that of line 1 too"),
+        ('{"prompt": "p", "task_id": "a"}', "line 2 is not a task: task_id 'a' is also that of line 1"),
         ('{"prompt": "p", "workspace": "x"}', "line 2 is not a task: `workspace` is not for tasks"),
         ('{"prompt": "\\u0000"}', "line 2 is not a task: it has a null character"),
         (f'{{"prompt": "{"x" * TASK_BYTES}"}}', f"line 2 is not a task: it has over {TASK_BYTES} bytes"),

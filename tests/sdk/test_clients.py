@@ -632,7 +632,7 @@ async def test_ctrl_c_ends_a_program_whose_claims_wait_at_once_and_their_wait_to
 async def test_a_group_that_is_cancelled_while_the_hive_is_away_ends_at_once(url: str) -> None:
     away = asyncio.Event()
 
-    class ModelAPI(httpx.AsyncHTTPTransport):
+    class Outage(httpx.AsyncHTTPTransport):
         async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
             if away.is_set():
                 raise httpx.ConnectError("nobody is there", request=request)
@@ -643,7 +643,7 @@ async def test_a_group_that_is_cancelled_while_the_hive_is_away_ends_at_once(url
         await asyncio.Event().wait()
         return 1.0
 
-    async with AsyncSwarmClient(url, transport_=ModelAPI(), retry_s=3600) as client:
+    async with AsyncSwarmClient(url, transport_=Outage(), retry_s=3600) as client:
         running = asyncio.create_task(client.run_group(TASK, agent, 2))
         await asyncio.wait_for(away.wait(), PATIENCE_S)
         running.cancel()

@@ -430,7 +430,7 @@ def test_a_program_that_joins_a_run_is_told_where_it_goes_on(caplog: pytest.LogC
     }
     driver = Driver([ok(running), SAME])
     driver.run(driver.core.auto_sync_train_config_and_start_engine({}))
-    assert "goes on with its run 3 after step 7, and the next batch begins with 12 ended episodes" in caplog.text
+    assert "continues its run 3 after step 7, and the next batch begins with 12 ended episodes" in caplog.text
 
 
 def test_what_a_job_has_that_means_nothing_here_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -445,7 +445,7 @@ def test_an_engine_that_trains_another_model_is_not_joined() -> None:
     with pytest.raises(OtherModel) as caught:
         driver.run(driver.core.auto_sync_train_config_and_start_engine({}))
     assert str(caught.value) == (
-        "The engine at http://hive:10086 goes on with the job that it runs, which is not yours: model.path is 'tiny', "
+        "The engine at http://hive:10086 keeps running its current job, which is not yours: model.path is 'tiny', "
         "not 'smollm2'; trainer.lr is 0.1, not 0.2. To train yours, stop the engine first, with client.stop_engine() "
         "or `bombus stop`."
     )
@@ -491,7 +491,7 @@ def test_an_engine_that_is_offline_is_configured_and_started() -> None:
 
 
 def test_a_start_that_the_job_is_refused_for_is_not_taken_for_the_start_of_another_client() -> None:
-    why = "This experiment has begun, and the checkpoint of version 2 of run 1 is another job's"
+    why = "This experiment has begun, but the checkpoint of version 2 of run 1 is another job's"
     refused = ok({"success": False, "error": why, "code": "bad_config"})
     driver = Driver([status("ENGINE.OFFLINE"), ok({"success": True}), refused])
     with pytest.raises(BadConfig, match=why):
@@ -513,7 +513,7 @@ def test_a_client_that_waits_for_a_suspended_run_is_told_once_why_and_how_it_goe
     driver.run(driver.core.wait_for_status("ENGINE.ROLLING"))
     assert [record.getMessage() for record in caplog.records] == [
         f"the run is suspended: {why}",
-        "once the cause is gone, client.resume_engine() or `bombus resume` lets it go on",
+        "once the cause is gone, client.resume_engine() or `bombus resume` lets it continue",
     ]
 
 
@@ -664,7 +664,7 @@ def test_episodes_of_a_job_and_those_without_a_sampler_are_not_asked_for() -> No
 def test_data_that_were_read_are_returned_even_if_the_server_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
     driver = Driver([ok(READ), *[NoReply("gone")] * 20], retry_s=1.0)
     assert len(driver.run(driver.core.take_datums(["e1"]))) == 1
-    assert "stay on the server until their time is over" in caplog.text
+    assert "stay on the server until they expire" in caplog.text
 
 
 def test_those_that_are_left_are_read_next_and_those_that_give_none_are_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -291,7 +291,7 @@ def test_roles_without_an_engine_of_their_own_are_refused_before_anything_is_sen
 def test_a_report_that_lacks_a_role_is_refused_before_anything_is_sent() -> None:
     driver = MultiModelDriver([ok(GRANTED)])
     (multi,) = driver.run(driver.multi.begin_multi_model_episodes(1, ROLES))
-    with pytest.raises(ValueError, match=r"\['planner', 'worker'\], and there are results for \['planner'\]"):
+    with pytest.raises(ValueError, match=r"\['planner', 'worker'\], but there are results for \['planner'\]"):
         driver.run(driver.multi.end_multi_model_episodes([(TASK, multi, {"planner": 1.0})]))
     assert len(driver.sent) == 1
 

@@ -173,11 +173,11 @@ def test_each_distinct_error_is_shown_once_with_its_traceback_and_then_counted(
         for name in ("one", "two", "three"):
             reports.report(raised_by(partial(looks_up, name)), f"task {name} failed")
         reports.report(raised_by(lambda: [][1]), "task four failed")
-        reports.report(InfraError("the world is gone"), "task five failed")
+        reports.report(InfraError("the environment is gone"), "task five failed")
     assert "task one failed: KeyError: 'one' (test_running.py, line " in caplog.text
     assert caplog.text.count("Traceback") == 2, "one for each kind, and none for an error that says what to do"
     assert "(3 of this kind so far)" in caplog.text
-    assert "task five failed: InfraError: the world is gone" in caplog.text
+    assert "task five failed: InfraError: the environment is gone" in caplog.text
 
 
 @pytest.mark.parametrize(

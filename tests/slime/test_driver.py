@@ -227,7 +227,9 @@ async def test_a_group_that_is_too_small_once_samples_are_removed_is_dropped_and
     served.replica.otherwise = says(ANSWER)
     path = f"{HOOKS}:{'removes_the_first' if 'filter' in option else 'generate_and_remove_every_other'}"
     options = options_of(served, model, tmp_path, num_rollout=9, **{option: path})
-    why = r"8 groups in a row were lost.*1 samples are left after 1 were removed, and the engine trains groups of 2"
+    why = (
+        r"8 groups in a row were lost.*1 samples are left after 1 were removed, and the engine trains only groups of 2"
+    )
     async with driving(options) as driver:
         with pytest.raises(BombusError, match=why):
             await asyncio.wait_for(driver.run(), 60)

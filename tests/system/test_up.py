@@ -85,7 +85,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     yield running
     assert running.interrupt() == [], "Ctrl-C leaves no process running"
     log = running.log.read_text()
-    assert "stopping the services in order; the log is kept. Ctrl-C once more ends them at once" in log
+    assert "stopping the services in order; the log is kept. Press Ctrl-C again to end them at once" in log
     assert "waiting for a job: engine main is offline until it is started" in log
     assert "standing by: another coordinator leads hive main" in log
 
@@ -462,7 +462,7 @@ def test_a_trainer_that_is_stopped_is_killed_and_its_successor_trains_the_batch_
         stalled = [event for event in run if isinstance(event, ev.TrainerStalled)]
         assert all(event.silent for event in stalled)
         assert len(stalled) <= 1, "on a machine whose bus is away for seconds, silence is not judged"
-        assert "trainer main is silent for 12 s: it is killed" in up.log.read_text()
+        assert "trainer main has been silent for 12 s: killing it" in up.log.read_text()
     finally:
         assert up.interrupt() == []
 

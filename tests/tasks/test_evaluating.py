@@ -421,7 +421,7 @@ async def test_a_file_is_played_as_far_as_it_is_asked_for(served: GatewayHive, f
     assert "no more of them" not in printed
     code, printed, errors = await ended(await bombus(folder, *typed(served, "-n", "3")))
     assert code == 0, errors
-    assert printed.splitlines()[0] == "held_out: 2 tasks are played, and there are no more of them"
+    assert printed.splitlines()[0] == "held_out: 2 tasks are played; there are no more of them"
 
 
 async def test_in_the_background_each_nth_version_is_evaluated_until_ctrl_c(
@@ -473,7 +473,7 @@ async def test_a_background_evaluator_ends_with_the_run(
     await client.stop_engine()
     code, printed, errors = await ended(evaluator)
     assert (code, errors) == (0, "")
-    assert printed.splitlines()[-1] == "the engine does not run any longer"
+    assert printed.splitlines()[-1] == "the engine is no longer running"
 
 
 async def test_a_hive_whose_engine_is_off_or_that_does_not_answer_is_told(

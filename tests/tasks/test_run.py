@@ -66,7 +66,7 @@ def test_a_file_of_scores_that_exists_is_kept(tmp_path: Path, capsys: pytest.Cap
     out.write_text("mine\n")
     with model_server(nothing) as url:
         assert main(["run", "--task", LEGS, "--engine", url, "--out", str(out)]) == 2
-    assert "exists already: name another file" in capsys.readouterr().err
+    assert "already exists: name another file" in capsys.readouterr().err
     assert out.read_text() == "mine\n"
 
 
@@ -98,9 +98,7 @@ def test_why_calls_are_asked_again_is_told_at_once(capsys: pytest.CaptureFixture
     with model_server(is_busy_at_first) as url:
         assert main(["run", "--task", LEGS, "--engine", url, "-n", "2", "--at-once", "1"]) == 0
     printed = capsys.readouterr()
-    assert printed.err.splitlines() == [
-        "bombus run: the server answered 503: the scripted model refuses; it is asked again"
-    ]
+    assert printed.err.splitlines() == ["bombus run: the server answered 503: the scripted model refuses; asking again"]
     assert "scripted: 2 episodes in" in printed.out
 
 
@@ -135,7 +133,7 @@ def test_the_patience_with_a_server_begins_with_its_first_failure_and_ends_with_
     for why in ("a", "b", "c"):
         lenient.asked_again(why)
     assert lenient.gave_up == ""
-    assert told == [f"{why}; it is asked again" for why in ("it is busy", "it is away", "it is busy", "a", "b")]
+    assert told == [f"{why}; asking again" for why in ("it is busy", "it is away", "it is busy", "a", "b")]
 
 
 def test_only_failures_in_a_row_end_a_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,7 +217,7 @@ async def test_a_hive_is_told_from_a_server_whose_model_answers_anybody(bus: Bus
         command = [sys.executable, "-m", "bombus", "run", "--task", "search", "--engine", served.base_url, "-n", "1"]
         done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert done.stderr.endswith("is a hive, whose model answers in episodes alone: `bombus eval` plays them\n")
+    assert done.stderr.endswith("is a hive, whose model answers only within episodes: `bombus eval` plays them\n")
 
 
 def test_the_listing_has_every_family_and_marks_what_is_flawed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -230,7 +228,7 @@ def test_the_listing_has_every_family_and_marks_what_is_flawed(capsys: pytest.Ca
     lines = capsys.readouterr().out.splitlines()
     assert LEGS in lines
     assert "reasoning_gym:rush_hour  (its own gold answers score 0)" in lines
-    assert "reasoning_gym:game_of_life_halting  (its verifier takes any answer for True)" in lines
+    assert "reasoning_gym:game_of_life_halting  (its verifier treats any answer as True)" in lines
     assert main(["tasks", "search"]) == 0
     options = capsys.readouterr().out.splitlines()[-1]
     assert options.startswith("--set NAME=VALUE of `bombus run`: documents, format_score, max_turns, questions, ")

@@ -99,7 +99,7 @@ def test_a_custom_loss_over_sparse_targets_sends_its_gradient_back(server: Serve
 
 
 def test_a_request_that_fails_says_why_and_the_run_goes_on(server: Server, trained: Any) -> None:
-    with pytest.raises(tinker.RequestFailedError, match="There is no loss 'hinge'; there are cross_entropy"):
+    with pytest.raises(tinker.RequestFailedError, match="There is no loss 'hinge'; use one of cross_entropy"):
         trained.forward_backward([datum([1, 2])], "hinge").result()
     trained.optim_step(types.AdamParams()).result()
     assert [type(each.operation) for each in server.served.submissions] == [CreateModel, Failed, OptimStep]

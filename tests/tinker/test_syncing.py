@@ -171,7 +171,7 @@ def test_a_trainer_that_sleeps_and_wakes_up_goes_on_bit_for_bit(hive: Hive, serv
             settled(model.forward_backward(data(), "causallm_loss"))  # the gradient sleeps too
         assert httpx.post(f"{hive.url}/sleep", timeout=60).json()["success"]
         waiting = rested.optim_step(types.AdamParams(learning_rate=1e-2))
-        assert "sleeps" in settled(rested.sync_inference_weights()).message
+        assert "asleep" in settled(rested.sync_inference_weights()).message
         assert httpx.post(f"{hive.url}/wake_up", timeout=60).json()["success"]
         settled(waiting)
         settled(whole.optim_step(types.AdamParams(learning_rate=1e-2)))

@@ -37,11 +37,11 @@ from bombus.operations import (
 from bombus_trainer.backend import BackendLost, Interrupted, OperationBackend, TrainerBackend
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.data.batch import EpisodeGroup
-from bombus_trainer.leading import Board, Leader, follow
 from bombus_trainer.operations.executor import OperationExecutor
 from bombus_trainer.operations.settings import ExecutorSettings
 from bombus_trainer.publish.checkpoint import Facts
 from bombus_trainer.publish.export import digest_of
+from bombus_trainer.rank_leader import Board, Leader, follow
 from bombus_trainer.ranks import Ranks
 from tests.trainer.operations.small_models import BASE, CROSS_ENTROPY, SPEC, datum, floats
 from tests.trainer.small_batches import call, episode, tiny_settings
@@ -166,7 +166,7 @@ def _lead_operations(leader: Leader, folder: Path) -> list[str]:
 
 
 def operated(executor: OperationBackend) -> list[str]:
-    """Train a model, fail_gradient its gradient, train on, save and load. Returns what came of each operation."""
+    """Train a model, spoil its gradient, train on, save and load. Returns what came of each operation."""
     data = (datum([1, 2, 3, 4], [2, 3, 4, 5]), datum([7, 8, 9], [8, 9, 10]), datum([11, 12], [12, 13]))
     spoilt = (*data[:2], datum([11, 12], [12, 13], weights=floats(3e38, 3e38)))
     executor.execute("m", CreateModel(base=BASE, adapter=SPEC))

@@ -87,7 +87,7 @@ def test_a_cluster_file_configures_the_rest(tmp_path: Path) -> None:
     assert layout.cluster.hive == "lab"
     assert len([service for service in services(layout, NATS) if service.kind == "inference"]) == 3
     assert len(trainer(layout)) == 1
-    with pytest.raises(Refused, match="--engine c is none of the file's engines: a, b"):
+    with pytest.raises(Refused, match="--engine c is not one of the file's engines: a, b"):
         layout_of(parsed("--config", str(file), "--engine", "c"))
 
 
@@ -148,10 +148,10 @@ def test_a_jobs_processes_are_those_of_all_machines(tmp_path: Path) -> None:
     for more, why in (
         (
             ["4", "--nproc-per-node", "8"],
-            "processes is 8 on each of 4 machines, and its job's trainer.processes is 128",
+            "processes is 8 on each of 4 machines, but its job's trainer.processes is 128",
         ),
         (["3"], "its job's trainer.processes is 128, which 3 machines cannot share"),
-        (["1"], "its job's trainer.processes is 128, and one machine starts at most 64"),
+        (["1"], "its job's trainer.processes is 128, but one machine starts at most 64"),
     ):
         with pytest.raises(Refused, match=why):
             layout_of(parsed(*words, *more))

@@ -187,7 +187,7 @@ async def test_the_command_resume_says_what_goes_on_and_that_there_was_nothing_t
     await stage.start(stage.job())
     reason = await until_suspended(stage)
     gpu.is_full = False
-    assert await run() == (0, f"run 1 of engine main goes on at step 0. It was suspended: {reason}\n")
+    assert await run() == (0, f"run 1 of engine main resumes at step 0. It was suspended: {reason}\n")
     await stage.until(Phase.ROLLING, version=0)
     assert await run() == (0, "run 1 of engine main is not suspended: it is ENGINE.ROLLING\n")
     await stage.bus.inbox.request(inbox.Stop(id=stage.id(), engine=ENGINE))

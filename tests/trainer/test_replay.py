@@ -117,7 +117,7 @@ def test_the_first_step_of_a_run_that_went_on_from_an_earlier_one_is_repeated_fr
     shutil.rmtree(resumed.engines / "checkpoints" / "replay-resumed" / ENGINE / "run-1")
     assert resumed.run("train", "--step", "3") == 1
     said = capsys.readouterr().err
-    assert "run 2 began at the checkpoint of step 2 of run 1, and no checkpoint of it up to step 2 is left" in said
+    assert "run 2 began at the checkpoint of step 2 of run 1, but no checkpoint of it up to step 2 is left" in said
     assert resumed.run("train", "--step", "2") == 1
     assert "run 2 of engine main has no batch for step 2 on this log; it has 3 to 4" in capsys.readouterr().err
 
@@ -139,7 +139,7 @@ def test_a_step_repeated_from_its_checkpoint_gives_the_same_bytes(
     assert finished.run("train", "--step", "4") == 0
     said = capsys.readouterr().out
     assert "starting from the checkpoint of step 3" in said
-    assert "step 4 agrees: its weights are the bytes of version 4" in said
+    assert "step 4 matches: its weights are identical to version 4" in said
 
 
 def test_a_repeated_run_that_published_adapters_gives_the_same_adapters(
@@ -149,7 +149,7 @@ def test_a_repeated_run_that_published_adapters_gives_the_same_adapters(
     assert capsys.readouterr().out.count("the same bytes as the log") == 2
     with damaged(finished_lora.folder / "model" / "model.safetensors"):
         assert finished_lora.run("train", "--step", "1") == 1
-    assert "the model as loaded here has other weights than version 0" in capsys.readouterr().out
+    assert "the model as loaded here differs from version 0" in capsys.readouterr().out
 
 
 def test_where_no_checkpoint_is_kept_the_steps_before_are_repeated_too(
@@ -166,7 +166,7 @@ def test_a_damaged_checkpoint_is_reported_and_not_used(finished: Finished, capsy
     with damaged(state):
         assert finished.run("train", "--step", "4") == 0
     said = capsys.readouterr().out
-    assert "is damaged: state.safetensors does not match its manifest: it is passed over" in said
+    assert "is damaged: state.safetensors does not match its manifest: it is skipped" in said
     assert "starting from the model as loaded" in said
 
 
@@ -176,9 +176,9 @@ def test_a_different_model_is_reported_and_the_bytes_do_not_agree(
     with damaged(finished.folder / "model" / "model.safetensors"):
         assert finished.run("train", "--step", "1") == 1
     said = capsys.readouterr().out
-    assert "the model as loaded here has other weights than version 0" in said
+    assert "the model as loaded here differs from version 0" in said
     assert "step 1 does not agree: version 1 is sha256 " in said
-    assert "what the step was made on is not known, as there is no checkpoint of it" in said
+    assert "the machine that made the step is not known, as there is no checkpoint of it" in said
 
 
 def test_a_different_number_of_threads_is_given_as_the_reason(
@@ -203,7 +203,7 @@ def test_the_machines_are_compared_while_the_checkpoint_names_the_first(
             assert finished.run("train", "--step", "4") == 1
             assert "the machine is the same (cpu: " in capsys.readouterr().out
             assert finished.run("train", "--step", "4", "--threads", str(before + 1)) == 1
-            assert f"{before + 1} threads): sums in another order have other last bits" in capsys.readouterr().out
+            assert f"{before + 1} threads): reordered sums differ in their last bits" in capsys.readouterr().out
     finally:
         torch.set_num_threads(before)
 

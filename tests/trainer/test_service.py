@@ -255,7 +255,7 @@ async def test_r6_episodes_whose_calls_are_not_those_that_were_referenced_are_le
     stage.train()
     await stage.start(stage.job())
     await stage.until(Phase.ROLLING, version=0)
-    await stage.play_batch(fail_gradient="t2")
+    await stage.play_batch(spoil="t2")
     await stage.until(Phase.ROLLING, version=1)
     done = stage.engine.step_done
     assert done is not None
@@ -361,7 +361,7 @@ async def test_a_tokenizer_that_is_not_the_models_ends_the_run_in_one_sentence(s
     assert stage.engine.phase == Phase.OFFLINE
     assert stage.engine.failure == (
         f"the tokenizer of {str(wrong)!r} is not that of the model {job.model.path!r}: its token 'v73' has the id 73, "
-        "and the model's ids end at 63; set model.tokenizer to the model's own"
+        "but the model's ids end at 63; set model.tokenizer to the model's own"
     )
     await stage.start(job)  # the same trainer goes on with a correct job
     await stage.until(Phase.ROLLING, version=0)
@@ -397,7 +397,7 @@ async def test_a_model_without_a_chat_template_ends_the_run_at_boot_unless_the_j
     assert stage.engine.phase == Phase.OFFLINE
     assert stage.engine.failure == (
         f"{job.model.path!r} has no chat template: set model.chat_template in the job to one, or to none for plain "
-        "completions alone"
+        "completions only"
     )
     plain = job.model.model_copy(update={"tokenizer": base, "chat_template": "none"})
     await stage.start(job.model_copy(update={"model": plain}))
@@ -423,7 +423,7 @@ async def test_a_backend_that_is_not_this_trainers_ends_the_run_and_says_how_to_
     await stage.follower.wait_for(lambda _: bool(stage.engine.failure), WAIT_S)
     assert stage.engine.phase == Phase.OFFLINE
     assert stage.engine.failure == (
-        "trainer.backend is verl, and verl is not installed in this trainer's environment: run `bombus install verl`, "
+        "trainer.backend is verl, but verl is not installed in this trainer's environment: run `bombus install verl`, "
         "and start the trainer with --backend verl"
     )
 

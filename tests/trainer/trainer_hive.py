@@ -117,14 +117,14 @@ class Stage:
 
     async def play_batch(
         self,
-        fail_gradient: str = "",
+        spoil: str = "",
         shift: int = 0,
         noted: int = 0,
         versions: tuple[int, int] = (0, 0),
         reward: float = 1.0,
         temperature: float = 1.0,
     ) -> None:
-        """Play two tasks of two episodes, of two turns each; `fail_gradient` breaks the reference of that task's last
+        """Play two tasks of two episodes, of two turns each; `spoil` breaks the reference of that task's last
         call.
 
         The same `shift` gives the same tokens, in any hive. The tokens of the two tasks are of `versions`; `noted` is
@@ -142,7 +142,7 @@ class Stage:
                 for record in (first, second):
                     body = encode_record(record)
                     ack = await self.bus.publisher.publish(self.bus.subjects.call(ENGINE, ""), body, msg_id=record.id)
-                    spoiled = task == fail_gradient and record is second
+                    spoiled = task == spoil and record is second
                     ref = CallRef(ack.seq, record.id, b"x" * 16 if spoiled else digest(body))
                     said_of = NotedCall(episode, ref, record.prompt_tokens, 2, oldest=noted, newest=noted)
                     await self.say(inbox.CallRecorded(id=self.id(), engine=ENGINE, run=self.engine.run, call=said_of))

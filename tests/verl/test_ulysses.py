@@ -63,13 +63,11 @@ def test_a_model_with_layers_that_begin_anew_in_each_part_is_refused(
 
 def test_a_model_with_a_tower_is_refused(found: dict[int, dict[str, Any]]) -> None:
     said = found[2]["refused"]["gemma3"]
-    assert "trainer.ulysses_parallel_size is 2, and it has a tower for images, whose rows verl does not split" in said
+    assert "trainer.ulysses_parallel_size is 2, but it has a tower for images, whose rows verl does not split" in said
 
 
 def test_a_model_that_takes_no_attention_from_outside_is_refused(found: dict[int, dict[str, Any]]) -> None:
-    assert (
-        "its layers take no attention from outside, which trainer.ulysses_parallel_siz" in found[2]["refused"]["gptj"]
-    )
+    assert "its layers accept no external attention, which trainer.ulysses_parallel_siz" in found[2]["refused"]["gptj"]
 
 
 def test_whatever_verl_raises_about_a_model_is_said_in_one_sentence(found: dict[int, dict[str, Any]]) -> None:
@@ -79,11 +77,11 @@ def test_whatever_verl_raises_about_a_model_is_said_in_one_sentence(found: dict[
 
 
 def test_more_parts_than_ranks_are_refused(found: dict[int, dict[str, Any]]) -> None:
-    refusal = "trainer.ulysses_parallel_size is 4, and this trainer has 2 ranks: set it to a number that divides 2, or"
+    refusal = "trainer.ulysses_parallel_size is 4, but this trainer has 2 ranks: set it to a number that divides 2, or"
     assert found[2]["too many"].startswith(refusal)
 
 
 def test_attention_of_a_package_that_is_not_installed_is_refused(found: dict[int, dict[str, Any]]) -> None:
     said = found[2]["flash"]
-    assert said.startswith("trainer.attn_implementation is flash_attention_3, which takes a GPU and the package flash-")
-    assert said.endswith("(--device cpu) has not got both: install it, or set attn_implementation to auto")
+    assert said.startswith("trainer.attn_implementation is flash_attention_3, which needs a GPU and the package flash-")
+    assert said.endswith("(--device cpu) does not have both: install it, or set attn_implementation to auto")

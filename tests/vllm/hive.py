@@ -51,7 +51,7 @@ class VllmHive:
         process.send_signal(signal.SIGINT)
         process.wait(STOP_S)
 
-    def wait_for_arrival(self) -> None:
+    def wait_for_the_gateway(self) -> None:
         deadline = time.monotonic() + READY_S
         while True:
             try:
@@ -72,7 +72,7 @@ def vllm_hive(folder: Path, *inference: str, trainer: tuple[str, ...] = ()) -> I
         hive.start("trainer", "--folder", str(folder / "engines"), "--threads", "1", *trainer)
         hive.start("inference", "--backend", "vllm", "--threads", "1", *inference)
         hive.start("gateway", "--port", str(hive.port))
-        hive.wait_for_arrival()
+        hive.wait_for_the_gateway()
         yield hive
     finally:
         for service in list(hive.processes):

@@ -268,7 +268,7 @@ async def test_the_base_is_answered_bit_for_bit_as_without_adapters(stage: Stage
         scores = [scored(request(PROMPT, max_tokens=0, seed=seed)) for seed in range(3)]
         for made in await asyncio.gather(*(client.ask(backend, body) for body in scores)):
             check_scores(stage.merged[BASE], PROMPT, made)
-        with pytest.raises(Refused, match="no adapters beside its own policy"):
+        with pytest.raises(Refused, match="no adapters besides its own policy"):
             await backend.load_adapter(stage.addresses[0], stage.folders[stage.addresses[0]])
     finally:
         await backend.stop()

@@ -109,7 +109,7 @@ def test_an_adapter_describes_itself_and_a_configuration_that_differs_is_refused
     assert (config.r, config.scale, config.target_modules) == (2, 4.0, sorted(TARGETS))
     text = (folder / ADAPTER_CONFIG).read_text()
     (folder / ADAPTER_CONFIG).write_text(text.replace("8.0", "16.0"))
-    with pytest.raises(EngineFault, match="does not belong to the adapter beside it"):
+    with pytest.raises(EngineFault, match="does not belong to the adapter next to it"):
         read_adapter_config(folder)
     with pytest.raises(EngineFault, match="cannot be read"):
         read_adapter_config(folder.parent)

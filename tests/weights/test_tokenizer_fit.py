@@ -63,14 +63,14 @@ def test_a_vocabulary_that_is_padded_fits() -> None:
 
 
 def test_a_token_beyond_the_models_vocabulary_is_named() -> None:
-    assert "its token '<|extra_18|>' has the id 151664, and the model's ids end at 49151" in misfit(
+    assert "its token '<|extra_18|>' has the id 151664, but the model's ids end at 49151" in misfit(
         qwen_like(vocab_size=49_152)
     )
 
 
 def test_a_vocabulary_far_above_the_tokenizers_is_another_models(tiny: Path) -> None:
     files = changed(load_tokenizer_files(tiny), "config.json", vocab_size=49_152)
-    assert "it has 44 tokens, and the model 49152" in misfit(files)
+    assert "it has 44 tokens, but the model has 49152" in misfit(files)
 
 
 def test_an_end_of_sequence_that_is_an_ordinary_token_is_another_models() -> None:

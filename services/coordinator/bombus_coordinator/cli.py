@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--watch-disk",
         type=Path,
         metavar="DIR",
-        help="the folder of the bus's data: new work is refused while its disk is nearly full (default: none)",
+        help="the bus's data folder: new work is refused while its disk is nearly full (default: none)",
     )
     add_settings_arguments(parser, LogOptions)
     add_settings_arguments(parser, StreamLimits)

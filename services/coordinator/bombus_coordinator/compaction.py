@@ -149,7 +149,7 @@ class Compactor:
 
 
 async def prepared(settings: Compaction, hive: str, cut: Cut) -> Prepared:
-    """Have a process of its own verify the snapshots and archive what will be removed."""
+    """Have a separate process verify the snapshots and archive what will be removed."""
     wanted = Preparation(
         url=settings.url,
         hive=hive,
@@ -193,4 +193,4 @@ async def end(process: asyncio.subprocess.Process, allowed_s: float = END_S) -> 
             async with asyncio.timeout(allowed_s):
                 await process.wait()
         except TimeoutError:
-            log.warning("process %d, which checks and archives the log, has not ended yet", process.pid)
+            log.warning("process %d, which checks and archives the log, is still running", process.pid)

@@ -30,7 +30,7 @@ from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions,
 from bombus_coordinator.rules.live import Live
 from bombus_coordinator.rules.multi_model import claims as multi_model_claims
 from bombus_coordinator.rules.multi_model import outcomes as multi_model_outcomes
-from bombus_coordinator.rules.operations import endpoints, queue, serving, sessions
+from bombus_coordinator.rules.operations import endpoints, facts, queue, serving, sessions
 from bombus_coordinator.rules.trajectories import batches, registering
 from bombus_coordinator.rules.waiting import share_of
 
@@ -39,7 +39,7 @@ NOTE_BYTES_MAX = 1024  # of one of them; gateways write a third of it at most
 ID_CHARS_MAX = 256  # of a message that becomes a dead letter
 EVENT_BYTES_MAX = 8 << 20
 _TOO_LARGE = (
-    "An event of {} bytes does not fit into the {} bytes of one message of the bus: send less at once, or raise the "
+    "An event of {} bytes exceeds the {} bytes of one bus message: send less at once, or raise the "
     "server's max_payload."
 )
 
@@ -113,7 +113,7 @@ class Core:
         )
         yield self._fold(decision, self._noted_seq)
 
-    def dead_letters(self, message: inbox.AnyMessage, seq: int, at_ns: int, why: str) -> Iterator[PendingDecision]:
+    def dead_letter(self, message: inbox.AnyMessage, seq: int, at_ns: int, why: str) -> Iterator[PendingDecision]:
         """Decide nothing but that this message is left out: deciding it failed, by a fault of ours."""
         self.live.arrived(seq, at_ns)
         yield from self._dead_letter(message, seq, why)
@@ -352,13 +352,13 @@ _RULES: dict[type[inbox.Message], Callable[[EngineState, Live, Any], Decisions]]
     inbox.Stop: engines.stop,
     inbox.Resume: engines.resume,
     inbox.AgreeSync: engines.agree,
-    inbox.TrainerOpens: engines.trainer_opens,
+    inbox.TrainerOpens: trainers.trainer_opens,
     inbox.TrainerAlive: trainers.alive,
     inbox.TrainerHangs: trainers.hangs,
-    inbox.StageReached: engines.stage_reached,
-    inbox.StepDone: engines.step_done,
-    inbox.StepBroke: engines.step_broke,
-    inbox.WeightsSaved: engines.weights_saved,
+    inbox.StageReached: trainers.stage_reached,
+    inbox.StepDone: trainers.step_done,
+    inbox.StepBroke: trainers.step_broke,
+    inbox.WeightsSaved: trainers.weights_saved,
     inbox.EngineBroke: engines.broke,
     inbox.ModelReadFact: engines.model_read,
     inbox.ReplicaAlive: replicas.replica_alive,
@@ -373,11 +373,11 @@ _RULES: dict[type[inbox.Message], Callable[[EngineState, Live, Any], Decisions]]
     inbox.RetainWeights: sessions.retain_weights,
     inbox.PublishWeights: sessions.publish_weights,
     inbox.Operate: queue.operate,
-    inbox.OperationDone: queue.done,
-    inbox.CheckpointWritten: queue.checkpointed,
-    inbox.ModelAway: queue.away,
-    inbox.OperationBegins: queue.begins,
-    inbox.RebuildsModel: queue.rebuilds,
+    inbox.OperationDone: facts.done,
+    inbox.CheckpointWritten: facts.checkpointed,
+    inbox.ModelAway: facts.away,
+    inbox.OperationBegins: facts.begins,
+    inbox.RebuildsModel: facts.rebuilds,
     inbox.TrainerServes: serving.trainer_serves,
     inbox.RegisterTrainer: registering.register_trainer,
     inbox.JoinEnvironment: registering.join,

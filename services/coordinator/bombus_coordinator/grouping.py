@@ -60,7 +60,7 @@ class EpisodeGrouper:
             try:
                 job = RunConfig.from_json(text)
             except Refused as refusal:
-                log.error("no groups are made of the episodes of engine %s: its job: %s", engine.name, refusal.why)
+                log.error("cannot group the episodes of engine %s: its job: %s", engine.name, refusal.why)
                 job = None
             self._jobs[engine.name] = (text, job)
         return self._jobs.get(engine.name, ("", None))[1]
@@ -95,7 +95,7 @@ class EpisodeGrouper:
     async def _group(
         self, engine: EngineState, job: RunConfig, episodes: Sequence[Completed]
     ) -> tuple[RolloutGroup | None, str]:
-        """Return the group of those episodes that can be in one, or why there is none."""
+        """Return the group of those episodes that can be in one, or why that is impossible."""
         trainer = engine.trajectories.trainer
         tokens_max = trainer.max_token_len if trainer is not None and engine.makes_steps else 0
         played: list[EpisodeSequences] = []
@@ -129,7 +129,7 @@ class EpisodeGrouper:
 
 
 def _holder(engine: EngineState, episodes: Sequence[Completed]) -> str:
-    """Return for whose share a group counts: that of its first episode."""
+    """Return whose share a group counts toward: its first episode's."""
     closed = engine.closed.get(episodes[0].episode)
     return "" if closed is None else closed.holder
 
@@ -148,4 +148,4 @@ async def run(bus: Bus, hive: Callable[[], Hive], period_s: float = PERIOD_S) ->
         try:
             await grouper.make(asyncio.get_running_loop().time())
         except (BusUnavailable, ServerRefused) as error:
-            log.warning("ended episodes could not be made into groups: %s", error)
+            log.warning("ended episodes could not be grouped: %s", error)

@@ -47,14 +47,14 @@ class Lease:
             pass
 
     async def acquire(self) -> bool:
-        """Take or renew the lease. Return False when another has it or the server does not answer."""
+        """Take or renew the lease. Return False when another process holds it or the server does not answer."""
         try:
             return await self._write(self._seq if self.held else await self._free_since())
         except WrongSequence:
             self._until = 0.0
             return False
         except (BusUnavailable, ServerRefused) as error:
-            log.warning("the lease could not be taken: %s", error)
+            log.warning("the lease could not be acquired: %s", error)
             await self._make_bucket()
             return False
 
@@ -74,7 +74,7 @@ class Lease:
             if entry is not None and entry.data.decode() == self.holder:
                 await self._bus.purge_below(stream, entry.seq + 1)
         except (BusUnavailable, ServerRefused) as error:
-            log.info("the lease was not given back (%s); it ends by itself", error)
+            log.info("the lease was not released (%s); it will expire", error)
 
     async def _free_since(self) -> int:
         """Return the sequence at which the entry may be replaced. Raises `WrongSequence` when another holds it."""
@@ -104,4 +104,4 @@ class Lease:
         try:
             await self._bus.ensure_leases()
         except (BusUnavailable, ServerRefused) as error:
-            log.warning("the lease's bucket cannot be made: %s", error)
+            log.warning("the lease's bucket cannot be created: %s", error)

@@ -1,9 +1,9 @@
-"""Store bodies of rollout groups once more that would keep their stream from being purged (R16).
+"""Store again the bodies of rollout groups that would keep their stream from being purged (R16).
 
 A stream can be purged only up to the oldest body that is needed, so one group that fits no batch would keep everything
-after it. Where few such groups have waited for long in a stream that is over half full, the leader copies their bodies
-to its end, and says where they are now. The last batch is moved too, once it was delivered or was handed out long ago:
-it is kept until its trainer asks for another. A copy that nobody names is purged like any other body.
+after it. Where a few such groups have waited a long time in a stream that is over half full, the leader copies their
+bodies to its end, and says where they are now. The last batch is moved too, once it was delivered or was handed out
+long ago: it is kept until its trainer asks for another. A copy that nobody names is purged like any other body.
 """
 
 import logging
@@ -72,12 +72,12 @@ class BodyMover:
             moved.append(MovedBody(each.group, await self._parts.store(subject, found)))
             was.append(each.first)
         if moved:
-            log.info("the bodies of %d rollout groups of engine %s are stored once more", len(moved), engine.name)
+            log.info("the bodies of %d rollout groups of engine %s were stored again", len(moved), engine.name)
             message = BodiesStored(id=_id(), engine=engine.name, moved=tuple(moved), was=tuple(was))
             await self._bus.inbox.send(message)
         if lost:
             why = next(reversed(lost.values()))
-            log.error("%d rollout groups of engine %s are lost and given up: %s", len(lost), engine.name, why)
+            log.error("%d rollout groups of engine %s are lost and dropped: %s", len(lost), engine.name, why)
             gone = GiveUpGroups(id=_id(), engine=engine.name, run=run, number=0, groups=tuple(lost), why=why)
             await self._bus.inbox.send(gone)
 

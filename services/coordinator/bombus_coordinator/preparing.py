@@ -1,4 +1,4 @@
-"""Check that events can be removed from the log, and archive them: a process of its own, beside the leader.
+"""Check that events can be removed from the log, and archive them, in a separate process next to the leader.
 
 Folding a large part of the log takes seconds of computing and the memory of a second state, neither of which the leader
 has to spare. The process reads what is wanted from stdin and writes to stdout what came of it. It removes nothing.
@@ -23,7 +23,7 @@ from bombus.replay.segments import archive_part, archived_up_to, remove_drafts
 from bombus.replay.upkeep import LogCheck, load_snapshot
 
 _SEND = msgspec.json.Encoder().encode
-_BY_HAND = "; `bombus log compact` removes the oldest events without this check, and archives nothing"
+_BY_HAND = "; `bombus log compact` removes the oldest events without checking or archiving them"
 
 
 class Preparation(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +51,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def prepare(wanted: Preparation) -> Prepared:
-    """Return whether both snapshots are the fold of the log, and what is to be removed is archived."""
+    """Return whether both snapshots match the fold of the log and the events to remove are archived."""
     archive = Path(wanted.archive) if wanted.archive else None
     try:
         async with await Bus.connect(wanted.url, wanted.hive, name="compaction") as bus:
@@ -95,7 +95,7 @@ async def _archived(bus: Bus, archive: Path) -> int:
 
 
 async def _verified(bus: Bus, wanted: Preparation, archived: int) -> Snapshot:
-    """Fold the log up to event `until`, and compare both snapshots. Return the state at which the archive goes on.
+    """Fold the log up to event `until`, and compare both snapshots. Return the state from which the archive continues.
 
     Raises `LogCorrupted`, also when not every event that is to be removed could be folded.
     """
@@ -122,7 +122,7 @@ async def _compare(bus: Bus, check: LogCheck, begun_by: int) -> None:
     """Compare the snapshot at which a check of the log is now. `begun_by` is the version that has made its start."""
     snapshot = await load_snapshot(bus, check.position)
     if snapshot.fold != FOLD:
-        raise LogCorrupted(f"another version made the snapshot at event {check.position} meanwhile")
+        raise LogCorrupted(f"another version has since written the snapshot at event {check.position}")
     try:
         check.compare(snapshot)
     except LogCorrupted as error:

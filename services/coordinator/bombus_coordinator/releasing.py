@@ -1,4 +1,4 @@
-"""Purge bodies: the leader removes from `ops` and `trajectories` what the log says is not needed any more (R12).
+"""Purge bodies: the leader removes from `ops` and `trajectories` what the log says is no longer needed (R12).
 
 A body is stored before the operation or the group that names it is accepted, so nothing tells which of the newest
 messages are needed. Those of the last ten minutes are left alone, or of the last minute where rollout groups fill more
@@ -92,7 +92,7 @@ class Releaser:
         self._count = 0
 
     async def report(self) -> None:
-        """Tell the core up to where messages have been there for long, if it would release any."""
+        """Tell the core which messages are old enough to release, if it would release any of them."""
         state = await self._bus.state(self._stream)
         message = self._stored(state)
         if message is not None and any(self._bodies.release(self._hive(), Live(), message)):

@@ -187,7 +187,7 @@ class Coordinator:
         if found.lost:
             await self._append_own([self.core.note_lost(found.lost)])
             for lost in found.lost:
-                log.error("the hive goes on without what was lost: %s", line_of(lost))
+                log.error("the hive continues without what was lost: %s", line_of(lost))
             await snapshots.prune(self.bus, self._last)
             self._memory.log_end = 0
         await self._append_own(self.core.recover())
@@ -276,7 +276,7 @@ class Coordinator:
     def _decided(self, message: inbox.AnyMessage, stored: Stored) -> list[PendingDecision]:
         why = self._memory.dead_letters.get(stored.seq)
         if why is not None:
-            return list(self.core.dead_letters(message, stored.seq, stored.time_ns, why))
+            return list(self.core.dead_letter(message, stored.seq, stored.time_ns, why))
         try:
             return list(self.core.receive(message, stored.seq, stored.time_ns))
         except Exception as error:  # whatever it is, the next message has to be read
@@ -411,7 +411,7 @@ class Coordinator:
                     if lost := await lost_ends.lost_calls(self.bus, self.core.hive):
                         raise StreamEndLost(self.bus.subjects.calls_stream, lost.known)
                 except BusUnavailable as error:
-                    log.warning("whether calls are lost is not known: %s", error)
+                    log.warning("could not check whether calls are lost: %s", error)
                     back.set()
         finally:
             stop_listening()

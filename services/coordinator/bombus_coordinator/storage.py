@@ -39,14 +39,14 @@ _ADVICE = {
     "calls": "It is trimmed as steps are made.",
     "ops": "It is trimmed as operations are executed and saved, and as sessions end.",
     "trajectories": "It is trimmed as batches are handed out.",
-    "blobs": "It has snapshots of the log, tokenizers, and weights that go by objects.",
-    DISK: "Make room where the bus keeps its data.",
-    INODES: "Remove files where the bus keeps its data: it can make no more of them, however many bytes are free.",
+    "blobs": "It has snapshots of the log, tokenizers, and weights published as objects.",
+    DISK: "Free space where the bus keeps its data.",
+    INODES: "Remove files where the bus keeps its data: no more can be created, however many bytes are free.",
 }
 
 
 def is_full(hive: Hive, place: StorageSeen) -> bool:
-    """Return whether new work is to be refused because this place is full."""
+    """Return whether to refuse new work because this place is full."""
     needed = place.reserve * (FREE_AGAIN if place.what in hive.full else 1.0)
     return place.size - place.used < needed
 
@@ -106,7 +106,7 @@ async def watch(
                     count += 1
                     await bus.inbox.send(msgspec.structs.replace(place, id=f"storage-{bus.token}-{count}"))
         except (BusUnavailable, ServerRefused) as error:
-            log.warning("the fill of the streams is not known: %s", error)
+            log.warning("could not read how full the streams are: %s", error)
         await asyncio.sleep(period_s)
 
 

@@ -264,7 +264,7 @@ def _changes(arguments: argparse.Namespace) -> dict[str, object]:
         value = getattr(arguments, name)
         least = 0 if name.endswith("staleness") else 1
         if value is not None and value < least:
-            raise BadUsage(f"--{name.replace('_', '-')} is {value}: at least {least}")
+            raise BadUsage(f"--{name.replace('_', '-')} is {value}, but must be at least {least}")
         if value is not None:
             changes[name] = value
     return changes

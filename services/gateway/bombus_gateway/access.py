@@ -60,7 +60,7 @@ OPERATOR = KeyHolder(admin=True)
 
 
 def without_path_key(scope: Scope) -> Scope:
-    """Move the key of a request to `/k/<key>/...` into a header, so that it cannot be read from a path any more."""
+    """Move the key of a request to `/k/<key>/...` into a header, so that it can no longer be read from a path."""
     key, slash, rest = scope["path"].removeprefix(PATH_KEY).partition("/")
     headers = [*scope["headers"], (b"x-api-key", key.encode())]
     bare = {name: value for name, value in scope.items() if name != "raw_path"}
@@ -86,7 +86,7 @@ class Guard(SecurityBase):
         self._changing_get = changing_get
         # For the OpenAPI document that FastAPI makes.
         self.scheme_name = f"{'admin' if access == Access.CONTROL else 'client'}_key"
-        self.model = HTTPBearer(description="needed where the hive has one")
+        self.model = HTTPBearer(description="needed if the hive has one")
 
     async def __call__(self, request: Request) -> None:
         refusal = self.refusal(request.scope["headers"])
@@ -100,10 +100,10 @@ class Guard(SecurityBase):
         presented = _presented(headers)
         if _found(presented, self._opening) is not None:
             return None
-        found = "the key that was sent is not it" if presented else "no key was sent"
+        found = "another key was sent" if presented else "no key was sent"
         return Refused(
             Code.BAD_KEY,
-            f"This route needs the hive's {self._name} key, and {found}: send it as `Authorization: Bearer <key>` or "
+            f"This route needs the hive's {self._name} key, but {found}: send it as `Authorization: Bearer <key>` or "
             "`x-api-key: <key>`, or put `/k/<key>` before the path.",
         )
 
@@ -131,7 +131,7 @@ class Guard(SecurityBase):
             is_foreign = named.get(b"sec-fetch-site", "") in FOREIGN_SITES and not is_link
         if not is_foreign:
             return None
-        page = f"A web page of {origin[:200]!r}" if origin else "A web page of another site"
+        page = f"A web page from {origin[:200]!r}" if origin else "A web page from another site"
         return Refused(
             Code.BAD_KEY,
             f"{page} may not use this hive. If it is the hive's own, start the gateway with that address as "
@@ -152,7 +152,7 @@ class EpisodeGuard:
         claims = self._keys.verify(key, now_ns)
         if claims.engine != self._engine and not self._any_engine:
             raise Refused(
-                Code.BAD_KEY, f"This key is for engine {claims.engine}, and these are the APIs of {self._engine}."
+                Code.BAD_KEY, f"This key is for engine {claims.engine}, but these are the APIs of {self._engine}."
             )
         return claims
 

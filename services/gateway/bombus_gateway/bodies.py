@@ -1,4 +1,4 @@
-"""The gate of all request bodies: how large they may be, alone and together, and that large ones do not stop others.
+"""The gate of all request bodies: how large they may be, each and together, so that large ones do not block others.
 
 Every API reads its bodies here, after it has checked the key, and says with `BodyLimits` what its routes take.
 """
@@ -71,7 +71,7 @@ TRAINING = BodyLimits(
     lists=limits.TRAINING_FIELDS,
     names=limits.TRAINING_FIELDS,
     values=limits.TRAINING_NUMBERS,
-    fewer="send fewer data in one request",
+    fewer="send less data in one request",
     may_be_binary=True,
 )
 TRAJECTORIES = BodyLimits(

@@ -21,7 +21,7 @@ _SEND_S = 5.0
 
 
 class FormatReports:
-    """Sends each format that the log lacks, until it is there.
+    """Sends each format missing from the log until it arrives.
 
     The message of a run always has the same id. So the bus keeps one of those that are sent while none is decided.
     """
@@ -41,7 +41,7 @@ class FormatReports:
                 await self.check()
 
     async def check(self) -> None:
-        """Read the models that are not read yet, and report what the log lacks."""
+        """Read the models that are not read yet, and report what is missing from the log."""
         for name in self._gateway.settings.engines:
             await self._read(self._gateway.follower.hive.engine(name))
         for name, (run, found) in list(self._models.formats.items()):
@@ -73,4 +73,4 @@ class FormatReports:
         try:
             await self._gateway.bus.inbox.send(message, timeout_s=_SEND_S)
         except (BusUnavailable, Refused) as error:
-            log.warning("how a model is read was not reported", extra={"engine": name, "why": str(error)})
+            log.warning("could not report how a model is read", extra={"engine": name, "why": str(error)})

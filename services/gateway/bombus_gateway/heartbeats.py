@@ -78,7 +78,7 @@ class Heartbeats:
                 await self.flush()
 
     async def beat(self) -> None:
-        """Tell which clients are alive, and that this gateway is there to hear them, if it is."""
+        """Tell which clients are alive, and, if so, that this gateway can hear them."""
         if not self._hears_clients():
             return
         clients, self._clients = tuple(self._clients), set()
@@ -109,4 +109,4 @@ class Heartbeats:
         except (BusUnavailable, Refused) as error:
             # Open calls are touched again a second later.
             self._confirmed.setdefault(touch.engine, []).extend(touch.confirmed)
-            log.warning("signs of life were not sent", extra={"engine": touch.engine, "why": str(error)})
+            log.warning("heartbeats could not be sent", extra={"engine": touch.engine, "why": str(error)})

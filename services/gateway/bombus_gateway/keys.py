@@ -96,7 +96,7 @@ class Keys:
         return episode
 
     def sign_link(self, target: bytes) -> str:
-        """Return a link's text, which no one else can make: whoever has it may go where it leads, without a key."""
+        """Return a link's text, which no one else can make: whoever has it may follow it without a key."""
         return urlsafe_b64encode(target + self._mac(_LINK + target)).rstrip(b"=").decode()
 
     def linked(self, link: str) -> bytes:

@@ -1,6 +1,7 @@
-"""What one request may hold, at every API. docs/limits.md has the table, with what comes before the request.
+"""What one request may hold, in every API. docs/limits.md has the table, with what comes before the request.
 
-The operator's own limits are in `settings.py`: the size of a call's body, open calls, bytes for each episode.
+The operator's own limits are in `settings.py`: the size of a call's body, open calls, bytes for each episode. What one
+client key may have is in `bombus.machine.hive_keys`.
 """
 
 from typing import Any

@@ -67,7 +67,7 @@ class OpenRequests:
             self._look_up()
             request.share = self._share_of(headers)
             if not has_share(self._open_of, request.share, self._places):
-                why = f"{self._open} requests are open here, and the limit is {self._places}; try again in a moment."
+                why = f"{self._open} requests are open here, but the limit is {self._places}; try again in a moment."
                 raise Refused(Code.OVERLOADED, why)
             self._open_of[request.share] += 1
         self._open += 1

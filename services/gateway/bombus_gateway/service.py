@@ -81,7 +81,7 @@ async def running(settings: GatewaySettings) -> AsyncIterator[tuple[GatewayApp, 
 
 
 async def _become_ready(gateway: Gateway) -> None:
-    """Wait until the log is folded. Before that the gateway cannot refuse keys of episodes that are over (R18)."""
+    """Wait until the log is folded. Before that the gateway cannot refuse keys of ended episodes (R18)."""
     await gateway.follower.caught_up(CATCH_UP_S)
     gateway.ready = True
     log.info("the gateway is ready", extra={"position": gateway.follower.position})

@@ -21,7 +21,10 @@ class GatewaySettings(GatewayOptions):
     reuse_port: bool = Field(default=False, description="share the port with other gateways of this host")
     engines: Annotated[
         tuple[EngineName, ...], Flag(name="--engine", metavar="NAME", default="main", read=name_of("engine"))
-    ] = Field(default=("main",), description="may be given several times: one API each, the first at the root too")
+    ] = Field(
+        default=("main",),
+        description="may be given several times: each has its own routes; the first one's are also at the root",
+    )
     public_url: Annotated[str, Flag(metavar="URL", default="what a client's request says")] = Field(
         default="", description="scheme://host:port as clients see it, behind a proxy"
     )
@@ -45,7 +48,7 @@ class GatewaySettings(GatewayOptions):
         description="how long the log may take to acknowledge a record, and the coordinator to answer a command",
     )
     drain_s: Annotated[float, Flag(name="--drain-timeout", metavar="SECONDS")] = Field(
-        default=5.0, ge=0, le=600, description="how long open calls may go on when the gateway is stopped"
+        default=5.0, ge=0, le=600, description="how long open calls may continue when the gateway is stopped"
     )
 
     open_calls_max: Annotated[int, Flag(name="--open-calls", metavar="N")] = Field(
@@ -58,8 +61,8 @@ class GatewaySettings(GatewayOptions):
         default=1024,
         ge=1,
         le=1 << 20,
-        description="memory for the bodies of all requests in progress, in MiB; once it is taken, each key still gets "
-        "its share, and more is answered 503",
+        description="memory for the bodies of all requests in progress, in MiB; once it is used up, each key still "
+        "gets its share, and more is answered 503",
     )
     episode_mb_max: Annotated[int, Flag(name="--episode-mb", metavar="MB")] = Field(
         default=256, ge=1, le=1 << 20, description="what the calls of one episode may take in the log, in MiB"

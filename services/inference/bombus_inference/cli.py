@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--show-key",
         action="store_true",
-        help="start no replica, but print the key that the replicas of the hive want, such as for /metrics",
+        help="print the key that the hive's replicas require, such as for /metrics, and start no replica",
     )
 
 

@@ -82,7 +82,7 @@ class Fetcher:
         if weights.format == ADAPTER_FORMAT and weights.adapter_of is not None:
             return self._keep(ready, await self._with_adapter(ready, weights.adapter_of))
         if weights.format not in (FULL_FORMAT, DELTA_FORMAT):
-            raise EngineFault(f"weights of format {weights.format!r} are not known to this engine")
+            raise EngineFault(f"this engine does not know the weights format {weights.format!r}")
         if weights.format == FULL_FORMAT:
             return self._keep(ready, FetchedWeights(await self._checked(weights, FULL_FILE)))
         if self._current == ready and self._folder.is_dir():  # it was complete, but could not be loaded
@@ -112,8 +112,8 @@ class Fetcher:
             found = await asyncio.to_thread(file_sha256, folder / name)
         except OSError as error:
             raise EngineFault(
-                f"no weights at {weights.where}: {error}; replicas must see the trainer's folder, or the trainer "
-                "has to be told --weights-by objects"
+                f"no weights at {weights.where}: {error}; replicas must see the trainer's folder, or the trainer must "
+                "be started with --weights-by objects"
             ) from error
         if weights.sha256 and found != weights.sha256:
             self._discard(weights, folder)
@@ -138,7 +138,7 @@ class Fetcher:
                 if loop.time() > deadline:
                     raise EngineFault(f"{why}; and the trainer gives no full copy: {error}") from error
         if isinstance(answer, Refusal):
-            raise EngineFault(f"{why}; and no full copy can be had: {answer.why}")
+            raise EngineFault(f"{why}; and no full copy is available: {answer.why}")
 
     # ---- deltas -----------------------------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ class Fetcher:
         into = self._empty_folder(ready)
         found = await asyncio.to_thread(_build, base_folder, deltas, into)
         if found != weights.sha256:
-            raise EngineFault(f"version {ready.version} made of deltas has sha256 {found}, not {weights.sha256}")
+            raise EngineFault(f"version {ready.version} built from deltas has sha256 {found}, not {weights.sha256}")
         return FetchedWeights(into, newest if on_current else None, weights.base)
 
     async def _delta(self, weights: Weights) -> Path:

@@ -237,7 +237,7 @@ class App:
             raise Refused(Code.MALFORMED, f'the body is not {{"address": ..., "folder": ...}}: {error}') from error
         folder = Path(place.folder)
         if not folder.is_absolute() or len(place.folder) > PATH_CHARS_MAX or "\0" in place.folder:
-            raise Refused(Code.MALFORMED, f"folder is {place.folder[:200]!r}; it is the full path of a folder")
+            raise Refused(Code.MALFORMED, f"folder is {place.folder[:200]!r}; it must be the full path of a folder")
         new = await self.backend.load_adapter(place.address, folder)
         return {"address": place.address, "new": new}
 
@@ -288,10 +288,10 @@ class GatewaysOnly:
                 return Refused(Code.BAD_KEY, "A web page may not use a replica.")
         if scope["path"] == "/health" or hmac.compare_digest(given or b"", self._authorization):
             return None
-        found = "no key was sent" if given is None else "the key that was sent is not it"
+        found = "no key was sent" if given is None else "another key was sent"
         return Refused(
             Code.BAD_KEY,
-            f"This replica answers the gateways of its hive: it needs the hive's key for replicas, and {found}. Sample "
+            f"This replica answers the gateways of its hive: it needs the hive's key for replicas, but {found}. Sample "
             "through a gateway. An operator gets the key by `bombus inference --show-key`, and sends it as "
             "`Authorization: Bearer <key>`.",
         )

@@ -96,7 +96,7 @@ class ReplicaService:
         return self._follower.hive.engine(self._settings.engine)
 
     def _wanted(self) -> WeightsReady | None:
-        """Return the newest weights of the current run, None while nothing is to be served."""
+        """Return the newest weights of the current run, None while there is nothing to serve."""
         engine = self._engine
         return None if engine.phase == Phase.OFFLINE else engine.weights
 
@@ -144,7 +144,7 @@ class ReplicaService:
     # ---- weights ----------------------------------------------------------------------------------------------
 
     async def _load(self, ready: WeightsReady) -> None:
-        """Load weights and report it. While that fails go on trying, and report why: a mount may come back.
+        """Load weights and report it. While that fails, keep trying and report why: a mount may come back.
 
         A version that is overtaken meanwhile is given up, since its files may be gone.
         """
@@ -177,7 +177,7 @@ class ReplicaService:
         return None if replica is None else replica.quarantined
 
     async def _is_released(self, ready: WeightsReady, wait_s: float) -> bool:
-        """Wait before the next attempt, or until other weights are wanted or a quarantine is over; return the last."""
+        """Wait before the next attempt, or until other weights are wanted or a quarantine ends; return the last."""
         was_quarantined = self._quarantine is not None
 
         def is_released() -> bool:
@@ -249,7 +249,7 @@ class ReplicaService:
         own, wanted = self._settings.compute.max_model_len, job.rollout.max_model_len
         if own is not None and own < wanted and self._warned_run != run:
             log.warning(
-                "sequences end at %d tokens and not at the job's %d: this replica was started with --max-model-len %d",
+                "sequences end at %d tokens, not at the job's %d: this replica was started with --max-model-len %d",
                 *(own, wanted, own),
                 extra={"run": run},
             )

@@ -83,7 +83,7 @@ class ComputeSettings(BaseModel):
         default=None,
         ge=2,
         le=1 << 23,
-        description="the longest sequence, prompt and answer; 0: the job's, as far as the cache goes",
+        description="the longest sequence, prompt and answer; 0: the job's, as far as the cache allows",
     )
     max_running: MaxRunning = Field(default=128, description="sequences decoded at once")
     max_waiting: Annotated[int, Flag(metavar="N")] = Field(
@@ -98,8 +98,9 @@ class ComputeSettings(BaseModel):
         default=1 << 30,
         ge=0,
         le=1 << 42,
-        description="room for LoRA adapters that are served beside the engine's own policy, in MiB; 0: none. With the "
-        "torch backend it is memory, and those that are computed with take it twice; vLLM has copies of their files",
+        description="room for LoRA adapters that are served in addition to the engine's own policy, in MiB; 0: none. "
+        "With the torch backend it is memory, and adapters in use take it twice; vLLM has copies of their "
+        "files",
     )
     threads: Annotated[Threads, Flag(declared_elsewhere=True)] = 0
 
@@ -124,7 +125,7 @@ class VllmSettings(BaseModel):
 
     python: Annotated[
         Path | None, Flag(name="--vllm-python", metavar="PATH", default="that of `bombus install vllm`")
-    ] = Field(default=None, description="a Python with vLLM of your own")
+    ] = Field(default=None, description="your own Python that has vLLM")
     tensor_parallel: Annotated[int, Flag(metavar="N")] = Field(
         default=1, ge=1, le=1024, description="GPUs that share the model"
     )
@@ -146,7 +147,7 @@ class VllmSettings(BaseModel):
         default=300.0, gt=0, le=86_400, description="for each step of a change of weights"
     )
     health_s: Annotated[float, Flag(name="--vllm-health-timeout", metavar="SECONDS")] = Field(
-        default=60.0, gt=0, le=86_400, description="a vLLM that has not been healthy for so long is ended"
+        default=60.0, gt=0, le=86_400, description="stop a vLLM process that has been unhealthy for this long"
     )
 
 
@@ -178,7 +179,7 @@ class ServerSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     host: str = Field(default="127.0.0.1", description="where it listens")
-    port: int = Field(default=0, ge=0, le=65535, description="of its own; 0: any that is free")
+    port: int = Field(default=0, ge=0, le=65535, description="to listen on; 0: any free port")
     host_names: Annotated[tuple[HostName, ...], Flag(name="--host-name", metavar="NAME")] = Field(
         default=(),
         description="may be given several times: a name by which it is reached; requests for names other than "
@@ -211,7 +212,7 @@ class InferenceSettings(BaseModel):
         default="", description="its name on the log"
     )
     alive_every_s: Annotated[float, Flag(name="--alive-every", metavar="SECONDS")] = Field(
-        default=1.0, gt=0, le=3, description="between the messages that say it is alive; it is given up after 10"
+        default=1.0, gt=0, le=3, description="between its heartbeats; it is considered lost after 10"
     )
     load_retry_s: Annotated[float, Flag(name="--load-retry", metavar="SECONDS")] = Field(
         default=1.0, gt=0, le=60, description="between attempts to load weights"
@@ -223,12 +224,12 @@ class InferenceSettings(BaseModel):
     vllm: VllmSettings = Field(
         default=VllmSettings(),
         title="--backend vllm",
-        description="needs `bombus install vllm` once; docs/inference.md says more",
+        description="needs `bombus install vllm` once; see docs/inference.md",
     )
     openai: OpenAISettings = Field(
         default=OpenAISettings(),
         title="--backend openai",
-        description="a vLLM or SGLang that somebody else runs, and that sees the trainer's folder",
+        description="an external vLLM or SGLang that sees the trainer's folder",
     )
 
     @model_validator(mode="after")

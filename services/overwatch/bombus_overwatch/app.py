@@ -40,18 +40,18 @@ CATCH_UP_ROUNDS = 5  # while catching up, only one in so many timer ticks draws
 PAGE_EVENTS = 100
 
 HELP = (
-    ("p", "hold the view, and release it again"),
+    ("p", "pause the view, and resume it"),
     ("← →", "one event back or forward in time"),
     ("pgup pgdn", f"{PAGE_EVENTS} events back or forward"),
     ("home end", "the oldest event that is kept; back to live"),
     ("e", "the next engine"),
-    ("f", "show events of one kind only"),
+    ("f", "show only events of one kind"),
     ("?", "this help"),
     ("q", "quit"),
 )
 NOTES = (
-    "Idle time counts from an episode's last recorded call; the coordinator also knows of heartbeats and of calls "
-    "in flight, so its own figure can be lower. Times are UTC. Going back in time shows the state that the log had "
+    "Idle time counts from an episode's last recorded call; the coordinator also counts heartbeats and calls in "
+    "flight, so its figure can be lower. Times are UTC. Going back in time shows the state that the log had "
     "at that event."
 )
 

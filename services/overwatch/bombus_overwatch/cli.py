@@ -16,9 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     if not (sys.stdin.isatty() and sys.stderr.isatty()):  # where keys are read, and where the screen is drawn
-        complain(
-            "bombus overwatch: there is no terminal here to draw in: `bombus status` prints what the hive is doing"
-        )
+        complain("bombus overwatch: there is no terminal to draw in: use `bombus status`")
         return 1
     try:
         asyncio.run(service.run(arguments.nats, arguments.hive))

@@ -253,7 +253,7 @@ def _rewards(engine: EngineState, history: EngineHistory) -> RewardCurves:
 
 
 def _models(status: EngineStatus, history: EngineHistory, now_ns: int) -> tuple[ModelRow, ...]:
-    """Return the models that are there, the one that was trained last first."""
+    """Return the existing models, the most recently trained first."""
     if status.operations is None:
         return ()
     order = {name: number for number, name in enumerate(history.models, 1)}

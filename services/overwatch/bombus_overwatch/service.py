@@ -11,7 +11,7 @@ from bombus_overwatch.screen import Link
 
 RETRY_S = 1.0
 LINK_CHECK_S = 0.1
-AWAY = "the bus is away: this is the last known state, and it goes on when the bus is back"
+AWAY = "the bus is away: this is the last known state, and updates resume when the bus is back"
 
 
 async def run(nats_url: str, hive: str) -> None:

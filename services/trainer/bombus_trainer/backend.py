@@ -24,7 +24,7 @@ class Interrupted(Exception):
 
 
 class BackendLost(EngineFault):
-    """Raised when a rank has failed where others did not, or is gone: only a new process can go on."""
+    """Raised when a rank has failed where others did not, or is gone: only a new process can continue."""
 
 
 class TrainerBackend(Protocol):
@@ -48,6 +48,8 @@ class TrainerBackend(Protocol):
         self, groups: list[EpisodeGroup], step: int, interrupted: Callable[[], bool] = lambda: False
     ) -> dict[str, float]:
         """Train on a batch and return the step's metrics. A batch without any signal changes nothing.
+
+        `backends.steps.StepBackend` makes the step, of what each backend computes.
 
         An update whose loss or gradient is not finite is left out: parameters and optimizer stay as they are, and the
         metric `updates_left_out` counts it. Raises `Interrupted` when `interrupted()` is true between two

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--backend",
         choices=("torch", VERL),
         default="torch",
-        help="what it can train with: verl runs in an environment of its own (default: %(default)s)",
+        help="what it can train with: verl runs in its own environment (default: %(default)s)",
     )
 
 

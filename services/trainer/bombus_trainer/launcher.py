@@ -56,7 +56,7 @@ MACHINE_FLAGS: Overrides = {
     "gateway.port": Flag(
         name="--api-port",
         metavar="PORT",
-        help="the gateway's port; 0: any that is free, which is printed",
+        help="the gateway's port; 0: any free port, which is printed",
         default="the cluster file's, or 10086",
     ),
     "trainer.device": Flag(
@@ -109,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=str.lower,
         choices=("debug", "info", "warning", "error"),
         default="info",
-        help="the least that is logged, to stderr (default: %(default)s)",
+        help="the lowest level that is logged, to stderr (default: %(default)s)",
     )
     add_overrides(parser, MACHINE_FLAGS)
     parser.add_argument(
@@ -208,7 +208,7 @@ async def run(layout: Layout, trainer: TrainerPart, arguments: argparse.Namespac
 
 
 async def _introduce(layout: Layout, trainer: TrainerPart, arguments: argparse.Namespace) -> None:
-    """Print the commands for other machines, and report when the trainer is there."""
+    """Print the commands for other machines, and report when the trainer is ready."""
     nats = layout.cluster.nats or await _own_bus(_url_file(layout))
     elsewhere = range(1, arguments.nnodes) if arguments.mode == AUTO else range(arguments.nnodes)
     if elsewhere:
@@ -218,7 +218,7 @@ async def _introduce(layout: Layout, trainer: TrainerPart, arguments: argparse.N
     for node in elsewhere:
         say(worker_line(layout, trainer, arguments.engine, nats, node), flush=True)
     if arguments.mode == CONNECT and not layout.cluster.nats:
-        say("node 0 talks to the bus, which listens on this machine alone: run it here, or give --nats", flush=True)
+        say("node 0 talks to the bus, which listens only on this machine: run it here, or give --nats", flush=True)
     async with await _connected(nats, layout.cluster.hive) as bus:
         await bus.until_streams_exist()
         follower = Follower(bus)
@@ -231,7 +231,7 @@ async def _introduce(layout: Layout, trainer: TrainerPart, arguments: argparse.N
             await follower.caught_up(None)
             before = follower.hive.engine(arguments.engine).trainer_epoch
             await follower.wait_for(lambda hive: hive.engine(arguments.engine).trainer_epoch != before)
-            say(f"the trainer of engine {arguments.engine} is there", flush=True)
+            say(f"the trainer of engine {arguments.engine} is ready", flush=True)
         finally:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)

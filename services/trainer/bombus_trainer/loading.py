@@ -39,12 +39,12 @@ def load_backend(job: RunConfig, options: TrainerOptions, ranks: Ranks | None = 
     asked = job.trainer.max_tokens_per_bin
     if ranks.leads and settings.bin_tokens < asked:
         log.info(
-            "a micro-batch holds %d tokens at most and not the job's %d: --bin-tokens changes that",
+            "a micro-batch holds at most %d tokens, not the job's %d: --bin-tokens changes that",
             *(settings.bin_tokens, asked),
         )
     if job.trainer.backend == "verl" and find_spec("verl") is None:
         raise EngineFault(
-            "trainer.backend is verl, and verl is not installed in this trainer's environment: run `bombus install "
+            "trainer.backend is verl, but verl is not installed in this trainer's environment: run `bombus install "
             "verl`, and start the trainer with --backend verl"
         )
     _check_processes(job, ranks)
@@ -59,7 +59,7 @@ def load_backend(job: RunConfig, options: TrainerOptions, ranks: Ranks | None = 
 def _check_processes(job: RunConfig, ranks: Ranks) -> None:
     if job.trainer.processes not in (0, ranks.size):
         raise EngineFault(
-            f"trainer.processes is {job.trainer.processes}, and this trainer was started with {ranks.size}: "
+            f"trainer.processes is {job.trainer.processes}, but this trainer was started with {ranks.size}: "
             "set it to 0, or start the trainer with as many"
         )
 
@@ -68,7 +68,7 @@ def load_executor(settings: TrainerSettings, allow_download: bool = False, ranks
     """Load the job's model at step 0. Raises `EngineFault` when there is none, or it is not the torch backend's."""
     job = settings.job
     if job.trainer.backend != "torch":
-        raise EngineFault(f"trainer.backend is {job.trainer.backend}, and this can only be done with the torch backend")
+        raise EngineFault(f"trainer.backend is {job.trainer.backend}, but this can only be done with the torch backend")
     folder = _folder_to_load(job, allow_download)
     return Executor(folder, settings, text_files(job, folder, allow_download), ranks)
 
@@ -104,7 +104,7 @@ def _folder_to_load(job: RunConfig, allow_download: bool) -> Path:
     """Return the folder of the job's model, and say that its weights are loaded now: it is silent until they are."""
     folder = _folder(job, allow_download)
     size = byte_size(sum(file.stat().st_size for file in folder.glob("*.safetensors")))
-    log.info("loading %s, %s of weights: the larger, the longer, from seconds to minutes", job.model.path, size)
+    log.info("loading %s, %s of weights: this takes seconds to minutes, depending on their size", job.model.path, size)
     return folder
 
 

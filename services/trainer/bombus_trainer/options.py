@@ -49,7 +49,7 @@ class TrainerOptions(TrainerMachineOptions):
         Flag(
             name="--load-patience",
             metavar="SECONDS",
-            help="how long a load that fails is tried again before the run is suspended; a faulty job ends it at once",
+            help="how long a failing load is retried before the run is suspended; a faulty job ends it at once",
         ),
     ] = Field(default=300.0, ge=0.0, le=86_400.0)
     retry_s: Annotated[float, NoFlag()] = Field(default=1.0, gt=0.0, le=600.0)
@@ -87,7 +87,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--options",
         type=_json_object,
         metavar="JSON",
-        help="options as one object, as `bombus up` gives them to its trainers; they win over the other flags",
+        help="options as one object, as `bombus up` gives them to its trainers; they override the other flags",
     )
 
 

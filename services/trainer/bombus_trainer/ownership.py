@@ -1,4 +1,4 @@
-"""Ownership of a run: become its trainer, notice when it is over, and publish facts under its trainer epoch (R11).
+"""Ownership of a run: become its trainer, notice when it ends, and publish facts under its trainer epoch (R11).
 
 service.py decides what to do with a run that is owned.
 """
@@ -30,7 +30,7 @@ class RunOver(Exception):
 
 
 class RunOwnership:
-    """One trainer's hold on its engine's runs, one run after the other. `follow()` has to run as a task of its own.
+    """One trainer's hold on its engine's runs, one run after the other. `follow()` must run as its own task.
 
     A trainer that was superseded stands aside only for as long as its successor answers. Safety does not depend on
     that: facts of an older trainer epoch are ignored, so an answer that comes too late costs an attempt, never a step.
@@ -75,7 +75,7 @@ class RunOwnership:
         return self.engine.phase != Phase.OFFLINE and self.engine.run == self.run
 
     def is_over(self) -> bool:
-        """Return whether the run is over for this trainer. A later epoch than ours belongs to another trainer."""
+        """Return whether the run has ended for this trainer. A later epoch than ours belongs to another trainer."""
         superseded = self.epoch > 0 and self.engine.trainer_epoch > self.epoch
         return superseded or not self.is_running()
 
@@ -96,7 +96,7 @@ class RunOwnership:
         self.check()
 
     def check(self) -> None:
-        """Raise `RunOver` if the run is over."""
+        """Raise `RunOver` if the run has ended."""
         if self.is_over():
             raise RunOver
 

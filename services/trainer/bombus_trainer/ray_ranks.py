@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="how many ranks, with a CPU or a GPU each (default: %(default)s)",
     )
     parser.add_argument(
-        "--ray-address", metavar="HOST:PORT", help="the cluster's address (default: a cluster on this machine alone)"
+        "--ray-address", metavar="HOST:PORT", help="the cluster's address (default: a cluster on this machine only)"
     )
     arguments = parser.parse_args(argv)
     try:

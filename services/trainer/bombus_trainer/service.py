@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 
+from torch import AcceleratorError
+
 from bombus import telemetry
 from bombus.bus import Blobs, Bus
 from bombus.bus.large.parts import Parts
@@ -68,7 +70,7 @@ class Trainer:
     ) -> None:
         """`load` loads a job, `load_base` the base of training operations; by default both load into this process."""
         self._load_backend = load or (lambda job: load_backend(job, options))
-        self._load_base = load_base or (lambda job, clients: loading.load_base(job, options, clients))
+        self._load_base = load_base or (lambda job, executor: loading.load_base(job, options, executor))
         self.name = name or f"trainer-{secrets.token_hex(4)}"
         self._bus = bus
         self._options = options
@@ -103,13 +105,13 @@ class Trainer:
                 try:
                     await self._train_run()
                 except RunOver:
-                    log.info("run %d is over for %s", ownership.run, self.name)
+                    log.info("run %d has ended for %s", ownership.run, self.name)
                 await ownership.stand_aside()
 
     # ---- a run ------------------------------------------------------------------------------------------------
 
     async def _train_run(self) -> None:
-        """Load the model, publish what the log lacks, and make outstanding steps; start over after a failure.
+        """Load the model, publish what is missing from the log, and make outstanding steps; start over after a failure.
 
         A run of operations is served until it is over.
         """
@@ -152,8 +154,8 @@ class Trainer:
         if bad >= RunConfig.from_json(engine.active.config).trainer.max_nonfinite_steps:
             await self._reports.suspend(
                 f"losses or gradients of the last {bad} steps were not finite, and these updates were left out. Look "
-                "for extreme rewards with `bombus replay batch`, mend them and resume the run; or stop it, and start "
-                "it with a lower trainer.lr (trainer.max_nonfinite_steps says how many such steps in a row are borne)"
+                "for extreme rewards with `bombus replay batch`, fix them and resume the run; or stop it, and start "
+                "it with a lower trainer.lr (trainer.max_nonfinite_steps says how many such steps in a row are allowed)"
             )
             await self._reports.until_resumed()
 
@@ -204,7 +206,7 @@ class Trainer:
         self._made_again = {}
         for step in steps_after(engine.steps, self._restored, newest) or ():
             number, recorded = step.batch.step, step.done.metrics if step.done is not None else {}
-            log.warning("step %d is made again, since the checkpoint of step %d", number, self._restored)
+            log.warning("step %d is retrained, from the checkpoint of step %d", number, self._restored)
             await self._reports.stage(f"making step {number} again", f"again-{number}")
             groups = read_whole(await self._read(executor, step.batch), step.batch, recorded)
             again = partial(executor.train_step, groups, number, over.is_set)
@@ -218,13 +220,13 @@ class Trainer:
         return executor
 
     def _compare(self, ready: WeightsReady, sha256: str) -> None:
-        """Note whether a step that was made again has the weights that the log names."""
+        """Note whether a retrained step has the weights that the log names."""
         differs = sha256 != ready.weights.sha256
         self._made_again[DIFFERS] = float(differs)
         if differs:
             log.error(
-                "step %d, made again, has other weights than version %d on the log (sha256 %s and %s): sums in another "
-                "order, on another machine or with other --threads, or kernels that do not repeat themselves",
+                "step %d, retrained, has other weights than version %d on the log (sha256 %s and %s): sums in another "
+                "order, on another machine or with other --threads, or kernels that are not deterministic",
                 *(ready.version, ready.version, sha256, ready.weights.sha256),
             )
 
@@ -334,7 +336,7 @@ class Trainer:
         return await read_batch(BusCallReader(self._bus), batch, max_staleness, auxiliary_calls=auxiliary_calls)
 
     async def _give_up(self, batch: BatchReady, read: ReadBatch) -> None:
-        """Say which rollout groups of a batch are lost, so that whoever makes this step again leaves them out too."""
+        """Say which rollout groups of a batch are lost, so that retraining this step leaves them out too."""
         lost = tuple(
             LostGroup(number, group.body.first)
             for place, (number, group) in enumerate(zip(batch.taken, batch.rollout_groups, strict=True))
@@ -366,14 +368,16 @@ class Trainer:
 
     # ---- failures ---------------------------------------------------------------------------------------------
 
-    async def _report_failure(self, error: Exception, failures: int) -> None:
+    async def _report_failure(self, error: Exception, failures: int, attempts: int) -> None:
         """Report a failure: of a step, which the coordinator counts, or outside of one."""
         ownership = self._ownership
         batch = ownership.engine.batch
-        if batch is None:
-            await self._reports.failed_outside_a_step(error, failures)
-            return
         waits = lacks_room(error)
+        if batch is None:
+            is_over = isinstance(error, AcceleratorError) or failures >= ownership.engine.collection.max_step_failures
+            if is_over and not waits:
+                await self._reports.suspend(reason_of(error))
+            return
         before = _counts(ownership.engine)
         broke = StepBroke(
             id=ownership.id(f"broke-{batch.step}-{secrets.token_hex(4)}"),
@@ -418,7 +422,7 @@ def nonfinite_steps(metrics: Mapping[str, float], before: Mapping[str, float]) -
 
 
 def _metrics_before(engine: EngineState) -> Mapping[str, float]:
-    """Return the metrics of the newest step; none if the run was resumed since, so that counts begin anew."""
+    """Return the metrics of the newest step; none if the run was resumed since, so that counts start over."""
     done = engine.step_done
     return {} if done is None or done.at_ns <= engine.resumed_ns else done.metrics
 

@@ -15,7 +15,7 @@ CPU_BIN_TOKENS = 4096  # the most that a micro-batch holds on a CPU, unless its 
 
 
 class TrainerSettings(BaseModel):
-    """Everything that decides what a step computes. What a job can set is declared in `RunConfig` alone.
+    """Everything that decides what a step computes. What a job can set is declared only in `RunConfig`.
 
     `bin_tokens` are the most tokens of a micro-batch, within the job's `max_tokens_per_bin` and this machine's memory.
     """
@@ -93,7 +93,7 @@ class TrainerSettings(BaseModel):
 
     @property
     def corrects(self) -> bool:
-        """Whether a weight beside the loss corrects for the sampler's logprobs."""
+        """Whether a separate weight, applied to the loss, corrects for the sampler's logprobs."""
         return self.config.correction != Correction.NONE and self.config.tis_clip > 0.0
 
     @property

@@ -160,7 +160,7 @@ class Versions:
     # ---- what is kept -----------------------------------------------------------------------------------------
 
     async def prune(self, named: Iterable[WeightsReady | None]) -> None:
-        """Remove every version but those of `named` and the ones that they are made of."""
+        """Remove every version except `named` and the versions that they build on."""
         links = [link for ready in named if ready is not None for link in self._chain(ready.weights)]
         wheres = [link.where for link in links]
         async with self._lock:  # a full copy that is being written is a draft, which would be removed
@@ -174,7 +174,7 @@ class Versions:
         try:
             return chain(weights, self._directory)
         except EngineFault as fault:
-            log.info("of %s only the delta is kept: %s", weights.where, fault)
+            log.info("only the delta of %s is kept: %s", weights.where, fault)
             return [weights]
 
     def _directory(self, where: str) -> Path:
@@ -207,7 +207,7 @@ class Versions:
             found = await in_thread(Kind.WEIGHTS, f"the digest of version {newest.version}", digest)
             self._held.settle(newest.version, found)
         if not self._holds(newest):
-            log.warning("version %d cannot be made again here: its digest would be %s", newest.version, found)
+            log.warning("version %d cannot be reproduced here: its digest would be %s", newest.version, found)
             self._held = HostCopy()
 
     async def _on_request(self, message: ReceivedMessage) -> None:
@@ -235,7 +235,7 @@ class Versions:
             version = f"version-{self._held.version:08d}-"
             is_held = bool(self._held.sha256) and directory.name.startswith(version)
             if executor is None or not is_ours or not is_held:
-                why = f"the trainer holds no values of {where}: only those of its newest version"
+                why = f"the trainer no longer has the weights of {where}, only those of its newest version"
                 raise Refused(Code.WRONG_PHASE, why)
             log.warning("writing a full copy of %s, which a replica has asked for", directory)
             write = partial(complete, executor, directory, self._held, self._epoch)
@@ -258,6 +258,6 @@ def check_fits(size: int, room: int) -> None:
         )
     if 0 < room < COPIES * size:
         raise EngineFault(
-            f"the object store holds {room / 1e6:.1f} MB, and {COPIES} versions of {size / 1e6:.1f} MB have to fit: "
+            f"the object store holds {room / 1e6:.1f} MB, but must hold {COPIES} versions of {size / 1e6:.1f} MB: "
             "give it more room, or share a folder (--weights-by folder)"
         )

@@ -23,10 +23,10 @@ from bombus.machine.process import PARENT_VARIABLE, die_with_parent, run_service
 from bombus.terminal import complain
 from bombus_trainer import service
 from bombus_trainer.backend import BackendLost, OperationBackend, TrainerBackend
-from bombus_trainer.leading import Board, Leader, follow
 from bombus_trainer.loading import load_backend, load_base
 from bombus_trainer.operations.settings import ExecutorSettings
 from bombus_trainer.options import TrainerOptions, add_options, options_of
+from bombus_trainer.rank_leader import Board, Leader, follow
 from bombus_trainer.ranks import Ranks
 
 log = logging.getLogger(__name__)

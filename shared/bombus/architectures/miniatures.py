@@ -170,7 +170,7 @@ def _miniature(small: "PretrainedConfig", seed: int) -> "PreTrainedModel":
 def empty_model(config: "PretrainedConfig") -> "PreTrainedModel":
     """Make a model of `config` for float32 without its weights: on the meta device they take no memory.
 
-    Raises `EngineFault` where transformers cannot make it at all.
+    Raises `EngineFault` if transformers cannot create it.
     """
     from transformers import AutoModelForCausalLM
 

@@ -75,7 +75,7 @@ def sequence_limit(config: "PretrainedConfig", wanted: int) -> int:
     context = context_of(config)
     if context < wanted:
         log.info(
-            "sequences end at %d tokens, the context of this model (%s), and not at rollout.max_model_len, which is %d",
+            "sequences end at %d tokens, the context of this model (%s), not at rollout.max_model_len, which is %d",
             *(context, config.model_type, wanted),
         )
     limit = min(wanted, context)
@@ -88,7 +88,7 @@ def check_context(config: "PretrainedConfig", wanted: int) -> None:
     context = context_of(config)
     if context < wanted:
         raise EngineFault(
-            f"rollout.max_model_len is {wanted}, and the context of this model ({config.model_type}) is {context} "
+            f"rollout.max_model_len is {wanted}, but the context of this model ({config.model_type}) is {context} "
             f"tokens: set rollout.max_model_len to at most {context}, or use a model with a longer context"
         )
 
@@ -105,7 +105,7 @@ def check_positions(config: "PretrainedConfig", limit: int) -> None:
         if kind in SCALES_OF_POSITIONS and limit > usual:
             raise EngineFault(
                 f"the {kind} rotary embedding of this model ({config.model_type}) changes all positions once a "
-                f"sequence is longer than {usual} tokens, and sequences may have {limit}: set rollout.max_model_len to "
+                f"sequence is longer than {usual} tokens, but sequences may have {limit}: set rollout.max_model_len to "
                 f"at most {usual}"
             )
 

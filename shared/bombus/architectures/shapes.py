@@ -37,9 +37,9 @@ class ShapeRecorder:
         """Note a layer's shape, and return an output [1, T, H, E] of zeros."""
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int):
-            raise EngineFault("layers of its share their attention, and with it the place of their keys")
+            raise EngineFault("some of its layers share their attention, and with it the place of their keys")
         if layer in self.shapes:
-            raise EngineFault("a layer attends more than once, to other keys each time")
+            raise EngineFault("a layer attends more than once, to different keys each time")
         self.shapes[layer] = LayerShape(key_1HTD.shape[1], key_1HTD.shape[3], value_1HTE.shape[3])
         heads, tokens = query_1HTD.shape[1:3]
         return query_1HTD.new_zeros(1, tokens, heads, value_1HTE.shape[3])

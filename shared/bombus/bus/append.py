@@ -214,7 +214,7 @@ async def _count_stored(bus: Bus, decisions: Sequence[Sequence[Outgoing]], expec
             return count
         if position >= last:
             break
-    raise Deposed(f"event {last} ({stored.headers.get(MSG_ID)}) is not ours: another coordinator writes")
+    raise Deposed(f"event {last} ({stored.headers.get(MSG_ID)}) is not ours: another coordinator is writing")
 
 
 async def _epoch_fence(bus: Bus, epoch: int) -> EpochFence:

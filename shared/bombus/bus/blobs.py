@@ -104,7 +104,7 @@ class Blobs:
     async def get(self, name: str) -> bytes:
         """Return an object, checked against its digest.
 
-        Raises `BlobMissing` when there is none, `LogCorrupted` when its bytes are not those that were stored.
+        Raises `BlobMissing` when there is none, `LogCorrupted` when its bytes differ from those that were stored.
         """
         meta = await self._find(name)
         while True:
@@ -118,7 +118,7 @@ class Blobs:
                 raise LogCorrupted(f"object {name}: some of its {meta.size} bytes are missing")
             meta = now
         if meta.digest != _digest(data):
-            raise LogCorrupted(f"object {name}: its bytes are not those that were stored")
+            raise LogCorrupted(f"object {name}: its bytes differ from those that were stored")
         return data
 
     async def delete(self, name: str) -> None:
@@ -166,7 +166,7 @@ class Blobs:
             raise LogCorrupted(f"object {name}: its description cannot be read: {error}") from error
 
     async def _replaced(self, name: str) -> _Meta | None:
-        """Return the description of an object that is to go; None where there is none that can be read."""
+        """Return the description of an object to be removed; None if there is none or it cannot be read."""
         try:
             return await self._find(name)
         except LogCorrupted as error:

@@ -1,4 +1,4 @@
-"""Read a long part of a stream fast: over a connection of its own, with a parser for nothing else.
+"""Read a long part of a stream fast: over its own connection, with a dedicated parser.
 
 nats-py spends some 10 us on a message with headers, this under 2. It handles only the plain case. At anything else it
 stops, and the caller continues after the last message in the usual way: it makes reading faster, never wrong.
@@ -29,7 +29,7 @@ class BulkStopped(Exception):
 class StreamRange(msgspec.Struct, frozen=True):
     """The messages `first` to `last` of a stream, read from a pull consumer without acknowledgements that begins there.
 
-    `inbox` is a subject that nobody else uses; `credit_bytes` is the limit of one request.
+    `inbox` is a subject that nothing else uses; `credit_bytes` is the limit of one request.
     """
 
     stream: str
@@ -75,7 +75,7 @@ async def _next_group(reader: asyncio.StreamReader, puller: "_Puller") -> list[S
 async def _open(server: ParseResult) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect and log in. As in nats-py, a user without a password is a token."""
     if server.scheme != "nats" or server.hostname is None:
-        raise BulkStopped(f"only plain connections are read in bulk, this is {server.scheme}")
+        raise BulkStopped(f"only plain connections can be read in bulk, but this is {server.scheme}")
     options = {"verbose": False, "pedantic": False, "lang": "python", "version": "1", "protocol": 1, "headers": True}
     if server.password is not None:
         options |= {"user": server.username, "pass": server.password}
@@ -90,7 +90,7 @@ async def _open(server: ParseResult) -> tuple[asyncio.StreamReader, asyncio.Stre
             writer.write(f"CONNECT {json.dumps(options)}\r\nPING\r\n".encode())
             answer = await reader.readline()
             if answer != b"PONG\r\n":
-                raise BulkStopped(f"the server did not let us in: {answer!r}")
+                raise BulkStopped(f"the server refused the connection: {answer!r}")
         except BaseException:
             writer.close()
             raise

@@ -1,4 +1,4 @@
-"""A service's connection to the bus. Readers, appends and large objects have modules of their own."""
+"""A service's connection to the bus. Readers, appends and large objects have their own modules."""
 
 import asyncio
 import json
@@ -74,7 +74,7 @@ _NOT_IN_A_TOKEN = re.compile(r"[^A-Za-z0-9_-]")
 class Bus:
     """A connection to the bus of one hive, made by `Bus.connect`.
 
-    It reconnects for ever; what cannot wait for that raises `BusUnavailable`. `publisher` publishes into streams,
+    It reconnects forever; what cannot wait for that raises `BusUnavailable`. `publisher` publishes into streams,
     `inbox` sends facts and commands to the coordinator, `requests` sends requests to the server.
     """
 
@@ -156,7 +156,7 @@ class Bus:
                 raise
             raise BusUnavailable(
                 f"no NATS server at {without_login(url)} let us in within {timeout_s:g} s "
-                f"({errors.last or error}); is it running, and are user and password right?"
+                f"({errors.last or error}); is it running, and are the user and password right?"
             ) from error
         await _check_payload(client)
         _tell_small_payload(client.max_payload)
@@ -194,7 +194,7 @@ class Bus:
         server's size limit goes a refusal that says so.
         """
         if not _SAFE_SUBJECT.match(reply):
-            logger.warning("a command wants its answer at %r, which is not a subject", reply[:100])
+            logger.warning("a command asks for its answer at %r, which is not a subject", reply[:100])
             return
         try:
             await self._client.publish(reply, self._answer_that_fits(answer))
@@ -269,7 +269,7 @@ class Bus:
         logger.info("stream %s was changed from %s to %s", stream, before, dict(changes))
 
     async def ensure_leases(self) -> None:
-        """Create only the bucket of leases. It holds nothing that could be lost, so it may be made anew at any time."""
+        """Create only the bucket of leases. It holds nothing that could be lost, so it may be recreated at any time."""
         replicas = (await self.state(self.subjects.events_stream)).replicas
         for config in stream_configs(self.subjects, StreamLimits(replicas=replicas)):
             if config["name"] == lease_stream(self.subjects):
@@ -382,12 +382,12 @@ class Bus:
                 )
             except WrongSequence:
                 await asyncio.sleep(0.05)  # another caller was first; on three replicas theirs may not be readable yet
-        raise BusUnavailable(f"the secret {name} could neither be read nor made")
+        raise BusUnavailable(f"the secret {name} could be neither read nor created")
 
     # ---- for the other modules of this package ------------------------------------------------------------------
 
     def new_inbox(self) -> str:
-        """Return a subject that nobody else uses."""
+        """Return a subject that nothing else uses."""
         self._inboxes += 1
         return f"{self._inbox}.{self._inboxes}"
 
@@ -478,7 +478,7 @@ async def _end(task: asyncio.Task[Any] | None) -> None:
     """Cancel one of the client's tasks until it ends.
 
     An attempt to connect that fails in the moment of its cancellation hides it (`asyncio.wait_for` of Python 3.11), and
-    the client would go on for ever, and keep its process from ending.
+    the client would run forever, and keep its process from ending.
     """
     if task is asyncio.current_task():
         return

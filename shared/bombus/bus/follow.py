@@ -27,7 +27,7 @@ class Follower:
     the fold begins at the newest snapshot.
 
     An event that only a newer release understands is left out, with a warning: this fold decides nothing, and whoever
-    decides refuses what it may not do. Who must not go on without it is `strict`.
+    decides refuses what it may not do. A reader that must not continue without it is `strict`.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Follower:
             except BusUnavailable as error:
                 if self._bus.is_closed:
                     raise
-                log.warning("the state waits for the bus: %s", error)
+                log.warning("waiting for the bus to load the state: %s", error)
         self.hive, self.position = start.hive, start.position
         if self._on_start is not None:
             self._on_start(start.position, deepcopy(start.hive))
@@ -99,7 +99,7 @@ class Follower:
             if self._strict:
                 raise
             if stored.subject not in self._left_out:
-                log.warning("%s. What it says is left out here until then", error)
+                log.warning("%s. Such events are ignored here until then", error)
             self._left_out.add(stored.subject)
             return None
 

@@ -63,7 +63,7 @@ class InboxClient:
                 await self.send(message)
                 return
             except BusUnavailable as error:
-                logger.warning("a fact waits for the bus: %s", error)
+                logger.warning("waiting for the bus to send a fact: %s", error)
             if pause is not None:
                 await pause()
 
@@ -74,7 +74,7 @@ class InboxClient:
         soon as the leader says that it decides nothing for now. The command may be decided later all the same.
         """
         if len(self._pending) >= PENDING_MAX:
-            raise Refused(Code.OVERLOADED, f"{PENDING_MAX} commands wait for their answers; ask again later")
+            raise Refused(Code.OVERLOADED, f"{PENDING_MAX} commands are waiting for answers; try again later")
         token = self._next
         self._next = token + 1
         headers = {REPLY: f"{self._prefix}{token}"}
@@ -128,7 +128,7 @@ class InboxClient:
         try:
             await self._client.publish(self._subjects.undecided, why.encode())
         except Error as error:
-            logger.warning("those who wait for answers could not be told why (%s)", error or type(error).__name__)
+            logger.warning("the callers waiting for answers could not be told why (%s)", error or type(error).__name__)
 
     async def _on_undecided(self, message: ReceivedMessage) -> None:
         for answered in self._pending.values():

@@ -1,4 +1,4 @@
-"""Imports nats-py without aiohttp, which it needs for websockets alone: that would cost each process 12 MB and 0.2 s.
+"""Imports nats-py without aiohttp, which it needs only for websockets: that would cost each process 12 MB and 0.2 s.
 
 `allow_websockets` makes up for it. A program that has imported either of the two itself keeps what it has.
 """

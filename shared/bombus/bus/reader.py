@@ -202,7 +202,7 @@ class Reader:
                 await self._give_credit()
         except BombusError as error:
             self._fail(error)
-        except Exception as error:  # nobody awaits the keeper: the reader has to learn of it
+        except Exception as error:  # nothing awaits the keeper: the reader must learn of it
             logger.exception("reader of %s", self.stream)
             self._fail(BusUnavailable(f"reader of {self.stream}: {error!r}"))
         finally:

@@ -90,7 +90,7 @@ class Requests:
             await asyncio.sleep(_PAUSE_S)
 
     def connection_back(self) -> None:
-        """Send every pending request again: answers to those sent before will not come any more."""
+        """Send every pending request again: those sent before will no longer be answered."""
         for answered in self._pending.values():
             if not answered.done():
                 answered.set_result(None)

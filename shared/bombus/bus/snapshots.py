@@ -102,13 +102,13 @@ async def load(bus: Bus, position: int) -> Snapshot:
     stream = bus.subjects.events_stream
     state = await bus.state(stream)
     if snapshot.position != position:
-        raise LogCorrupted(f"it is one of event {snapshot.position}")
+        raise LogCorrupted(f"it is a snapshot of event {snapshot.position}")
     if position > state.last_seq:
         raise LogCorrupted(f"it is ahead of the log, which ends at {state.last_seq}")
     if position < state.first_seq - 1:
         raise LogCorrupted(f"the log begins at {state.first_seq}, too far after it")
     if position >= state.first_seq and (await bus.get(stream, position)).headers.get(MSG_ID) != snapshot.event_id:
-        raise LogCorrupted(f"event {position} is another one on this log")
+        raise LogCorrupted(f"event {position} is a different one on this log")
     return snapshot
 
 
@@ -166,7 +166,7 @@ def _empty() -> Snapshot:
 
 def _unreadable(bus: Bus, begins_at: int) -> LogCorrupted:
     return LogCorrupted(
-        f"the event log of hive {bus.subjects.hive} begins at {begins_at}, and no snapshot of what was before can "
+        f"the event log of hive {bus.subjects.hive} begins at {begins_at}, but no snapshot of what came before it can "
         "be read: restore the bus's data from a backup"
     )
 

@@ -1,4 +1,4 @@
-"""The streams of one hive: how the server is told to make and to change them."""
+"""The streams of one hive: how they are created and changed on the server."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -81,7 +81,7 @@ def limited_streams(subjects: Subjects) -> dict[str, str]:
 def stream_text(state: StreamState) -> str:
     """Return how full a stream is and how many servers keep it, in words."""
     limit = f" of {byte_size(state.max_bytes)}" if state.max_bytes > 0 else ""
-    late = f", of which {state.late} away or not caught up" if state.late else ""
+    late = f", of which {state.late} offline or not caught up" if state.late else ""
     replicas = "1 replica" if state.replicas == 1 else f"{state.replicas} replicas"
     return f"{byte_size(state.bytes)}{limit}, {replicas}{late}"
 

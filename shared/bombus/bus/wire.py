@@ -54,7 +54,8 @@ class ServerRefused(BombusError):
 
 
 class MessagePlace(msgspec.Struct, frozen=True, gc=False):
-    """A message in a stream: its sequence, and a digest by which another one under that sequence is told from it (R6).
+    """A message in a stream: its sequence, and a digest that distinguishes it from another one under that sequence
+    (R6).
 
     The digest is "" where it is not known, as on events of versions before it.
     """
@@ -272,13 +273,14 @@ def error_of(error: ApiError, what: str) -> BombusError:
     if error.err_code == NOT_A_CLUSTER:
         return Refused(
             Code.BAD_CONFIG,
-            f"{what}: --stream-replicas is refused, because this NATS server is alone; give --nats the servers of a "
+            f"{what}: --stream-replicas is refused, because this NATS server is not in a cluster; give --nats the "
+            "servers of a "
             "cluster, or leave the streams at 1 replica",
         )
     if error.err_code == MESSAGE_TOO_LARGE:
         return Refused(Code.TOO_LARGE, f"{what}: {error.description}")
     if error.err_code == IN_PROCESS:
-        return AckLost(f"{what}: it was sent before, and too few replicas have it yet ({error.description})")
+        return AckLost(f"{what}: it was sent before, but too few replicas have it so far ({error.description})")
     if error.err_code == NO_PEERS:
         few = "fewer servers of the cluster are up than the streams have replicas (--stream-replicas)"
         return NotNow(f"{what}: {few}: {error.description} ({error.code}, {error.err_code})")

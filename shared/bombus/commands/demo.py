@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         default=SMOLLM2,
         metavar="FOLDER",
-        help="the model: a folder as `save_pretrained` leaves it, of any name (default: %(default)s, SmolLM2-135M)",
+        help="the model: a folder written by `save_pretrained`, with any name (default: %(default)s, SmolLM2-135M)",
     )
     parser.add_argument("--seed", type=int, default=0, help="the seed of everything random (default: %(default)s)")
     parser.add_argument(
@@ -47,12 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=None,
         metavar="DIR",
-        help="the folder for everything it writes; a demo that was stopped goes on there (default: runs/demo-<time>)",
+        help="the folder for everything it writes; a stopped demo resumes there (default: runs/demo-<time>)",
     )
     parser.add_argument(
         "--url",
         default="",
-        help="a hive that runs, such as that of `bombus up --data-dir DIR/hive`: only the client is started",
+        help="a running hive, such as that of `bombus up --data-dir DIR/hive`: only the client is started",
     )
     parser.add_argument(
         "--turns",
@@ -70,18 +70,18 @@ def run(arguments: argparse.Namespace) -> int:
     check_range("--minutes", minutes, MINUTES_MIN, MINUTES_MAX)
     model = _found(arguments.model)
     if arguments.url and arguments.tiny and not arguments.turns:
-        raise Refused(Code.BAD_CONFIG, "--url with --tiny needs --turns: each of the two games has a hive of its own")
+        raise Refused(Code.BAD_CONFIG, "--url with --tiny needs --turns: each of the two games has its own hive")
     demo = DemoOf("tiny" if arguments.tiny else model, arguments.seed, secrets.token_hex(4))
     if earlier := open_folder(out, demo):
         demo = earlier
-        say(f"{out} has an earlier demo, which goes on where it was")
+        say(f"{out} has an earlier demo, which resumes where it stopped")
     try:
         if arguments.tiny:
             turns = [arguments.turns] if arguments.turns else [1, 2]
             return max(_tiny(_Place(out / f"tiny-{count}", demo, arguments.url), count, minutes) for count in turns)
         return _main(_Place(out, demo, arguments.url), model, minutes)
     except KeyboardInterrupt:
-        complain(f"bombus demo: stopped; the same command with --out {out} goes on where it was")
+        complain(f"bombus demo: stopped; the same command with --out {out} resumes where it stopped")
         raise
     except BombusError as error:
         complain(*f"bombus demo: {error}".split("\n"))  # the end of a log, whose lines are safe
@@ -256,7 +256,7 @@ class _Demo:
             display.show("starting the hive")
             async with self._hive() as url, AsyncSwarmClient(url) as client:
                 display.show("loading the model")
-                # A run that was left alone has open episodes, which nobody plays. The next one begins where it was.
+                # An abandoned run has open episodes, which nothing plays. The next one begins where it was.
                 await client.auto_sync_train_config_and_start_engine(self.job, force_restart=earlier is not None)
                 player = Player(client, self.game)
                 training = Training(player, self.plan, Keeper(folder, curve, display), self.began)
@@ -270,7 +270,7 @@ class _Demo:
         return curve, weights
 
     def _hive(self) -> AbstractAsyncContextManager[str]:
-        """Start a hive, or take the one that runs. It yields the URL."""
+        """Start a hive, or use the running one. Yields its URL."""
         from bombus.demo import hive
 
         private_folder(self.place.folder)

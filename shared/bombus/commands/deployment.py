@@ -30,12 +30,11 @@ TRAINER_FLAGS: Overrides = {
 HIVE_FLAGS: Overrides = {
     "gateway.host": Flag(help="where the gateway listens"),
     "gateway.host_names": Flag(
-        help="a name by which clients reach the gateway, once or several times; without a client key, others than "
-        "localhost and its address are refused",
+        help="a name by which clients reach the gateway, once or several times; without a client key, names other "
+        "than localhost and its address are refused",
     ),
     "gateway.inference_hosts": Flag(
-        help="where clients of training operations may have inference servers that get their weights, once or several "
-        "times",
+        help="hosts where training clients may have inference servers that get their weights, once or several times",
         default="nowhere",
     ),
     "gateway.bases": Flag(
@@ -43,7 +42,7 @@ HIVE_FLAGS: Overrides = {
         "meta-llama/Llama-3.2-1B=smollm2",
     ),
     "gateway.models_max": Flag(help="models of training clients on one engine at once, where memory allows"),
-    "gateway.port": Flag(also="--swarm-port", help="the gateway's port; 0: any that is free, which is printed"),
+    "gateway.port": Flag(also="--swarm-port", help="the gateway's port; 0: any free port, which is printed"),
     "data_dir": Flag(metavar="DIR", help="for the log, checkpoints and weights", default=".bombus, in this folder"),
     "nats": Flag(metavar="URL", help="an external NATS server", default="our own is started"),
     "hive": Flag(metavar="NAME", help="the hive's name", default="$BOMBUS_HIVE, or main", read=name_of("hive")),
@@ -135,7 +134,7 @@ def check_counts(arguments: argparse.Namespace, most: Mapping[str, int]) -> None
 def check_engine(name: str, engines: Tree) -> None:
     """Raise `Refused(BAD_CONFIG)` when the file has no engine of that name."""
     if name not in engines:
-        raise Refused(Code.BAD_CONFIG, f"--engine {name} is none of the file's engines: {', '.join(engines)}")
+        raise Refused(Code.BAD_CONFIG, f"--engine {name} is not one of the file's engines: {', '.join(engines)}")
 
 
 def _choose_engines(engines: Tree, wanted: list[str] | None) -> None:

@@ -13,7 +13,7 @@ from bombus.terminal import complain, say
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", choices=ENVIRONMENTS, help="vllm serves models, verl trains them on many GPUs")
-    parser.add_argument("--force", action="store_true", help="make it again, even if it exists")
+    parser.add_argument("--force", action="store_true", help="reinstall it, even if it exists")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and run none of them")
 
 

@@ -39,13 +39,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source_arguments(exporting)
     importing = subcommands.add_parser(
         "import",
-        help="make a hive of an exported log, in a data folder that has none",
+        help="create a hive from an exported log, in a data folder that has none",
         epilog=IMPORT_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     importing.add_argument("file", type=Path, help="a file that `bombus log export` has written")
     importing.add_argument(
-        "--data", type=Path, required=True, metavar="DIR", help="the data folder of the new hive; it is made if need be"
+        "--data",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="the data folder of the new hive; it is created if missing",
     )
     add_settings_arguments(importing, StreamLimits)
     verifying = subcommands.add_parser(
@@ -82,7 +86,7 @@ async def _verify(source: Source, arguments: argparse.Namespace) -> None:
     if verified.bodies:
         say(f"  {verified.bodies:,} bodies and results of training operations match their references")
     if verified.groups:
-        say(f"  {verified.groups - len(verified.lost):,} rollout groups are there, {len(verified.lost):,} are lost")
+        say(f"  {verified.groups - len(verified.lost):,} rollout groups are present, {len(verified.lost):,} are lost")
     for lost in verified.lost[:LOST_SHOWN]:
         say(f"    {lost}; it is given up when a batch would have it")
 
@@ -111,8 +115,8 @@ async def _export(source: Source, arguments: argparse.Namespace) -> None:
         say(f"{kept.calls_gone:,} calls are no longer kept by the hive: the file does not have their tokens")
     if kept.groups:
         say(
-            f"{kept.groups:,} rollout groups were pushed: the file has which batches took them, and the tokens of "
-            "those alone that may still be trained"
+            f"{kept.groups:,} rollout groups were pushed: the file records which batches took them, but has tokens "
+            "only for those that may still be trained"
         )
 
 
@@ -128,9 +132,9 @@ async def _import(path: Path, data: Path, limits: StreamLimits) -> None:
     if not (data / "engines").exists():
         say(
             f"checkpoints and weights are not on a log: copy them from the old data folder to {data / 'engines'}. "
-            "The log names weights by their paths, so the new data folder has to be where the old one was"
+            "The log names weights by their paths, so the new data folder must be where the old one was"
         )
-    say(f"go on with `bombus up --data-dir {data}{named}`")
+    say(f"continue with `bombus up --data-dir {data}{named}`")
 
 
 class _Progress:

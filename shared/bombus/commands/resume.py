@@ -25,8 +25,8 @@ async def _resume(bus: Bus, engine: EngineState) -> str:
         return f"run {engine.run} of engine {engine.name} is not suspended: it is {engine.phase}"
     await bus.inbox.request(inbox.Resume(id=uuid.uuid4().hex, engine=engine.name))
     if not engine.suspended:
-        return f"the trainer of engine {engine.name} tries again to make {waiting}"
+        return f"the trainer of engine {engine.name} tries again to rebuild {waiting}"
     return (
-        f"run {engine.run} of engine {engine.name} goes on at step {engine.global_step}. "
+        f"run {engine.run} of engine {engine.name} resumes at step {engine.global_step}. "
         f"It was suspended: {one_line(engine.suspended)}"
     )

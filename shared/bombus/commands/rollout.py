@@ -84,14 +84,14 @@ async def _roll_out(plan: RolloutPlan, job: Job | None) -> int:
     async with AsyncSwarmClient(options.url, verbose=False, engine=options.engine or None) as client:
         if job is not None:
             say(
-                f"starting the job of {options.job}, unless it runs; this takes as long as its model to load",
+                f"starting the job of {options.job}, unless it is running; this takes as long as loading its model",
                 flush=True,
             )
             await client.auto_sync_train_config_and_start_engine(job)
         display = ProgressDisplay()
         rollout = RolloutRun(plan, client, await _repeat(plan, client), display)
         if before := rollout.done_before:
-            say(f"going on after {before} episodes that --out {options.out} has; name another folder to begin anew")
+            say(f"continuing after {before} episodes that --out {options.out} has; name another folder to start over")
         try:
             await rollout.run()
         finally:
@@ -100,7 +100,7 @@ async def _roll_out(plan: RolloutPlan, job: Job | None) -> int:
 
 
 async def _repeat(plan: RolloutPlan, client: AsyncSwarmClient) -> int:
-    """Return how many episodes each task gets. What does not fit the job is said, and done where that ends.
+    """Return how many episodes each task gets. A mismatch with the job is reported, and accepted if the run still ends.
 
     Raises `Refused` for steps that would never be made.
     """
@@ -115,7 +115,7 @@ async def _repeat(plan: RolloutPlan, client: AsyncSwarmClient) -> int:
     wanted = pool.task_expected_num_repeat
     if given is not None and wanted and given % wanted:
         complain(
-            f"bombus rollout: the job compares groups of {wanted} episodes (rollout.num_repeat), and -n {given} does "
+            f"bombus rollout: the job compares groups of {wanted} episodes (rollout.num_repeat), but -n {given} does "
             "not fill them"
         )
     return given or max(1, wanted)

@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _allow_files() -> None:
-    """Allow this process the files that the system lets it have, often 1,024 before: it would wait without a word."""
+    """Raise this process's limit of open files, often 1,024, as far as allowed: it would otherwise wait silently."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, FILES_MAX)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -70,7 +70,7 @@ async def play(options: SlimeOptions) -> int:
         if options.load_debug_rollout_data:
             return await push_rollouts(options, say)
         if not make_slime_importable():
-            why = "slime itself is installed here, whose modules need its own servers: use an environment without it"
+            why = "slime itself is installed here, and its modules need its own servers: use an environment without it"
             raise Refused(Code.BAD_CONFIG, why)
         if options.save_debug_rollout_data:
             check_can_save(options.save_debug_rollout_data)

@@ -21,7 +21,7 @@ from bombus.terminal import complain, say
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "The harness runs in the workspace itself, with a configuration of its own, and is one episode. At its end you "
+        "The harness runs in the workspace itself, with its own configuration, and is one episode. At its end you "
         "are asked for the reward."
     )
     parser.add_argument("harness", choices=PRESETS, help="the harness to start")
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_utf8(arguments.task_id, "--task-id")
     if len(arguments.task_id) > TASK_ID_CHARACTERS:
         raise Refused(
-            Code.BAD_CONFIG, f"--task-id has over {TASK_ID_CHARACTERS} characters, which the hive does not take"
+            Code.BAD_CONFIG, f"--task-id has over {TASK_ID_CHARACTERS} characters, which the hive does not accept"
         )
     session = HarnessSession(
         harness=arguments.harness,
@@ -98,7 +98,7 @@ def _reward() -> float | None:
     """Ask for the reward. None aborts the episode."""
     while True:
         try:
-            typed = input("reward (a number; nothing aborts the episode): ").strip()
+            typed = input("reward (a number; leave empty to abort the episode): ").strip()
         except EOFError:
             return None
         if not typed:

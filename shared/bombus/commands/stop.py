@@ -1,4 +1,4 @@
-"""`bombus stop`: stops the job of an engine. The hive goes on, and another job can be started."""
+"""`bombus stop`: stops the job of an engine. The hive keeps running, and another job can be started."""
 
 import argparse
 import uuid

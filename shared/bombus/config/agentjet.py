@@ -1,4 +1,4 @@
-"""Reads AgentJet's keys below `ajet:`, and verl's own beside them: what each means here, and which are refused.
+"""Reads AgentJet's keys below `ajet:`, and verl's own next to them: what each means here, and which are refused.
 
 A key that decides what is trained is carried out or refused; any other is listed as without effect.
 """
@@ -123,7 +123,7 @@ LIMITED: dict[str, Only] = {
         )
     },
 }
-# Of what decides what is trained, any other key is refused, but for those of speed and of placement.
+# Of what decides what is trained, any other key is refused, except those for speed and placement.
 DECIDES = (
     "ajet.lora.",
     "ajet.model.",

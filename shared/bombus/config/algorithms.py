@@ -16,7 +16,7 @@ class Estimator(StrEnum):
 
     @property
     def over_batch(self) -> bool:
-        """Whether advantages are normalised over all tokens of a batch: one group is not enough to compute them."""
+        """Whether advantages are normalized over all tokens of a batch: one group is not enough to compute them."""
         match self:
             case Estimator.REINFORCE_PLUS_PLUS | Estimator.REINFORCE_PLUS_PLUS_BASELINE:
                 return True

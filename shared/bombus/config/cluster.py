@@ -63,7 +63,7 @@ class Cluster(Part):
         if (self.streams.replicas or 1) > 1 and not self.nats:
             raise ValueError(
                 f"streams.replicas {self.streams.replicas} (--stream-replicas) is refused: bombus' own NATS server is "
-                "one; give the URLs of a cluster as nats (--nats)"
+                "a single one; give the URLs of a cluster as nats (--nats)"
             )
         return self
 
@@ -176,7 +176,7 @@ def _reconciled_trainer(name: str, part: TrainerPart, job: RunConfig | None, mac
             raise bad_config(f"{place}: its job's trainer.processes is {total}, which {machines} machines cannot share")
         if here > PROCESSES_MAX:
             raise bad_config(
-                f"{place}: its job's trainer.processes is {total}, and one machine starts at most {PROCESSES_MAX}: "
+                f"{place}: its job's trainer.processes is {total}, but one machine starts at most {PROCESSES_MAX}: "
                 "start it on more machines, with `python -m bombus_trainer.launcher --nnodes N` (docs/verl.md)"
             )
         of_job["processes"] = here
@@ -184,7 +184,7 @@ def _reconciled_trainer(name: str, part: TrainerPart, job: RunConfig | None, mac
         if value and field in part.model_fields_set and values[field] != value:
             each = f" on each of {machines} machines" if field == "processes" and machines > 1 else ""
             total = value * machines if field == "processes" else value
-            raise bad_config(f"{place}.{field} is {values[field]}{each}, and its job's trainer.{field} is {total}")
+            raise bad_config(f"{place}.{field} is {values[field]}{each}, but its job's trainer.{field} is {total}")
         values[field] = value or values[field]
     try:
         return TrainerPart.model_validate({**part.model_dump(exclude_unset=True), **values})

@@ -72,7 +72,7 @@ def _check_it_can_learn(job: RunConfig, names: Mapping[str, str]) -> None:
 
 
 def no_effect(key: str) -> str:
-    """Say that a key of a job has no effect, and what there is in its place."""
+    """Say that a key of a job has no effect, and what to use instead."""
     why = agentjet.IGNORED.get(key) or xorl.IGNORED.get(key)
     return f"{key} of the job has no effect" + (f": {why}" if why else "")
 
@@ -124,7 +124,7 @@ def _plain_tree(tree: Mapping[str, Any], name: str) -> Tree:
     try:
         return {_text_key(key, name, ""): _plain(value, name, str(key)) for key, value in tree.items()}
     except RecursionError:
-        raise bad_config(f"{name}: it is nested too deep, or within itself") from None
+        raise bad_config(f"{name}: it is nested too deeply, or contains itself") from None
 
 
 def _plain(value: object, name: str, place: str) -> object:
@@ -148,7 +148,7 @@ def _text_key(key: object, name: str, place: str) -> str:
         return key
     if key is None or isinstance(key, int | float):
         return str(key)
-    why = f"has a key of type {type(key).__name__}, and keys are texts: put it in quotes"
+    why = f"has a key of type {type(key).__name__}, but keys must be strings: put it in quotes"
     raise bad_config(f"{name}: {place or 'it'} {why}")
 
 

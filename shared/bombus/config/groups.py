@@ -108,7 +108,7 @@ MEANT: dict[str, tuple[str, ...]] = {
 
 
 def nearest(name: str, paths: Iterable[str]) -> str | None:
-    """Return which of these settings is meant by a name that is none: by its meaning, else by its spelling.
+    """Return which of these settings an unknown name means: by its meaning, else by its spelling.
 
     Of several with that last name, the one that is spelled most alike is meant.
     """

@@ -44,7 +44,7 @@ class ModelConfig(ConfigGroup):
     `float32`.
 
     `seed` is the seed of fresh weights and of sampling. `chat_template` is used instead of the model's own: its text,
-    or a file on the trainer's machine; `none` is for jobs of plain completions alone, which need no template.
+    or a file on the trainer's machine; `none` is for jobs with only plain completions, which need no template.
 
     `chat_template_kwargs` are variables of the template, such as `enable_thinking`.
     Requests may give others, or other values, where `rollout.allow_chat_template_kwargs` says so.
@@ -81,14 +81,14 @@ class RolloutConfig(ConfigGroup):
 
     `sampling` says what becomes of parameters that would bias the gradient of a training episode (temperature 0, top_p,
     top_k, min_p, penalties, logit_bias): they are overridden by the job's values, refused, or obeyed all the same.
-    `unsupported` says what becomes of what is not done here, such as a tool of the server or an image: it is left out,
-    or refused. With `relax_parameters` it is left out, but for a part of a training episode's conversation, such as an
-    image, which the model would not see: that is refused. The answer's header `x-bombus-overridden` names what was
-    overridden or left out.
+    `unsupported` says what happens to what is not supported here, such as a tool of the server or an image: it is left
+    out, or refused. With `relax_parameters` it is left out, but for a part of a training episode's conversation, such
+    as an image, which the model would not see: that is refused. The answer's header `x-bombus-overridden` names what
+    was overridden or left out.
 
     A forced tool call and a format of the answer (JSON, or JSON of a schema) are obeyed in evaluation episodes where a
     replica of the engine can hold answers to a form, as vLLM's do. Elsewhere they are unsupported, and in training
-    episodes too, unless `sampling` is `obey`: then answers are held to their form, and are not trained.
+    episodes too, unless `sampling` is `obey`: then the constraints are enforced, and the answers are not trained on.
 
     `auxiliary_calls` says what becomes of calls that a harness makes on its own account with the key of an episode,
     such as a title for the session or a summary when its context is full: with `mask` they are recorded and not
@@ -126,12 +126,12 @@ class RolloutConfig(ConfigGroup):
         if self.max_prompt_length + self.max_response_length > self.max_model_len:
             raise ValueError(
                 f"max_prompt_length {self.max_prompt_length} + max_response_length "
-                f"{self.max_response_length} is over max_model_len {self.max_model_len}"
+                f"{self.max_response_length} exceeds max_model_len {self.max_model_len}"
             )
         if self.max_response_length_in_one_turn > self.max_response_length:
             raise ValueError(
                 f"max_response_length_in_one_turn {self.max_response_length_in_one_turn} "
-                f"is over max_response_length {self.max_response_length}"
+                f"exceeds max_response_length {self.max_response_length}"
             )
         return self
 
@@ -141,7 +141,7 @@ class CollectionConfig(ConfigGroup):
 
     With `max_staleness` above 0 episodes continue while a step is computed (docs/asynchronous.md).
     With the methods in which clients agree, syncing weights takes at least `agreed_sync_s`: a client of the swarm
-    contract that has agreed polls for that phase every 5 s, and would wait for ever if it missed it.
+    contract that has agreed polls for that phase every 5 s, and would wait forever if it missed it.
     `client_silence_s` is for clients that show that they live, as those of bombus do: after so much silence, such as
     that of a killed process, their episodes are taken away. A program that a debugger stops is silent too.
     Calls of the newest `replay_steps` steps are kept for replay, fewer when the stream of calls is over half full.
@@ -195,7 +195,7 @@ class RunConfig(ConfigGroup):
         turn, buffer = self.rollout.max_response_length_in_one_turn, self.trainer.overlong_buffer
         if self.trainer.overlong == Overlong.PENALTY and buffer > turn:
             raise ValueError(
-                f"bombus.trainer.overlong_buffer {buffer} is over bombus.rollout.max_response_length_in_one_turn {turn}"
+                f"bombus.trainer.overlong_buffer {buffer} exceeds bombus.rollout.max_response_length_in_one_turn {turn}"
             )
         return self
 
@@ -203,8 +203,8 @@ class RunConfig(ConfigGroup):
     def _rollout_groups_are_ours(self) -> "RunConfig":
         if self.collection.rollout_groups and self.trainer.backend != "torch":
             raise ValueError(
-                f"bombus.trainer.backend is {self.trainer.backend}, and rollout groups are trained by torch alone: set "
-                "it to torch, or bombus.collection.rollout_groups to false"
+                f"bombus.trainer.backend is {self.trainer.backend}, but only the torch backend trains rollout groups: "
+                "set it to torch, or bombus.collection.rollout_groups to false"
             )
         return self
 
@@ -212,7 +212,7 @@ class RunConfig(ConfigGroup):
     def _groups_of_episodes_have_no_age(self) -> "RunConfig":
         if self.collection.episode_groups and self.collection.max_staleness > 0:
             raise ValueError(
-                f"bombus.collection.max_staleness is {self.collection.max_staleness}, and a rollout group does not say "
+                f"bombus.collection.max_staleness is {self.collection.max_staleness}, but a rollout group does not say "
                 "how old its tokens are: set it to 0, or bombus.collection.episode_groups to false"
             )
         return self
@@ -253,7 +253,7 @@ class RunConfig(ConfigGroup):
     @staticmethod
     def from_json(text: str) -> "RunConfig":
         """Read `to_json` back, also that of an earlier version. Raises `Refused(BAD_CONFIG)`."""
-        return _validated_json(_in_todays_fields(text), {})
+        return _validated_json(in_todays_fields(text), {})
 
     @property
     def digest(self) -> str:
@@ -287,7 +287,7 @@ def _validated_json(text: str, names: Mapping[str, str]) -> RunConfig:
 _RENAMED = {("collection", "scored_groups"): "rollout_groups", ("rollout", "side_calls"): "auxiliary_calls"}
 
 
-def _in_todays_fields(text: str) -> str:
+def in_todays_fields(text: str) -> str:
     """Return a job of the log with the fields that it has today."""
     if not any(f'"{name}"' in text for name in ("allow_biased_sampling", *(name for _, name in _RENAMED))):
         return text

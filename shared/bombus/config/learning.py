@@ -22,7 +22,7 @@ def why_nothing_is_learnt(job: RunConfig) -> tuple[str, str]:
         return "", ""
     if rollout.temperature == 0.0 and rollout.sampling != "obey":
         return "rollout.temperature", (
-            "the most likely tokens are not drawn from the policy, so they are never learnt: set it above 0, or "
+            "the most likely tokens are not drawn from the policy, so they are never learned: set it above 0, or "
             "bombus.rollout.sampling to obey, where requests choose"
         )
     return _why_a_group_of_one_teaches_nothing(job)
@@ -36,12 +36,14 @@ def _why_a_group_of_one_teaches_nothing(job: RunConfig) -> tuple[str, str]:
     pulls = job.trainer.kl_coef > 0.0 or job.trainer.entropy_coef > 0.0
     if method.needs_signal:
         return "rollout.num_repeat", (
-            f"a group of one has no rewards that differ, so {job.collection.method} never has a batch: set it to 2 or "
-            "more, or take another method"
+            f"a group of one has no rewards that differ, so {job.collection.method} never completes a batch: set it "
+            "to 2 or "
+            "more, or choose another method"
         )
     if not compares or pulls:
         return "", ""
     return "rollout.num_repeat", (
-        f"adv_estimator {estimator} compares the episodes of a task with each other, and one alone has an advantage of "
-        "0: set it to 2 or more (4 is the default), or take adv_estimator reinforce_plus_plus, which compares batches"
+        f"adv_estimator {estimator} compares the episodes of a task with each other, and a single one has an "
+        "advantage of "
+        "0: set it to 2 or more (4 is the default), or choose adv_estimator reinforce_plus_plus, which compares batches"
     )

@@ -40,7 +40,7 @@ class GatewayOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     host: Annotated[str, Flag(help="where it listens")] = "127.0.0.1"
-    port: Annotated[int, Flag(help="0: any that is free")] = Field(default=10086, ge=0, le=65_535)
+    port: Annotated[int, Flag(help="0: any free port")] = Field(default=10086, ge=0, le=65_535)
     host_names: Annotated[
         tuple[HostName, ...],
         Flag(
@@ -55,7 +55,7 @@ class GatewayOptions(BaseModel):
         Flag(
             name="--inference-host",
             metavar="HOST[:PORT]",
-            help="may be given several times: where clients of training operations may have inference servers that "
+            help="may be given several times: hosts where training clients may have inference servers that "
             "get their weights",
             default="none",
         ),
@@ -73,8 +73,8 @@ class GatewayOptions(BaseModel):
         int,
         Flag(
             metavar="N",
-            help="models of training clients on one engine at once; once so many are there, each key still gets its "
-            "share, and memory may allow fewer",
+            help="models of training clients on one engine at once; once this limit is reached, each key still gets "
+            "its share, and memory may allow fewer",
         ),
     ] = Field(default=64, ge=1, le=MODELS_MAX_MAX)
 
@@ -84,7 +84,7 @@ class GatewayOptions(BaseModel):
         names = [base.partition("=")[0] for base in bases]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise ValueError(f"{twice} is given twice, and a name leads to one base")
+            raise ValueError(f"{twice} is given twice, but a name refers to one base")
         return bases
 
 
@@ -114,7 +114,7 @@ class LogOptions(Part):
     @model_validator(mode="after")
     def _what_is_archived_is_removed(self) -> "LogOptions":
         if self.archive and not self.compact:
-            raise ValueError("archive (--archive) means nothing without compact: nothing is removed from the log")
+            raise ValueError("archive (--archive) has no effect without compact: nothing is removed from the log")
         return self
 
 
@@ -138,7 +138,7 @@ class PlacedPart(Part):
     @model_validator(mode="after")
     def _devices_are_cuda(self) -> "PlacedPart":
         if self.devices and self.device != "cuda":
-            raise ValueError(f"device {self.device} is refused beside devices, which are GPUs: leave it out")
+            raise ValueError(f"device {self.device} is refused alongside devices, which are GPUs: leave it out")
         return self
 
 
@@ -161,7 +161,7 @@ class TrainerMachineOptions(BaseModel):
         Flag(
             metavar="SECONDS",
             help="how long the first work of a kind may make no progress before the trainer is replaced; later its own "
-            "pace decides; 0: it is replaced only after a day in which nothing came of it",
+            "pace decides; 0: it is replaced only after a day without progress",
         ),
     ] = Field(default=600.0, ge=0.0, le=86_400.0)
     allow_download: Annotated[bool, Flag(help="models may be fetched from a hub")] = False
@@ -210,7 +210,9 @@ class TrainerPart(TrainerMachineOptions, PlacedPart):
     @model_validator(mode="after")
     def _each_process_has_a_device(self) -> "TrainerPart":
         if self.devices and "processes" in self.model_fields_set and len(self.devices) != self.processes:
-            raise ValueError(f"devices names {_gpus(len(self.devices))}, and processes is {self.processes}: one each")
+            raise ValueError(
+                f"devices names {_gpus(len(self.devices))}, but processes is {self.processes}: give one for each"
+            )
         return self
 
 
@@ -233,8 +235,8 @@ class InferencePart(PlacedPart):
     and values; 0: the backend's own default, which for vLLM on GPUs is the share `gpu_memory_utilization` of their
     memory (0: vLLM's own default). `api_key_env` names the environment variable that holds the server's key.
 
-    `adapters_mb` is room for LoRA adapters beside the engine's own policy, which samples of a run of operations have;
-    0: none. vLLM has up to `max_loras` of them in one batch, of ranks up to `max_lora_rank`.
+    `adapters_mb` is room for LoRA adapters in addition to the engine's own policy, which samples of a run of operations
+    have; 0: none. vLLM has up to `max_loras` of them in one batch, of ranks up to `max_lora_rank`.
     """
 
     backend: Literal["torch", "vllm", "openai"] = "torch"
@@ -270,12 +272,12 @@ class InferencePart(PlacedPart):
         for backend, fields in _FIELDS_OF.items():
             for name in fields:
                 if name in given and backend != self.backend:
-                    raise ValueError(f"{name} means nothing with backend {self.backend}: it belongs to {backend}")
+                    raise ValueError(f"{name} has no effect with backend {self.backend}: it belongs to {backend}")
         if self.backend != "openai":
             return self
         for name in _NOT_FOR_OPENAI:
             if name in given:
-                raise ValueError(f"{name} means nothing with backend openai: the server there has its own")
+                raise ValueError(f"{name} has no effect with backend openai: the server there has its own")
         if not self.url:
             raise ValueError("url is missing: backend openai is a server that runs elsewhere")
         if self.count > 1:
@@ -287,10 +289,10 @@ class InferencePart(PlacedPart):
         needed = self.count * self.tensor_parallel
         if self.devices and len(self.devices) != needed:
             each = f" with {_gpus(self.tensor_parallel)} each" if self.tensor_parallel > 1 else ""
-            raise ValueError(f"devices names {_gpus(len(self.devices))}, and {self.count} replicas{each} take {needed}")
+            raise ValueError(f"devices names {_gpus(len(self.devices))}, but {self.count} replicas{each} take {needed}")
         if self.gpu_memory_utilization and (self.kv_cache_mb or self.device == "cpu"):
             why = "kv_cache_mb says it already" if self.kv_cache_mb else "device is cpu"
-            raise ValueError(f"gpu_memory_utilization means nothing here: {why}")
+            raise ValueError(f"gpu_memory_utilization has no effect here: {why}")
         return self
 
 

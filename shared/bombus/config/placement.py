@@ -1,7 +1,7 @@
 """Which GPUs each process of a deployment gets, and the check that no two get the same one by accident.
 
 A trainer's processes get one of its `devices` each, in their order, and replicas get theirs from `gpus_of_replicas`.
-`bombus.host.layout` starts each process with its GPUs alone in CUDA_VISIBLE_DEVICES.
+`bombus.host.layout` starts each process with only its GPUs in CUDA_VISIBLE_DEVICES.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ def gpus_of_replicas(part: InferencePart) -> list[tuple[int, ...]]:
 def check_placement(cluster: Cluster) -> None:
     """Raise `Refused(BAD_CONFIG)` when a GPU is given twice and not every part that has it allows sharing.
 
-    Once one part names its GPUs, every part that runs on a GPU has to: by default all of them take the first GPU.
+    Once one part names its GPUs, every part that runs on a GPU must: by default all of them take the first GPU.
     """
     placed = list(_parts_on_gpus(cluster))
     if not any(part.devices for _, part in placed):
@@ -28,7 +28,7 @@ def check_placement(cluster: Cluster) -> None:
     holders: dict[int, tuple[str, PlacedPart]] = {}
     for name, part in placed:
         if part.device == "cuda" and not part.devices:
-            raise bad_config(f"{name} runs on a GPU and does not say which, and others do: give it devices: [...]")
+            raise bad_config(f"{name} runs on a GPU but does not say which, while others do: give it devices: [...]")
         gpus = part.devices or _gpus_from_first(part)
         for gpu in gpus:
             other_name, other = holders.setdefault(gpu, (name, part))
@@ -36,7 +36,8 @@ def check_placement(cluster: Cluster) -> None:
             if twice and not (other.share_devices and part.share_devices):
                 both = f"{other_name} and {name}" if other is not part else f"two replicas of {name}"
                 raise bad_config(
-                    f"GPU {gpu} is given to {both}: give each its own devices, or share_devices: true if that is meant"
+                    f"GPU {gpu} is given to {both}: give each its own devices, or share_devices: true if that is "
+                    "intended"
                 )
 
 

@@ -18,7 +18,7 @@ NUMBER_CHARACTERS_MAX = 64
 
 _TIMESTAMP = "tag:yaml.org,2002:timestamp"
 _MERGE = "tag:yaml.org,2002:merge"
-_NO_REFERENCES = "anchors (&), aliases (*) and merge keys (<<) are not taken: write the value out"
+_NO_REFERENCES = "anchors (&), aliases (*) and merge keys (<<) are not accepted: write the value out"
 
 
 def load(text: str) -> object:

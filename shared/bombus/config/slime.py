@@ -72,14 +72,15 @@ def _read(option: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 def _without_kl_in_reward(given: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the options without slime's `kl_coef`, which has to be 0; other slime names tell it from our `kl_coef`."""
+    """Return the options without slime's `kl_coef`, which must be 0; other slime names distinguish it from our
+    `kl_coef`."""
     slimes = sorted(SLIMES & given.keys())
     if not slimes or "kl_coef" not in given:
         return given
     if given["kl_coef"]:
         raise bad_config(
-            f"bombus.trainer.kl_coef = {given['kl_coef']} is refused beside slime's {slimes[0]}: slime's kl_coef takes "
-            "the KL from the reward, which bombus does not do; give kl_loss_coef for a KL in the loss"
+            f"bombus.trainer.kl_coef = {given['kl_coef']} is refused alongside slime's {slimes[0]}: slime's kl_coef "
+            "subtracts the KL from the reward, which bombus does not do; give kl_loss_coef for a KL in the loss"
         )
     return {option: value for option, value in given.items() if option != "kl_coef"}
 

@@ -110,9 +110,9 @@ def bytes_reserved(limits: StreamLimits) -> int:
 
 
 def disk_needed(limits: StreamLimits) -> int:
-    """Return how much of a disk has to be free for a new hive.
+    """Return how much of a disk must be free for a new hive.
 
-    The server lets streams have three quarters of it, and beside full streams there has to be room for new work.
+    The server lets streams have three quarters of it, and there must be room for new work in addition to full streams.
     """
     reserved = bytes_reserved(limits)
     return max(-(-reserved * 4 // 3), reserved + DISK_RESERVE_BYTES)

@@ -27,5 +27,5 @@ def problem_of(variables: Mapping[str, bool | int | float | str]) -> str:
     if large:
         return f"{large[0]} is a whole number of more than 64 bits"
     if len(variables) > VARIABLES_MAX:
-        return f"there are {len(variables)} variables, and the limit is {VARIABLES_MAX}"
+        return f"there are {len(variables)} variables, but the limit is {VARIABLES_MAX}"
     return ""

@@ -88,22 +88,22 @@ class TrainerConfig(ConfigGroup):
 
     `clip_low`, `clip_high` and `correction` default to what suits `loss`, `loss_aggregation` to what suits
     `adv_estimator`. `tis_clip` bounds the importance weight of the sampler's logprobs (0: no correction). A schedule
-    other than constant decays to `min_lr_ratio` x `lr` at `total_steps`, which it needs, and stays there: the run goes
-    on until it is stopped. A `kl_coef` of 0 means that no reference model is kept; a `lora_rank` of 0 that all weights
-    are trained. `lr` is 1e-6 by default, and 1e-5 with LoRA.
+    other than constant decays to `min_lr_ratio` x `lr` at `total_steps`, which it needs, and stays there: the run
+    continues until it is stopped. A `kl_coef` of 0 means that no reference model is kept; a `lora_rank` of 0 that all
+    weights are trained. `lr` is 1e-6 by default, and 1e-5 with LoRA.
 
     An update whose loss or gradient is not finite is left out; after `max_nonfinite_steps` steps in a row with such an
     update the run is suspended.
 
-    Every `checkpoint_every`-th step leaves a checkpoint: after a crash the steps since the newest one are made again
+    Every `checkpoint_every`-th step leaves a checkpoint: after a crash the steps since the newest one are repeated
     from the log, which has the newest hundred at most: a hundred steps after a checkpoint there is another one in any
     case. The newest `checkpoints_kept` of a run stay on disk, two at least.
 
-    With `resume: auto` a run goes on where the last one of its job was stopped: at the newest checkpoint that was left
-    on this engine, with its optimizer and version. The same job has the same project and experiment, model, tokenizer,
-    seed, backend and adapter; any other setting may change, such as `lr`. Where only other jobs of an experiment have
-    left checkpoints the start is refused, or begins with the model as loaded if the experiment was given no name.
-    `from 40` begins at version 40, or is refused; `never` begins with the model as loaded.
+    With `resume: auto` a run continues where the last one of its job was stopped: at the newest checkpoint that was
+    left on this engine, with its optimizer and version. The same job has the same project and experiment, model,
+    tokenizer, seed, backend and adapter; any other setting may change, such as `lr`. Where only other jobs of an
+    experiment have left checkpoints the start is refused, or begins with the model as loaded if the experiment was
+    given no name. `from 40` begins at version 40, or is refused; `never` begins with the model as loaded.
 
     `overlong_buffer` is in tokens. A micro-batch has up to `max_tokens_per_bin` tokens (xorl calls that
     `sample_packing_sequence_len`), on a CPU at most 4096 unless the trainer's `--bin-tokens` allows more; without
@@ -193,7 +193,7 @@ class TrainerConfig(ConfigGroup):
         if not self.total_steps:
             raise ValueError(
                 f"lr_schedule {self.lr_schedule} needs total_steps, the step by which the rate has decayed: "
-                "give it, or take lr_schedule constant"
+                "set it, or use lr_schedule constant"
             )
         if self.warmup_steps >= self.total_steps:
             raise ValueError(
@@ -211,10 +211,10 @@ class TrainerConfig(ConfigGroup):
                 "backend verl splits sequences over several"
             )
         if self.attn_implementation.startswith(FLASH) and (self.backend == "torch" or ulysses > 1):
-            why = "with backend torch, where it would take kernels of flash-attn for sequences that share beginnings"
+            why = "with backend torch, where it would need flash-attn kernels for sequences that share beginnings"
             if self.backend == "verl":
                 why = (
-                    f"with ulysses_parallel_size {ulysses}, where it would take an exchange of heads around flash-attn"
+                    f"with ulysses_parallel_size {ulysses}, where it would need an exchange of heads around flash-attn"
                 )
             raise ValueError(
                 f"attn_implementation {self.attn_implementation} is refused {why}: set it to auto, sdpa, native or "
@@ -222,7 +222,7 @@ class TrainerConfig(ConfigGroup):
             )
         if self.processes % ulysses:
             raise ValueError(
-                f"processes {self.processes} is refused: it has to be a multiple of ulysses_parallel_size {ulysses}, "
+                f"processes {self.processes} is refused: it must be a multiple of ulysses_parallel_size {ulysses}, "
                 "the processes that compute a sequence together"
             )
         return self
@@ -241,11 +241,11 @@ class TrainerConfig(ConfigGroup):
         bounded = self.tis_clip > 0 and bool(given & {"tis_clip", "tis_clip_low"})
         if bounded and self.correction == Correction.NONE and "correction" not in given:
             raise ValueError(
-                f"tis_clip bounds a correction, and the loss {self.loss} has none unless it is named: give correction "
+                f"tis_clip bounds a correction, but the loss {self.loss} has none unless it is named: give correction "
                 "token_tis too, or leave tis_clip out"
             )
         if self.tis_clip and self.tis_clip_low > self.tis_clip:
-            raise ValueError(f"tis_clip_low {self.tis_clip_low} is over tis_clip {self.tis_clip}")
+            raise ValueError(f"tis_clip_low {self.tis_clip_low} exceeds tis_clip {self.tis_clip}")
         if self.correction == Correction.ICEPOP and not self.tis_clip_low * self.tis_clip:
             raise ValueError(
                 "correction icepop needs a tis_clip_low and a tis_clip above 0; its paper takes 0.5 and 5.0"

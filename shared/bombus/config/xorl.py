@@ -40,7 +40,7 @@ READ: dict[str, str] = {
     "data_parallel_shard_size": "`trainer.processes`, times `ulysses_parallel_size`; above 1 also `backend: verl`",
     "ulysses_parallel_size": "`trainer.ulysses_parallel_size`; above 1 also `backend: verl`",
     "init_device": "`meta` or `cpu`: a trainer's first process reads the weights, and the others have empty ones until "
-    "they get their parts (all read them where embeddings and output layer are one matrix); `cuda`: one process alone",
+    "they get their parts (all read them where embeddings and output layer are one matrix); `cuda`: only one process",
 }
 
 _OWN = "each backend chooses its own"
@@ -90,16 +90,16 @@ IGNORED: dict[str, str] = {
 _INSTEAD = "data_parallel_shard_size shards every weight over more processes"
 _SHORTER = "lower max_tokens_per_bin, or set enable_gradient_checkpointing"
 _STAGES = (
-    "which would take a model in stages, a schedule of micro-batches between them, and checkpoints and exports that "
+    "which would need a model in stages, a schedule of micro-batches between them, and checkpoints and exports that "
     f"join them; {_INSTEAD}"
 )
 _EXPERTS = (
-    "which would take an exchange of tokens between the processes in each layer, and an export that joins their "
+    "which would need an exchange of tokens between the processes in each layer, and an export that joins their "
     f"experts; {_INSTEAD}"
 )
-_MATRICES = f"which would take a plan of how each family's matrices are cut; {_INSTEAD}"
+_MATRICES = f"which would need a plan of how each family's matrices are cut; {_INSTEAD}"
 _RING = (
-    "which would take an attention that passes keys and values from process to process; set ulysses_parallel_size, "
+    "which would need an attention that passes keys and values from process to process; set ulysses_parallel_size, "
     f"which has processes exchange heads instead, or {_SHORTER}"
 )
 _EMPTY = (None, "")
@@ -155,7 +155,7 @@ def read(flat: Mapping[str, object]) -> tuple[Given, dict[str, str], list[str]]:
         if key in LIMITED and not _is_one_of(value, LIMITED[key].values):
             raise bad_config(f"{key} = {shown(value)} is refused: {LIMITED[key].why}")
         if key in SAME_AS and value not in (None, flat.get(SAME_AS[key])):
-            raise bad_config(f"{key} = {shown(value)} is refused: it has to be the same as {SAME_AS[key]}")
+            raise bad_config(f"{key} = {shown(value)} is refused: it must be the same as {SAME_AS[key]}")
         if key in MAPPED and value is not None:
             given[MAPPED[key]], names[MAPPED[key]] = value, key
     if given.get("model.tokenizer") == given.get("model.path"):
@@ -245,7 +245,10 @@ def _hint(key: str) -> str:
         return ": it belongs in a cluster file, which is for `bombus up --config`"
     close = difflib.get_close_matches(key, (*KEYS, "ajet", "bombus"), n=1)
     hint = f"; did you mean {close[0]}?" if close else "; docs/configuration.md lists the keys."
-    return f"{hint} Our own settings stand in groups, such as bombus: {{model: {{path: tiny}}, trainer: {{lr: 0.003}}}}"
+    return (
+        f"{hint} Settings of bombus itself are in groups, such as bombus: "
+        f"{{model: {{path: tiny}}, trainer: {{lr: 0.003}}}}"
+    )
 
 
 def put(given: Mapping[str, object], tree: Tree) -> None:

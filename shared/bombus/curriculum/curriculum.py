@@ -63,7 +63,7 @@ class Curriculum:
         try:
             number = reward_number(reward)
         except ValueError as error:
-            raise Refused(Code.BAD_REWARD, f"the reward of {name!r} is no number: {error}") from error
+            raise Refused(Code.BAD_REWARD, f"the reward of {name!r} is not a number: {error}") from error
         command = RecordResult(task=name, achieved=achieved, reward=number, group=group)
         with self._lock:
             events = decide(command, self.progress)
@@ -115,6 +115,6 @@ def _figures(progress: CurriculumProgress) -> CurriculumFigures:
 def _tier_is_missing(progress: CurriculumProgress, path: Path) -> str:
     names = ", ".join(tier.name for tier in progress.plan.tiers)
     return (
-        f"{path} is at the tier {progress.unknown_tier!r}, and the plan has only {names}: rename the tier "
-        "back, or begin another file"
+        f"{path} is at the tier {progress.unknown_tier!r}, but the plan has only {names}: rename the tier "
+        "back, or start another file"
     )

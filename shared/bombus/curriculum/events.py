@@ -17,7 +17,7 @@ class ResultRecorded(CurriculumEvent, frozen=True, kw_only=True, tag="result.rec
 
 
 class TaskGraduated(CurriculumEvent, frozen=True, kw_only=True, tag="task.graduated"):
-    """A task is mastered. It is looked at again once there are `due` results."""
+    """A task is mastered. It is reviewed again once there are `due` results."""
 
     task: str
     interval: int

@@ -23,7 +23,7 @@ class JournalFull(BombusError):
 
 
 class CurriculumJournal:
-    """A journal that is open for this process alone, until `close`.
+    """A journal that is open only for this process, until `close`.
 
     Raises `Refused` where another process has it open, and `LogCorrupted` where a line in its middle is broken.
     """
@@ -51,7 +51,7 @@ class CurriculumJournal:
             )
         line = msgspec.json.encode(events) + b"\n"
         if self._bytes + len(line) > JOURNAL_BYTES_MAX:
-            raise JournalFull(f"{self.path} has {self._bytes} bytes, and 1 GiB is the limit: begin another one")
+            raise JournalFull(f"{self.path} has {self._bytes} bytes, but 1 GiB is the limit: start another one")
         try:
             if os.write(self._file, line) < len(line):
                 raise JournalFull(f"the disk of {self.path} is full: make room, and record the result again")

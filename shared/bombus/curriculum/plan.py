@@ -82,7 +82,7 @@ class CurriculumPlan(msgspec.Struct, frozen=True, kw_only=True):
         seen: set[str] = set()
         for tier in self.tiers:
             if not tier.name or tier.name in names:
-                raise ValueError(f"the tier {tier.name!r} has no name of its own: each tier needs one")
+                raise ValueError(f"the tier {tier.name!r} has no unique name: each tier needs one")
             if not tier.tasks:
                 raise ValueError(f"the tier {tier.name!r} has no tasks: leave it out, or give it some")
             names.add(tier.name)

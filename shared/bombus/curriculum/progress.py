@@ -31,7 +31,7 @@ class TaskProgress(msgspec.Struct, kw_only=True):
 
 
 class CurriculumProgress:
-    """The state of a curriculum. Tasks that the plan does not have (any more) are kept, and never chosen."""
+    """The state of a curriculum. Tasks that the plan does not have, or no longer has, are kept but never chosen."""
 
     def __init__(self, plan: CurriculumPlan) -> None:
         self.plan = plan

@@ -1,1 +1,1 @@
-"""What can be learnt from an ended episode: its calls as lines of tokens, and how its reward compares with others."""
+"""What can be learned from an ended episode: its calls as lines of tokens, and how its reward compares with others."""

@@ -139,11 +139,11 @@ def _nodes_of(
         parent = _longest_prefix(prompt, earlier)
     if len(prompt) != 4 * record.prompt_tokens:
         raise LogCorrupted(
-            f"call {record.id}: its prompt has {len(prompt) // 4} tokens, the record says {record.prompt_tokens}"
+            f"call {record.id}: its prompt has {len(prompt) // 4} tokens, but the record says {record.prompt_tokens}"
         )
     for choice in record.choices:
         if len(choice.tokens) != len(choice.logprobs) or len(choice.tokens) % 4:
-            raise LogCorrupted(f"call {record.id}: a choice has not one logprob for each token")
+            raise LogCorrupted(f"call {record.id}: a choice does not have one logprob for each token")
     return [
         _Node(index, number, parent, len(prompt), prompt + choice.tokens, learnt)
         for number, choice in enumerate(record.choices)

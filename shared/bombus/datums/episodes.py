@@ -118,7 +118,7 @@ def datums_of(episodes: Sequence[EndedEpisode], estimator: Estimator = Estimator
     """
     if estimator.over_batch:
         raise ValueError(
-            f"{estimator} is normalised over the tokens of a whole batch: choose {Estimator.DR_GRPO}, "
+            f"{estimator} is normalized over the tokens of a whole batch: choose {Estimator.DR_GRPO}, "
             f"{Estimator.GRPO}, {Estimator.RLOO} or {Estimator.OPO}, or compute advantages from the rewards"
         )
     groups: dict[tuple[str, str], list[EndedEpisode]] = {}

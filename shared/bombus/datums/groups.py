@@ -1,4 +1,5 @@
-"""Ended episodes of one task as a rollout group: a sequence for each sequence of tokens, with its episode's reward."""
+"""Ended episodes of one task as a rollout group: one sequence for each of an episode's conversations, with its
+reward."""
 
 from array import array
 from collections.abc import Sequence
@@ -64,7 +65,7 @@ def sequences_of(episode: GroupedEpisode) -> EpisodeSequences:
 def group_of_episodes(
     played: Sequence[EpisodeSequences], estimator: Estimator = Estimator.DR_GRPO, normalise_std: bool = True
 ) -> RolloutGroup:
-    """Return episodes as a group. Its sequences keep the order of the episodes, and are as many as their sequences.
+    """Return episodes as a group. Its sequences keep the order of the episodes, of which one may have several.
 
     Where an episode has several sequences, or rewards of its calls, the group has the advantages that `estimator` gives
     to their tokens, since scores alone would count such an episode several times. Raises `ValueError`, with a sentence,
@@ -73,7 +74,7 @@ def group_of_episodes(
     episodes, found = [each.episode for each in played], [each.sequences for each in played]
     sequences = [each for of_episode in found for each in of_episode]
     if not sequences:
-        raise ValueError("no token of its episodes is learnt: none was sampled, or all at temperature 0")
+        raise ValueError("no token of its episodes is trained: none was sampled, or all at temperature 0")
     rows = [[token if call >= 0 else NOT_TRAINED for token, call in zip(s.tokens, s.calls)] for s in sequences]
     is_plain = all(len(of_episode) == 1 for of_episode in found) and all(each.call_rewards is None for each in episodes)
     warm = [each.temperature for each in sequences]

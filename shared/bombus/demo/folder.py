@@ -1,4 +1,4 @@
-"""Keep in a demo's folder what it trains and how far it came, so that one that was stopped goes on."""
+"""Keep in a demo's folder what it trains and how far it came, so that a stopped one resumes."""
 
 from pathlib import Path
 
@@ -12,7 +12,8 @@ DEMO, CURVE = "demo.json", "curve.json"
 
 
 class DemoOf(msgspec.Struct, frozen=True):
-    """What a demo trains: a model, and the seed of everything random. Its id tells it from others in the same hive."""
+    """What a demo trains: a model, and the seed of everything random. Its id distinguishes it from others in the same
+    hive."""
 
     model: str
     seed: int
@@ -22,12 +23,12 @@ class DemoOf(msgspec.Struct, frozen=True):
         return f"of the model {self.model} with seed {self.seed}"
 
     def experiment(self, game: str) -> str:
-        """Return the name of the experiment in which a game is trained: a run goes on only within its experiment."""
+        """Return the name of the experiment in which a game is trained: a run continues only within its experiment."""
         return f"demo-{self.id}-{game}" if self.id else "demo"
 
 
 def open_folder(out: Path, wanted: DemoOf) -> DemoOf | None:
-    """Make the folder of a demo, or open and return an earlier one of the same model and seed, which goes on.
+    """Make the folder of a demo, or open and return an earlier one of the same model and seed, which resumes.
 
     Raises `Refused` when it belongs to another demo, or to something else.
     """
@@ -41,14 +42,14 @@ def open_folder(out: Path, wanted: DemoOf) -> DemoOf | None:
     if (found.model, found.seed) != (wanted.model, wanted.seed):
         raise Refused(
             Code.BAD_CONFIG,
-            f"{out} has a demo {found}, and this is one {wanted}: name another --out, or give these again",
+            f"{out} has a demo {found}, but this is one {wanted}: name another --out, or give these again",
         )
     return found
 
 
 def _begin(out: Path, wanted: DemoOf) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise Refused(Code.BAD_CONFIG, f"{out} has something else in it than a demo: name another --out, or remove it")
+        raise Refused(Code.BAD_CONFIG, f"{out} has something other than a demo in it: name another --out, or remove it")
     private_folder(out)
     _write(out / DEMO, wanted)
 

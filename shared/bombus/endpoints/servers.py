@@ -92,7 +92,7 @@ async def find_server(client: "httpx.AsyncClient", model: str = "") -> FoundServ
         answer = await _asked(client, "GET", "/v1/models", DETECT_TIMEOUT_S)
         if answer.status != 200:
             raise EngineFault(
-                f"{where} answers {answer.status} at /v1/models: it is not a vLLM or SGLang server, or it wants a key"
+                f"{where} answers {answer.status} at /v1/models: it is not a vLLM or SGLang server, or it needs a key"
             )
         models = msgspec.json.decode(answer.body, type=_ModelList).data
         can_load = (await _asked(client, "GET", "/weight_info", DETECT_TIMEOUT_S)).status == 200
@@ -116,7 +116,7 @@ async def load_folder(
     elif kind is ServerKind.VLLM:
         await _load_into_vllm(client, folder, label, timeout_s)
     else:
-        raise LoadFailed("it takes adapters only, and this is a whole model")
+        raise LoadFailed("it takes adapters only, but this is a whole model")
 
 
 async def _load_into_sglang(client: "httpx.AsyncClient", folder: Path, label: str, timeout_s: float) -> None:

@@ -44,7 +44,7 @@ class RolloutBudgets(BaseModel):
     tools_at_once: int = Field(default=8, ge=1, le=256, description="calls of one answer that run at the same time")
     calls_max: int = Field(default=32, ge=1, le=1024, description="calls of tools in one answer")
     tool_characters_max: int = Field(
-        default=20_000, ge=100, le=10_000_000, description="characters of what a tool gave back that the model is shown"
+        default=20_000, ge=100, le=10_000_000, description="characters of a tool's result that the model is shown"
     )
 
     @model_validator(mode="after")

@@ -114,7 +114,7 @@ class OutageWarnings:
             self._failing_since = now
         if not self._has_warned and now - self._failing_since >= QUIET_S:
             self._has_warned = True
-            log.warning("the model's server does not answer, and is asked again: %s", why)
+            log.warning("the model's server does not answer; asking again: %s", why)
 
 
 class ChatModel:

@@ -164,6 +164,6 @@ class MethodFailed(InfraError):
 def went_on(name: str) -> EnvironmentLost:
     """Return the error for a coroutine that still ran some seconds after it was cancelled."""
     return EnvironmentLost(
-        f"`{name}` went on after it was cancelled, so that the environment is given up. Let the CancelledError out "
-        "that ends it: `except Exception` does, `except:` does not"
+        f"`{name}` kept running after it was cancelled, so the environment is given up. Let the CancelledError that "
+        "ends it propagate: `except Exception` does, `except:` does not"
     )

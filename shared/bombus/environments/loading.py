@@ -38,7 +38,7 @@ def load_class(name: str) -> type:
 def read_environment_tasks(path: Path) -> list[Task]:
     """Return the tasks of a file, one JSON object in each line that is not empty.
 
-    Fields that `Task` does not have go into its metadata; `prompt` is another name of `main_query`. Raises `Refused`
+    Fields that `Task` does not have go into its metadata; `prompt` is another name for `main_query`. Raises `Refused`
     with the number of the line that is wrong.
     """
 

@@ -139,8 +139,8 @@ class Rollout:
     ) -> None:
         if not callable(environment):
             raise TypeError(
-                f"Rollout was given an instance of {type(environment).__name__}, and each episode has an environment "
-                "of its own: give the class, or a function that makes one"
+                f"Rollout was given an instance of {type(environment).__name__}, but each episode needs its own "
+                "environment: give the class, or a function that makes one"
             )
         if inspect.isclass(environment) and not is_environment(environment):
             describe(environment)
@@ -278,7 +278,7 @@ class Rollout:
         try:
             await limits.within(self.budgets.setup_s, environment.close(), "closing the environment")
         except Exception as error:  # the episode is over, and its reward is known
-            log.warning("an environment was not closed in order: %s", in_one_line(error))
+            log.warning("an environment was not closed cleanly: %s", in_one_line(error))
 
 
 class _MethodLimits:
@@ -309,7 +309,7 @@ class _MethodLimits:
             giving_up.cancel()
 
     def _give_up(self, error: EnvironmentLost) -> None:
-        log.warning("%s, and goes on after it was cancelled: it is left to itself", error)
+        log.warning("%s, and is still running after it was cancelled; not waiting for it", error)
         if self.given_up.done():
             return
         if self.mistake is not None:
@@ -443,7 +443,7 @@ class _ToolLoop:
         turn and of the episode: to cut it would lose its environment, and the episode with it."""
         limit_s, left_s = self._budgets.tool_s, over_at - _now()
         if left_s <= 0:
-            return ToolOutcome(text="it was not carried out: the time for this answer's tools was over", failed=True)
+            return ToolOutcome(text="it was not carried out: the time for this answer's tools had run out", failed=True)
         if isinstance(self._environment, PlainEnvironment) and self._environment.plain.can_cancel(call.name):
             limit_s = min(limit_s, left_s)
         left: list[str] = []

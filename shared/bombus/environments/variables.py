@@ -11,5 +11,5 @@ def number_of(variables: Mapping[str, str], name: str, default: int, least: int,
     if not text:
         return default
     if not (text.isascii() and text.isdecimal() and len(text) < 20) or not least <= int(text) <= most:
-        raise Refused(Code.BAD_CONFIG, f"{name} is {text[:40]!r}: it is a number from {least} to {most}")
+        raise Refused(Code.BAD_CONFIG, f"{name} is {text[:40]!r}: it must be a number from {least} to {most}")
     return int(text)

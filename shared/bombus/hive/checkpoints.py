@@ -43,7 +43,7 @@ def step_of(engine: str, begins: Beginning) -> StepCompleted:
 
 
 def goes_on(begins: Beginning, run: int, started: EngineStarted | None) -> bool:
-    """Return whether a run goes on from the `run` before it: at a checkpoint of it, or where it began itself."""
+    """Return whether a run continues from the `run` before it: at a checkpoint of it, or where it began itself."""
     before = None if started is None else started.begins
     return begins.run == run or (before is not None and before.checkpoint == begins.checkpoint)
 

@@ -366,7 +366,7 @@ BATCH_METHODS: dict[Method, BatchMethod] = {
 
 
 def enough(engine: EngineState, now_ns: int) -> bool:
-    """Return whether the pool holds what the engine's method requires."""
+    """Return whether the pool holds what the engine's method requires. `fold/episodes.py` fills the pool."""
     rules = engine.collection
     return BATCH_METHODS[rules.method].enough(engine, rules, now_ns)
 

@@ -1,4 +1,5 @@
-"""What is said of each kind of event: a line of English, for the screen and `bombus replay timeline`, and its group."""
+"""How each kind of event is described: a line of English, for the screen and `bombus replay timeline`, and its
+group."""
 
 from collections.abc import Callable, Iterable
 from enum import StrEnum
@@ -141,7 +142,7 @@ def why_quarantined(event: ev.ReplicaQuarantined) -> str:
 
 def _model_rebuilding(event: ev.ModelRebuilding) -> str:
     if event.over:
-        return f"trainer {event.trainer_epoch} is through with making model {event.model} again"
+        return f"trainer {event.trainer_epoch} has finished rebuilding model {event.model}"
     what = f"executes operation {event.number} of {event.model} again" if event.number else f"makes {event.model} again"
     return f"trainer {event.trainer_epoch} {what}"
 
@@ -209,13 +210,15 @@ _weights = _Says(EventGroup.WEIGHTS)
 _engine(ev.EpochOpened, lambda event: f"epoch {event.epoch} opened by {event.leader}")
 _engine(
     ev.LeadingPaused,
-    lambda event: f"nobody led for {(event.at_ns - event.since_ns) / 1e9:.1f} s, which counts for no deadline",
+    lambda event: (
+        f"no coordinator led for {(event.at_ns - event.since_ns) / 1e9:.1f} s, which counts toward no deadline"
+    ),
 )
 _engine(ev.StorageFilled, lambda event: f"no room for new work: {event.why}", trouble=True)
 _engine(
     ev.LogCompacted,
     lambda event: (
-        f"the log begins at event {event.below:,} now" if event.below else "the log need not be compacted any more"
+        f"the log begins at event {event.below:,} now" if event.below else "the log no longer needs compacting"
     ),
 )
 _engine(ev.CompactionFailed, lambda event: f"the log could not be compacted: {event.why}", trouble=True)
@@ -291,7 +294,7 @@ _training(ev.ModelOpened, lambda event: f"model {event.model} opened on {event.b
 _training(ev.ModelClosed, lambda event: f"model {event.model} is gone: {event.why or event.reason}")
 _training(
     ev.ModelSuspended,
-    lambda event: f"model {event.model} waits: {event.why}" if event.why else f"model {event.model} goes on",
+    lambda event: f"model {event.model} waits: {event.why}" if event.why else f"model {event.model} continues",
 )
 _training(ev.ModelRebuilding, _model_rebuilding)
 _training(ev.OperationAccepted, _operation_accepted)
@@ -300,7 +303,7 @@ _training(
     lambda event: f"operation {event.number} of {event.model} is begun by trainer {event.trainer_epoch}",
 )
 _training(ev.OperationCompleted, _operation_completed)
-_training(ev.ModelCheckpointed, lambda event: f"model {event.model} can go on after operation {event.number}")
+_training(ev.ModelCheckpointed, lambda event: f"model {event.model} can continue after operation {event.number}")
 _weights(ev.WeightsKept, _weights_kept)
 _weights(
     ev.WeightsRemoved,
@@ -323,9 +326,9 @@ _batches(ev.BatchHandedOut, lambda event: f"batch {event.number} handed out, of 
 _batches(ev.BatchDelivered, lambda event: f"batch {event.number} delivered")
 _batches(ev.GroupsReset, lambda event: "all rollout groups and environments are forgotten")
 _batches(ev.GroupsGivenUp, _groups_given_up, trouble=True)
-_engine(ev.BodiesMoved, lambda event: f"the bodies of {_groups(len(event.moved))} that wait are stored once more")
-_engine(ev.TrajectoriesReleased, lambda event: f"rollout groups before {event.below} are not needed any more")
-_engine(ev.OperationsReleased, lambda event: f"operations before {event.below} are not needed any more")
+_engine(ev.BodiesMoved, lambda event: f"the bodies of {_groups(len(event.moved))} that are waiting are stored again")
+_engine(ev.TrajectoriesReleased, lambda event: f"rollout groups before {event.below} are no longer needed")
+_engine(ev.OperationsReleased, lambda event: f"operations before {event.below} are no longer needed")
 _weights(
     ev.EndpointAdded,
     lambda event: f"the inference server at {event.host}:{event.port} gets weights that are put in sync",

@@ -18,7 +18,7 @@ SHOWN_CHARACTERS = 100
 
 
 def reward_number(value: object) -> float:
-    """Return the number that a reward is, whoever gives it. Raises `ValueError` for what is none, such as a text.
+    """Return a reward as a number, whatever its source. Raises `ValueError` for what is none, such as a text.
 
     It may be infinite, NaN, or larger than the hive takes.
     """

@@ -71,7 +71,7 @@ def last_chances(engine: EngineState) -> int:
 def pace(engine: EngineState, count: int = 1, task_hint: str = "") -> Pace | None:
     """Return the pace for a claim of `count` training episodes; None when training is synchronous.
 
-    No claim waits for ever. When no episode is open, every batch that the pool can make has been sealed; once those are
+    No claim waits forever. When no episode is open, every batch that the pool can make has been sealed; once those are
     trained the next claim is granted, whatever its size.
     """
     if engine.groups_episodes:
@@ -87,7 +87,7 @@ def pace(engine: EngineState, count: int = 1, task_hint: str = "") -> Pace | Non
         waits = f"no inference replica serves version {engine.version} or one of the {bound} before it"
     elif unfinished + sealable > bound and not _is_idle(engine):
         waits = (
-            f"unfinished batches ({unfinished}) and those under way ({sealable}) are over collection.max_staleness "
+            f"unfinished batches ({unfinished}) and those under way ({sealable}) exceed collection.max_staleness "
             f"({bound}), so its samples would be too old when they are trained"
         )
     return Pace(unfinished=unfinished, sealable=sealable, max_staleness=bound, waits=waits)
@@ -104,7 +104,7 @@ def _is_idle(engine: EngineState) -> bool:
 def _pace_of_groups(engine: EngineState, count: int, task_hint: str) -> Pace:
     """Return the pace where ended episodes become rollout groups.
 
-    No claim waits for ever for groups that fit no batch: what is queued counts in full only while a batch can be formed
+    No claim waits forever for groups that fit no batch: what is queued counts in full only while a batch can be formed
     of it, or is being trained, or has not reached its outside trainer. Then the queue gets shorter.
     """
     bound, handed = engine.collection.max_carry_staleness, engine.trajectories.batch
@@ -115,11 +115,12 @@ def _pace_of_groups(engine: EngineState, count: int, task_hint: str) -> Pace:
     waits = ""
     if unfinished + sealable > bound and not nothing_comes:
         waits = (
-            f"batches that are under way ({unfinished}) and those that what is queued and played can make ({sealable}) "
-            f"are over collection.max_carry_staleness ({bound}), so its group would be too old when it is trained"
+            f"batches that are under way ({unfinished}) and those that queued groups and running episodes can make "
+            f"({sealable}) "
+            f"exceed collection.max_carry_staleness ({bound}), so its group would be too old when it is trained"
         )
         if _has_made_its_last_step(engine):
-            waits = "the run has made its last step (num_steps), and what is queued is not trained any more"
+            waits = "the run has made its last step (num_steps), so what is queued is no longer trained"
     return Pace(unfinished=unfinished, sealable=sealable, max_staleness=bound, waits=waits)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import msgspec
 
 TICK_NS = 1_000_000_000  # a leader sends a tick so often, and each shows that it leads for so long
-LATE_NS = 2_000_000_000  # a tick that comes so long after the one before was late: nobody led in between
+LATE_NS = 2_000_000_000  # a tick that comes so long after the one before was late: no coordinator led in between
 PAUSES_KEPT = 1_000  # deadlines that began before these count from the end of the first of them
 
 

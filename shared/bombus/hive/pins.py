@@ -59,7 +59,7 @@ class StoredCalls(msgspec.Struct):
             pins[episode] = Pin(seq, pins[episode].bytes)
 
     def release(self, episodes: Iterable[str]) -> None:
-        """Note that nobody needs the calls of these episodes any more."""
+        """Note that the calls of these episodes are no longer needed."""
         names = tuple(episodes)
         for calls in self.holders.values():
             before = len(calls.pins)
@@ -69,7 +69,7 @@ class StoredCalls(msgspec.Struct):
                 self._count(calls)
 
     def keep(self, episodes: Iterable[str]) -> None:
-        """Note that nobody needs the calls of other episodes than these any more."""
+        """Note that only the calls of these episodes are still needed."""
         kept = set(episodes)
         self.release([name for calls in self.holders.values() for name in calls.pins if name not in kept])
 

@@ -129,7 +129,7 @@ class Replica(msgspec.Struct, kw_only=True):
     run: int = 0
     version: int = -1
     sequence_tokens: int = 0  # the longest sequence that it serves, 0 where it does not say
-    constrains: bool = False  # whether it can hold answers to a form
+    constrains: bool = False  # whether it supports structured output
     quarantined: ev.ReplicaQuarantined | None = None  # why it gets no calls, and nothing waits for it
 
 
@@ -246,7 +246,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     rollouts: list[RolloutFigures] = []  # those of the newest sealed batches, oldest first
     silent_steps: int = 0  # the newest steps in a row of which no group had a signal
     counters: Counters = msgspec.field(default_factory=Counters)
-    clients: TrainingClients = msgspec.field(default_factory=TrainingClients)
+    clients: TrainingClients = msgspec.field(default_factory=TrainingClients, name="tenants")
     trajectories: Trajectories = msgspec.field(default_factory=Trajectories)
 
     @property
@@ -335,7 +335,7 @@ class EngineState(msgspec.Struct, kw_only=True):
 
     @property
     def waits_for_operator(self) -> bool:
-        """Return whether only its operator lets the run go on. One that waits for a replica may go on by itself."""
+        """Return whether only its operator lets the run continue. One that waits for a replica may go on by itself."""
         return bool(self.suspended) and not self.until_served
 
     @property
@@ -376,7 +376,7 @@ class EngineState(msgspec.Struct, kw_only=True):
         return int(number)
 
     def is_over(self, episode: str) -> bool:
-        """Return whether this episode was open and is not any more. False for one that is not claimed yet."""
+        """Return whether this episode was open and no longer is. False for one that is not claimed yet."""
         if episode in self.open:
             return False
         number = self.episode_number(episode)

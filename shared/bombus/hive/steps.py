@@ -1,4 +1,4 @@
-"""The steps that a trainer may have to make again: those that the older of its two newest checkpoints lacks (R11)."""
+"""The steps that a trainer may have to repeat: those that the older of its two newest checkpoints lacks (R11)."""
 
 from collections.abc import Iterable, Iterator
 

@@ -133,7 +133,7 @@ def _port(host: str, port: int) -> Iterator[Finding]:
     try:
         listen(host, port).close()
     except (BombusError, OSError):
-        yield check("port", False, f"{host}:{port} is taken", "stop what has it, or choose another with --port")
+        yield check("port", False, f"{host}:{port} is taken", "stop what is using it, or choose another with --port")
     else:
         yield Finding("port", State.OK, f"{host}:{port} is free")
 
@@ -194,9 +194,9 @@ def _difference(made: InstalledEnvironment) -> str:
     """Say what was different when an environment was made."""
     theirs, ours = (".".join(version.split(".")[:2]) for version in (made.python, platform.python_version()))
     if theirs != ours:
-        return f"by Python {theirs}, and this is {ours}"
+        return f"by Python {theirs}, but this is {ours}"
     gpu = bool(nvidia_gpus())
     if made.recipe == recipe(made.name, gpu=not gpu).digest:
         there, here = ("without", "with") if gpu else ("with", "without")
-        return f"for a machine {there} an NVIDIA GPU, and this is one {here}"
+        return f"for a machine {there} an NVIDIA GPU, but this is one {here}"
     return "by another bombus: of another version, or in another folder"

@@ -46,7 +46,7 @@ def examine_text(what: str, model: ModelConfig) -> Finding:
         files = checking.with_chat_template(files, model.chat_template)
         checking.check_text(files, model)
         if model.chat_template == NO_CHAT_TEMPLATE:
-            return Finding(what, State.OK, "none, for plain completions alone")
+            return Finding(what, State.OK, "none, for plain completions only")
         found = load(*READER).syntaxes_of(files, model)
     except EngineFault as error:
         return check(what, False, str(error), TEXT_CURE)

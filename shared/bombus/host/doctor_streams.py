@@ -55,7 +55,7 @@ def examine_streams(cluster: Cluster) -> Iterator[Finding]:
     try:
         from bombus.bus import Bus
     except ModuleNotFoundError:
-        yield check("streams", False, "not looked at: nats-py is not installed", "pip install 'bombus[bus]'", False)
+        yield check("streams", False, "not checked: nats-py is not installed", "pip install 'bombus[bus]'", False)
         return
 
     async def states() -> "dict[str, StreamState]":
@@ -103,7 +103,7 @@ def _stream(name: str, state: "StreamState", wanted: StreamLimits) -> Finding:
     becomes += [f"{wanted.replicas} replicas"] if wanted.replicas not in (None, state.replicas) else []
     detail = stream_text(state) + (f"; at the next start {' and '.join(becomes)}" if becomes else "")
     if limit is not None and limit < state.bytes:
-        return check(f"stream {name}", False, detail, f"{limit_flag(name)} has to be at least what the stream holds")
+        return check(f"stream {name}", False, detail, f"{limit_flag(name)} must be at least what the stream holds")
     if state.fill > NEARLY_FULL:
         return check(f"stream {name}", False, f"nearly full: {detail}", f"raise {limit_flag(name)}", needed=False)
     todo = "start the missing server again, or one of the same server_name with an empty folder"
@@ -123,7 +123,7 @@ def check_room(cluster: Cluster) -> None:
         return
     free, needed = free_bytes(folder), disk_needed(cluster.streams)
     if free < needed:
-        why = f"{folder} is on a disk with {byte_size(free)} free, and this hive needs {byte_size(needed)} there"
+        why = f"{folder} is on a disk with {byte_size(free)} free, but this hive needs {byte_size(needed)} there"
         raise Refused(Code.BAD_CONFIG, f"{why}: {LESS_DISK}")
 
 

@@ -108,7 +108,7 @@ def check_can_start(layout: Layout) -> None:
                 raise Refused(Code.BAD_CONFIG, f"engine {name}: the variable {part.api_key_env} holds no key; set it")
             if part.python and not os.access(part.python, os.X_OK):
                 raise Refused(
-                    Code.BAD_CONFIG, f"engine {name}: python {part.python} is not an interpreter that is here"
+                    Code.BAD_CONFIG, f"engine {name}: python {part.python} is not an interpreter on this machine"
                 )
 
 
@@ -160,7 +160,7 @@ def services(layout: Layout, nats: str) -> list[Service]:
 
 
 def _environment(layout: Layout) -> dict[str, str]:
-    """Return the variables of every process, without API keys: each is for the replica of its server alone.
+    """Return the variables of every process, without API keys: each is only for the replica of its server.
 
     Our own watchdog is ours alone too.
     """

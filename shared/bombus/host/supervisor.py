@@ -47,7 +47,7 @@ LOCK = "up"
 WAITS_FOR = {
     "gateway": "to end its open calls",
     "inference": "to end its answers",
-    "trainer": "to leave its work at a good place",
+    "trainer": "to reach a good stopping point",
     "coordinator": "to store a snapshot",
 }
 
@@ -94,7 +94,7 @@ class Child:
 
     async def _kill_when_silent(self, process: asyncio.subprocess.Process, watching: Watchdog) -> None:
         await watching.until_silent()
-        log.error("%s is silent for %.0f s: it is killed", self._service.name, watching.limit_s)
+        log.error("%s has been silent for %.0f s: killing it", self._service.name, watching.limit_s)
         kill(process)
 
     def kill(self) -> None:
@@ -145,7 +145,7 @@ class Supervisor:
                 return
             with hold_port(gateway.host, gateway.port) as port:
                 if port != gateway.port:
-                    log.info("port 0 is any that is free: clients connect to port %d", port)
+                    log.info("port 0 means any free port: clients connect to port %d", port)
                     self._listen_at(port)
                 held.write(f"{self.url}\n")
                 held.flush()
@@ -255,7 +255,7 @@ class Supervisor:
 
     async def _stop(self) -> None:
         """Stop the gateways first, then replicas and trainers, then the coordinators, and the bus last."""
-        log.info("stopping the services in order; the log is kept. Ctrl-C once more ends them at once")
+        log.info("stopping the services in order; the log is kept. Press Ctrl-C again to end them at once")
         for kinds in STOP_ORDER:
             await asyncio.gather(*(child.stop() for child in self._children if child.kind in kinds))
         if self._server is not None:
@@ -279,7 +279,9 @@ def hold_folder(folder: Path) -> Iterator[IO[str]]:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             at = f", at {url}" if (url := held.read().strip()) else ""
-            why = f"a hive runs here{at}: use it, or start another one with --data-dir DIR and --port PORT"
+            why = (
+                f"a hive is already running here{at}: use it, or start another one with --data-dir DIR and --port PORT"
+            )
             raise Refused(Code.BAD_CONFIG, why) from None
         held.truncate(0)
         yield held

@@ -19,7 +19,7 @@ class InstalledEnvironment(msgspec.Struct, frozen=True, kw_only=True):
     python: str  # its version
     packages: dict[str, str]  # the installed version of each package that its recipe reports
     size_bytes: int
-    recipe: str  # the digest of the recipe; if that has changed, the environment is made again
+    recipe: str  # the digest of the recipe; if that has changed, the environment is rebuilt
 
 
 def environments_folder() -> Path:

@@ -66,7 +66,7 @@ class HiveKeys:
             if (key or name not in ("admin", "client")) and not _FORM.fullmatch(key):
                 raise Refused(
                     Code.BAD_CONFIG,
-                    f"The {name} key cannot be used: it needs 16 to 256 characters out of A-Z a-z 0-9 . _ ~ - "
+                    f"The {name} key cannot be used: it needs 16 to 256 characters from A-Z a-z 0-9 . _ ~ - "
                     '(python -c "import secrets; print(secrets.token_urlsafe())" makes one).',
                 )
         if self.admin and self.admin == self.client:
@@ -75,11 +75,13 @@ class HiveKeys:
             )
         keys = [key for key in (self.admin, self.client, *(each.key for each in self.clients.values())) if key]
         if len(set(keys)) < len(keys):
-            raise Refused(Code.BAD_CONFIG, "Two of the hive's keys are the same: give each client a key of its own.")
+            raise Refused(Code.BAD_CONFIG, "Two of the hive's keys are the same: give each client its own key.")
 
     def _check_names(self) -> None:
         if len(self.clients) > NAMED_KEYS_MAX:
-            raise Refused(Code.BAD_CONFIG, f"There are {len(self.clients)} client keys, and at most {NAMED_KEYS_MAX}.")
+            raise Refused(
+                Code.BAD_CONFIG, f"There are {len(self.clients)} client keys, but at most {NAMED_KEYS_MAX} are allowed."
+            )
         for name in self.clients:
             try:
                 check_name(name, "client key")

@@ -27,7 +27,7 @@ HUNG_UP = "bombus.hung_up"
 class HttpLimits:
     """The limits of one server.
 
-    `head_bytes` are for the URL and the headers together, and as many again for what a body has beside its content:
+    `head_bytes` are for the URL and the headers together, and as many again for what a body has besides its content:
     sizes of chunks, and trailers. `head_s` and `body_s` are for a client to send the one and then the other.
     """
 

@@ -78,7 +78,7 @@ class CutOff:
             if begun:
                 raise
             log.warning("a request was not finished when the server stopped", extra={"path": scope.get("path")})
-            why = "The server stops before this request was finished: send it again in a moment."
+            why = "The server is stopping before this request is finished: send it again in a moment."
             body = json.dumps({"detail": why, "code": Code.OVERLOADED}).encode()
             length = str(len(body)).encode()
             headers = [

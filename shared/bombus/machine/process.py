@@ -65,7 +65,7 @@ def is_heeded(number: signal.Signals) -> bool:
 
 
 def cancel_at_signals() -> None:
-    """Let SIGTERM and SIGHUP cancel the task that calls this, so that a command ends in order."""
+    """Let SIGTERM and SIGHUP cancel the task that calls this, so that a command ends cleanly."""
     this = asyncio.current_task()
     assert this is not None
     for ending in (signal.SIGTERM, signal.SIGHUP):
@@ -95,7 +95,7 @@ def _end_despite_threads(before: set[threading.Thread], code: int) -> None:
     for thread in begun:
         thread.join(max(0.0, until - time.monotonic()))
     if stuck := [thread.name for thread in begun if thread.is_alive()]:
-        log.warning("ended although these threads go on: %s", ", ".join(stuck))
+        log.warning("ended although these threads are still running: %s", ", ".join(stuck))
         logging.shutdown()
         sys.stdout.flush()
         os._exit(code)
@@ -159,7 +159,7 @@ def listen(host: str, port: int, reuse_port: bool = False) -> socket.socket:
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens at, now."""
+    """Return a port of this machine that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -36,7 +36,7 @@ async def keep_alive() -> None:
             try:
                 sender.sendto(ALIVE, place)
             except OSError as error:  # its buffer is full, or it is gone: then this process soon is too
-                log.debug("the supervisor was not told: %s", error)
+                log.debug("the supervisor could not be notified: %s", error)
             await asyncio.sleep(min(BEAT_S, int(period_us) / 1e6 / 4))
 
 

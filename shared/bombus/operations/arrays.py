@@ -39,7 +39,7 @@ class Array(msgspec.Struct, frozen=True, array_like=True):
         wanted = prod(self.shape) * array(self.dtype.code).itemsize
         if len(self.data) != wanted:
             raise ValueError(
-                f"{self.dtype} of shape {list(self.shape)} takes {wanted} bytes, and there are {len(self.data)}"
+                f"{self.dtype} of shape {list(self.shape)} takes {wanted} bytes, but there are {len(self.data)}"
             )
 
     @classmethod

@@ -136,7 +136,7 @@ class AbortEpoch(msgspec.Struct, frozen=True, kw_only=True, tag="abort_epoch", t
 class SaveWeights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="save_weights", tag_field="kind"):
     """Save the model under a name, or where that is "" under the time at which the log took the operation.
 
-    `ttl_s` is how long it is kept; 0 is for ever. `merged` is for others (`EXTERNAL`): the whole model with its
+    `ttl_s` is how long it is kept; 0 is forever. `merged` is for others (`EXTERNAL`): the whole model with its
     adapter in it, in place of the adapter alone.
     """
 
@@ -155,7 +155,7 @@ class LoadWeights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
 
 
 class EndModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="end_model", tag_field="kind"):
-    """Save the model under `save_as`, if that is given, for `ttl_s` (0 is for ever), and forget it.
+    """Save the model under `save_as`, if that is given, for `ttl_s` (0 is forever), and forget it.
 
     With `reset_weights` a model of full weights begins again from its base instead of being forgotten.
     """
@@ -250,7 +250,7 @@ class CheckpointSaved(
 class CheckpointLoaded(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="checkpoint_loaded", tag_field="kind"
 ):
-    """The model goes on from a checkpoint; `loaded` is a hash of what it has taken from it."""
+    """The model continues from a checkpoint; `loaded` is a hash of what it has taken from it."""
 
     checkpoint: str
     step: int

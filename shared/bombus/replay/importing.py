@@ -1,4 +1,4 @@
-"""Making a hive of an exported log: what it had at each sequence is there again, so that all references hold (R6)."""
+"""Making a hive from an exported log: what it had at each sequence is there again, so that all references hold (R6)."""
 
 import asyncio
 import os
@@ -219,7 +219,7 @@ class _StreamWriter:
     async def put(self, seq: int, subject: str, body: bytes, headers: Mapping[str, str]) -> None:
         """Write a message. Raises `LogCorrupted` for a subject that cannot be, and where `seq` is taken."""
         if not _SUBJECT.fullmatch(subject):
-            raise LogCorrupted(f"message {seq} is of an engine that cannot be: its subject would be {subject!r}")
+            raise LogCorrupted(f"message {seq} is of an engine that cannot exist: its subject would be {subject!r}")
         await self.skip_to(seq)
         if seq != self._next:
             raise LogCorrupted(f"message {seq} on {subject} comes twice")
@@ -242,7 +242,7 @@ class _StreamWriter:
         await self._bus.purge_below(self._stream, self._next, self._skipped)
 
     def forget(self) -> None:
-        """Do not wait for anything any more."""
+        """Stop waiting for anything."""
         for ack in self._sent:
             ack.cancel()
 

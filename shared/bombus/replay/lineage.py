@@ -200,7 +200,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--episodes", action="store_true", help="list every episode of the step")
     parser.add_argument(
-        "--json", action="store_true", help="print all steps up to this one as JSON, with all that is known of them"
+        "--json", action="store_true", help="print all steps up to this one as JSON, with all that is known about them"
     )
 
 

@@ -95,7 +95,7 @@ async def read_run(source: Source, engine: str | None = None, run: int | None = 
 
 
 def _of_state(hive: Hive, position: int) -> list[LoggedRun]:
-    """Return the runs that were going on in the state before a compacted log's first event."""
+    """Return the runs that were in progress in the state before a compacted log's first event."""
     found = []
     for engine in hive.engines.values():
         if engine.active is None:

@@ -140,7 +140,7 @@ class FolderSource(Source):
         return [None] * len(seqs)
 
     async def blob(self, name: str) -> bytes:
-        raise BlobMissing(f"{self.title} has no object {name}: the archives of compactions have events alone")
+        raise BlobMissing(f"{self.title} has no object {name}: the archives of compactions have only events")
 
 
 def _hive_in(folder: Path, wanted: str | None) -> str:

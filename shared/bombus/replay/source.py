@@ -141,7 +141,9 @@ async def check_position(source: Source, seq: int) -> None:
     if seq > end:
         raise NotOnLog(f"there is no event {seq}: {source.title} ends at {end}")
     if seq < first:
-        raise NotOnLog(f"what was before event {first} was compacted: {source.title} can be read from {first} to {end}")
+        raise NotOnLog(
+            f"everything before event {first} was compacted: {source.title} can be read from {first} to {end}"
+        )
 
 
 def check_not_compacted(begins_at: int, last: int) -> None:

@@ -10,7 +10,7 @@ class EpisodesSeen:
     """The numbers of the first and last episode of each run. Numbers are consecutive, so those in between exist too."""
 
     def __init__(self, base: int = 0) -> None:
-        self._compacted = f" (what was before event {base} was compacted)" if base else ""
+        self._compacted = f" (everything before event {base} was compacted)" if base else ""
         self._numbers: dict[str, tuple[int, int]] = {}  # by the stem of an id, which is its engine and run
 
     def note(self, event: AnyEvent) -> None:

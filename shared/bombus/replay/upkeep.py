@@ -81,13 +81,13 @@ async def verify(bus: Bus, progress: ReadProgress = lambda position, end: None) 
 
 
 async def _check_inbox(bus: Bus, newest: Stored | None) -> None:
-    """Raise `LogCorrupted` when the inbox does not have any more what the log's last event answers."""
+    """Raise `LogCorrupted` when the inbox no longer has what the log's last event answers."""
     if newest is None or not newest.answers.digest:
         return
     if not await bus.is_kept(bus.subjects.inbox_stream, newest.answers):
         raise LogCorrupted(
             f"event {newest.seq} answers message {newest.answers.seq} of the inbox, which is gone or is another one "
-            "now: the inbox has lost its end. The next coordinator that leads goes on from what is left, and says so "
+            "now: the inbox has lost its end. The next coordinator that leads continues from what is left, and says so "
             "on the log (`stream.went_back`)"
         )
 
@@ -130,7 +130,7 @@ async def _look_for_groups(bus: Bus, hive: Hive) -> tuple[int, tuple[str, ...]]:
 
 
 async def _kept_snapshots(bus: Bus, begins_at: int) -> list[Snapshot]:
-    """Load the snapshots of a log that begins there, but for those that a leader removes meanwhile."""
+    """Load the snapshots of a log that begins there, except those that a leader removes meanwhile."""
     kept: list[Snapshot] = []
     for position in await snapshots.positions(bus):
         try:
@@ -142,7 +142,7 @@ async def _kept_snapshots(bus: Bus, begins_at: int) -> list[Snapshot]:
 
 
 class _Wholes:
-    """Finds multi-model episodes of which one decision has claimed, ended or aborted a part alone."""
+    """Finds multi-model episodes of which one decision has claimed, ended or aborted only a part."""
 
     def __init__(self) -> None:
         self._done: set[tuple[str, str]] = set()  # what happened to an episode, and its name
@@ -223,7 +223,7 @@ def _same(one: Hive, other: Hive) -> bool:
 
 
 async def load_snapshot(bus: Bus, position: int) -> Snapshot:
-    """Load a snapshot. Raises `LogCorrupted`, with its position, and `BlobMissing` when it is not there any more."""
+    """Load a snapshot. Raises `LogCorrupted`, with its position, and `BlobMissing` when it no longer exists."""
     try:
         return await snapshots.load(bus, position)
     except BlobMissing:
@@ -243,7 +243,7 @@ async def compact(bus: Bus) -> int:
         raise Refused(
             Code.NO_SNAPSHOT,
             f"nothing was removed: only {len(found)} of {KEPT} snapshots exist. A coordinator writes one when it "
-            "stops in order, and after every 20,000 events",
+            "shuts down cleanly, and after every 20,000 events",
         )
     for position in found:
         if (await load_snapshot(bus, position)).fold != FOLD:

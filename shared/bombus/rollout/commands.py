@@ -110,7 +110,8 @@ def _found(template: CommandTemplate, workspace: Path | None) -> str:
     elif os.path.normpath(program).startswith(".."):
         raise Refused(
             Code.BAD_CONFIG,
-            f"{template.flag}: {program} leaves the workspace, and episodes run in copies of it: give an absolute path",
+            f"{template.flag}: {program} is outside the workspace, but episodes run in copies of the workspace: give "
+            "an absolute path",
         )
     elif workspace is None:
         found, where = None, "in an empty workspace: give --workspace"

@@ -65,7 +65,7 @@ class ProgressDisplay(RolloutListener):
 
     @contextmanager
     def _perhaps_closed(self) -> Iterator[None]:
-        """Write to nowhere once nobody reads any more (`| head`, a closed terminal): the rollout goes on."""
+        """Discard output once nothing reads it (`| head`, a closed terminal): the rollout continues."""
         try:
             yield
         except OSError as error:

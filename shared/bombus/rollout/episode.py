@@ -143,7 +143,9 @@ class EpisodePlayer:
     async def _check_outage(self, began: float, ended: EndedProgram) -> None:
         """Raise `InfraError` for an agent that may have failed because its calls were not answered."""
         if self._client.missed_at > began:
-            raise InfraError(f"the hive was away while the agent ran, which failed (exit code {ended.exit_code})")
+            raise InfraError(
+                f"the hive was away while the agent ran, and the agent failed (exit code {ended.exit_code})"
+            )
         _, status = await self._client.get_engine_status()
         if status.get("serving_replicas") == 0:
             raise InfraError(f"no replica serves the model, and the agent failed (exit code {ended.exit_code})")
@@ -293,7 +295,7 @@ def _no_call(ended: EndedProgram, output: OutputFile) -> str:
     printed = output.tail().strip()[-SHOWN_CHARACTERS:]
     said = f"Its output ends with:\n{printed}" if printed else "It printed nothing."
     return (
-        f"the agent {how} after {ended.seconds:.0f} s, and no model call of it was answered. Either it does not use "
-        "$BOMBUS_BASE_URL or one of the variables that docs/rollout.md lists, or the hive refused its calls, such as a "
-        f"prompt over the job's rollout.max_prompt_length. {said}"
+        f"the agent {how} after {ended.seconds:.0f} s, but none of its model calls was answered. Either it does not "
+        "use $BOMBUS_BASE_URL or one of the variables that docs/rollout.md lists, or the hive refused its calls, such "
+        f"as a prompt over the job's rollout.max_prompt_length. {said}"
     )

@@ -48,7 +48,7 @@ class RolloutOptions(BaseModel):
         default="", description="the engine that plays"
     )
     job: Annotated[Path | None, Flag(metavar="FILE")] = Field(
-        default=None, description="start this job first, or join it where it runs; without it, one must be running"
+        default=None, description="start this job first, or join it if it is running; without it, one must be running"
     )
     eval: bool = Field(default=False, description="play evaluation episodes, which are not trained")
 
@@ -70,26 +70,26 @@ class RolloutOptions(BaseModel):
         default=300.0, gt=0, le=DAY_S, description="how long the reward command may take"
     )
     turns_max: Annotated[int | None, Flag(metavar="N")] = Field(
-        default=None, ge=1, description="stop an agent that has made so many model calls; looked at once a second"
+        default=None, ge=1, description="stop an agent after this many model calls (checked once a second)"
     )
     tokens_max: Annotated[int | None, Flag(metavar="N")] = Field(
-        default=None, ge=1, description="stop an agent whose calls have sampled so many tokens; looked at once a second"
+        default=None, ge=1, description="stop an agent whose calls have sampled this many tokens; checked once a second"
     )
     on_limit: Literal["reward", "abort"] = Field(
         default="reward", description="what becomes of an episode whose agent was stopped"
     )
     retries: Annotated[int, Flag(metavar="N")] = Field(
-        default=2, ge=0, le=100, description="how often an episode is played again whose infrastructure failed"
+        default=2, ge=0, le=100, description="how often to replay an episode whose infrastructure failed"
     )
 
     concurrency: Annotated[int, Flag(metavar="N")] = Field(
         default=8, ge=1, le=1024, description="agents that run at once"
     )
-    epochs: Annotated[int | None, Flag(metavar="N", default="1, without end with --steps")] = Field(
+    epochs: Annotated[int | None, Flag(metavar="N", default="1, unlimited with --steps")] = Field(
         default=None, ge=1, le=COUNT_MAX, description="how often to go through the tasks"
     )
     steps: Annotated[int | None, Flag(metavar="N")] = Field(
-        default=None, ge=1, le=COUNT_MAX, description="go on until the trainer has made so many steps from now"
+        default=None, ge=1, le=COUNT_MAX, description="run until the trainer has made this many more steps"
     )
     seed: Annotated[int | None, Flag(metavar="N")] = Field(
         default=None, description="shuffle the tasks, anew in each epoch; without it they keep their order"
@@ -104,7 +104,7 @@ class RolloutOptions(BaseModel):
     @field_validator("task", "workspace", "job", "out", "scratch")
     @classmethod
     def _expanded(cls, path: Path | None) -> Path | None:
-        """Replace a `~`, which a shell leaves alone in `--out=~/runs`."""
+        """Replace a `~`, which a shell does not expand in `--out=~/runs`."""
         if path is None:
             return None
         try:
@@ -115,7 +115,7 @@ class RolloutOptions(BaseModel):
     @model_validator(mode="after")
     def _fit_together(self) -> "RolloutOptions":
         if self.eval and self.steps is not None:
-            raise ValueError("--eval does not go with --steps: evaluation episodes make no steps")
+            raise ValueError("--eval cannot be combined with --steps: evaluation episodes make no steps")
         return self
 
 
@@ -224,7 +224,8 @@ def _tasks(options: RolloutOptions) -> list[AgentTask]:
     for flag, given in (("reward", options.reward), ("workspace", options.workspace), ("sandbox", options.sandbox)):
         if given:
             raise Refused(
-                Code.BAD_CONFIG, f"--{flag} does not go with a folder of tasks, which have their own: leave it out"
+                Code.BAD_CONFIG,
+                f"--{flag} cannot be combined with a folder of tasks, which have their own: leave it out",
             )
     tasks = read_task_folders(options.task)
     for task in tasks[:1]:
@@ -239,6 +240,6 @@ def shortage_of_tasks(plan: RolloutPlan, pool: PoolInformation) -> str:
     if pool.sample_collection_method not in METHODS_OF_TASKS or len(plan.tasks) >= wanted:
         return ""
     return (
-        f"the job's batches have {wanted} different tasks (collection.batch_size), and --task has {len(plan.tasks)}, "
-        "so that the trainer makes no step unless other clients play more tasks"
+        f"the job's batches have {wanted} different tasks (collection.batch_size), but --task has {len(plan.tasks)}, "
+        "so the trainer makes no step unless other clients play more tasks"
     )

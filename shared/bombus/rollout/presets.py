@@ -57,7 +57,7 @@ class HarnessPreset(msgspec.Struct, frozen=True, kw_only=True):
         return CommandTemplate((program, *before, *_lacking(self.flags + self.unattended, rest), *rest), typed.flag)
 
     def check_prompts(self, tasks: Sequence[AgentTask]) -> None:
-        """Raise `Refused` for a task that the harness would take for a command of its own."""
+        """Raise `Refused` for a task that the harness would take for one of its own commands."""
         for task in tasks:
             if self.trims_prompts and task.prompt.lstrip().startswith("/"):
                 raise Refused(

@@ -1,4 +1,4 @@
-"""Run one program in a process group of its own, with a time limit, and leave nothing of it behind."""
+"""Run one program in its own process group, with a time limit, and leave nothing of it behind."""
 
 import asyncio
 import os

@@ -138,7 +138,7 @@ class FailuresInARow:
 
 
 class RolloutTally:
-    """Counts the episodes of a rollout. `total` is None for one that goes on until the trainer has made its steps."""
+    """Counts the episodes of a rollout. `total` is None for one that runs until the trainer has made its steps."""
 
     def __init__(self, total: int | None) -> None:
         self.total = total
@@ -151,7 +151,7 @@ class RolloutTally:
         self._rewards_before = 0  # how many rewards there were when the newest step was made
 
     def stepped(self, steps: int) -> list[float]:
-        """Note that the trainer has made so many steps, and return the rewards since it had made fewer."""
+        """Note that the trainer has made this many steps, and return the rewards since it had made fewer."""
         since, self._rewards_before, self.steps = self.rewards[self._rewards_before :], len(self.rewards), steps
         return since
 

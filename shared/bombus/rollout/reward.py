@@ -61,7 +61,7 @@ def reward_of(exit_code: int, output: str) -> float:
         _check_intended(lines[-2:])
         return _reward_of_code(exit_code)
     if not is_reward(float(last)):
-        raise InfraError(f"the reward command's last line is {last}, and a reward is at most {REWARD_MAX:.0e} in size")
+        raise InfraError(f"the reward command's last line is {last}, but a reward is at most {REWARD_MAX:.0e} in size")
     return float(last)
 
 

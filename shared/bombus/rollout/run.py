@@ -1,4 +1,4 @@
-"""Play all episodes of a plan, so many at once, and leave nothing behind however that ends."""
+"""Play all episodes of a plan, a fixed number at a time, and clean up however that ends."""
 
 import asyncio
 import itertools
@@ -27,7 +27,7 @@ FAILURE_PAUSE_S = 1.0  # before the next episode of a slot whose infrastructure 
 
 
 class RolloutListener:
-    """What is told of a rollout. This one ignores it."""
+    """Receives the events of a rollout. This one ignores them."""
 
     def changed(self, tally: RolloutTally) -> None: ...
 
@@ -99,7 +99,7 @@ class RolloutRun:
         try:
             self._kept.add(task, result)
         except OSError as error:
-            raise Pointless(f"--out {self._plan.options.out} cannot be written any more: {error.strerror}") from error
+            raise Pointless(f"--out {self._plan.options.out} can no longer be written: {error.strerror}") from error
 
     def _plays_again(self, attempt: Attempt, result: PlayedEpisode | LostEpisode) -> bool:
         """Put an episode back that was lost without its agent's fault. One that the hive took back costs no retry."""

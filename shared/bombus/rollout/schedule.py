@@ -18,7 +18,7 @@ class Attempt(msgspec.Struct, frozen=True):
 
 
 class Schedule:
-    """Hands out each task `repeat` times, one task after another, for so many epochs; None: without end.
+    """Hands out each task `repeat` times, one task after another, for this many epochs; None: endlessly.
 
     With a seed each epoch has an order of its own, without one that of the file. `done` counts the episodes of each
     task that an earlier run of the same schedule has played: they are left out, wherever it was when it ended.

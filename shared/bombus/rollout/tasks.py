@@ -62,7 +62,7 @@ def read_tasks(path: Path) -> list[AgentTask]:
     def read(line: str, number: int) -> AgentTask:
         task = task_of(line, f"{path.stem}-{number}-{_digest(line)}")
         if seen.setdefault(task.task_id, number) != number:
-            raise ValueError(f"task_id {task.task_id!r} is that of line {seen[task.task_id]} too")
+            raise ValueError(f"task_id {task.task_id!r} is also that of line {seen[task.task_id]}")
         return task
 
     return read_json_lines(path, "task", read, option="--task")

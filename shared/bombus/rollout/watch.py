@@ -1,4 +1,4 @@
-"""Keep the episodes that are being played alive, and say when one has to stop: it is over, or over a limit."""
+"""Keep the episodes that are being played alive, and report when one must stop: it has ended, or exceeds a limit."""
 
 import asyncio
 from collections.abc import Iterator

@@ -127,7 +127,7 @@ class ClaimedEpisodes:
     # ---- what is sent once, whatever the reply ----------------------------------------------------------------
 
     async def touch_client(self, within_s: float, send: Send) -> bool:
-        """Show that this client lives. Returns whether the hive has heard it: there is one attempt, and no error."""
+        """Show that this client is alive. Returns whether the hive has heard it: there is one attempt, and no error."""
         return is_success(await send(posted("/touch_client", {"client_uuid": self.client_uuid}, within_s)))
 
     async def give_up(self, episodes: Sequence[str], send: Send) -> None:

@@ -268,7 +268,7 @@ class SwarmClient:
         pause. Raises `EpisodesFailed` once all are done, if some failed for good.
 
         When it is interrupted (Ctrl-C), the episodes that `func` has begun are aborted, and every operation of this
-        client in `func` raises `KeyboardInterrupt`. Code of `func` that goes on is not waited for.
+        client in `func` raises `KeyboardInterrupt`. Code in `func` that keeps running is not waited for.
         """
         return _carried_out(self._playing.run_tasks(tasks, func, max_workers, auto_retry))
 

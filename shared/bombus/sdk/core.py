@@ -108,7 +108,7 @@ def finished(operation: Coroutine[Any, Any, T]) -> T:
         result: T = done.value
         return result
     operation.close()
-    raise RuntimeError(f"{operation} waits for an event loop, and has none")
+    raise RuntimeError(f"{operation} waits for an event loop, but there is none")
 
 
 class ClientCore:
@@ -440,14 +440,14 @@ class ClientCore:
             try:
                 await self._post("/take_ended_episodes", {"episode_uuids": names[first : first + TAKEN_AT_ONCE]})
             except SwarmError as error:  # their tokens are here: what is left there goes by itself
-                log.warning("episodes whose data were read stay on the server until their time is over: %s", error)
+                log.warning("episodes whose data were read stay on the server until they expire: %s", error)
         self.claimed.taken(episodes)
         return datums
 
     async def _read_ended(self, episodes: list[str]) -> tuple[list[EndedEpisode], list[str]]:
         """Read ended episodes, in as many requests as it takes, and return them, and those whose calls are lost.
 
-        What gives no data is said with a warning.
+        What gives no data is reported with a warning.
         """
         found: list[EndedEpisode] = []
         lost: list[str] = []
@@ -471,7 +471,7 @@ class ClientCore:
     # ---- open episodes ----------------------------------------------------------------------------------------
 
     async def touch_episodes(self, episode_uuids: Sequence[str]) -> list[str]:
-        """Keep these episodes from going idle. Returns those that are over."""
+        """Keep these episodes from going idle. Returns those that have ended."""
         if not episode_uuids:
             return []
         return list((await self._post("/touch_episodes", {"episode_uuids": list(episode_uuids)}))["over"])
@@ -562,7 +562,7 @@ class ClientCore:
         why = str(reply.get("suspended", ""))
         if why not in ("", self._suspended):
             log.warning("the run is suspended: %s", why)
-            log.warning("once the cause is gone, client.resume_engine() or `bombus resume` lets it go on")
+            log.warning("once the cause is gone, client.resume_engine() or `bombus resume` lets it continue")
         self._suspended = why
 
     async def wait_for_status(self, wanted: str, timeout_s: float = 3600.0) -> None:
@@ -644,11 +644,11 @@ def _job_body(job: JobLike) -> dict[str, Any]:
 
 
 def _where_it_goes_on(url: str, reply: Mapping[str, Any]) -> str:
-    """Say at which step an engine goes on that another program has started, and what that has left."""
+    """Say at which step an engine that another program has started continues, and what that has left."""
     left = reply.get("pool_episodes", 0)
     pool = f", and the next batch begins with {left} ended episodes of its pool" if left else ""
     return (
-        f"the engine at {url} runs already: this program goes on with its run {reply.get('run', '-')} after step "
+        f"the engine at {url} is already running: this program continues its run {reply.get('run', '-')} after step "
         f"{reply.get('global_step', '-')}{pool}. client.stop_engine() or `bombus stop` ends that run"
     )
 
@@ -659,7 +659,7 @@ def _describe_differences(url: str, differences: dict[str, Any]) -> str:
     shown = [f"{name} is {differences[name]['running']!r}, not {differences[name]['wanted']!r}" for name in first]
     more = f", and {len(differences) - len(first)} more" if len(differences) > len(first) else ""
     return (
-        f"The engine at {url} goes on with the job that it runs, which is not yours: {'; '.join(shown)}{more}. "
+        f"The engine at {url} keeps running its current job, which is not yours: {'; '.join(shown)}{more}. "
         "To train yours, stop the engine first, with client.stop_engine() or `bombus stop`."
     )
 

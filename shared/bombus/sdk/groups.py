@@ -206,7 +206,7 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
 
     @abstractmethod
     async def _touch(self, places: Sequence[int]) -> list[int]:
-        """Keep these from going idle. Returns those that are over."""
+        """Keep these from going idle. Returns those that have ended."""
 
 
 class SingleGroup(GroupRun[Credentials, AgentResult, WorkflowOutput]):

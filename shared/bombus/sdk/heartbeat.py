@@ -1,4 +1,4 @@
-"""The heartbeat of a client: it shows the hive that the client's process lives, and tells it of a clean end."""
+"""The heartbeat of a client: it shows the hive that the client's process is alive, and reports a clean end."""
 
 import atexit
 import os
@@ -50,7 +50,7 @@ class Heartbeat:
             self._thread.start()
 
     def beat(self, http: httpx.Client) -> float:
-        """Show that the client lives, if it has open episodes, and return after how many seconds to do so again."""
+        """Show that the client is alive, if it has open episodes, and return after how many seconds to do so again."""
         is_heard = not self._claimed.open() or finished(self._claimed.touch_client(self._every_s, _by(http)))
         return self._every_s if is_heard else min(self._every_s, AGAIN_S)
 

@@ -58,7 +58,7 @@ class HiveCore(ClientCore):
         """Claim `n` multi-model episodes in one request, all or none. See `begin_multi_model_episode`."""
         if len(set(engines.values())) != len(engines) or len(engines) < 2:
             raise ValueError(
-                f"a multi-model episode is on two or more engines, one for each role, and this is {dict(engines)}: "
+                f"a multi-model episode is on two or more engines, one for each role, but this is {dict(engines)}: "
                 "several roles of one engine's model call it by the same credentials"
             )
         body = {"engines": list(engines.values()), "count": n, "episode_type": episode_type, "task_id": task_id}
@@ -120,7 +120,7 @@ class HiveCore(ClientCore):
         self.claimed.over([uuid for episode in episodes for uuid in episode.episode_uuids])
 
     async def touch_multi_model_episodes(self, episodes: Sequence[MultiModelEpisode]) -> list[MultiModelEpisode]:
-        """Keep these multi-model episodes from going idle. Returns those that are over."""
+        """Keep these multi-model episodes from going idle. Returns those that have ended."""
         if not episodes:
             return []
         body = {"episode_uuids": [episode.episode_uuids[0] for episode in episodes]}
@@ -132,7 +132,7 @@ def check_roles(episode: MultiModelEpisode, results: MultiModelResult) -> None:
     """Raise `ValueError` unless there is a result for each role of a multi-model episode."""
     if set(results) != set(episode.credentials):
         raise ValueError(
-            f"a multi-model episode is ended as a whole, with a result for each of {sorted(episode.credentials)}, and "
+            f"a multi-model episode is ended as a whole, with a result for each of {sorted(episode.credentials)}, but "
             f"there are results for {sorted(results)}"
         )
 

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Runtime(Exchange, Protocol):
-    """How a client runs agents, beside how it waits."""
+    """How a client runs agents; how it waits is elsewhere."""
 
     async def result_of(self, agent: Callable[[], T | Awaitable[T]]) -> T:
         """Return what an agent returns. An error that is not an `Exception`, such as `SystemExit`, is raised as a

@@ -1,4 +1,4 @@
-"""What is reported of an episode beside its reward: metadata, metrics, and whether it was a success.
+"""What is reported about an episode besides its reward: metadata, metrics, and whether it was a success.
 
 Nothing is trained by these, so that no episode is lost by them: a value that the log cannot have is converted, or is
 left out alone, with a warning.
@@ -54,7 +54,7 @@ def read_report(metadata: object, log_metrics: object, is_success: object) -> Au
 
 
 class _NotPlain(Exception):
-    """A value has no form in JSON, or there is no room for it. The text says why."""
+    """A value cannot be represented in JSON, or there is no room for it. The text says why."""
 
 
 class _Reading:
@@ -181,7 +181,7 @@ def _number_of(value: Integral | Real | Decimal) -> int | float | str | None:
             return int(value) if int(value) in _INTEGERS else str(int(value))
         return float(value) if math.isfinite(value) else None
     except Exception as error:  # it is too large to be written, or its own code raises
-        raise _NotPlain(f"{_shown(value)} has no form in JSON") from error
+        raise _NotPlain(f"{_shown(value)} cannot be represented in JSON") from error
 
 
 def _form_of(value: object) -> object:
@@ -207,7 +207,7 @@ def _form_of(value: object) -> object:
     except _NotPlain:
         raise
     except Exception as error:  # the value's own code: whatever it raises, there is no form
-        raise _NotPlain(f"{_shown(value)} has no form in JSON") from error
+        raise _NotPlain(f"{_shown(value)} cannot be represented in JSON") from error
 
 
 def _shown(value: object) -> str:
@@ -224,4 +224,4 @@ def _leave_out(place: str, why: str) -> None:
     if place not in _warned:
         _warned[place] = None
         trim(_warned, WARNED_MAX)
-        log.warning("%s is left out of an episode's report, which is said once: %s", place, why)
+        log.warning("%s is left out of an episode's report (logged once): %s", place, why)

@@ -24,7 +24,7 @@ log = logging.getLogger("bombus")
 ATTEMPTS_MAX = 3
 RETRY_FIRST_S = 2.0
 WORKERS_MAX = 64
-UNASKED = "it let out a CancelledError, and nobody had cancelled it"
+UNASKED = "it raised a CancelledError, but nobody had cancelled it"
 CANCELLED_S = 5.0  # for somebody's coroutine to end once it was cancelled
 DISTINCT_ERRORS_MAX = 1000  # that are counted
 KEEP_FINISHED_S = 30.0  # between two signs of life of episodes that wait for the rest of their group
@@ -61,7 +61,7 @@ def checked_output(result: AgentResult) -> WorkflowOutput:
     for number in numbers:
         if not abs(number) <= REWARD_MAX:  # which NaN is not either
             raise BadReward(
-                f"the agent returned the reward {number:g}, and one is at most {REWARD_MAX:.0e} in size",
+                f"the agent returned the reward {number:g}, but one is at most {REWARD_MAX:.0e} in size",
                 Code.BAD_REWARD,
             )
     return output
@@ -100,14 +100,14 @@ async def contained(
                 raise error from failure
             return await task
         name = getattr(work, "__qualname__", type(work).__name__)
-        log.warning("%s was cancelled %g s ago and goes on: it is left to itself", name, CANCELLED_S)
+        log.warning("%s was cancelled %g s ago and is still running; not waiting for it", name, CANCELLED_S)
         _leave(task)
         left()
         raise
 
 
 def _leave(task: asyncio.Task[Any]) -> None:
-    """Let asyncio not complain of an exception that nobody retrieves."""
+    """Keep asyncio from complaining about an exception that is never retrieved."""
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
@@ -190,7 +190,8 @@ class ErrorReports:
 
 
 def _place_of(error: Exception) -> str:
-    """Return what tells an error from others: its kind, and the line where it was raised, whatever its text says."""
+    """Return what distinguishes an error from others: its kind, and the line where it was raised, whatever its text
+    says."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{type(error).__name__} {frames[-1].filename}:{frames[-1].lineno}" if frames else repr(error)
 

@@ -145,8 +145,8 @@ async def _awaited(found: Awaitable[T]) -> T:
 class AgentThreads:
     """Threads that each call `attempt(index)` for one index after another.
 
-    They do not keep an interrupted program from ending, unlike those of `ThreadPoolExecutor`: agents' own code may take
-    as long as it likes. Threads that are started in one of these threads are interrupted with it.
+    They do not keep an interrupted program from ending, unlike the threads of `ThreadPoolExecutor`: agents' own code
+    may take as long as it likes. Threads that are started in one of these threads are interrupted with it.
     """
 
     def __init__(self, indices: Sequence[int], attempt: Callable[[int], None], count: int) -> None:

@@ -58,7 +58,7 @@ def client_options(server_url: str, engine: str | None, key: str) -> dict[str, A
 
 
 class OpenConnections:
-    """The connections of a client, which whoever interrupts it can end: no thread goes on waiting for a reply then."""
+    """The connections of a client, which whoever interrupts it can end: no thread keeps waiting for a reply then."""
 
     def __init__(self) -> None:
         self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()

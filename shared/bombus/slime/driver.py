@@ -82,7 +82,7 @@ class RolloutReport(msgspec.Struct):
     kept: int = 0
     dropped: Counter[str] = msgspec.field(default_factory=Counter)  # by the reason of the filter
     lost: Counter[str] = msgspec.field(default_factory=Counter)  # by the kind of the error
-    unused: int = 0  # begun, and not needed any more
+    unused: int = 0  # begun, but no longer needed
     removed: int = 0  # samples that a filter marked
     reported: int = 0  # groups that were dropped or lost when it was last said how the rollout goes
 
@@ -91,7 +91,7 @@ class RolloutReport(msgspec.Struct):
         parts = [f"{title} {self.rollout_id}: {self.kept} groups, mean reward {mean}"]
         parts += [f"{count} dropped ({reason})" for reason, count in sorted(self.dropped.items())]
         parts += [f"{count} lost ({kind})" for kind, count in sorted(self.lost.items())]
-        parts += [f"{self.unused} begun and not needed"] if self.unused else []
+        parts += [f"{self.unused} begun but not needed"] if self.unused else []
         parts += [f"{self.removed} samples removed"] if self.removed else []
         return ", ".join(parts)
 
@@ -285,7 +285,7 @@ class SlimeDriver:
         except Exception as error:  # the user's code: whatever it raises is said with its name
             flag = f"--{option.replace('_', '-')} {getattr(self._options, option)}"
             why = f"the function of {flag} raised {in_one_line(error)} at {_place(error)}"
-            raise BombusError(f"{why}: mend it and start again. Episodes that had not ended are aborted") from error
+            raise BombusError(f"{why}: fix it and start again. Episodes that had not ended are aborted") from error
 
     # ---- a group ----------------------------------------------------------------------------------------------
 
@@ -388,7 +388,7 @@ class SlimeDriver:
         if removed and (left := len(group.played) - len(removed)) < self._group_size:
             await self._drop(group, "too few are left after others were removed")
             why = f"of the group of prompt {group.number} {left} samples are left after {len(removed)} were removed"
-            needs = f"the engine trains groups of {self._group_size} alone: give a larger --n-samples-per-prompt"
+            needs = f"the engine trains only groups of {self._group_size}: give a larger --n-samples-per-prompt"
             self._lose(report, "ended", "too few left", f"{why}, and {needs}")
             return False
         ends: list[tuple[Task, str, WorkflowOutput]] = []

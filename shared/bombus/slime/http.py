@@ -22,7 +22,7 @@ _clients: dict[int, httpx.AsyncClient] = {}  # by event loop: a client cannot be
 
 
 def client() -> httpx.AsyncClient:
-    """Return the client of this event loop. It has no time limit, since a model may think for long."""
+    """Return the client of this event loop. It has no time limit, since a model may think for a long time."""
     key = id(asyncio.get_running_loop())
     if key not in _clients:
         _clients.clear()

@@ -90,7 +90,7 @@ class SampleAddress:
 
     async def _ask(self, method: str, path: str, body: bytes) -> httpx.Response:
         if self._credentials is None:
-            why = "the model answers samples alone: use the args that the generate function was called with"
+            why = "the model answers only for samples: use the args that the generate function was called with"
             raise Refused(Code.UNSUPPORTED, why)
         root = self._credentials.base_url.rstrip("/").removesuffix("/v1")
         headers = {"authorization": f"Bearer {self._credentials.api_key}", "content-type": JSON}

@@ -40,7 +40,9 @@ class HookArguments(Namespace):
 
     def __getattr__(self, name: str) -> Any:
         given = name in SlimeOptions.model_fields
-        hint = f"give --{name.replace('_', '-')}" if given else "docs/slime.md says what of slime's arguments is there"
+        hint = (
+            f"give --{name.replace('_', '-')}" if given else "docs/slime.md says which of slime's arguments exist here"
+        )
         raise AttributeError(f"args.{name} has no value here: {hint}")
 
 
@@ -68,7 +70,7 @@ class SlimeOptions(BaseModel):
     label_key: Annotated[str | None, Flag(metavar="NAME")] = Field(default=None, description="the field with the label")
     metadata_key: Text = Field(default="metadata", description="the field with the metadata")
     tool_key: Text = Field(default="tools", description="the field with the tools, which become part of the metadata")
-    apply_chat_template: bool = Field(default=False, description="make one text of a prompt that is messages")
+    apply_chat_template: bool = Field(default=False, description="turn a prompt of messages into one text")
     apply_chat_template_kwargs: Annotated[str, Flag(metavar="JSON")] = Field(
         default="{}", description="more arguments of the chat template"
     )
@@ -114,7 +116,7 @@ class SlimeOptions(BaseModel):
     custom_rm_path: FunctionPath = Field(
         default=None, description="reward_func(args, sample), or with --group-rm a list"
     )
-    rm_type: Annotated[str | None, Flag(metavar="NAME")] = Field(default=None, description="remote_rm and no other")
+    rm_type: Annotated[str | None, Flag(metavar="NAME")] = Field(default=None, description="only remote_rm")
     rm_url: Annotated[str | None, Flag(metavar="URL")] = Field(default=None, description="the server of remote_rm")
     group_rm: bool = Field(default=False, description="reward the samples of a prompt together")
     reward_key: Annotated[str | None, Flag(metavar="NAME")] = Field(
@@ -123,7 +125,7 @@ class SlimeOptions(BaseModel):
     dynamic_sampling_filter_path: FunctionPath = Field(default=None, description="which groups are kept")
     rollout_sample_filter_path: FunctionPath = Field(default=None, description="marks samples that are not trained")
     rollout_all_samples_process_path: FunctionPath = Field(
-        default=None, description="is given all groups of a rollout, those that were dropped too"
+        default=None, description="is given all groups of a rollout, including dropped ones"
     )
     use_tis: bool = Field(default=False, description="correct for the sampler's logprobs, with --job")
     tis_clip: Annotated[float | None, Flag(metavar="C")] = Field(

@@ -198,7 +198,7 @@ class EvalSchedule:
 async def wait_until_due(client: AsyncSwarmClient, schedule: EvalSchedule) -> tuple[int, int] | None:
     """Wait for a version that is to be evaluated, and return its run and itself.
 
-    None is returned when the engine does not run any longer.
+    None is returned when the engine is no longer running.
     """
     while True:
         _, status = await client.get_engine_status()

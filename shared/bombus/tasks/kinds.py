@@ -38,7 +38,7 @@ class TaskDraw(msgspec.Struct, frozen=True, kw_only=True):
         if not 1 <= self.size <= SIZE_MAX:
             raise Refused(Code.BAD_CONFIG, f"{self.size} tasks cannot be drawn: from 1 to {SIZE_MAX} can")
         if not 0 <= self.seed <= SEED_MAX:
-            raise Refused(Code.BAD_CONFIG, f"the seed {self.seed} is refused: it is from 0 to {SEED_MAX}")
+            raise Refused(Code.BAD_CONFIG, f"the seed {self.seed} is refused: it must be from 0 to {SEED_MAX}")
 
     @property
     def first_seed(self) -> int:

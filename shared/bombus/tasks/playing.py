@@ -144,7 +144,7 @@ class ScoreFile:
         try:
             self._file = path.open("xb")
         except FileExistsError as error:
-            raise Refused(Code.BAD_CONFIG, f"{path} exists already: name another file, or move that one") from error
+            raise Refused(Code.BAD_CONFIG, f"{path} already exists: name another file, or move that one") from error
         except OSError as error:
             raise Refused(Code.BAD_CONFIG, f"{path} cannot be written: {in_one_line(error)}") from error
 
@@ -182,7 +182,7 @@ class ServerPatience:
     def asked_again(self, why: str) -> None:
         if why not in self._reasons and len(self._reasons) < REASONS_SHOWN_MAX:
             self._reasons.add(why)
-            self._report(f"{why}; it is asked again")
+            self._report(f"{why}; asking again")
         if self._has_answered:
             return
         now = self._clock()

@@ -24,9 +24,9 @@ ABOUT = "puzzles, arithmetic, logic and algorithms from reasoning-gym, each with
 GOLD_SCORES_NOTHING = frozenset({"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"})
 FLAWS = {
     **dict.fromkeys(GOLD_SCORES_NOTHING, "its own gold answers score 0"),
-    "game_of_life_halting": "its verifier takes any answer for True",
+    "game_of_life_halting": "its verifier treats any answer as True",
     "coin_flip": "its verifier takes 0 for any probability that begins with 0",
-    "puzzle24": "its verifier takes any four numbers that make 24",
+    "puzzle24": "its verifier accepts any four numbers that make 24",
 }
 NOT_A_GENERATOR = frozenset({"composite"})  # it mixes others, and has no tasks of its own
 

@@ -36,7 +36,7 @@ def family_of(name: str) -> TaskFamily:
 
 
 def open_tasks(name: str, options: Mapping[str, str] = {}) -> TaskSet:
-    """Open a set of tasks by its name, such as `reasoning_gym:leg_counting`. Close it when it is not used any more.
+    """Open a set of tasks by its name, such as `reasoning_gym:leg_counting`. Close it when it is no longer used.
 
     Raises `Refused` for a name or an option that there is not, and `TasksNotInstalled`.
     """

@@ -56,7 +56,10 @@ class ArenaOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     players: int | None = Field(
-        default=None, ge=1, le=PLAYERS_MAX, description="how many the model plays for; the fewest that there can be"
+        default=None,
+        ge=1,
+        le=PLAYERS_MAX,
+        description="how many players the model plays; by default the fewest the game allows",
     )
 
 
@@ -218,7 +221,7 @@ def _textarena() -> Any:
 
 
 def _observation(player: int, seen: str | list[tuple[Any, ...]]) -> str:
-    """Return what a player is told: what is new, but for its own moves."""
+    """Return what a player is told: what is new, except its own moves."""
     if isinstance(seen, str):
         return seen
     lines = [

@@ -65,7 +65,7 @@ class AnswerJudge:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def score(self, generator: str, answer: str, entry: Mapping[str, Any]) -> float | None:
-        """Return what the verifier gives an answer, None where it gives nothing that is a number, or not in time.
+        """Return the verifier's score for an answer, or None if it is not a number or does not come in time.
 
         Raises `EnvironmentLost` where there is no process that judges.
         """

@@ -85,7 +85,8 @@ class ChatTemplate:
         return sorted(name for name in self.looked_up() if any(part in name for part in _SWITCHES))[:SWITCHES_MAX]
 
     def looked_up(self) -> set[str]:
-        """Return the variables that the template looks up beside those that rendering gives; it may set some itself."""
+        """Return the variables that the template looks up in addition to those that rendering gives; it may set some
+        itself."""
         trees = (environment().parse(source) for source in self._sources)
         return set().union(*map(find_undeclared_variables, trees)) - GIVEN - environment().globals.keys()
 

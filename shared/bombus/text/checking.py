@@ -62,7 +62,7 @@ def template_of(tokenizer: Tokenizer, name: str) -> str:
     if not tokenizer.chat_template.strip():
         raise EngineFault(
             f"{name!r} has no chat template: set model.chat_template in the job to one, or to "
-            f"{NO_CHAT_TEMPLATE} for plain completions alone"
+            f"{NO_CHAT_TEMPLATE} for plain completions only"
         )
     return tokenizer.chat_template
 
@@ -104,7 +104,7 @@ def unknown_marker(template: ChatTemplate, ids: Mapping[str, int]) -> str:
 
 
 def _plain_conversations(template: ChatTemplate) -> Iterator[str]:
-    """Yield conversations of texts alone as the template renders them, those that it refuses left out."""
+    """Yield conversations of only texts as the template renders them, those that it refuses left out."""
     for roles in _PLAIN_TURNS:
         for as_parts in (False, True):
             try:

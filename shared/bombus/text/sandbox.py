@@ -1,6 +1,6 @@
 """The sandbox in which chat templates run: jinja2's, with the filters and globals that transformers gives them.
 
-What a template does is bounded, since it is a program of somebody else's, and nothing can end a thread that runs it.
+What a template does is bounded, since it is someone else's program, and nothing can end a thread that runs it.
 """
 
 import datetime
@@ -36,7 +36,7 @@ _WIDE_FORMAT = re.compile(r"%[^%A-Za-z]*(?:\d{6}|\*)")
 
 
 class Steps:
-    """Bounds what templates do in a block to so many steps. They raise `SecurityError` after them.
+    """Bounds what templates do in a block to this many steps. They raise `SecurityError` after them.
 
     One is taken for each member that is looped over, each call of a macro, and some hundred characters of a text. What
     else a template does takes no longer than its source is long.

@@ -85,5 +85,5 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     except (OSError, msgspec.MsgspecError) as error:
         raise EngineFault(f"the adapter in {folder} does not say how it is made: {error}") from error
     if beside != text or config.r < 1:
-        raise EngineFault(f"{folder / ADAPTER_CONFIG} does not belong to the adapter beside it")
+        raise EngineFault(f"{folder / ADAPTER_CONFIG} does not belong to the adapter next to it")
     return config

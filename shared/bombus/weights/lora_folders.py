@@ -129,7 +129,7 @@ def peft_config(folder: Path) -> PeftConfig:
     try:
         config = msgspec.json.decode((folder / ADAPTER_CONFIG).read_bytes(), type=PeftConfig)
     except (OSError, msgspec.MsgspecError) as error:
-        raise EngineFault(f"{folder / ADAPTER_CONFIG} does not describe the adapter beside it: {error}") from error
+        raise EngineFault(f"{folder / ADAPTER_CONFIG} does not describe the adapter next to it: {error}") from error
     ranks = [config.r, *(config.rank_pattern or {}).values()]
     if min(ranks) < 1:
         raise EngineFault(f"{folder / ADAPTER_CONFIG} has r {min(ranks)}, which is not a rank")

@@ -71,7 +71,7 @@ class Adapter:
     def check_all_merged(self) -> None:
         """Raise `EngineFault` unless the whole adapter has been merged."""
         if self._left:
-            raise EngineFault(f"the adapter has {sorted(self._left)[0]}, and this model has no such layer")
+            raise EngineFault(f"the adapter has {sorted(self._left)[0]}, but this model has no such layer")
 
 
 def _one_scale(scale: float) -> ScaleOf:

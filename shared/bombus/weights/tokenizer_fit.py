@@ -45,10 +45,10 @@ def _misfit(files: Mapping[str, bytes], compared: Sequence[str]) -> str:
         return ""  # there is nothing to compare; ids that the model cannot embed fail when it is loaded
     highest = max(ids, key=lambda token: ids[token])
     if ids[highest] >= size:
-        return f"its token {highest!r} has the id {ids[highest]}, and the model's ids end at {size - 1}"
+        return f"its token {highest!r} has the id {ids[highest]}, but the model's ids end at {size - 1}"
     unused = size - (ids[highest] + 1)
     if unused > max(UNUSED_MAX_OF_SMALL, int(size * UNUSED_SHARE_MAX)):
-        return f"it has {ids[highest] + 1} tokens, and the model {size}"
+        return f"it has {ids[highest] + 1} tokens, but the model has {size}"
     return _role_misfit(files, ids, config, compared)
 
 

@@ -63,7 +63,7 @@ async def test_parts_that_are_not_those_that_were_stored_are_refused(bus: Bus) -
 
 
 async def test_r20_a_body_over_the_limit_is_refused_and_nothing_of_it_is_stored(bus: Bus) -> None:
-    with pytest.raises(Refused, match=r"33554433 bytes is over the limit of 33554432: send fewer data") as refused:
+    with pytest.raises(Refused, match=r"33554433 bytes is over the limit of 33554432: send less data") as refused:
         await Parts(bus).store(subject(bus), bytes(BODY_BYTES_MAX + 1))
     assert refused.value.code == Code.TOO_LARGE
     assert (await bus.state(bus.subjects.ops_stream)).messages == 0

@@ -253,7 +253,7 @@ async def test_a_session_keeps_its_backend_when_it_is_made_new() -> None:
         assert await kept(backend) == ""
         assert await pool.take("a") is backend
         await pool.give_back("a")
-        with pytest.raises(EnvironmentLost, match="no backend any more"):
+        with pytest.raises(EnvironmentLost, match="no backend left"):
             await pool.renew("a")
 
 

@@ -164,7 +164,7 @@ async def test_an_environment_that_tells_its_tools_by_a_step_alone_offers_them()
         assert [tool.name for tool in opening.tools] == ["add"]
         for _ in range(4):
             last = await environment.call(ToolCall(id="c", name="add"))
-        assert (last.failed, last.text) == (True, "the episode is over, and nothing was done")
+        assert (last.failed, last.text) == (True, "the episode is over, so nothing was done")
         assert (await environment.score(Transcript())).reward == 3.0
 
 

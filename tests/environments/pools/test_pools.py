@@ -182,7 +182,7 @@ async def test_one_that_waits_for_an_environment_is_told_when_the_pool_is_closed
         await asyncio.sleep(0)
         await pool.close()
         for each in (waiting, more):
-            with pytest.raises(EnvironmentLost, match="is not open any more"):
+            with pytest.raises(EnvironmentLost, match="is no longer open"):
                 await each
 
 
@@ -196,7 +196,7 @@ async def test_in_the_place_of_one_that_died_the_slot_is_awaited_that_another_cl
         await until(lambda: len(server.table.free) == 1)
         async with await EnvSession.open(url):
             taking = asyncio.create_task(pool.take())
-            await until(lambda: "no environment yet in the place of one that was lost" in caplog.text)
+            await until(lambda: "a lost environment could not be replaced yet" in caplog.text)
         assert not (await taking).session.is_dead
 
 
@@ -429,7 +429,7 @@ def test_the_size_of_a_group_is_that_of_num_generations(
 
 def test_a_num_generations_that_makes_no_sense_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NUM_GENERATIONS", "2000")
-    with pytest.raises(Refused, match="NUM_GENERATIONS is '2000': it is a number from 1 to 1024"):
+    with pytest.raises(Refused, match="NUM_GENERATIONS is '2000': it must be a number from 1 to 1024"):
         AsyncEnvPool("http://127.0.0.1:9")
 
 
@@ -498,7 +498,7 @@ async def test_a_cancellation_that_a_rollout_lets_out_is_a_bug_of_it_and_cancels
         raise asyncio.CancelledError
 
     async with served(slots=2) as (_, url), opened(make, url, 2, group_size=2) as pool:
-        with pytest.raises(RuntimeError, match="let out a CancelledError, and nobody had cancelled it"):
+        with pytest.raises(RuntimeError, match="raised a CancelledError, but nobody had cancelled it"):
             await pool.run_group(TASK, wrong)
 
 

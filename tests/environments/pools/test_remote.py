@@ -90,7 +90,7 @@ async def test_after_the_step_that_ends_an_episode_no_other_call_is_carried_out_
             await environment.open(Task())
             first, *others = await asyncio.gather(*(called(environment, "step") for _ in range(3)))
             assert not first.failed
-            assert others == [ToolOutcome(text="the episode is over, and nothing was done", failed=True)] * 2
+            assert others == [ToolOutcome(text="the episode is over, so nothing was done", failed=True)] * 2
             assert (await environment.score(Transcript())).reward == 1.0
 
 

@@ -49,7 +49,7 @@ def test_a_pool_size_in_the_environment_that_makes_no_sense_is_refused(
 ) -> None:
     monkeypatch.setenv("AWS_RL_ENV_POOL_SIZE", "many")
     assert main(["env", "serve", COUNTER]) == 2
-    assert "AWS_RL_ENV_POOL_SIZE is 'many': it is a number from 1 to 1024" in capsys.readouterr().err
+    assert "AWS_RL_ENV_POOL_SIZE is 'many': it must be a number from 1 to 1024" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("given", "slots"), [(None, 1), ("3", 3)])
@@ -85,7 +85,7 @@ def test_b2_one_variable_chooses_between_the_simulator_and_the_real_backend() ->
     assert isinstance(backends_of(wanted, {}), BackendPool)
     assert isinstance(backends_of(wanted, {"BACKEND_TYPE": "simulator"}), BackendPool)
     assert backends_of(wanted, {"BACKEND_TYPE": "aws"}) is REAL, "the pool is off"
-    with pytest.raises(Refused, match="it is simulator or aws"):
+    with pytest.raises(Refused, match="it must be simulator or aws"):
         backends_of(wanted, {"BACKEND_TYPE": "azure"})
     with pytest.raises(Refused, match="serve it with --slots 1"):
         backends_of(deployment(backend=BackendKind.MINISTACK), {"BACKEND_TYPE": "aws"})
@@ -133,7 +133,7 @@ async def test_the_playground_is_there_for_one_slot_and_not_for_more() -> None:
     async with running(deployment(COUNTER, slots=2)) as url, httpx.AsyncClient() as http:
         refused = await http.get(url)
         assert refused.status_code == 404
-        assert refused.json()["detail"].endswith("and this server has 2: serve the class with --slots 1")
+        assert refused.json()["detail"].endswith("but this server has 2: serve the class with --slots 1")
 
 
 async def test_a_class_that_takes_no_backend_is_refused_one() -> None:

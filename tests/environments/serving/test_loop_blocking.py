@@ -98,4 +98,4 @@ async def test_a_tool_that_holds_up_a_server_is_named_in_its_log(made: type, cap
             await session.reset({})
             await session.step({"tool": "doze"})
     assert caplog.text.count("`doze` of session") == 1
-    assert "held up all sessions of this server for " in caplog.text
+    assert "blocked all sessions of this server for " in caplog.text

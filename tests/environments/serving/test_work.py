@@ -266,7 +266,7 @@ async def test_no_message_is_carried_out_after_one_that_broke_its_environment() 
         work, environment = await opened(server)
         broken, after = await asyncio.gather(work.carry_out(called("break")), work.carry_out(called("add")))
         assert broken is not None
-        assert "the environment broke" in broken.data["message"]
+        assert "the environment failed" in broken.data["message"]
         assert (after, environment.count) == (None, 0)
 
 

@@ -50,7 +50,7 @@ def test_a_body_of_exactly_the_limit_is_read() -> None:
     [
         ("gzip", PACKED[:-3], Code.MALFORMED, "it was cut"),
         ("gzip", PACKED + PACKED[:9], Code.MALFORMED, "it was cut"),
-        ("gzip", PACKED + b"more", Code.MALFORMED, "The body is not gzip"),
+        ("gzip", PACKED + b"more", Code.MALFORMED, "something else follows it"),
         ("gzip", TEXT, Code.MALFORMED, "The body is not gzip"),
         ("gzip", PACKED[:-8] + bytes(8), Code.MALFORMED, "data check|checksum"),
         ("gzip", zlib.compress(TEXT), Code.MALFORMED, "The body is not gzip"),
@@ -67,7 +67,7 @@ def test_what_is_not_gzip_to_its_end_is_refused_with_a_400(encoding: str, body: 
 @pytest.mark.parametrize("members", [[2001], [2000, 1], [1, 2000]])
 def test_a_body_that_grows_beyond_the_limit_is_refused(members: list[int]) -> None:
     body = b"".join(gzip.compress(bytes(size)) for size in members)
-    with pytest.raises(Refused, match="over the limit when it is decompressed") as refused:
+    with pytest.raises(Refused, match="exceeds the limit when decompressed") as refused:
         inflated("gzip", body, 2000)
     assert refused.value.status == 413
 
@@ -75,12 +75,12 @@ def test_a_body_that_grows_beyond_the_limit_is_refused(members: list[int]) -> No
 def test_a_bomb_is_refused_without_being_unpacked() -> None:
     bomb = gzip.compress(bytes(128 << 20), 9)
     assert len(bomb) < 200_000
-    with pytest.raises(Refused, match="over the limit"):
+    with pytest.raises(Refused, match="exceeds the limit"):
         inflated("gzip", bomb)
 
 
 def test_members_without_end_are_refused() -> None:
-    with pytest.raises(Refused, match="more than 4096 members") as refused:
+    with pytest.raises(Refused, match="more than 4096 gzip members") as refused:
         inflated("gzip", gzip.compress(b"") * (limits.GZIP_MEMBERS + 1))
     assert refused.value.status == 413
     assert inflated("gzip", gzip.compress(b"") * limits.GZIP_MEMBERS) == b""

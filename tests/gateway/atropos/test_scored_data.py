@@ -114,9 +114,9 @@ def test_programs_write_whole_numbers_as_floats_and_flags_for_numbers() -> None:
         ({"tokens": [[5, 6], []]}, "tokens[1]", "is a sequence without tokens; leave it out of its group"),
         ({"tokens": [[5, -6], [7]]}, "tokens[0][1]", "Expected `int` >= 0"),
         ({"tokens": [[5, 1 << 31], [7]]}, "tokens[0][1]", "Expected `int` <= 2147483647"),
-        ({"tokens": [[5, -6.0], [7]]}, "tokens[0][1]", "is -6.0, and has to be a whole number of 0 to 2147483647"),
-        ({"tokens": [[5, 6.5], [7]]}, "tokens[0][1]", "is 6.5, and has to be a whole number"),
-        ({"tokens": [[5, 4e9], [7]]}, "tokens[0][1]", "is 4000000000.0, and has to be a whole number"),
+        ({"tokens": [[5, -6.0], [7]]}, "tokens[0][1]", "is -6.0, but must be a whole number of 0 to 2147483647"),
+        ({"tokens": [[5, 6.5], [7]]}, "tokens[0][1]", "is 6.5, but must be a whole number"),
+        ({"tokens": [[5, 4e9], [7]]}, "tokens[0][1]", "is 4000000000.0, but must be a whole number"),
         ({"tokens": [[5, "6"], [7]]}, "tokens[0][1]", "got `str`"),
         ({"tokens": [[5, None], [7]]}, "tokens[0][1]", "got `null`"),
         ({"tokens": [5, 6]}, "tokens[0]", "Expected `array`, got `int`"),
@@ -135,7 +135,7 @@ def test_programs_write_whole_numbers_as_floats_and_flags_for_numbers() -> None:
         ({"inference_logprobs": [[1.0, 1.0]]}, "inference_logprobs", "has 1 rows for 2 sequences"),
         ({"inference_logprobs": [[1.0, -float("inf")], [1.0]]}, "inference_logprobs[0][1]", "is NaN or infinite"),
         ({"distill_token_ids": [[[1]], [[1]]]}, "distill_token_ids[0]", "has 1 values for the 2 tokens"),
-        ({"distill_token_ids": [[[1], [1.5]], [[1]]]}, "distill_token_ids[0][1][0]", "is 1.5, and has to be"),
+        ({"distill_token_ids": [[[1], [1.5]], [[1]]]}, "distill_token_ids[0][1][0]", "is 1.5, but must be"),
         ({"distill_logprobs": [[[1.0], [1.0]]]}, "distill_logprobs", "has 1 rows for 2 sequences"),
         (
             {"distill_token_ids": [[[1], [1]], [[1]]], "distill_logprobs": [[[1.0], []], [[1.0]]]},
@@ -294,6 +294,6 @@ def test_more_groups_than_the_limit_is_413() -> None:
 def test_a_record_that_cannot_be_stored_is_refused_before_it_is() -> None:
     assert decode_group(record_of(read_scored_data(body()))) == read_scored_data(body())
     large = read_scored_data(body(images="a" * BODY_BYTES_MAX))
-    with pytest.raises(Refused, match=r"A group takes 335545\d\d bytes, and the limit is 33554432") as refused:
+    with pytest.raises(Refused, match=r"A group takes 335545\d\d bytes, but the limit is 33554432") as refused:
         record_of(large)
     assert refused.value.status == 413

@@ -86,7 +86,7 @@ async def test_with_a_client_key_it_is_no_call_and_needs_a_run_of_operations(ser
 
 
 @pytest.mark.parametrize("ours", [True, False])
-async def test_the_policy_of_a_run_of_scored_groups_is_sampled_with_a_client_key_whoever_trains_on_them(
+async def test_the_policy_of_a_run_of_rollout_groups_is_sampled_with_a_client_key_whoever_trains_on_them(
     bus: Bus, ours: bool
 ) -> None:
     job = {"bombus": JOB["bombus"] | {"collection": {"episode_groups": True, "rollout_groups": ours}}}

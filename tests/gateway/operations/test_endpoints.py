@@ -170,7 +170,7 @@ async def test_only_hosts_that_the_operator_allows_are_talked_to(hive: Operation
 async def test_where_nothing_is_allowed_the_refusal_says_so(hive: OperationHive) -> None:
     async with gateway_of(hive.bus) as (_, url), httpx.AsyncClient(base_url=url) as http:
         refused = (await http.post("/add_inference_endpoint", json={"host": "127.0.0.1", "port": 1})).json()
-    assert "talks to no inference endpoints elsewhere" in refused["message"]
+    assert "does not talk to inference endpoints elsewhere" in refused["message"]
 
 
 async def test_an_endpoint_whose_host_is_not_allowed_any_more_is_not_talked_to(
@@ -273,7 +273,7 @@ async def test_an_endpoint_may_get_weights_when_it_is_registered(
 ) -> None:
     early = await add(hive, server.port, sync_weights=True)
     assert (early["success"], early["weights_synced"]) == (True, False)
-    assert "which model" in early["sync_message"]
+    assert "Name the model to sync" in early["sync_message"]
     await create(client)
     added = await add(hive, server.port, sync_weights=True)
     assert added["weights_synced"], added
@@ -479,7 +479,7 @@ async def test_which_model_is_meant_is_asked_where_it_is_not_clear(
     assert (await post(hive, "/sync_inference_weights"))["success"], "there is one"
     await create(client, "reference")
     report = await post(hive, "/sync_inference_weights")
-    assert "Say which model" in report["message"]
+    assert "Name the model to sync" in report["message"]
     assert "policy, reference" in report["message"]
     assert (await post(hive, "/sync_inference_weights", model_id="reference"))["success"]
     assert server.loaded[-1]["weight_version"].startswith("reference/")
@@ -493,7 +493,7 @@ async def test_a_model_of_all_weights_goes_to_servers_elsewhere_only(
     await create(client, rank=0)
     await hive.join_replica()
     refused = await post(hive, "/sync_inference_weights")
-    assert "replicas of ours take adapters only" in refused["message"]
+    assert "our replicas take only adapters" in refused["message"]
     await add(hive, server.port)
     assert (await post(hive, "/sync_inference_weights"))["success"]
 
@@ -509,7 +509,7 @@ async def test_operations_wait_while_the_trainer_sleeps_and_the_client_is_told_w
     await hive.follower.wait_for(lambda _: hive.engine.asleep, PATIENCE_S)
     assert (await post(hive, "/sleep"))["success"], "a repeat"
     await add(hive, server.port)
-    assert "The trainer sleeps" in (await post(hive, "/sync_inference_weights"))["message"]
+    assert "The trainer is asleep" in (await post(hive, "/sync_inference_weights"))["message"]
     stepped = await ask(client, "optim_step", model_id="default", seq_id=1, adam_params={"learning_rate": 1e-4})
     waiting = asyncio.create_task(xorl_result(client, stepped))
     await hive.follower.wait_for(lambda _: hive.engine.clients.waiting == 1, 30)
@@ -530,7 +530,7 @@ async def test_a_rest_that_is_asked_for_on_the_way_to_the_opposite_is_over_when_
     first = asyncio.create_task(post(hive, opposite))
     await hive.follower.wait_for(lambda _: hive.engine.rest_wanted != asleep, PATIENCE_S)
     second = asyncio.create_task(post(hive, asked_for))
-    assert "somebody else asked for the opposite" in (await first)["result"]
+    assert "another client asked for the opposite" in (await first)["result"]
     await hive.follower.wait_for(lambda _: hive.engine.rest_wanted == asleep, PATIENCE_S)
     await listed(hive.url)
     assert not second.done()
@@ -561,7 +561,7 @@ async def test_a_trainer_that_does_not_fall_asleep_in_time_is_to_go_on(
     answer = await routes.sleep(Request({"type": "http"}))
     assert json.loads(bytes(answer.body)) == {
         "success": False,
-        "result": "The trainer has not freed its memory within 0.2 s, so it is to go on. Is it there?",
+        "result": "The trainer has not freed its memory within 0.2 s, so it will continue. Is it running?",
     }
     await hive.follower.wait_for(lambda _: not hive.engine.rest_wanted, PATIENCE_S)
 

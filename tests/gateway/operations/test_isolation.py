@@ -367,7 +367,7 @@ async def test_weights_in_sync_go_to_endpoints_of_their_owner_and_are_sampled_by
             assert [each["port"] for each in await listed(client)] == [server.port]
         taken = await at_root(eve, "add_inference_endpoint", host="127.0.0.1", port=anns.port)
         assert not taken["success"]
-        assert taken["message"].endswith("was registered by another client, and gets the weights of that alone.")
+        assert taken["message"].endswith("was registered by another client and gets only that client's weights.")
         removed = await at_root(eve, "remove_inference_endpoint", host="127.0.0.1", port=anns.port)
         assert removed["message"] == f"127.0.0.1:{anns.port} is not registered."
         await synced(ann, "anns")

@@ -35,7 +35,7 @@ async def test_an_operation_that_the_log_has_no_room_for_spoils_the_gradient_tha
     first = (await client.post("forward_backward", content=too_large(model, 2), headers=content)).json()
     failure = (await result(client, first)).json()
     assert failure["category"] == "user"
-    assert "send fewer data at once" in failure["error"]
+    assert "send less data at once" in failure["error"]
     again = (await client.post("forward_backward", content=too_large(model, 2), headers=content)).json()
     assert again == first, "it has a place on the log"
     await result(client, await step(client, model, 3))

@@ -1,4 +1,4 @@
-"""What desks remember is of operations, not of ids: the core decides in memory, and bodies are on a bus."""
+"""What logs remember is of operations, not of ids: the core decides in memory, and bodies are on a bus."""
 
 from typing import cast
 
@@ -75,7 +75,7 @@ class CoreGateway(Gateway):
         return answer
 
 
-class TwoDesks(OperationHarness):
+class TwoLogs(OperationHarness):
     """A core with two gateways that xorl's clients come to, and a trainer by hand."""
 
     def __init__(self, bus: Bus) -> None:
@@ -122,46 +122,46 @@ async def read(operations: OperationLog, future: str) -> bytes:
 
 
 @pytest.fixture
-def desks(hive: OperationHive) -> TwoDesks:
-    return TwoDesks(hive.bus)
+def logs(hive: OperationHive) -> TwoLogs:
+    return TwoLogs(hive.bus)
 
 
 async def test_the_first_step_of_a_model_that_has_the_name_of_a_forgotten_one_is_repeated_as_one(
-    desks: TwoDesks,
+    logs: TwoLogs,
 ) -> None:
     futures = []
     for session in ("s1", "s2"):
-        await desks.open_model(session)
-        futures += [await desks.submit(desks.first, STEP) for _ in range(2)]
-        await desks.execute(futures[-1], STEPPED)
-        assert b"grad_norm" in await read(desks.first, futures[-1])
-        await desks.forget_model()
+        await logs.open_model(session)
+        futures += [await logs.submit(logs.first, STEP) for _ in range(2)]
+        await logs.execute(futures[-1], STEPPED)
+        assert b"grad_norm" in await read(logs.first, futures[-1])
+        await logs.forget_model()
     assert futures == ["default:1.1"] * 4
 
 
-async def test_a_result_is_written_as_that_of_what_has_its_id_now(desks: TwoDesks) -> None:
-    await desks.open_model("s1")
-    step = await desks.submit(desks.first, STEP)
-    await desks.execute(step, STEPPED)
-    for operations in (desks.first, desks.second):
+async def test_a_result_is_written_as_that_of_what_has_its_id_now(logs: TwoLogs) -> None:
+    await logs.open_model("s1")
+    step = await logs.submit(logs.first, STEP)
+    await logs.execute(step, STEPPED)
+    for operations in (logs.first, logs.second):
         assert b"grad_norm" in await read(operations, step)
-    await desks.forget_model()
-    await desks.open_model("s2")
-    batch = await desks.submit(desks.first, BATCH)
+    await logs.forget_model()
+    await logs.open_model("s2")
+    batch = await logs.submit(logs.first, BATCH)
     assert batch == step
-    await desks.execute(batch, SCORES)
-    for operations in (desks.first, desks.second):
+    await logs.execute(batch, SCORES)
+    for operations in (logs.first, logs.second):
         assert b"loss_fn_outputs" in await read(operations, batch)
 
 
 async def test_a_failure_from_before_a_model_was_there_has_another_id_than_one_of_the_model(
-    desks: TwoDesks,
+    logs: TwoLogs,
 ) -> None:
     failure = Failed(error="not a list", category=Category.USER)
-    desks.open_session("s1")
-    early = await desks.first.submit("", Submission(model=DEFAULT_MODEL, seq=1, operation=failure))
-    await desks.open_model("s2")
-    later = await desks.first.submit("", Submission(model=DEFAULT_MODEL, seq=1, operation=failure))
+    logs.open_session("s1")
+    early = await logs.first.submit("", Submission(model=DEFAULT_MODEL, seq=1, operation=failure))
+    await logs.open_model("s2")
+    later = await logs.first.submit("", Submission(model=DEFAULT_MODEL, seq=1, operation=failure))
     assert early != later
 
 
@@ -169,21 +169,21 @@ async def test_a_failure_from_before_a_model_was_there_has_another_id_than_one_o
     "operation", [EndModel(save_as="x"), SaveWeights(checkpoint=CheckpointKind.TRAINING, name="x")]
 )
 async def test_an_end_or_a_save_that_failed_is_tried_again_and_one_that_waits_is_the_same(
-    desks: TwoDesks, operation: Operation
+    logs: TwoLogs, operation: Operation
 ) -> None:
-    await desks.open_model("s1")
-    futures = [await desks.submit(desks.first, operation) for _ in range(2)]
+    await logs.open_model("s1")
+    futures = [await logs.submit(logs.first, operation) for _ in range(2)]
     assert futures[0] == futures[1]
-    await desks.execute(futures[0], Failed(error="it is away", category=Category.SERVER))
-    assert await desks.submit(desks.second, operation) not in futures
+    await logs.execute(futures[0], Failed(error="it is away", category=Category.SERVER))
+    assert await logs.submit(logs.second, operation) not in futures
 
 
 async def test_an_equal_batch_after_the_result_was_read_is_another_one_at_the_gateway_that_has_told_it_alone(
-    desks: TwoDesks,
+    logs: TwoLogs,
 ) -> None:
-    await desks.open_model("s1")
-    batch = await desks.submit(desks.first, BATCH)
-    await desks.execute(batch, SCORES)
-    await read(desks.second, batch)
-    assert await desks.submit(desks.first, BATCH) == batch, "as docs/training.md says"
-    assert await desks.submit(desks.second, BATCH) != batch
+    await logs.open_model("s1")
+    batch = await logs.submit(logs.first, BATCH)
+    await logs.execute(batch, SCORES)
+    await read(logs.second, batch)
+    assert await logs.submit(logs.first, BATCH) == batch, "as docs/training.md says"
+    assert await logs.submit(logs.second, BATCH) != batch

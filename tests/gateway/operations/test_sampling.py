@@ -387,7 +387,7 @@ async def test_a_sampler_of_a_base_is_never_one_of_another(hive: OperationHive, 
     assert hive.engine.started is not None
     assert hive.engine.started.base == "org/other"
     refused = await client.post("asample", json=sample(sampler))
-    why = "This sampler is of another base than org/other, which engine main has now: make another one."
+    why = "This sampler has another base than engine main, which now has org/other: make another one."
     assert (refused.status_code, refused.json()["detail"]) == (404, why)
 
 
@@ -467,8 +467,8 @@ async def test_xorls_client_samples_in_sglangs_form_from_the_base_and_from_a_che
     asked_so_far = len(hive.replica.requests)
     many: dict[str, Any] = {**asked, "n": 64, "max_tokens": None, "logprobs": 20}
     for wrong, code, why in (
-        ({"text": "a" * 4_000_000}, 400, "The text has 4000000 characters, and up to"),
-        ({"input_ids": [5] * 600_000}, 400, "The prompt has 600000 tokens, and the model's length"),
+        ({"text": "a" * 4_000_000}, 400, "The text has 4000000 characters, but at most"),
+        ({"input_ids": [5] * 600_000}, 400, "The prompt has 600000 tokens, but the model's limit"),
         (many, 413, "each with 20 alternatives, are over the limit of 2097152 alternatives in one request: ask for"),
     ):
         refused = await client.post(url, json=wrong)

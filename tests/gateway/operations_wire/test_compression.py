@@ -42,7 +42,7 @@ def test_the_frame_of_the_next_test_is_one() -> None:
 @pytest.mark.parametrize(
     ("encoding", "body", "code", "why"),
     [
-        ("zstd", frame_of_zeros(4096), Code.TOO_LARGE, "more than 33554432 bytes when it is decompressed"),
+        ("zstd", frame_of_zeros(4096), Code.TOO_LARGE, "more than 33554432 bytes when decompressed"),
         ("zstd", zstd.compress(TEXT)[:-3], Code.MALFORMED, "it was cut, or more comes after it"),
         ("zstd", zstd.compress(TEXT) * 2, Code.MALFORMED, "it was cut, or more comes after it"),
         ("zstd", b"", Code.MALFORMED, "it was cut"),

@@ -148,34 +148,34 @@ UNKNOWN = part(1, part(7, b""))
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        (request(datum(chunk(5), IMAGE)), r"data\[0\] has an image in its model_input, and the models here read only"),
+        (request(datum(chunk(5), IMAGE)), r"data\[0\] has an image in its model_input, but the models here read only"),
         (request(datum(AUDIO)), r"has audio"),
         (request(DATUM, datum(UNKNOWN)), r"data\[1\] has something that this server does not know"),
         (request(datum(target_tokens=TARGETS)), r"data\[0\] has no tokens in its model_input; leave it out"),
         (request(datum(chunk(5, -1))), r"data\[0\].model_input has the token -1"),
-        (request(datum(part(1, part(1, part(1, b"\1\2\3"))))), r"data\[0\].model_input has 3 bytes, and .* 4 each"),
-        (request(datum(chunk(5), weights=dense(b"\1\2\3", BFLOAT16, 1))), r"\['weights'\] has 3 bytes, and .* 2 each"),
+        (request(datum(part(1, part(1, part(1, b"\1\2\3"))))), r"data\[0\].model_input has 3 bytes, but .* 4 each"),
+        (request(datum(chunk(5), weights=dense(b"\1\2\3", BFLOAT16, 1))), r"\['weights'\] has 3 bytes, but .* 2 each"),
         (
             request(datum(chunk(5), weights=dense(float32s(1), FLOAT32, 2))),
             r"has 1 numbers, which are not of shape \[2\]",
         ),
-        (request(datum(chunk(5), weights=dense(b"", 0, 1))), r"has numbers of type 0; there are float32"),
+        (request(datum(chunk(5), weights=dense(b"", 0, 1))), r"has numbers of type 0; supported: float32"),
         (
             request(datum(chunk(5), target_tokens=dense(float32s(1.5), FLOAT32, 1))),
-            r"\['target_tokens'\] has 1.5 at 0, and tokens are whole numbers",
+            r"\['target_tokens'\] has 1.5 at 0, but tokens are 32-bit integers",
         ),
         (
             request(datum(chunk(5), target_tokens=dense(float32s(float("nan")), FLOAT32, 1))),
             r"\['target_tokens'\] has nan at 0",
         ),
-        (request(DATUM, loss="hinge"), r"There is no loss 'hinge'; there are cross_entropy, "),
-        (request(DATUM, loss="custom"), r"forward_backward_custom takes a function of yours"),
+        (request(DATUM, loss="hinge"), r"There is no loss 'hinge'; use one of cross_entropy, "),
+        (request(DATUM, loss="custom"), r"pass your function to forward_backward_custom"),
         (request(DATUM, loss="stable_reinforce"), r"is not offered"),
         (request(DATUM, more=part(7, pair("beta", b""))), r"The setting 'beta' of the loss has no value"),
         (request(DATUM, more=part(5, pair("beta", b"\x11" + double(float("nan"))))), r"'beta' of the loss is nan"),
         (
             request(DATUM, more=b"".join(part(5, pair(f"k{each}", b"")) for each in range(65))),
-            r"A loss has up to 64 settings, and not 65",
+            r"A loss may have up to 64 settings, not 65",
         ),
         (request(datum(chunk(5), **{f"x{each}": b"" for each in range(33)})), r"33 arrays, over the limit of 32"),
         (request(*[b""] * (limits.DATA + 1)), r"4097 data in one request are over the limit of 4096"),
@@ -190,7 +190,7 @@ def test_what_cannot_be_done_is_an_operation_that_has_failed(body: bytes, why: s
     [
         (request(DATUM, model=""), "model_id is a text of 1 to 256 characters"),
         (request(DATUM, model="x" * 257), "this one has 257"),
-        (request(DATUM, seq=0), "seq_id is 0, and the numbers of requests begin at 1"),
+        (request(DATUM, seq=0), "seq_id is 0, but request numbers begin at 1"),
     ],
 )
 def test_a_request_without_a_model_or_a_number_is_refused_at_once(body: bytes, why: str) -> None:

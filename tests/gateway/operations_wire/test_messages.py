@@ -58,7 +58,7 @@ ONES = b"\x22\x80\x80\x20" + b"\x01" * (1 << 19)  # dimensions of a shape
 
 @pytest.mark.parametrize("body", [EMPTY_DATA, EMPTY_CHUNKS, ONES], ids=["data", "chunks", "shape"])
 def test_fields_are_counted_before_they_take_memory(body: bytes) -> None:
-    with pytest.raises(Refused, match="has more than 262144 fields; send fewer data"):
+    with pytest.raises(Refused, match="has more than 262144 fields; send less data"):
         parsed(TENSOR if body is ONES else FORWARD_BACKWARD_REQUEST, body)
 
 

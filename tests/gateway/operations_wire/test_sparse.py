@@ -89,7 +89,7 @@ def test_targets_and_weights_of_different_shapes_are_refused() -> None:
 def test_what_is_listed_counts_against_the_room_of_the_request() -> None:
     room = NumberBudget()
     room.take(limits.TRAINING_NUMBERS - 3)
-    with pytest.raises(Refused, match="more than 8388608 tokens and numbers; send fewer data at once"):
+    with pytest.raises(Refused, match="more than 8388608 tokens and numbers; send less data at once"):
         written_out([{"target_tokens": tensor([9, 8], [0, 2], [0, 1], 2)}], room)
 
 

@@ -113,14 +113,14 @@ def test_a_server_of_full_weights_gives_xorl_no_adapter() -> None:
     [
         ({"base_model": ""}, "base_model is missing"),
         ({"base_model": 5}, "base_model: Expected `str`"),
-        ({"lora_config": {"rank": -1}}, "The rank of an adapter is 1 to 4096, and not -1"),
+        ({"lora_config": {"rank": -1}}, "The rank of an adapter must be 1 to 4096, not -1"),
         ({"lora_config": {"rank": 8, "dropout": 0.1}}, "dropout of 0.1 is not offered"),
-        ({"lora_config": {"rank": 8, "target_modules": [""]}}, "target_modules are up to 64 names"),
+        ({"lora_config": {"rank": 8, "target_modules": [""]}}, "target_modules must be at most 64 layer names"),
         ({"lora_config": {"rank": 8, "train_mlp": False, "train_attn": False}}, "Nothing would be trained"),
         ({"optimizer_config": {"type": "dimuon", "version": 1}}, "The optimizer 'dimuon' is not offered"),
         (
             {"user_metadata": {"k": "v" * limits.USER_METADATA_BYTES}},
-            "user_metadata has 4104 bytes, and the limit is 4096",
+            "user_metadata has 4104 bytes, but the limit is 4096",
         ),
     ],
 )
@@ -164,7 +164,7 @@ def test_a_model_may_begin_with_a_checkpoint() -> None:
     ("fields", "why"),
     [
         ({"path": "a"}, "'a' is not the path of a checkpoint"),
-        ({"weights_access_token": "t"}, "weights_access_token is not known here"),
+        ({"weights_access_token": "t"}, "weights_access_token is not supported"),
         ({"optimizer_config": {"type": "dimuon"}}, "The optimizer 'dimuon' is not offered"),
     ],
 )

@@ -68,7 +68,7 @@ def test_items_of_one_answer_are_one_message() -> None:
     ]
 
 
-def test_the_content_of_an_answer_is_null_only_beauxiliary_calls() -> None:
+def test_the_content_of_an_answer_is_null_only_beside_calls() -> None:
     assert [message["content"] for message in messages(USER, CALLED, DONE, said(""))] == ["hi", None, "ok", ""]
 
 

@@ -245,13 +245,13 @@ async def test_a_bus_that_is_away_costs_no_group(crashing: tuple[EmbeddedServer,
         environment = await started(hive)
         for score in (1.0, 2.0):
             await post(hive, "/scored_data", group(score, environment))
-        shelf = GroupLog(hive.gateway, ENGINE)
-        batch = await shelf.take()
+        groups = GroupLog(hive.gateway, ENGINE)
+        batch = await groups.take()
         assert batch is not None
         await freeze(server)
         try:
             with pytest.raises(BusUnavailable):
-                await shelf.give_up_lost(batch)
+                await groups.give_up_lost(batch)
         finally:
             thaw(server)
         assert len((await get(hive, "/batch"))["batch"]) == 2
@@ -310,7 +310,7 @@ async def test_a_last_group_that_is_lost_is_told_in_words_until_the_next_comes(h
     await bus.purge_below(bus.subjects.trajectories_stream, 2, ">")
     refused = await hive.http.get("/latest_example")
     assert refused.status_code == 500
-    assert "The next push takes its place" in refused.json()["detail"]
+    assert "The next push replaces it" in refused.json()["detail"]
     await post(hive, "/scored_data", group(0.5))
     assert (await get(hive, "/latest_example"))["scores"] == [0.5, 0.5]
 

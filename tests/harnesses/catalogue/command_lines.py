@@ -74,7 +74,7 @@ def opencode(dialect: Dialect, provider: str, package: str = "") -> Harness:
         variables=OPENCODE_VARIABLES,
         files={"opencode.json": opencode_config(provider, "$url/v1", package)},
         asks=("registry.npmjs.org:443",),
-        caveats="it asks its package registry for a plugin, and does without",
+        caveats="it asks its package registry for a plugin, and works without it",
         pointed=f"`opencode.json`: `provider.{provider}.options.baseURL` ending in `/v1`",
     )
 

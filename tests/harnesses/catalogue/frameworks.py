@@ -52,7 +52,7 @@ FRAMEWORKS = (
         for dialect in (Dialect.CHAT, Dialect.RESPONSES)
     ),
     *(framework("pydantic-ai", "pydantic-ai-slim", "pydantic_ai_agent", dialect) for dialect in Dialect),
-    smolagents("ToolCallingAgent", 5, "calls and results come back as texts of other words than were sampled"),
+    smolagents("ToolCallingAgent", 5, "calls and results come back as text that differs from what was sampled"),
     smolagents("CodeAgent"),
     Harness(
         name="openhands-sdk",

@@ -294,11 +294,11 @@ def test_a_reset_forgets_everything_but_the_numbers() -> None:
 # ---- what is refused when it arrives ------------------------------------------------------------------------------
 
 
-def test_a_group_larger_than_a_batch_is_refused_at_arrival() -> None:
+def test_a_group_larger_than_a_batch_is_refused_on_arrival() -> None:
     queue = queue_of(8)
     assert why_not_queued(queue, groups(None, 8)) == ""
     assert why_not_queued(queue, groups(None, 8, 9)) == (
-        "Group 1 has 9 sequences, and a batch has 8: no batch could ever take it. Send smaller groups, or register the "
+        "Group 1 has 9 sequences, but a batch has 8: no batch could ever take it. Send smaller groups, or register the "
         "trainer with a larger batch_size."
     )
 
@@ -312,7 +312,7 @@ def test_the_queue_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     queue = queue_of(8)
     push(queue, groups(None, 1, 1))
     assert why_no_room(queue, groups(None, 1)) == ""
-    assert why_no_room(queue, groups(None, 1, 1)).startswith("2 groups are queued, and there is room for 3 of all keys")
+    assert why_no_room(queue, groups(None, 1, 1)).startswith("2 groups are queued, but there is room for 3 of all keys")
 
 
 def test_a_key_that_fills_the_queue_leaves_all_others_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,7 +342,7 @@ def test_groups_that_wait_to_be_combined_have_a_limit(monkeypatch: pytest.Monkey
     push(queue, groups(0, 3, 3))
     assert why_no_room(queue, [*groups(0, 3, 8, 8), *groups(None, 3)]) == ""
     assert why_no_room(queue, groups(0, 3, 3)) == (
-        "2 groups of environment 0 (math_0) wait for others to make up its group_size of 8, and there is room for 3. "
+        "2 groups of environment 0 (math_0) wait for others to make up its group_size of 8, but there is room for 3. "
         "Send groups of that size, or register the environment again with the size that it sends."
     )
 
@@ -358,8 +358,8 @@ def test_a_batch_size_out_of_bounds_is_refused(size: int) -> None:
     [
         (0, 1.0, None, "group_size of math_0 is 0: it must be at least 1."),
         (4, float("nan"), None, "weight of math_0 is nan: it must be a finite number."),
-        (4, 1.0, 1.5, "min_batch_allocation of math_0 is 1.5: it must be a part of a batch, from 0 to 1."),
-        (4, 1.0, float("nan"), "min_batch_allocation of math_0 is nan: it must be a part of a batch, from 0 to 1."),
+        (4, 1.0, 1.5, "min_batch_allocation of math_0 is 1.5: it must be a fraction of a batch, from 0 to 1."),
+        (4, 1.0, float("nan"), "min_batch_allocation of math_0 is nan: it must be a fraction of a batch, from 0 to 1."),
         (4, 0.0, 1.0, ""),
     ],
 )

@@ -33,8 +33,11 @@ def test_a_group_of_tokens_masks_and_scores_is_trained() -> None:
         (replace(GROUP, distill_logprobs=CANDIDATES), "distill_logprobs is not taken by this run's own trainer"),
         (replace(GROUP, images=b'[null,"aGk="]'), "images is not taken by this run's own trainer"),
         (replace(GROUP, overrides=b'[{"kl_beta":0.1},{}]'), "overrides[0].kl_beta is not known"),
-        (replace(GROUP, overrides=b"[{}]"), "overrides has to be a list with one entry for each of 2 sequences"),
-        (replace(GROUP, overrides=b'[null,{"temperature":"hot"}]'), "overrides[1].temperature is a number from 0 to"),
+        (replace(GROUP, overrides=b"[{}]"), "overrides must be a list with one entry for each of 2 sequences"),
+        (
+            replace(GROUP, overrides=b'[null,{"temperature":"hot"}]'),
+            "overrides[1].temperature must be a number from 0 to",
+        ),
         (replace(GROUP, overrides=b'[null,{"set_advantage_to_zero":1}]'), "overrides[1].set_advantage_to_zero is true"),
         (replace(GROUP, group_overrides=b'{"lr":1}'), "group_overrides.lr is not known"),
         (replace(GROUP, masks=pack_ints([-100, 6, 1, -100, 8])), "masks[0][2] is 1: a mask is -100 where a token is"),
@@ -54,7 +57,7 @@ def test_what_would_be_trained_otherwise_than_it_was_meant_is_refused_by_name(gr
 
 
 def test_a_sequence_over_the_runs_length_is_refused() -> None:
-    assert why_not_trained(GROUP, tokens_max=2).startswith("A sequence has 3 tokens, and the run's max_token_len is 2")
+    assert why_not_trained(GROUP, tokens_max=2).startswith("A sequence has 3 tokens, but the run's max_token_len is 2")
 
 
 def test_the_nearest_temperature_counts() -> None:

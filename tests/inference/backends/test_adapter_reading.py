@@ -103,10 +103,10 @@ def test_what_is_not_computed_here_is_refused_by_its_name(tmp_path: Path, field:
 def test_values_that_are_not_finite_are_refused(tmp_path: Path, value: float) -> None:
     write_adapter(tmp_path, random_adapter(llama(), 1))
 
-    def fail_gradient(tensors: dict[str, Tensor]) -> None:
+    def spoil(tensors: dict[str, Tensor]) -> None:
         next(iter(tensors.values()))[0, 0] = value
 
-    assert "not finite" in refusal(rewritten(tmp_path, fail_gradient), tmp_path).why
+    assert "not finite" in refusal(rewritten(tmp_path, spoil), tmp_path).why
 
 
 def test_half_a_layer_is_refused(tmp_path: Path) -> None:

@@ -242,7 +242,7 @@ def test_a_job_with_longer_sequences_than_the_cache_holds_is_served_up_to_that_l
     some = ComputeSettings(kv_cache_bytes=2 * blocks * _block_bytes(model), block_tokens=4)
     engine = Engine(paged(model), some, run=1, version=0, job_tokens=CONTEXT)
     assert engine.max_model_len == blocks * 4 - 1
-    assert f"sequences end at 79 tokens and not at the job's {CONTEXT}" in caplog.text
+    assert f"sequences end at 79 tokens, not at the job's {CONTEXT}" in caplog.text
     engine.add(1, request([1] * 70, max_tokens=50))
     engine.add(2, request([2] * 70, max_tokens=50))
     answers = finish(engine)

@@ -102,7 +102,7 @@ async def test_a_shorter_context_than_the_jobs_is_warned_about_once_per_run(
             await backend.load(Policy(folders[version], 1, version, CONTEXT), ignore_stage)
     warnings = [message for message in caplog.messages if "sequences end" in message]
     assert [message.partition(":")[0] for message in warnings] == [
-        f"sequences end at 200 tokens and not at the job's {CONTEXT}"
+        f"sequences end at 200 tokens, not at the job's {CONTEXT}"
     ]
 
 
@@ -204,18 +204,18 @@ async def test_a_server_that_cannot_load_weights_serves_only_version_0(folders: 
     async with backend_of(ExternalCompletions(folders[0], lacks=frozenset({"update"}))) as (backend, client):
         await backend.load(Policy(folders[0], 1, 0, CONTEXT), ignore_stage)
         assert (await client.ask(backend, request([5]))).only.versions == [0] * 12
-        with pytest.raises(EngineFault, match="no way to load new weights, so it can serve version 0 alone"):
+        with pytest.raises(EngineFault, match="no way to load new weights, so it can serve only version 0"):
             await backend.load(Policy(folders[1], 1, 1, CONTEXT), ignore_stage)
 
 
-async def test_weights_that_somebody_else_changed_are_not_passed_off_as_ours(folders: list[Path]) -> None:
+async def test_weights_that_another_client_changed_are_not_passed_off_as_ours(folders: list[Path]) -> None:
     server = ExternalSglang(folders[0])
     async with backend_of(server) as (backend, client):
         await backend.load(Policy(folders[0], 1, 0, CONTEXT), ignore_stage)
         server.label = "theirs"
         fault = await client.refused(backend, request([5]))
         assert fault.retry
-        assert "somebody else changed" in fault.why
+        assert "another client changed" in fault.why
 
 
 async def test_the_servers_own_length_limit_applies(folders: list[Path]) -> None:
@@ -233,7 +233,7 @@ async def test_a_wrong_key_a_wrong_model_and_an_absent_server_are_reported(
             await backend.load(policy, ignore_stage)
     monkeypatch.setenv("SERVER_KEY", "wrong")
     async with backend_of(ExternalCompletions(folders[0])) as (backend, _):
-        with pytest.raises(EngineFault, match=r"401.*wants a key"):
+        with pytest.raises(EngineFault, match=r"401.*needs a key"):
             await backend.load(policy, ignore_stage)
     nobody = OpenAIBackend(COMPUTE, OpenAISettings(url="http://127.0.0.1:9"), BackendClient().deliver)
     with pytest.raises(EngineFault, match="no server can be used at"):

@@ -210,7 +210,7 @@ def test_a_model_whose_logits_are_not_numbers_gives_a_fault_and_no_scores() -> N
 
 @pytest.mark.parametrize(
     ("scores", "top", "why"),
-    [(True, 21, "21 alternatives .* at most 20 are told"), (False, 1, "none are told without its logprobs")],
+    [(True, 21, "21 alternatives .* at most 20 are"), (False, 1, "none are reported without its logprobs")],
 )
 def test_alternatives_out_of_range_are_refused(model: PreTrainedModel, scores: bool, top: int, why: str) -> None:
     body = msgspec.structs.replace(request(PROMPT), prompt_logprobs=scores, top_prompt=top)

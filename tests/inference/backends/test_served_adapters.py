@@ -203,7 +203,7 @@ def test_an_adapter_on_the_output_layer_is_served_too() -> None:
     ("name", "shape", "why"),
     [
         ("model.layers.9.self_attn.q_proj", (32, 32), "no such layer"),
-        ("model.layers.0.self_attn.q_proj", (8, 4), r"is \[8, 2\] times \[2, 4\], and this model's is \[32, 32\]"),
+        ("model.layers.0.self_attn.q_proj", (8, 4), r"is \[8, 2\] times \[2, 4\], but this model's is \[32, 32\]"),
     ],
 )
 def test_an_adapter_of_another_model_is_refused_and_changes_nothing(

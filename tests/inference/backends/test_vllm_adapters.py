@@ -83,7 +83,7 @@ def test_the_rank_and_the_alpha_of_each_layer_are_written_where_they_differ(
     assert {layer: (written.rank_of(layer), written.scale_of(layer)) for layer in scaled} == {
         layer: (2, 6.0) if layer == first else (4, SCALE) for layer in scaled
     }
-    with pytest.raises(Refused, match="has rank 4, and this replica serves ranks up to 3"):
+    with pytest.raises(Refused, match="has rank 4, but this replica serves ranks up to 3"):
         copy_adapter(address, tmp_path / "given", tmp_path / "again", rules(shapes, rank_max=3))
 
 
@@ -103,11 +103,11 @@ def renamed(name: str) -> Callable[[Tensors], Tensors]:
         (lambda tensors: tensors | {LOW_B: torch.full((32, 4), torch.inf, dtype=torch.bfloat16)}, "not finite"),
         (lambda tensors: tensors | {LOW_B: torch.zeros(32, 4, dtype=torch.int32)}, "not finite"),
         (lambda tensors: {name: each for name, each in tensors.items() if name != LOW_B}, "it lacks"),
-        (lambda tensors: tensors | {"base_model.model.lm_head.weight": torch.zeros(1)}, "not of a pair"),
+        (lambda tensors: tensors | {"base_model.model.lm_head.weight": torch.zeros(1)}, "not one of a pair"),
         (lambda tensors: {}, "no layers"),
-        (renamed("model.layers.7.self_attn.q_proj"), "linear layers of this model alone"),
-        (renamed("lm_head"), "linear layers of this model alone"),
-        (renamed("model.layers.0.mlp.experts.3.up_proj"), "linear layers of this model alone"),
+        (renamed("model.layers.7.self_attn.q_proj"), "only on linear layers"),
+        (renamed("lm_head"), "only on linear layers"),
+        (renamed("model.layers.0.mlp.experts.3.up_proj"), "only on linear layers"),
     ],
 )  # fmt: skip
 def test_what_vllm_would_pass_over_or_compute_wrongly_is_refused_and_leaves_nothing(
@@ -167,7 +167,7 @@ def test_the_adapter_of_zeros_is_on_one_layer_and_a_model_without_any_has_none(s
     assert len(tensors) == 2
     assert all(not tensor.any() for tensor in tensors.values())
     copy_adapter(file_sha256(tmp_path / "zeros" / ADAPTER_FILE), tmp_path / "zeros", tmp_path / "copy", rules(shapes))
-    with pytest.raises(EngineFault, match="no layer of it takes any"):
+    with pytest.raises(EngineFault, match="none of its layers supports them"):
         write_zeros(tmp_path / "none", {"model.embed_tokens.weight": (60, 32)})
 
 

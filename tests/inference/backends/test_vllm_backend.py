@@ -158,7 +158,7 @@ async def test_a_model_on_which_vllm_serves_no_adapters_is_served_without_them(
 ) -> None:
     await stage.backend.load(replace(stage.policy(0, "plain", run=2), beside=True), ignore_stage)
     assert await stage.serves(0, run=2)
-    assert "starts without adapters beside the policy" in caplog.text
+    assert "starts without adapters besides the policy" in caplog.text
 
 
 async def test_weights_that_fail_to_load_end_the_child_and_the_next_ones_start_another(stage: Stage) -> None:
@@ -219,7 +219,7 @@ async def test_a_vllm_that_lacks_what_a_trainer_needs_is_refused_and_ended(stage
     with pytest.raises(EngineFault) as caught:
         await stage.backend.load(stage.policy(0, f"without_{lacks}", run=2), ignore_stage)
     assert str(caught.value) == (
-        "this vLLM does not give what a trainer needs, which is the ids, logprobs and weight versions of the tokens "
+        "this vLLM does not return what a trainer needs: the ids, logprobs and weight versions of the tokens "
         f"that it samples ({what}; its last words: nothing): run `bombus install vllm` for one that does"
     )
     assert (stage.backend.version, stage.backend.pid) == (-1, None)

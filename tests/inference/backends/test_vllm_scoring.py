@@ -58,7 +58,7 @@ def test_without_alternatives_there_are_logprobs_alone() -> None:
     [
         (None, "scored 0 of 3 tokens"),
         (ROWS[:2], "scored 2 of 3 tokens"),
-        ([None, {"44": {"logprob": -0.25}}, ROWS[2]], "no score of token 17"),
+        ([None, {"44": {"logprob": -0.25}}, ROWS[2]], "no score for token 17"),
         ([None, {"17": {"logprob": -9999.0}}, ROWS[2]], "not finite"),
         ([None, {"17": {"logprob": -4.5}}, ROWS[2]], "gave 1 of 2 alternatives"),
     ],

@@ -214,7 +214,7 @@ def test_only_a_request_with_a_constraint_has_structured_outputs() -> None:
 
 def test_a_replica_that_cannot_constrain_refuses_rather_than_answer_freely() -> None:
     held = msgspec.structs.replace(request([4]), constraint=Constraint(schema="{}"))
-    with pytest.raises(Refused, match="cannot hold answers to a form") as refused:
+    with pytest.raises(Refused, match="does not support structured output") as refused:
         Limits(64, 60, 1, 8).check(held, 1)
     assert refused.value.code == Code.UNSUPPORTED
     assert Limits(64, 60, 1, 8, constrains=True).check(held, 1) == [4]

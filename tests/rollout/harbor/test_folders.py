@@ -93,7 +93,7 @@ def test_a_base_without_steps_needs_no_image(tmp_path: Path, dockerfile: str, wo
             "FROM a\nCOPY . .\n",
             "[environment]\nworkdir = '/data'",
             "",
-            "environment/Dockerfile copies files to /app, and environment.workdir is /data",
+            "environment/Dockerfile copies files to /app, but environment.workdir is /data",
         ),
         (
             None,
@@ -116,8 +116,9 @@ def test_what_needs_an_image_is_refused_by_name(
     task_folder(tmp_path / "rich", toml, test=test, dockerfile=dockerfile)
     with pytest.raises(Refused) as refused:
         read_task_folders(tmp_path)
-    assert f"1 of 2 tasks need an image, and `bombus rollout` plays on this machine's own programs: rich ({why}" in str(
-        refused.value
+    assert (
+        f"1 of 2 tasks need an image, but `bombus rollout` plays with this machine's own programs: rich ({why}"
+        in str(refused.value)
     )
 
 
@@ -179,7 +180,7 @@ def test_services_need_an_image(tmp_path: Path) -> None:
     [
         ("[agent", "task.toml cannot be read: "),
         ("agent = 1", "agent in task.toml is not a table"),
-        ("[agent]\ntimeout_sec = 0", "agent.timeout_sec in task.toml is 0, and a time limit is up to 86400 s"),
+        ("[agent]\ntimeout_sec = 0", "agent.timeout_sec in task.toml is 0, but a time limit is up to 86400 s"),
         ("[agent]\ntimeout_sec = true", "agent.timeout_sec in task.toml is True"),
         ("[task]\nname = 7", "`task_id` is a text of 1 to 512 characters"),
         ("[verifier.env]\nKEY = '${OPENAI_API_KEY}'", "verifier.env.KEY in task.toml takes a variable of its caller"),
@@ -247,5 +248,5 @@ def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_tasks_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="has no tasks: a folder of Harbor's has 1 to"):
+    with pytest.raises(Refused, match="has no tasks: a Harbor folder has 1 to"):
         read_task_folders(tmp_path)

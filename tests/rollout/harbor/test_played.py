@@ -402,9 +402,11 @@ def test_the_flags_that_a_task_folder_replaces_are_refused(tmp_path: Path) -> No
             plan_of(RolloutOptions.model_validate({"task": tmp_path / "tasks", "agent": "true", **options}))
         return str(refused.value)
 
-    assert "--reward does not go with a folder of tasks, which have their own: leave it out" in why(reward="true")
-    assert "--workspace does not go with a folder of tasks" in why(workspace=tmp_path)
-    assert "--sandbox does not go with a folder of tasks" in why(sandbox="env")
+    assert "--reward cannot be combined with a folder of tasks, which have their own: leave it out" in why(
+        reward="true"
+    )
+    assert "--workspace cannot be combined with a folder of tasks" in why(workspace=tmp_path)
+    assert "--sandbox cannot be combined with a folder of tasks" in why(sandbox="env")
     assert "--reward is missing: only a folder of tasks" in why(task=tmp_path / "tasks.jsonl")
     assert "--agent: there is no program nosuchagent on the PATH" in why(agent="nosuchagent")
 

@@ -469,10 +469,10 @@ def test_a_checkpoint_says_which_backend_and_how_many_ranks_can_go_on_from_it(fo
     (Path(saved.path) / "manifest.json").write_bytes(body)
     before = sha256(body).hexdigest()
     assert not checkpoint.verify_files(Path(saved.path), before, "verl", 2, lambda name: True)
-    with pytest.raises(EngineFault, match="written by 2 ranks, and this trainer has 4: start it with 2"):
+    with pytest.raises(EngineFault, match="written by 2 ranks, but this trainer has 4: start it with 2"):
         checkpoint.verify_files(Path(saved.path), before, "verl", 4, lambda name: True)
     saved = checkpoint.save_files(tmp_path, facts(2), "verl", 2, lambda draft: {})
-    with pytest.raises(EngineFault, match="is the verl backend's: it cannot go on with torch"):
+    with pytest.raises(EngineFault, match="is the verl backend's: torch cannot load it"):
         Executor(folder, tiny_settings()).restore(Path(saved.path), saved.digest)
 
 
@@ -492,7 +492,7 @@ def test_a_job_of_verl_is_refused_by_the_torch_backend() -> None:
 def test_a_load_says_what_it_loads_and_that_it_may_take_a_while(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         load_executor(tiny_settings(model={"path": str(folder)}))
-    assert f"loading {folder}, 93 kB of weights: the larger, the longer" in caplog.text
+    assert f"loading {folder}, 93 kB of weights: this takes seconds to minutes" in caplog.text
 
 
 @pytest.mark.parametrize("changes", [{"lora_rank": 4}, {}, {"gradient_checkpointing": True}])

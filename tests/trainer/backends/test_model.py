@@ -233,7 +233,7 @@ def test_a_context_shorter_than_the_jobs_length_ends_its_sequences_and_is_logged
     with caplog.at_level(logging.INFO):
         PolicyModel.load(folder, tiny_settings({"max_model_len": 18000}))
     (said,) = [message for message in caplog.messages if "sequences end at" in message]
-    assert said.endswith("the context of this model (llama), and not at rollout.max_model_len, which is 18000")
+    assert said.endswith("the context of this model (llama), not at rollout.max_model_len, which is 18000")
 
 
 def apart_items() -> list[TrainingItem]:

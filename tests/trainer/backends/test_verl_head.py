@@ -102,5 +102,5 @@ def test_nothing_of_the_size_of_all_logits_is_kept_for_the_backward_pass() -> No
 
 @pytest.mark.parametrize("output", [nn.Linear(4, 8), nn.Identity(), None])
 def test_an_output_layer_that_is_more_than_a_matrix_is_refused(output: nn.Module | None) -> None:
-    with pytest.raises(ValueError, match="its output layer is not a matrix alone, but"):
+    with pytest.raises(ValueError, match="its output layer is not just a matrix, but"):
         TermsHead(output, LOGITS_BYTES, entropy_grad=False)

@@ -124,7 +124,7 @@ def test_tokens_without_a_samplers_logprob_have_no_correction(tmp_path: Path) ->
     assert some["kl_sampler"] == pytest.approx(step(folder, GROUP)["kl_sampler"], rel=1e-4), "of those that are known"
 
 
-class Shelf:
+class Stored:
     """Bodies in memory, by the sequence of their first part."""
 
     def __init__(self, *groups: RolloutGroup) -> None:
@@ -145,12 +145,12 @@ def queued(number: int, body: bytes = b"") -> QueuedGroup:
 
 
 def test_a_group_that_is_gone_or_cannot_be_trained_is_left_out_with_its_reason() -> None:
-    shelf = Shelf(GROUP, replace(GROUP, ref_logprobs=PackedFloats.of([0.0] * 7)))
-    read = asyncio.run(read_rollout_groups(shelf, [*shelf.queued(), queued(9)], step=4))
+    stored = Stored(GROUP, replace(GROUP, ref_logprobs=PackedFloats.of([0.0] * 7)))
+    read = asyncio.run(read_rollout_groups(stored, [*stored.queued(), queued(9)], step=4))
     assert read.groups == (EpisodeGroup("4.0", read.groups[0].episodes),)
     assert read.lost.keys() == {"4.1", "4.2"}
     assert read.lost["4.1"].startswith("ref_logprobs is not taken")
     assert read.lost["4.2"] == "the body at 9 is gone"
     assert read.gone == (2,), "this one is to be given up on the log"
-    read = asyncio.run(read_rollout_groups(shelf, [*shelf.queued(), replace(queued(9), body=None)], step=4))
+    read = asyncio.run(read_rollout_groups(stored, [*stored.queued(), replace(queued(9), body=None)], step=4))
     assert (read.lost["4.2"], read.gone) == ("its body was lost before", ())

@@ -96,7 +96,7 @@ def test_a_state_of_other_parameters_is_refused() -> None:
     ],
 )
 def test_parameters_that_are_no_step_are_refused_by_name(name: str, value: float) -> None:
-    with pytest.raises(Refused, match=f"no step was taken: {name} is {value}: it has to be"):
+    with pytest.raises(Refused, match=f"no step was taken: {name} is {value}: it must be"):
         check_adam(msgspec.structs.replace(AdamParams(learning_rate=1e-3), **{name: value}))
 
 
@@ -107,8 +107,8 @@ def test_an_eps_above_one_is_a_step() -> None:
 @pytest.mark.parametrize(
     ("schedule", "why"),
     [
-        (RateSchedule(kind="wsd"), "'wsd': it has to be constant, linear, cosine"),
-        (RateSchedule(kind="linear", warmup_steps=4, total_steps=4), "total_steps is 4: it has to be above"),
+        (RateSchedule(kind="wsd"), "'wsd': it must be one of constant, linear, cosine"),
+        (RateSchedule(kind="linear", warmup_steps=4, total_steps=4), "total_steps is 4: it must be above"),
         (RateSchedule(warmup_steps=-1), "warmup_steps is -1"),
     ],
 )

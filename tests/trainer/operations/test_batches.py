@@ -21,20 +21,20 @@ def read(*data: Datum, loss: str = "cross_entropy", config: Mapping[str, float] 
 @pytest.mark.parametrize(
     ("loss", "wrong", "why"),
     [
-        ("cross_entropy", datum([]), "datum 1 has 0 bytes of tokens: there has to be at least one"),
+        ("cross_entropy", datum([]), "datum 1 has 0 bytes of tokens: there must be at least one"),
         ("cross_entropy", Datum(b"12345", {"target_tokens": ints(1)}), "datum 1 has 5 bytes of tokens"),
-        ("cross_entropy", datum([1] * 9), "datum 1 has 9 tokens, and a sequence may have 8: cut it"),
+        ("cross_entropy", datum([1] * 9), "datum 1 has 9 tokens, but the limit is 8: cut it"),
         ("cross_entropy", datum([1, 64]), "datum 1 has the token id 64 at 1: this model's are 0 to 63$"),
         ("cross_entropy", datum([-1, 2]), "datum 1 has the token id -1 at 0"),
         ("cross_entropy", datum([1, 2], [2, -100]), r"target_tokens id -100 at 1: .* the weight \(or mask\) 0"),
-        ("cross_entropy", datum([1, 2], floats(2.0, 3.0)), "target_tokens in float32: they have to be int64 or int32"),
-        ("cross_entropy", datum([1, 2], [2]), r"shape \[1\]: with 2 tokens it has to be \[2\] or \[2, K\]"),
+        ("cross_entropy", datum([1, 2], floats(2.0, 3.0)), "target_tokens in float32: they must be int64 or int32"),
+        ("cross_entropy", datum([1, 2], [2]), r"shape \[1\]: with 2 tokens it must be \[2\] or \[2, K\]"),
         ("cross_entropy", datum([1, 2], ints(shape=(2, 0))), r"shape \[2, 0\]"),
         ("cross_entropy", datum([1], ints(1, shape=(1, 1, 1))), r"shape \[1, 1, 1\]"),
         (
             "ppo",
             datum([1, 2], ints(1, 2, shape=(2, 1)), **POLICY),
-            r"shape \[2, 1\]: with 2 tokens it has to be \[2\]$",
+            r"shape \[2, 1\]: with 2 tokens it must be \[2\]$",
         ),
         ("cross_entropy", Datum(b"\1\0\0\0", {}), "datum 1 has no target_tokens: it has no inputs"),
         ("ppo", datum([1, 2], advantages=floats(1, 1)), "datum 1 has no logprobs: it has advantages, target_tokens"),
@@ -44,9 +44,9 @@ def read(*data: Datum, loss: str = "cross_entropy", config: Mapping[str, float] 
         (
             "cross_entropy",
             datum([1, 2], advantages=floats(1, 1)),
-            "an input 'advantages', which this loss does not have: it has target_tokens, weights, mask",
+            "an input 'advantages', which this loss does not use: it uses target_tokens, weights, mask",
         ),
-        ("cross_entropy", datum([1, 2], weights=floats(1.0)), r"weights of shape \[1\]: .* it has to be \[2\]"),
+        ("cross_entropy", datum([1, 2], weights=floats(1.0)), r"weights of shape \[1\]: .* it must be \[2\]"),
         ("cross_entropy", datum([1, 2], weights=floats(1.0, float("nan"))), "has nan in weights at 1"),
         ("ppo", datum([1, 2], **{**POLICY, "logprobs": floats(0.0, float("-inf"))}), "has -inf in logprobs at 1"),
         ("cross_entropy", datum([1, 2], mask=floats(1.0, -1.0)), "has -1.0 in mask at 1: it cannot be below 0"),
@@ -71,10 +71,10 @@ def test_a_wrong_datum_is_refused_with_its_number(loss: str, wrong: Datum, why: 
 
 
 def test_an_operation_has_so_many_tokens_and_targets_at_most() -> None:
-    with pytest.raises(Refused, match="one operation may have 20 tokens, and this one has 24: divide it"):
+    with pytest.raises(Refused, match="one operation may have 20 tokens, but this one has 24: split it"):
         read(*[datum([1] * 8)] * 3)
     wide = datum([1] * 5, ints(*[1] * 25, shape=(5, 5)))
-    with pytest.raises(Refused, match="one operation may have 24 targets, and this one has 25: divide it"):
+    with pytest.raises(Refused, match="one operation may have 24 targets, but this one has 25: split it"):
         read(wide)
 
 

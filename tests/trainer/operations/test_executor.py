@@ -342,11 +342,11 @@ def test_what_is_asked_of_no_model_is_refused(base: Path, tmp_path: Path) -> Non
         (
             "a",
             CreateModel(base="other", adapter=SPEC),
-            "the base of the models here is tiny-base, and this one is to be",
+            "the base of the models here is tiny-base, but this one asks for",
         ),
-        ("a", CreateModel(base=BASE, adapter=AdapterSpec(rank=9, alpha=1.0)), "is 9: it has to be 1 to 8"),
+        ("a", CreateModel(base=BASE, adapter=AdapterSpec(rank=9, alpha=1.0)), "is 9: it must be 1 to 8"),
         ("a", CreateModel(base=BASE, adapter=AdapterSpec(rank=1, alpha=0.0)), "alpha of an adapter is 0.0"),
-        ("a", CreateModel(base=BASE, adapter=AdapterSpec(rank=1, alpha=1.0, seed=1 << 63)), "an integer of 64 bits"),
+        ("a", CreateModel(base=BASE, adapter=AdapterSpec(rank=1, alpha=1.0, seed=1 << 63)), "a 64-bit integer"),
         ("a", CreateModel(base=BASE, adapter=AdapterSpec(rank=1, alpha=1.0, parts=())), "no layers of the parts"),
         (
             "a",
@@ -356,13 +356,13 @@ def test_what_is_asked_of_no_model_is_refused(base: Path, tmp_path: Path) -> Non
         (
             "a",
             CreateModel(base=BASE, adapter=AdapterSpec(rank=1, alpha=1.0, targets=("nothing",))),
-            "'nothing' is none of this model's: down_proj, gate_proj",
+            "'nothing' is not in this model, which has down_proj, gate_proj",
         ),
     ):
         assert why in failed(made, model, operation).error
     created(made, "a")
     assert "there is a model a already" in failed(made, "a", CreateModel(base=BASE, adapter=SPEC)).error
-    assert "there are 1 models here, as many as may be" in failed(made, "b", CreateModel(base=BASE, adapter=SPEC)).error
+    assert "there are 1 models here, the most allowed" in failed(made, "b", CreateModel(base=BASE, adapter=SPEC)).error
 
 
 def test_a_model_is_refused_where_the_memory_that_it_and_the_others_may_take_is_not_free(
@@ -387,7 +387,7 @@ def test_a_model_is_refused_where_the_memory_that_it_and_the_others_may_take_is_
         why = failed(made, "b", create).error
         assert f"its {numbers:,} numbers take {byte_size(16 * numbers)} with their gradient and optimizer" in why
         assert (
-            f"the 1 model here may still take {byte_size(taken)}, while {byte_size(left[0])} of memory are free" in why
+            f"the 1 model here may still take {byte_size(taken)}, with only {byte_size(left[0])} of memory free" in why
         )
         assert "End a model, ask for a lower rank or for fewer layers" in why
         left[0] += 1

@@ -23,7 +23,7 @@ def optimizer(value: float) -> AdamW:
     return adam
 
 
-def shelf(folder: Path, bytes_max: int, models: str = "abc") -> OptimizerStore:
+def store(folder: Path, bytes_max: int, models: str = "abc") -> OptimizerStore:
     made = OptimizerStore(folder, bytes_max)
     for number, model in enumerate(models):
         made.add(model, optimizer(number + 1.0))
@@ -31,7 +31,7 @@ def shelf(folder: Path, bytes_max: int, models: str = "abc") -> OptimizerStore:
 
 
 def test_the_one_used_longest_ago_goes_first(tmp_path: Path) -> None:
-    made = shelf(tmp_path / "s", 2 * EACH)
+    made = store(tmp_path / "s", 2 * EACH)
     made.bring("a")
     assert made.offloaded == ["b"]
     made.bring("b")
@@ -43,7 +43,7 @@ def test_the_one_used_longest_ago_goes_first(tmp_path: Path) -> None:
 
 
 def test_what_comes_back_is_the_same_to_the_last_bit(tmp_path: Path) -> None:
-    made = shelf(tmp_path / "s", 0)
+    made = store(tmp_path / "s", 0)
     kept = {name: value.clone() for name, value in optimizer(1.0).state().items()}
     made.bring("b")
     assert made.offloaded == ["a", "c"]
@@ -54,20 +54,20 @@ def test_what_comes_back_is_the_same_to_the_last_bit(tmp_path: Path) -> None:
 
 
 def test_the_one_in_use_is_in_memory_even_where_it_is_larger_than_the_bound(tmp_path: Path) -> None:
-    made = shelf(tmp_path / "s", 1)
+    made = store(tmp_path / "s", 1)
     assert made.bring("a").held_bytes == EACH
     assert made.offloaded == ["b", "c"]
 
 
 def test_within_the_bound_nothing_is_written(tmp_path: Path) -> None:
-    made = shelf(tmp_path / "s", 3 * EACH)
+    made = store(tmp_path / "s", 3 * EACH)
     for model in "abc":
         made.bring(model)
     assert list((tmp_path / "s").iterdir()) == []
 
 
 def test_a_damaged_file_is_a_fault_and_a_new_state_mends_it(tmp_path: Path) -> None:
-    made = shelf(tmp_path / "s", 0, "ab")
+    made = store(tmp_path / "s", 0, "ab")
     made.bring("b")
     (file,) = (tmp_path / "s").iterdir()
     file.write_bytes(file.read_bytes()[:-1] + b"\x55")
@@ -79,7 +79,7 @@ def test_a_damaged_file_is_a_fault_and_a_new_state_mends_it(tmp_path: Path) -> N
 
 
 def test_what_cannot_be_written_stays_in_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    made = shelf(tmp_path / "s", 0, "ab")
+    made = store(tmp_path / "s", 0, "ab")
     (tmp_path / "s").rmdir()
     (tmp_path / "s").write_text("no folder any more")
     made.bring("b")
@@ -89,15 +89,15 @@ def test_what_cannot_be_written_stays_in_memory(tmp_path: Path, caplog: pytest.L
 
 
 def test_what_an_earlier_process_left_is_removed(tmp_path: Path) -> None:
-    made = shelf(tmp_path / "s", 0, "ab")
+    made = store(tmp_path / "s", 0, "ab")
     made.bring("b")
     assert len(list((tmp_path / "s").iterdir())) == 1
-    assert shelf(tmp_path / "s", 0).offloaded == []
+    assert store(tmp_path / "s", 0).offloaded == []
     assert list((tmp_path / "s").iterdir()) == []
 
 
 def test_a_model_that_has_ended_leaves_no_file(tmp_path: Path) -> None:
-    made = shelf(tmp_path / "s", 0, "ab")
+    made = store(tmp_path / "s", 0, "ab")
     made.bring("b")
     made.remove("a")
     made.remove("a")

@@ -246,7 +246,7 @@ def test_a_model_is_saved_before_it_ends_and_stays_where_that_fails(base: Path, 
         (LoadWeights(checkpoint="a/training/none"), "there is no checkpoint a/training/none"),
         (LoadWeights(checkpoint="../training/x"), "cannot be the name of a model"),
         (LoadWeights(checkpoint="a/sampler/s", with_optimizer=True), "has no optimizer: load it without, or load a"),
-        (LoadWeights(checkpoint="b/training/t"), "is an adapter of rank 2 with alpha 4, and this model is not"),
+        (LoadWeights(checkpoint="b/training/t"), "is an adapter of rank 2 with alpha 4, but this model is not"),
         (LoadWeights(checkpoint="c/training/t"), "is of another model: base_model.model.model.layers.0.mlp.down_proj"),
         (SaveWeights(checkpoint=TRAINING, name="../x"), "'../x' cannot be the name of a checkpoint"),
     ],
@@ -284,7 +284,7 @@ def test_a_checkpoint_of_another_base_is_refused(base: Path, tmp_path: Path) -> 
     facts = Path(save(made, "a", "x").folder) / "facts.json"
     facts.write_text(json.dumps({**json.loads(facts.read_text()), "base": "other"}))
     refused = failed(made, "b", CreateModel(base=BASE, checkpoint="a/training/x"))
-    assert refused.error == "the checkpoint a/training/x is of a model on other, and here the base is tiny-base"
+    assert refused.error == "the checkpoint a/training/x belongs to a model on other, but here the base is tiny-base"
 
 
 def test_a_damaged_checkpoint_is_the_servers_fault(base: Path, tmp_path: Path) -> None:

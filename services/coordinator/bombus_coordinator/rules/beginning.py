@@ -38,7 +38,7 @@ class _Left(NamedTuple):
 
     @property
     def obstacles(self) -> list[str]:
-        """The settings for which the job cannot go on at this checkpoint."""
+        """The settings that keep the job from continuing at this checkpoint."""
         return [change for name, change in self.other.items() if name in (PROJECT, EXPERIMENT, *SAME_JOB)]
 
     def begins(self) -> Beginning:
@@ -77,7 +77,7 @@ def beginning(engine: EngineState) -> tuple[Beginning | None, str]:
 
 
 def _newest(left: list[_Left], wanted: str) -> tuple[Beginning | None, str]:
-    """Return the newest checkpoint of the job, or why the run begins anew.
+    """Return the newest checkpoint of the job, or why the run starts over.
 
     An experiment that was given a name holds one job. Without a name nothing says that two jobs are one experiment.
     """
@@ -92,8 +92,8 @@ def _newest(left: list[_Left], wanted: str) -> tuple[Beginning | None, str]:
         return None, why
     raise Refused(
         Code.BAD_CONFIG,
-        f"This experiment has begun, and {why}. Set trainer.resume to never to begin anew, or give another "
-        "experiment.experiment_name; to go on, set these settings to what they were.",
+        f"This experiment has begun, but {why}. Set trainer.resume to never to start over, or give another "
+        "experiment.experiment_name; to continue, restore these settings.",
     )
 
 
@@ -104,13 +104,13 @@ def _named(left: list[_Left], step: int) -> _Left:
         known = ", ".join(f"{each.done.step} (run {each.done.run})" for each in reversed(left)) or "none"
         raise Refused(
             Code.BAD_CONFIG,
-            f"trainer.resume is 'from {step}', and no checkpoint of version {step} is left; there are: {known}",
+            f"trainer.resume is 'from {step}', but no checkpoint of version {step} is left; available: {known}",
         )
     same = next((each for each in of_step if not each.obstacles), None)
     if same is None:
         raise Refused(
             Code.BAD_CONFIG,
-            f"trainer.resume is 'from {step}', and the checkpoint of {of_step[0]} is another job's: "
+            f"trainer.resume is 'from {step}', but the checkpoint of {of_step[0]} is another job's: "
             f"{', '.join(of_step[0].obstacles)}. Set trainer.resume to never, or these settings to what they were.",
         )
     return same

@@ -1,4 +1,4 @@
-"""Hand out episodes: which claims wait, which is next, and what is answered when there is none."""
+"""Hand out episodes: which claims wait, which is next, and the answer when no episode is free."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from bombus_coordinator.rules.waiting import has_room, next_of, over_cap, share_
 DISCARD_TIMEOUT_S_MAX = 7 * 24 * 3600.0
 WAIT_S_MAX = 60.0
 NAME_SHOWN = 300
-CLAIM_OVER = "The episodes of this claim are over; use a fresh id for each claim."
+CLAIM_OVER = "The episodes of this claim have ended; use a fresh id for each claim."
 USED_BY_OTHERS = "This claim id was used by another client, or for other engines; use a fresh one for each claim."
 NONE_AVAILABLE = "No available episodes to claim."
 
@@ -107,8 +107,8 @@ def check_collects(engine: EngineState) -> None:
     if engine.serves_operations:
         raise Refused(
             Code.UNSUPPORTED,
-            f"Run {engine.run} of engine {engine.name} serves training operations and makes no batches: whoever sends "
-            "the operations takes the episodes.",
+            f"Run {engine.run} of engine {engine.name} serves training operations and makes no batches: the client "
+            "that sends the operations takes the episodes.",
         )
     if engine.groups_episodes:
         raise Refused(
@@ -146,17 +146,17 @@ def sampler_of(engine: EngineState, claim: Claim) -> ev.SamplerWeights | None:
     named = claim.sampler[:NAME_SHOWN]
     kept = engine.clients.kept.get(claim.sampler)
     if kept is None or not may_read(kept, claim.owner):
-        raise Refused(Code.UNKNOWN_MODEL, f"There is no saved model {named} here, or not any longer: save one.")
+        raise Refused(Code.UNKNOWN_MODEL, f"There is no saved model {named} here, or it is gone: save one.")
     if kept.noted.adapter is None:
         raise Refused(
             Code.UNSUPPORTED,
-            f"{named} has all weights of its model, and episodes sample from adapters (rank 1 or more).",
+            f"{named} has all weights of its model, but episodes sample only from adapters (rank 1 or more).",
         )
     assert engine.started is not None
     if kept.noted.base not in (engine.started.base, "" if engine.active is None else engine.active.model):
         raise Refused(
             Code.UNKNOWN_MODEL,
-            f"{named} is an adapter on {kept.noted.base}, and engine {engine.name} runs {engine.started.base} now.",
+            f"{named} is an adapter on {kept.noted.base}, but engine {engine.name} now runs {engine.started.base}.",
         )
     return ev.SamplerWeights(checkpoint=claim.sampler, address=kept.noted.saved.address, folder=kept.noted.saved.folder)
 
@@ -173,7 +173,7 @@ def _no_sampler(engine: EngineState) -> Refused:
 
 
 def repeated(engine: EngineState, live: Live, claim: Claim) -> Granted | None:
-    """Return the earlier grant of this claim id. Raises `Refused` if it is another client's, or if it is over."""
+    """Return the earlier grant of this claim id. Raises `Refused` if it is another client's or has ended."""
     episodes = engine.claims.get(claim.claim)
     if episodes is None:
         if claim.claim in live.granted:
@@ -192,7 +192,7 @@ def repeated(engine: EngineState, live: Live, claim: Claim) -> Granted | None:
 
 
 def claim(hive: Hive, live: Live, message: Claim) -> Decisions:
-    """Grant now, wait for room until the slice is over, or refuse."""
+    """Grant now, wait for room until the slice ends, or refuse."""
     engine = hive.engine(message.engine)
     check(engine, message)
     granted = repeated(engine, live, message)
@@ -262,7 +262,7 @@ def _granted(engine: EngineState, live: Live, claim: Claim, commands: Sequence[s
 
 
 def lapse(engine: EngineState, live: Live) -> Decisions:
-    """Refuse the claims whose slice is over, or all of them when the engine is offline."""
+    """Refuse the claims whose slice has ended, or all of them when the engine is offline."""
     queue = live.queue(engine)
     replies: list[CommandReply] = []
     for waiting in queue.clear() if engine.phase == Phase.OFFLINE else queue.over(live.now_ns):

@@ -1,4 +1,4 @@
-"""Make room in a stream that is full: who keeps more of it than their share gives up what is oldest.
+"""Make room in a full stream: whoever keeps more than their share loses the oldest of it.
 
 From the stream of calls these are episodes, from that of rollout groups those that fit in no batch.
 """
@@ -17,8 +17,8 @@ from bombus_coordinator.rules.trajectories.batches import GROUPS_MAX
 from bombus_coordinator.rules.transitions import dropped
 
 WHY_GIVEN_UP = (
-    "the stream of rollout groups was full, no batch could be made of those that were queued, and those of their key "
-    "had more than its share of it"
+    "the stream of rollout groups was full, no batch could be made of the queued groups, and "
+    "this key's groups took more than their share"
 )
 
 
@@ -74,7 +74,7 @@ def _is_stuck(engine: EngineState) -> bool:
 
 
 def _oldest_groups(engine: EngineState, holder: str, size: int) -> Iterator[int]:
-    """Yield the oldest groups of a holder that have so many bytes together, but not too many for one event."""
+    """Yield a holder's oldest groups that total this many bytes, but no more than fit into one event."""
     count = 0
     for number, group in engine.trajectories.queue.groups.items():
         if size <= 0 or count == GROUPS_MAX:

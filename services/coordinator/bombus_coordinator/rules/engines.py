@@ -1,4 +1,4 @@
-"""The life of an engine: configure, start, stop, and the facts that its trainers report."""
+"""The life of an engine: configure, start, stop, suspend and resume."""
 
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
@@ -13,13 +13,8 @@ from bombus.hive.inbox import (
     ModelReadFact,
     Refusal,
     Resume,
-    StageReached,
     Start,
-    StepBroke,
-    StepDone,
     Stop,
-    TrainerOpens,
-    WeightsSaved,
 )
 from bombus.hive.state import ACTIVE_S, EngineState, Phase
 from bombus_coordinator.rules.beginning import beginning
@@ -29,7 +24,6 @@ from bombus_coordinator.rules.episodes import aborted
 from bombus_coordinator.rules.live import Live
 
 REASON_CHARS_MAX = 2000
-TRAINERS_LOST_MAX = 20  # a hive whose processes are killed at random loses a dozen in one step, and goes on
 EPISODE_BYTES = 256  # of an episode in `batch.ready`, with its share of a task's name
 
 
@@ -61,7 +55,7 @@ def configure(engine: EngineState, live: Live, message: Configure) -> Decisions:
     if engine.phase != Phase.OFFLINE:
         raise wrong_phase("change the configuration", engine.phase, "Call stop_engine first.")
     if not message.config_digest:
-        raise Refused(Code.MALFORMED, "A configuration has a digest: without one, a run has no job.")
+        raise Refused(Code.MALFORMED, "A configuration needs a digest: without one, a run has no job.")
     if message.collection.max_staleness > 0:
         check_asynchronous(message.collection)
     check_size(message.collection, live.event_bytes_max)
@@ -94,7 +88,7 @@ def check_asynchronous(rules: Collection) -> None:
         raise Refused(
             Code.BAD_CONFIG,
             f"collection.method = {rules.method} needs max_staleness = 0: clients that agree wait for the phase to "
-            "change, and an asynchronous engine keeps rolling. Use one of the other methods.",
+            "change, but an asynchronous engine keeps rolling. Use one of the other methods.",
         )
     ahead = (rules.max_staleness + 1) * rules.episode_target
     if rules.max_pool_episodes < ahead:
@@ -134,14 +128,14 @@ def start(engine: EngineState, live: Live, message: Start) -> Decisions:
 
 def _why_started(engine: EngineState) -> str:
     if engine.suspended:
-        return f"Its run is suspended: {engine.suspended}. `bombus resume` lets it go on, `bombus stop` ends it."
+        return f"Its run is suspended: {engine.suspended}. `bombus resume` lets it continue, `bombus stop` ends it."
     if engine.serves_operations:
         return "It serves training operations until its last model has ended; stop_engine ends them now."
     if engine.queues_groups and engine.has_policy:
-        return "It makes batches of rollout groups since a trainer was registered; stop_engine ends that."
+        return "It has made batches of rollout groups since a trainer registered; stop_engine ends that."
     if engine.queues_groups:
         return "It takes rollout groups for a trainer that has registered; stop_engine ends that."
-    return "It is started already; call stop_engine to start over."
+    return "It has already started; call stop_engine to start over."
 
 
 def close_all(engine: EngineState, live: Live, last: Event) -> tuple[Event, ...]:
@@ -161,7 +155,7 @@ def stop(engine: EngineState, live: Live, message: Stop) -> Decisions:
 
 
 def resume(engine: EngineState, live: Live, message: Resume) -> Decisions:
-    """Let a suspended run try again, or its models that no trainer makes again. One that goes on is left alone."""
+    """Let a suspended run try again, or its models that no trainer rebuilds. A running one is unaffected."""
     if engine.phase == Phase.OFFLINE:
         raise wrong_phase("resume the engine", engine.phase, "It has no run to resume; start one.")
     reply = (CommandReply(message.id, Done(run=engine.run)),)
@@ -176,7 +170,7 @@ def resume(engine: EngineState, live: Live, message: Resume) -> Decisions:
 def suspend(
     engine: EngineState, live: Live, reason: str, before: tuple[Event, ...] = (), until_served: bool = False
 ) -> Decisions:
-    """Let the run wait for its operator, with all that it has. One that waits for its operator already goes on waiting.
+    """Let the run wait for its operator, with all that it has. One that already waits for its operator keeps waiting.
 
     One that waits for a replica waits for its operator from here on, unless this is `until_served` too.
     """
@@ -237,131 +231,3 @@ def agree(engine: EngineState, live: Live, message: AgreeSync) -> Decisions:
         )
     event = ev.SyncAgreed(at_ns=live.now_ns, engine=engine.name, run=engine.run, client=message.client)
     yield Decision(events=(event,), replies=reply)
-
-
-# ---- facts from trainers --------------------------------------------------------------------------------------
-
-
-def trainer_opens(engine: EngineState, live: Live, message: TrainerOpens) -> Decisions:
-    """Give the trainer a higher epoch. Facts of the trainer before are ignored from here on (R11).
-
-    Trainers that end without a word, as by the kernel's want of memory, report no failure: the run is suspended when
-    it has lost many in a row.
-    """
-    if message.id in engine.openings:
-        yield Decision(replies=(CommandReply(message.id, Done(run=engine.run, epoch=engine.openings[message.id])),))
-        return
-    if message.run != engine.run or engine.phase == Phase.OFFLINE:
-        raise wrong_phase(f"train run {message.run}", engine.phase, f"The engine's run is {engine.run}.")
-    epoch = engine.trainer_epoch + 1
-    event = ev.TrainerOpened(
-        at_ns=live.now_ns,
-        engine=engine.name,
-        run=engine.run,
-        trainer=message.trainer,
-        trainer_epoch=epoch,
-        command=message.id,
-        patience_s=message.patience_s,
-    )
-    yield Decision(events=(event,), replies=(CommandReply(message.id, Done(run=engine.run, epoch=epoch)),))
-    if engine.trainers_lost >= TRAINERS_LOST_MAX:
-        yield from suspend(engine, live, _why_lost(engine))
-
-
-def _why_lost(engine: EngineState) -> str:
-    waited_for = f"made version {max(engine.step, 0)}" if engine.batch is None else f"made step {engine.batch.step}"
-    if engine.serves_operations:
-        waited_for = "executed an operation"
-    return (
-        f"{engine.trainers_lost} trainers in a row ended without a word before they had {waited_for}. Look for "
-        "the kernel's out-of-memory killer, and at the ends of their logs"
-    )
-
-
-def stage_reached(engine: EngineState, live: Live, message: StageReached) -> Decisions:
-    if message.run == engine.run and engine.phase == Phase.BOOTING and message.stage != engine.stage:
-        yield Decision(
-            events=(
-                ev.EngineProgressed(at_ns=live.now_ns, engine=engine.name, run=engine.run, stage=message.stage[:200]),
-            )
-        )
-
-
-def _is_current_step(engine: EngineState, message: StepDone | StepBroke) -> bool:
-    """Return whether this is about the outstanding batch and from the trainer with the current epoch."""
-    return (
-        message.run == engine.run
-        and engine.phase != Phase.OFFLINE
-        and message.trainer_epoch == engine.trainer_epoch
-        and engine.batch is not None
-        and message.step == engine.batch.step
-    )
-
-
-def step_done(engine: EngineState, live: Live, message: StepDone) -> Decisions:
-    if _is_current_step(engine, message):
-        yield Decision(
-            events=(
-                ev.StepCompleted(
-                    at_ns=live.now_ns,
-                    engine=engine.name,
-                    run=engine.run,
-                    step=message.step,
-                    trainer_epoch=message.trainer_epoch,
-                    checkpoint=message.checkpoint,
-                    checkpoint_digest=message.checkpoint_digest,
-                    metrics=message.metrics,
-                ),
-            )
-        )
-
-
-def step_broke(engine: EngineState, live: Live, message: StepBroke) -> Decisions:
-    if not _is_current_step(engine, message):
-        return
-    failures = engine.step_failures + (not message.waits)
-    failed = ev.StepFailed(
-        at_ns=live.now_ns,
-        engine=engine.name,
-        run=engine.run,
-        step=message.step,
-        trainer_epoch=message.trainer_epoch,
-        reason=message.reason[:REASON_CHARS_MAX],
-        failures=failures,
-    )
-    reason = f"step {message.step} failed {failures} times, the last time because: {message.reason}"
-    yield from note_failure(engine, live, failed, reason)
-
-
-def note_failure(engine: EngineState, live: Live, failed: ev.StepFailed | ev.TrainerStalled, reason: str) -> Decisions:
-    """Put a trainer's failure on the log; suspend the run for `reason` if it counts and is one too many in a row."""
-    is_counted = failed.failures > engine.step_failures
-    if is_counted and failed.failures >= engine.collection.max_step_failures:
-        yield from suspend(engine, live, reason, before=(failed,))
-    else:
-        yield Decision(events=(failed,))
-
-
-def weights_saved(engine: EngineState, live: Live, message: WeightsSaved) -> Decisions:
-    """Make the weights a policy version when their step is on the log, or those at which the run began.
-
-    A run of operations has only the latter, and need not wait for them.
-    """
-    if message.run != engine.run or message.trainer_epoch != engine.trainer_epoch:
-        return
-    begins = engine.phase == Phase.BOOTING or engine.serves_operations
-    first = message.step == engine.begun and begins and engine.weights is None
-    stepped = engine.step_done is not None and engine.step_done.step == message.step
-    if engine.phase == Phase.OFFLINE or not (first or stepped) or message.step <= engine.version:
-        return
-    yield Decision(
-        events=(
-            ev.WeightsReady(
-                at_ns=live.now_ns,
-                engine=engine.name,
-                run=engine.run,
-                version=message.step,
-                weights=message.weights,
-            ),
-        )
-    )

@@ -36,7 +36,7 @@ def _why_aborted(engine: EngineState, reason: AbortReason) -> str:
         case AbortReason.SILENT:
             return (
                 f"nothing was heard from its client for {engine.collection.client_silence_s:g} s "
-                "(collection.client_silence_s), as if its process were dead. Claim another one."
+                "(collection.client_silence_s), so its process may be dead. Claim another one."
             )
         case AbortReason.SUPERSEDED:
             return f"its batch was closed while it was running. Current status: [{engine.phase}]. Claim another one."
@@ -95,7 +95,7 @@ def _call_rewards(episode: Episode, result: EpisodeResult) -> tuple[float, ...] 
         raise Refused(
             Code.BAD_REWARD,
             f"Episode {result.episode} has {len(given)} rewards by call for {len(ids)} completed calls"
-            f"{_aside(episode)}: {lacking} calls have none, and {foreign} ids are not of its calls. Give one for the "
+            f"{_aside(episode)}: {lacking} calls have none, and {foreign} ids name none of its calls. Give one for the "
             "id of each answer.",
         )
     return tuple(given[call] for call in ids)
@@ -108,7 +108,7 @@ def _aside(episode: Episode) -> str:
 
 
 def is_repeat(engine: EngineState, client: str, episode: str, report: bytes) -> bool:
-    """Return whether an episode has ended by this report before. Raises `Refused` where it is over in another way."""
+    """Return whether an episode was already ended by this report. Raises `Refused` if it ended in another way."""
     closed = engine.closed.get(episode)
     if closed is None:
         return False
@@ -118,7 +118,7 @@ def is_repeat(engine: EngineState, client: str, episode: str, report: bytes) -> 
         why = _why_aborted(engine, closed.aborted)
         raise Refused(Code.UNKNOWN_EPISODE, f"Episode {episode} is not in claimed status: {why}")
     if closed.outcome != report:
-        raise Refused(Code.OTHER_OUTCOME, f"Episode {episode} has ended already with another outcome; that one stands.")
+        raise Refused(Code.OTHER_OUTCOME, f"Episode {episode} has already ended with another outcome, which stands.")
     return True
 
 
@@ -139,9 +139,9 @@ def outcome_of(
     if episode.partners != partners:
         raise Refused(Code.MALFORMED, why_incomplete(episode))
     if not result.task and episode.type == EpisodeType.TRAIN:
-        raise Refused(Code.MALFORMED, f"Episode {result.episode} needs a task_id: its group is found by it.")
+        raise Refused(Code.MALFORMED, f"Episode {result.episode} needs a task_id, which identifies its group.")
     if len(_deterministic.encode((result.metadata, result.log_metrics))) > METADATA_BYTES_MAX:
-        raise Refused(Code.TOO_LARGE, f"Metadata of episode {result.episode} is over {METADATA_BYTES_MAX} bytes.")
+        raise Refused(Code.TOO_LARGE, f"The metadata of episode {result.episode} exceeds {METADATA_BYTES_MAX} bytes.")
     call_rewards = _call_rewards(episode, result)
     reward = _check_reward(episode, result, call_rewards)
     return Outcome(
@@ -313,7 +313,7 @@ def _expire_silent(engine: EngineState, live: Live) -> Decisions:
 
 
 def expire(hive: Hive, engine: EngineState, live: Live) -> Decisions:
-    """Abort episodes that have been idle for too long, those of clients that are silent, and those of claims whose
+    """Abort episodes that have been idle for too long, those of silent clients, and those of claims whose
     answer reached nobody."""
     now = live.now_ns
     yield from _expire_silent(engine, live)

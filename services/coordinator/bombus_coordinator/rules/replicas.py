@@ -1,4 +1,4 @@
-"""What replicas report, and how a run goes on without those that cannot load its weights."""
+"""What replicas report, and how a run continues without those that cannot load its weights."""
 
 from collections.abc import Iterator
 
@@ -137,7 +137,7 @@ def all_loaded(engine: EngineState) -> bool:
 
 
 def look_after(engine: EngineState, live: Live) -> Decisions:
-    """Quarantine replicas that are late, suspend a run that has no other, and let it go on once one serves (R15)."""
+    """Quarantine replicas that are late, suspend a run that has no other, and resume it once one serves (R15)."""
     if engine.phase == Phase.OFFLINE or engine.weights is None:
         return
     if engine.suspended:

@@ -1,18 +1,28 @@
-"""End the epoch of a trainer that reports that it hangs, or that has been silent for too long (R11).
+"""What trainers report of a run, and the end of one that hangs or has been silent for too long (R11).
 
 A trainer judges its own progress, by its own pace and clock. The coordinator judges its silence only. It leaves out the
 time in which the bus was away or there was no leader: nothing could be heard then (R5).
 """
 
 from bombus.hive import events as ev
-from bombus.hive.inbox import TrainerAlive, TrainerHangs
+from bombus.hive.inbox import (
+    Done,
+    StageReached,
+    StepBroke,
+    StepDone,
+    TrainerAlive,
+    TrainerHangs,
+    TrainerOpens,
+    WeightsSaved,
+)
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.status.detail import stall_text
-from bombus_coordinator.rules.decision import Decisions
-from bombus_coordinator.rules.engines import note_failure
+from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, wrong_phase
+from bombus_coordinator.rules.engines import REASON_CHARS_MAX, suspend
 from bombus_coordinator.rules.live import Heard, Live, ns
 
 DOING_CHARS_MAX = 200
+TRAINERS_LOST_MAX = 20  # a hive whose processes are killed at random loses a dozen in one step, and goes on
 UNSAID_PATIENCE_S = 86_400.0  # with a trainer that names none: nothing waits for ever
 
 
@@ -83,3 +93,131 @@ def _stall(engine: EngineState, live: Live, doing: str, still_s: float, silent: 
     )
     reason = f"its trainers failed {failures} times in a row; the last, {stall_text(stalled)}"
     yield from note_failure(engine, live, stalled, reason)
+
+
+# ---- what trainers report ---------------------------------------------------------------------------------------
+
+
+def trainer_opens(engine: EngineState, live: Live, message: TrainerOpens) -> Decisions:
+    """Give the trainer a higher epoch. Facts of the trainer before are ignored from here on (R11).
+
+    Trainers that end without a word, as by the kernel's want of memory, report no failure: the run is suspended when
+    it has lost many in a row.
+    """
+    if message.id in engine.openings:
+        yield Decision(replies=(CommandReply(message.id, Done(run=engine.run, epoch=engine.openings[message.id])),))
+        return
+    if message.run != engine.run or engine.phase == Phase.OFFLINE:
+        raise wrong_phase(f"train run {message.run}", engine.phase, f"The engine's run is {engine.run}.")
+    epoch = engine.trainer_epoch + 1
+    event = ev.TrainerOpened(
+        at_ns=live.now_ns,
+        engine=engine.name,
+        run=engine.run,
+        trainer=message.trainer,
+        trainer_epoch=epoch,
+        command=message.id,
+        patience_s=message.patience_s,
+    )
+    yield Decision(events=(event,), replies=(CommandReply(message.id, Done(run=engine.run, epoch=epoch)),))
+    if engine.trainers_lost >= TRAINERS_LOST_MAX:
+        yield from suspend(engine, live, _why_lost(engine))
+
+
+def _why_lost(engine: EngineState) -> str:
+    waited_for = f"made version {max(engine.step, 0)}" if engine.batch is None else f"made step {engine.batch.step}"
+    if engine.serves_operations:
+        waited_for = "executed an operation"
+    return (
+        f"{engine.trainers_lost} trainers in a row ended without reporting an error before they had {waited_for}. "
+        "Check the kernel log for its out-of-memory killer, and the ends of their logs"
+    )
+
+
+def stage_reached(engine: EngineState, live: Live, message: StageReached) -> Decisions:
+    if message.run == engine.run and engine.phase == Phase.BOOTING and message.stage != engine.stage:
+        yield Decision(
+            events=(
+                ev.EngineProgressed(at_ns=live.now_ns, engine=engine.name, run=engine.run, stage=message.stage[:200]),
+            )
+        )
+
+
+def _is_current_step(engine: EngineState, message: StepDone | StepBroke) -> bool:
+    """Return whether this is about the outstanding batch and from the trainer with the current epoch."""
+    return (
+        message.run == engine.run
+        and engine.phase != Phase.OFFLINE
+        and message.trainer_epoch == engine.trainer_epoch
+        and engine.batch is not None
+        and message.step == engine.batch.step
+    )
+
+
+def step_done(engine: EngineState, live: Live, message: StepDone) -> Decisions:
+    if _is_current_step(engine, message):
+        yield Decision(
+            events=(
+                ev.StepCompleted(
+                    at_ns=live.now_ns,
+                    engine=engine.name,
+                    run=engine.run,
+                    step=message.step,
+                    trainer_epoch=message.trainer_epoch,
+                    checkpoint=message.checkpoint,
+                    checkpoint_digest=message.checkpoint_digest,
+                    metrics=message.metrics,
+                ),
+            )
+        )
+
+
+def step_broke(engine: EngineState, live: Live, message: StepBroke) -> Decisions:
+    if not _is_current_step(engine, message):
+        return
+    failures = engine.step_failures + (not message.waits)
+    failed = ev.StepFailed(
+        at_ns=live.now_ns,
+        engine=engine.name,
+        run=engine.run,
+        step=message.step,
+        trainer_epoch=message.trainer_epoch,
+        reason=message.reason[:REASON_CHARS_MAX],
+        failures=failures,
+    )
+    reason = f"step {message.step} failed {failures} times, the last time because: {message.reason}"
+    yield from note_failure(engine, live, failed, reason)
+
+
+def note_failure(engine: EngineState, live: Live, failed: ev.StepFailed | ev.TrainerStalled, reason: str) -> Decisions:
+    """Put a trainer's failure on the log; suspend the run for `reason` if it counts and is one too many in a row."""
+    is_counted = failed.failures > engine.step_failures
+    if is_counted and failed.failures >= engine.collection.max_step_failures:
+        yield from suspend(engine, live, reason, before=(failed,))
+    else:
+        yield Decision(events=(failed,))
+
+
+def weights_saved(engine: EngineState, live: Live, message: WeightsSaved) -> Decisions:
+    """Make the weights a policy version when their step is on the log, or those at which the run began.
+
+    A run of operations has only the latter, and need not wait for them.
+    """
+    if message.run != engine.run or message.trainer_epoch != engine.trainer_epoch:
+        return
+    begins = engine.phase == Phase.BOOTING or engine.serves_operations
+    first = message.step == engine.begun and begins and engine.weights is None
+    stepped = engine.step_done is not None and engine.step_done.step == message.step
+    if engine.phase == Phase.OFFLINE or not (first or stepped) or message.step <= engine.version:
+        return
+    yield Decision(
+        events=(
+            ev.WeightsReady(
+                at_ns=live.now_ns,
+                engine=engine.name,
+                run=engine.run,
+                version=message.step,
+                weights=message.weights,
+            ),
+        )
+    )

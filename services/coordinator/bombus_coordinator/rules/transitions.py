@@ -101,7 +101,7 @@ def _clear_overflow(engine: EngineState, live: Live) -> Decisions:
 
 
 def _drop_untaken(engine: EngineState, live: Live) -> Decisions:
-    """Drop the episodes of a run of operations that nobody takes: those whose time is over, and what is too much.
+    """Drop the untaken episodes of a run of operations: those that have expired, and those in excess.
 
     The pool is in order of completion.
     """

@@ -41,7 +41,7 @@ def share_of(holder: Holder) -> Share:
 
 
 def over_cap(claim: Claim, open_episodes: int) -> bool:
-    """Return whether a claim is for more episodes than its key may have open, beside those that are."""
+    """Return whether a claim is for more episodes than its key may open in addition to those that are open."""
     return claim.open_max > 0 and open_episodes + claim.count > claim.open_max
 
 
@@ -161,7 +161,7 @@ class Queue:
         return Place(self.held_by(waiting.share).total, waiting.first_asked_ns, waiting.claim.claim)
 
     def add(self, claim: Claim, now_ns: int, until_ns: int, elsewhere: int = 0) -> None:
-        """Let a claim wait until a time. One that waits already goes on waiting, unless that time is now: whoever is
+        """Let a claim wait until a time. One that already waits keeps waiting, unless that time is now: whoever is
         interrupted ends its wait so. Raises `Refused` for one too many.
 
         `elsewhere` is how many claims of its share wait for the same engine in other queues.
@@ -187,7 +187,7 @@ class Queue:
 
     def _check_room(self, claim: Claim, elsewhere: int) -> None:
         if len(self._waiting) >= WAITING_MAX and not has_share(self.held, claim.holder, WAITING_MAX):
-            raise Refused(Code.OVERLOADED, f"{len(self._waiting)} claims are waiting already; try again later.")
+            raise Refused(Code.OVERLOADED, f"{len(self._waiting)} claims are already waiting; try again later.")
         if not claim.waiting_max:
             return
         waiting = self.waiting_of(share_of(claim)) + elsewhere
@@ -236,7 +236,7 @@ def why_paced(engine: EngineState, claim: Claim) -> str:
 
 
 def has_room(engine: EngineState, claim: Claim, kept: int = 0) -> bool:
-    """Return whether an engine has room for a claim, beside `kept` episodes for another one."""
+    """Return whether an engine has room for a claim in addition to `kept` episodes for another one."""
     return len(engine.open) + claim.count + kept <= engine.collection.max_open_claims
 
 

@@ -1,7 +1,7 @@
 """The requests of Anthropic's Messages API: decoded, and turned into a neutral `CompletionRequest`. Pure.
 
 Clients of this API send much that does not change what is sampled: betas, metadata, marks for a cache. It may have any
-value. How tokens are drawn is a request, on which the job decides. What nobody here can do, and what nobody
+value. A client may ask how tokens are drawn; the job decides. What nobody here can do, and what nobody
 here knows, is listed as `unsupported`: the job says whether that is refused or left out.
 """
 
@@ -211,13 +211,13 @@ def _fields_of_answer(output: dict[str, Any]) -> frozenset[str] | None:
 
 
 def _beyond_messages(found: MessagesBody, last_role: str) -> list[Unsupported]:
-    """Return what is asked for that would change the answer, in ways that nobody here can."""
+    """Return what is asked for that would change the answer, in ways that are not supported."""
     asked = (
         ("context_management", _takes_away(found.context_management), "nothing is taken out of a conversation"),
         ("container", found.container is not None, "no code is run here"),
-        ("mcp_servers", bool(found.mcp_servers), "tools are called by the client alone"),
-        ("messages", last_role == "assistant", "an answer that the client began is not gone on with"),
-        ("diagnostics", found.diagnostics is not None, "nothing is said about a cache"),
+        ("mcp_servers", bool(found.mcp_servers), "only the client calls tools"),
+        ("messages", last_role == "assistant", "an answer that the client began is not continued"),
+        ("diagnostics", found.diagnostics is not None, "cache diagnostics are not offered"),
         ("service_tier", found.service_tier not in (None, "auto", "standard_only"), "there is only one"),
         ("speed", found.speed not in (None, "standard"), "there is only one"),
         ("inference_geo", found.inference_geo not in (None, "global"), "the model is where the hive is"),
@@ -236,7 +236,7 @@ def _forced_call(choice: ToolChoice | None, tools: Sequence[Mapping[str, Any]]) 
     if choice is None or choice.type in ("auto", "none"):
         return None
     if choice.type not in ("any", "tool"):
-        return Unsupported("tool_choice", "nobody here knows this choice of tools")
+        return Unsupported("tool_choice", "this choice of tools is not known here")
     return demand_of_calls("tool_choice", tools, [choice.name] if choice.type == "tool" else None)
 
 
@@ -270,7 +270,7 @@ def _read_tools(given: bytes) -> tuple[_Offered, ...]:
 
 
 def _function(tool: _Tool, place: str) -> dict[str, Any] | None:
-    """Return the function that a tool is to the model, None where nobody here knows what it takes."""
+    """Return the function that a tool is to the model, None where its input is not known."""
     if tool.type in (None, "custom"):
         given: Mapping[str, Any] = {"description": tool.description, "parameters": tool.input_schema}
     else:
@@ -288,7 +288,7 @@ def _tools(
     tools: list[dict[str, Any]] = []
     for index, (tool, function) in enumerate(offered):
         if function is None:
-            why = f"{str(tool.type)[:40]!r} is a tool of Anthropic's servers, or one that its models know by heart"
+            why = f"{str(tool.type)[:40]!r} is a tool of Anthropic's servers, or one that is built into its models"
             unsupported.append(Unsupported(f"tools.{index}.type", why))
         elif not tool.defer_loading or tool.name in referenced:
             tools.append(function)
@@ -394,13 +394,13 @@ def _answer(blocks: Sequence[_Placed], left_out: list[Unsupported]) -> ChatMessa
 def _tool_call(placed: _Placed) -> dict[str, Any]:
     block = placed.block
     if not block.name:
-        raise BadParameter(Code.MALFORMED, f"{placed.place}.name", "A call has the name of its tool.")
+        raise BadParameter(Code.MALFORMED, f"{placed.place}.name", "A call needs the name of its tool.")
     function = {"name": block.name, "arguments": _arguments(block.input, f"{placed.place}.input")}
     return {"id": block.id or "", "type": "function", "function": function}
 
 
 def _arguments(given: msgspec.Raw, place: str) -> str:
-    """Return the input of a call as the text that it is, so that no number is spelled anew."""
+    """Return the input of a call as it was written, so that no number is reformatted."""
     try:
         text = bytes(given).decode()
     except UnicodeDecodeError as error:
@@ -436,9 +436,9 @@ def _results_and_text(role: str, blocks: Sequence[_Placed], left_out: list[Unsup
 def _tool_result(placed: _Placed, left_out: list[Unsupported]) -> ChatMessage:
     place, block = placed
     if block.tool_use_id is None:
-        raise BadParameter(Code.MALFORMED, f"{place}.tool_use_id", "A result names the call that it answers.")
+        raise BadParameter(Code.MALFORMED, f"{place}.tool_use_id", "A result must name the call that it answers.")
     if isinstance(block.content, dict):
-        raise BadParameter(Code.MALFORMED, f"{place}.content", "The content of a result is text or a list of blocks.")
+        raise BadParameter(Code.MALFORMED, f"{place}.content", "A result's content must be text or a list of blocks.")
     text = _text(_blocks(block.content, place), "\n", left_out)
     if block.is_error and "error" not in text.partition("\n")[0].lower():
         text = f"Error: {text}" if text else "Error"  # templates have no other place for it
@@ -453,7 +453,7 @@ def _text(blocks: Iterable[_Placed], between: str, left_out: list[Unsupported]) 
         if text is not None:
             texts.append(text)
         elif block.type == "text":
-            raise BadParameter(Code.MALFORMED, f"{place}.text", "A block of text has a text.")
+            raise BadParameter(Code.MALFORMED, f"{place}.text", "A text block needs a text.")
         else:
             why = f"a block of type {block.type[:40]!r} is not text"
             left_out.append(Unsupported(place, why, is_content=True))
@@ -476,7 +476,7 @@ def _text_of(block: _Block) -> str | None:
 
 
 def _text_of_source(source: Any) -> str | None:
-    """Return the text of a document that came as plain text, or as blocks of text alone."""
+    """Return the text of a document that came as plain text, or only as blocks of text."""
     if not isinstance(source, dict):
         return None
     data = source.get("data") if source.get("type") == "text" else None

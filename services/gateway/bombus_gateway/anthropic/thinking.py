@@ -33,7 +33,7 @@ def requested_thinking(thinking: Any, output: Any) -> RequestedThinking | None:
 
 
 def beyond_thinking(thinking: Any, output: Any) -> list[Unsupported]:
-    """Return what is said in these two fields that nobody here knows."""
+    """Return what these two fields ask for that is not known here."""
     found = [
         *unknown_parts("thinking", thinking, ("type", "budget_tokens", "display")),
         *unknown_parts("output_config", output, ("effort", "format")),

@@ -1,4 +1,4 @@
-"""Answers to trainers and environments, but for groups themselves, which are in `batches`."""
+"""Answers to trainers and environments, except the groups themselves, which are in `batches`."""
 
 import msgspec
 

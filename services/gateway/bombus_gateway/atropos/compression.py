@@ -36,7 +36,7 @@ def inflated(encoding: str, body: bytes, bytes_max: int = limits.TRAJECTORY_BODY
     while at < len(body):
         members += 1
         if members > limits.GZIP_MEMBERS:
-            why = f"The body has more than {limits.GZIP_MEMBERS} members of gzip; compress it as one."
+            why = f"The body has more than {limits.GZIP_MEMBERS} gzip members; compress it as one."
             raise Refused(Code.TOO_LARGE, why)
         content, at = _member(body, at, room)
         parts.append(content)
@@ -79,7 +79,7 @@ def _member(body: bytes, start: int, room: int) -> tuple[bytes, int]:
     end = start
     while not unpacker.eof:
         if end == len(body):
-            raise Refused(Code.MALFORMED, "The body is not gzip to its end: it was cut.")
+            raise Refused(Code.MALFORMED, "The gzip body is incomplete: it was cut, or something else follows it.")
         chunk = body[end : end + _CHUNK_BYTES]
         end += len(chunk)
         try:
@@ -87,7 +87,7 @@ def _member(body: bytes, start: int, room: int) -> tuple[bytes, int]:
         except zlib.error as error:
             raise Refused(Code.MALFORMED, f"The body is not gzip: {error}.") from None
         if len(content) > room:
-            why = "The body is over the limit when it is decompressed; send fewer groups in one request."
+            why = "The body exceeds the limit when decompressed; send fewer groups in one request."
             raise Refused(Code.TOO_LARGE, why)
     end -= len(unpacker.unused_data)
     padding = _padding.match(body, end)

@@ -82,5 +82,5 @@ def read_after(query: str | None) -> int | None:
 
 def _number(name: str, query: str, what: str) -> int:
     if not query.isascii() or not query.isdecimal() or len(query) > 10 or int(query) >= 1 << 31:
-        raise UnfitBody(name, f"{name} is {query[:40]!r}, and has to be the number of {what}.")
+        raise UnfitBody(name, f"{name} is {query[:40]!r}, but must be the number of {what}.")
     return int(query)

@@ -120,15 +120,15 @@ def record_of(group: RolloutGroup) -> bytes:
     record = encode_group(group)
     if len(record) > BODY_BYTES_MAX:
         why = (
-            f"A group takes {len(record)} bytes, and the limit is {BODY_BYTES_MAX}: send fewer or shorter sequences "
-            "in one group, or leave out images and candidates of a teacher."
+            f"A group takes {len(record)} bytes, but the limit is {BODY_BYTES_MAX}: send fewer or shorter sequences "
+            "in one group, or leave out images and a teacher's candidates."
         )
         raise Refused(Code.TOO_LARGE, why)
     return record
 
 
 class _Rows(Generic[_RowT]):
-    """The rows of an array, each of which is decoded when it is looked at. Raises `UnfitBody`."""
+    """The rows of an array, each of which is decoded when it is accessed. Raises `UnfitBody`."""
 
     def __init__(self, text: msgspec.Raw, decoder: "msgspec.json.Decoder[_RowT]", place: str) -> None:
         self._rows = decode_at(_lists, bytes(text), place)
@@ -173,7 +173,7 @@ def _group(body: bytes, place: str) -> RolloutGroup:
 
 
 def _plain(body: bytes, place: str) -> RolloutGroup | None:
-    """Return a group that can be read in the fast way. Raises `UnfitBody` for what is wrong beside its arrays."""
+    """Return a group that can be read in the fast way. Raises `UnfitBody` for errors outside its arrays."""
     arrays = read_plain(body)
     if arrays is None:
         return None
@@ -244,7 +244,7 @@ def _tokens(rows: _Floats, place: str) -> tuple[list[int], bytes]:
 
 
 def _fitting(rows: Collection[Sequence[_RowT]], lengths: Sequence[int], place: str) -> Iterator[Sequence[_RowT]]:
-    """Yield rows. Raises `UnfitBody` where they are not as long as the sequences beside which they stand."""
+    """Yield rows. Raises `UnfitBody` where they are not as long as the sequences that they belong to."""
     if len(rows) != len(lengths):
         raise UnfitBody(place, f"{place} has {len(rows)} rows for {len(lengths)} sequences; send one for each.")
     for index, (row, length) in enumerate(zip(rows, lengths)):
@@ -297,7 +297,7 @@ def _whole_row(row: Sequence[float], place: str, least: int) -> bytes:
 
 def _whole(number: float, place: str, least: int) -> int:
     if not float(number).is_integer() or not least <= number <= INT32_MAX:
-        raise UnfitBody(place, f"{place} is {number}, and has to be a whole number of {least} to {INT32_MAX}.")
+        raise UnfitBody(place, f"{place} is {number}, but must be a whole number of {least} to {INT32_MAX}.")
     return int(number)
 
 

@@ -171,7 +171,7 @@ def _sampled(sample: SampledTokens) -> list[_Logprobs]:
 
 
 def _in_place(token: int, logprob: float, top: Sequence[tuple[int, float]]) -> _Logprobs:
-    """Return the logprobs of one place: first of the token that is there, as clients expect, then of others."""
+    """Return the logprobs of one place: first of the token itself, as clients expect, then of others."""
     return {token: logprob} | {other: of_other for other, of_other in top if other != token}
 
 
@@ -186,7 +186,7 @@ def _prompt_of(given: str | _Prompt) -> tuple[bytes, str]:
     if not ids:
         return b"", given.prompt or ""
     if len(ids) > TOKENS_MAX or not 0 <= min(ids) <= max(ids) <= INT32_MAX:
-        why = f"prompt_token_ids are up to {TOKENS_MAX} ids of tokens, which are 0 to {INT32_MAX}."
+        why = f"prompt_token_ids must be at most {TOKENS_MAX} token ids from 0 to {INT32_MAX}."
         raise UnfitBody("prompt.prompt_token_ids", why)
     return array("i", ids).tobytes(), ""
 

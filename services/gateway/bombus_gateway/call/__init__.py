@@ -1,1 +1,1 @@
-"""Model calls, whatever API they come by: admission, the replica's answer, and the record."""
+"""Model calls, through whichever API they come: admission, the replica's answer, and the record."""

@@ -53,8 +53,8 @@ class AnswerLimit:
 class Admitted:
     """What a call works with: its engine, the engine's job, the job's text model, and its open episode.
 
-    `constrains`: whether some replica of the engine can hold answers to the form that the request demands, if any. In a
-    run of operations the episode's `sampler` is what its calls sample from.
+    `constrains`: whether any replica of the engine supports the structured output that the request asks for, if it asks
+    for any. In a run of operations the episode's `sampler` is what its calls sample from.
     """
 
     engine: EngineState
@@ -202,7 +202,7 @@ class Admitted:
             return InvalidField(
                 Code.PROMPT_TOO_LONG,
                 field,
-                f"The answers of this conversation have {answered_tokens} tokens, and the job's max_response_length "
+                f"The answers of this conversation have {answered_tokens} tokens, but the job's max_response_length "
                 f"for all of them is {self.job.rollout.max_response_length}: end the episode, or raise the limit.",
             )
         tokens_max = self.tokens_max
@@ -273,7 +273,7 @@ class Admission:
             await self._follower.wait_for(lambda hive: is_known(hive.engine(claims.engine), claims), EPISODE_CATCH_UP_S)
         except TimeoutError:
             raise Refused(
-                Code.BUS_DOWN, f"This gateway has not heard of episode {claims.episode} yet; try again in a moment."
+                Code.BUS_DOWN, f"This gateway does not know episode {claims.episode} yet; try again in a moment."
             ) from None
         state = self._follower.hive.engine(claims.engine)
         check_not_over(state, claims)

@@ -22,7 +22,7 @@ class WrongAnswer(ReplicaGone):
     """
 
     def __init__(self, why: str, of_replica: bool) -> None:
-        super().__init__(f"a replica's answer cannot be right: {why}")
+        super().__init__(f"a replica's answer is invalid: {why}")
         self.of_replica = of_replica
 
 
@@ -56,7 +56,7 @@ class AnswerCheck:
             raise self._wrong(f"{sampled} tokens where at most {limit} were asked for")
         if frame.top:
             if len(frame.top) != count:
-                raise self._wrong(f"alternatives of {len(frame.top)} tokens beside {count} tokens")
+                raise self._wrong(f"alternatives of {len(frame.top)} tokens for {count} tokens")
             pairs = [pair for row in frame.top for pair in row]
             self._check_alternatives([token for token, _ in pairs], [logprob for _, logprob in pairs])
 
@@ -90,12 +90,12 @@ class AnswerCheck:
         if not 0 <= choice < len(self._sampled):
             raise self._wrong(f"choice {choice} of {len(self._sampled)}")
         if self._sampled[choice] == ENDED:
-            raise self._wrong(f"choice {choice} goes on after its end")
+            raise self._wrong(f"choice {choice} continues after its end")
 
     def _check_version(self, version: int) -> None:
         newest = self._newest()
         if not 0 <= version <= newest + VERSIONS_AHEAD:
-            raise self._wrong(f"version {version}, and the newest is {newest}")
+            raise self._wrong(f"version {version}, but the newest is {newest}")
 
     def _check_pairs(self, tokens: bytes, logprobs: bytes) -> None:
         if len(tokens) != len(logprobs) or len(tokens) % ID_BYTES:
@@ -108,7 +108,7 @@ class AnswerCheck:
     def _check_ids(self, tokens: Iterable[int]) -> None:
         for token in tokens:
             if not 0 <= token < self._vocabulary:
-                raise self._wrong(f"token {token}, and the vocabulary has {self._vocabulary}")
+                raise self._wrong(f"token {token}, but the vocabulary has {self._vocabulary}")
 
     def _check_logprobs(self, logprobs: "array[float]", sampled: bool) -> None:
         """Refuse what is no logprob. A token that was not sampled may be impossible.

@@ -232,7 +232,7 @@ async def _written(
 
 
 class _Answer:
-    """Sends one answer in its dialect. `written` calls what makes a whole one, where it disturbs nobody."""
+    """Sends one answer in its dialect. `written` builds a whole one where that blocks no other request."""
 
     def __init__(
         self,

@@ -64,7 +64,7 @@ class HungUp(BombusError):
 
 @dataclass(frozen=True)
 class AnswerHead:
-    """What is known of an answer before its first token.
+    """What is known about an answer before its first token.
 
     `id` is the call's, `prompt` its tokens (int32), `choices` how many there will be, and `overridden` names what was
     asked for and is not done.
@@ -144,7 +144,7 @@ class Calls:
             except (HungUp, ReplicaGone):
                 await call.cut_off()
                 if not self._gateway.ready:
-                    raise Refused(Code.BUS_DOWN, "This gateway is stopping; ask again, another one answers.") from None
+                    raise Refused(Code.BUS_DOWN, "This gateway is stopping; try again: another will answer.") from None
                 raise
             except TimeoutError:
                 call.hang_up()
@@ -180,7 +180,7 @@ class Calls:
         if stored >= limit:
             raise Refused(
                 Code.TOO_LARGE,
-                f"The calls of episode {episode} take {stored} bytes in the log, and the limit is "
+                f"The calls of episode {episode} take {stored} bytes in the log, but the limit is "
                 f"{limit}: end the episode.",
             )
 
@@ -515,7 +515,7 @@ class Call:
         if size > limit:
             raise Refused(
                 Code.TOO_LARGE,
-                f"The record of this call could take {size} bytes, and the log takes {limit}: send less text, or "
+                f"The record of this call could take {size} bytes, but the log takes {limit}: send less text, or "
                 "ask for fewer tokens.",
             )
 

@@ -45,7 +45,7 @@ class CallCapacity:
             try:
                 await self.refresh()
             except BombusError as error:  # a call that cannot be recorded is refused anyway
-                log.warning("the fill of the call log is not known", extra={"why": str(error)})
+                log.warning("could not read how full the call log is", extra={"why": str(error)})
             await asyncio.sleep(FILL_PERIOD_S)
 
     async def refresh(self) -> None:
@@ -78,14 +78,14 @@ class CallCapacity:
             share = self._used / self._size
             raise Refused(
                 Code.OVERLOADED,
-                f"The log of calls is {share:.0%} full; calls are taken again when the coordinator has trimmed it.",
+                f"The log of calls is {share:.0%} full; calls are accepted again once the coordinator has trimmed it.",
             )
         self._open_one(holder)
         self.reserved += size
         self._reserved[holder] += size
 
     def release(self, size: int, holder: str = "") -> None:
-        """Release what was reserved for a call, which is over."""
+        """Release what was reserved for a call that has ended."""
         self._close_one(holder)
         self.reserved -= size
         self._reserved[holder] -= size

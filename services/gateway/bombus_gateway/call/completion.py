@@ -207,7 +207,7 @@ class Completion:
         try:
             deltas = self._reader.finish() if last else self._reader.feed(text)
         except Exception:  # whatever is wrong with it, the answer goes on
-            log.exception("an answer could not be read, and goes on as text", extra={"call": self._call})
+            log.exception("an answer could not be parsed and continues as text", extra={"call": self._call})
             self.misread = True
             self._reader = PlainReader()
             deltas = self._reader.feed("".join(self._unread))

@@ -58,7 +58,7 @@ class Responder:
             self._hung_up.remove_done_callback(hang_up)
 
     async def whole(self, body: bytes, headers: Iterable[HeaderPair] = (), status: int = 200) -> None:
-        """Send a response of JSON at once, or what was left of it after white space."""
+        """Send a response of JSON at once, or the rest of it after white space."""
         if not self._started:
             length = (b"content-length", str(len(body)).encode())
             await self._start(status, [JSON, length, *headers])
@@ -117,8 +117,8 @@ def route(
         except BombusError as error:
             await response.fail(_as_refusal(error))
         except Exception:  # the boundary of the process: the client gets an answer, and the log the bug
-            log.exception("a model call failed by a bug")
-            await response.fail(Refused(Code.INTERNAL, "Something went wrong inside; the gateway's log says what."))
+            log.exception("a model call failed because of a bug")
+            await response.fail(Refused(Code.INTERNAL, "An internal error occurred; the gateway's log says more."))
 
     return app
 

@@ -116,7 +116,7 @@ async def _chat_prompt(request: CallRequest, model: TextModel, histories: Histor
 def _extended_shortly(
     tools: Sequence[Mapping[str, Any]], renderer: TemplateRenderer, followed: Followed[Node]
 ) -> Prompt | None:
-    """Extend a long conversation by way of a short one, which is quick. Return None where all of it has to be seen."""
+    """Extend a long conversation by way of a short one, which is quick. Return None where all of it must be read."""
     if followed.last is None or renderer.decodes_history or not renderer.is_tried:
         return None
     shorter = renderer.shortened(renderer.adapted(followed.messages), followed.count, tools)

@@ -1,4 +1,4 @@
-"""What becomes of a sampling parameters that a client asks for: obeyed, overridden by the job's values, or refused.
+"""What becomes of the sampling parameters of a client: obeyed, overridden by the job's values, or refused.
 Pure.
 
 In training episodes tokens must be drawn from the policy that is trained, so what biases them is not obeyed unless the
@@ -47,10 +47,12 @@ _NOT_SEEN = (
     "text, claim an eval episode, or set rollout.unsupported to `relax` in the job, so that it is left out."
 )
 _FREE_IN_TRAINING = (
-    "in a training episode tokens are drawn from the policy alone; with rollout.sampling: obey, answers are held to "
-    "such demands where the engine can, and are not trained"
+    "in a training episode tokens are drawn only from the policy; with rollout.sampling: obey, such constraints are "
+    "enforced where the engine supports them, and the answers are not trained on"
 )
-_NO_ENGINE = "no replica of this engine can hold answers to a form, as those of vLLM can; ask in the prompt"
+_NO_ENGINE = (
+    "no replica of this engine supports structured output, as vLLM replicas do; ask for the format in the prompt"
+)
 
 
 class SamplingDecision(NamedTuple):
@@ -99,7 +101,7 @@ def seed_of_episode(seed: int, episode: str) -> int:
 
 
 def _relaxed(request: CompletionRequest, rollout: RolloutConfig, type: EpisodeType) -> tuple[str, ...]:
-    """Return the names, which a header can carry, of what is left out of a request because nobody here can do it.
+    """Return the names, which a header can carry, of what is left out of a request because it is not supported.
 
     Those of parts of the conversation come first.
     """

@@ -15,7 +15,7 @@ _GOES_ON = re.compile(rb"[ \t\n\r]*+[,\]]")
 
 
 def memory_of_values(json: bytes, start: int = 0, end: int | None = None) -> int:
-    """Return roughly the memory of the values in JSON, beside its text: a list of three bytes is an object."""
+    """Return roughly the memory of the values in JSON, in addition to its text: a list of three bytes is an object."""
     return VALUE_BYTES * sum(json.count(mark, start, end) for mark in (b"[", b"{", b","))
 
 
@@ -41,7 +41,8 @@ NOTHING_READ = BodyPrefix()
 
 
 class AnotherList(Exception):
-    """A body has to be read without what was read before: it is refused, or its list of items is another one."""
+    """The cached prefix cannot be reused and the whole body has to be read: it is invalid, or its list of items
+    differs."""
 
 
 class EarlierBody(NamedTuple):

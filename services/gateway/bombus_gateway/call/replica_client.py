@@ -24,8 +24,8 @@ CONNECT_S_MAX = 3.0
 ADAPTER_S_MAX = 120.0
 BAD_KEY = STATUS[Code.BAD_KEY]
 NOT_LET_IN = (
-    "the replica refuses this gateway's key: one of them was started with another secret of the hive, or its bombus is "
-    "of another version; restart both"
+    "the replica refuses this gateway's key: one of the two was started with another hive secret or another version "
+    "of bombus; restart both"
 )
 
 Address = tuple[str, int]
@@ -36,7 +36,7 @@ class ReplicaGone(BombusError):
 
 
 class ReplicaBusy(ReplicaGone):
-    """The replica has as many requests open as it may: it is there, and may be able to answer later."""
+    """The replica has as many requests open as it may: it is alive and may answer later."""
 
 
 class Carried(Protocol):

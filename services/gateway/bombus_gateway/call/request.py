@@ -54,7 +54,7 @@ def requested_top_p(given: float | None) -> float:
 
 
 class Unsupported(NamedTuple):
-    """What a client asks for and nobody here can do. `field` is its wire's name for it, `why` a clause for a person.
+    """What a client asks for that is not supported. `field` is its wire's name for it, `why` a clause for a person.
 
     `is_content`: it is a part of the conversation, such as an image, which the model would not see.
     """
@@ -121,7 +121,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
             )
             raise Refused(Code.TOO_LARGE, why)
         if self.n > limits.CHOICES:
-            raise Refused(Code.MALFORMED, f"n is {self.n}, and the limit is {limits.CHOICES}.")
+            raise Refused(Code.MALFORMED, f"n is {self.n}, but the limit is {limits.CHOICES}.")
         problem = problem_of(self.chat_template_kwargs)
         if problem:
             raise InvalidField(Code.MALFORMED, "chat_template_kwargs", f"chat_template_kwargs: {problem}.")

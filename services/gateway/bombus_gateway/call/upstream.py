@@ -108,7 +108,7 @@ class Upstream:
         raise Refused(Code.NO_REPLICA, f"{why}; try again in a moment")
 
     async def load_adapter(self, engine: str, replica: str, address: str, folder: str) -> None:
-        """Load an adapter on a replica that has said that it lacks it.
+        """Load an adapter on a replica that reported it missing.
 
         Raises `Refused` with the replica's reason, or `ReplicaGone`.
         """
@@ -172,7 +172,7 @@ class Upstream:
             candidates = able(state, request)
         if not candidates or state.run != run:
             why = f" The run is suspended: {state.suspended}" if state.suspended else ""
-            form = " and holds answers to a form" if request.constraint is not None else ""
+            form = " with support for structured output" if request.constraint is not None else ""
             raise Refused(
                 Code.NO_REPLICA,
                 f"No inference replica serves version {state.version} of engine {engine}{form} just now; try again."

@@ -1,4 +1,4 @@
-"""Threads for large work, so that all other requests go on while one is read, rendered and encoded."""
+"""Threads for large work, so that all other requests continue while one is read, rendered and encoded."""
 
 import asyncio
 from collections.abc import Callable

@@ -29,8 +29,8 @@ _escapes = re.compile(
 _place = re.compile(r" - at `\$\.?([^`]*)`$")
 _NULL = msgspec.Raw(b"null")  # a Raw never equals bytes
 FREE_TEXT = "input"  # the argument that has the text of a custom tool
-STRICT = Unsupported("tools.strict", "nothing holds the arguments of a call to their schema")
-UNKNOWN = "nobody here knows this field"
+STRICT = Unsupported("tools.strict", "call arguments are not constrained to their schema")
+UNKNOWN = "this field is not known here"
 
 
 class BadParameter(Refused):
@@ -113,7 +113,7 @@ class BodyDecoder(Generic[_StructT]):
 def _unknown_fields(body: bytes, known: Collection[str]) -> list[Unsupported]:
     given = decode_body(raw_fields, body)  # what is unknown was not looked at before
     if len(given) > limits.FIELDS:
-        raise Refused(Code.TOO_LARGE, f"The body has {len(given)} fields, and the limit is {limits.FIELDS}.")
+        raise Refused(Code.TOO_LARGE, f"The body has {len(given)} fields, but the limit is {limits.FIELDS}.")
     return [Unsupported(name, UNKNOWN) for name, raw in given.items() if name not in known and raw != _NULL]
 
 
@@ -198,7 +198,7 @@ def function_tool(function: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Return a tool as templates know it: a function, without the fields that are null. Raises `BadParameter`."""
     name = function.get("name")
     if not isinstance(name, str) or not 0 < len(name) <= limits.NAME_CHARACTERS:
-        why = f"A tool has a name, of up to {limits.NAME_CHARACTERS} characters."
+        why = f"A tool needs a name of up to {limits.NAME_CHARACTERS} characters."
         raise BadParameter(Code.MALFORMED, f"{place}.name", why)
     kept = {key: value for key, value in function.items() if value is not None}
     try:
@@ -211,7 +211,7 @@ def function_tool(function: Mapping[str, Any], place: str) -> dict[str, Any]:
 def demand_of_json(field: str, schema: Any) -> Demand:
     """Return the demand that an answer is JSON of a schema. Raises `BadParameter` for what is not one."""
     if not isinstance(schema, dict):
-        raise BadParameter(Code.MALFORMED, field, f"{field} has a JSON schema, which is an object.")
+        raise BadParameter(Code.MALFORMED, field, f"{field} needs a JSON schema, which must be an object.")
     return Demand(field, schema=schema)
 
 
@@ -222,12 +222,12 @@ def demand_of_calls(
     known = tuple(dict.fromkeys(tool["function"]["name"] for tool in tools))
     names = known if wanted is None else tuple(name for name in known if name in wanted)
     if not names:
-        return Unsupported(field, "there is no such function that can be called")
+        return Unsupported(field, "there is no such function to call")
     return Demand(field, tools=names, once=once)
 
 
 def split_asked(asked: Sequence[Asked | None]) -> tuple[tuple[Demand, ...], list[Unsupported]]:
-    """Return the demands among what is asked for, and what nobody here can do."""
+    """Return the demands among what is asked for, and what is not supported."""
     demands = tuple(each for each in asked if isinstance(each, Demand))
     return demands, [each for each in asked if isinstance(each, Unsupported)]
 

@@ -1,1 +1,1 @@
-"""What is known of single harnesses: how their sub-agents and their auxiliary calls look."""
+"""What is known about individual harnesses: how their sub-agents and their auxiliary calls look."""

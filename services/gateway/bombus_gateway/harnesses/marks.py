@@ -72,7 +72,7 @@ def _subagent(headers: HeaderMap) -> str:
 
 
 def _applies(rule: AuxiliaryCallRule, request: _Request) -> bool:
-    """Return whether all that a rule names is there."""
+    """Return whether everything that a rule names is present."""
     return (
         (not rule.header or rule.header in request.headers)
         and (not rule.request_kind or rule.request_kind == _request_kind(request.headers))

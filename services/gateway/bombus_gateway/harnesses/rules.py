@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class AuxiliaryCallRule(NamedTuple):
-    """What an auxiliary call of a harness looks like. It is one when all that the rule names is there.
+    """What an auxiliary call of a harness looks like. It is one when everything that the rule names is present.
 
     `header` is the name of a header, `request_kind` that of Codex's turn metadata. `system` is how the first system
     message begins, and `user` are sentences of the last user message. `answer` has the names of the fields of the JSON

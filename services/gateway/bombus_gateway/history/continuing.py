@@ -17,7 +17,7 @@ from bombus_gateway.text.words import strings
 
 KEPT_CHARACTERS_MAX = 32 << 20
 OVERHEAD_CHARACTERS = 1000  # of a call's objects, without their text
-_UNKNOWN = "There is no call {!r} in episode {}: each episode knows its own calls alone."
+_UNKNOWN = "There is no call {!r} in episode {}: each episode knows only its own calls."
 _NO_ANSWER = "Call {!r} has no answer of a chat to continue: it was cut off, or it is a plain completion."
 
 
@@ -142,5 +142,5 @@ def _answer(record: CallRecord, choice: int) -> ChatMessage:
 
 
 def _named(message: ChatMessage, call: str, choice: int) -> ChatMessage:
-    """Return an answer with its name, by which it is told from others that say the same."""
+    """Return an answer with its name, which distinguishes it from others with the same text."""
     return {**message, "answer_of": (call, choice)}

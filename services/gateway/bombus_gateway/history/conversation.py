@@ -19,7 +19,7 @@ WALKS = 4  # requests that are remembered: as many agents of an episode may take
 
 
 class Node(msgspec.Struct, frozen=True, eq=False):
-    """A conversation that ends with a sampled message, as what it has more than the one that it continues (`parent`).
+    """A conversation that ends with a sampled message, as what it adds to the one that it continues (`parent`).
 
     `prompt_tail` and `completion` are int32; its prompt ends at token number `completion_at`. `sampled` counts the
     tokens of all its completions, this one and those that it continues. `message` is the one that was sampled.
@@ -115,7 +115,7 @@ class Conversation:
         return next((node.ref for node in reversed(self._by_call.values()) if node.ref.id == call), None)
 
     def answers_of(self, calls: Collection[str]) -> dict[str, ChatMessage]:
-        """Return the first answers of those of the calls that are known here, by the ids of the calls."""
+        """Return, by call id, the first answer of each call that is known here."""
         nodes = [node for node in self._by_call.values() if node.ref.id in calls]
         return {node.ref.id: node.message for node in nodes if node.choice == 0 and node.message}
 
@@ -137,7 +137,7 @@ class Conversation:
     def follow_on(
         self, root: bytes, messages: Sequence[ChatMessage], stops: Collection[str], memory_bytes_max: int
     ) -> Followed[Node] | None:
-        """Return what `follow` does by going on after an earlier request, or None where that cannot be done.
+        """Return what `follow` does by continuing after an earlier request, or None where that is impossible.
 
         Or where the messages that this request has more take more memory than `memory_bytes_max`.
         """
@@ -159,7 +159,7 @@ class Conversation:
         return None if followed.count == walk.followed.settled.count else followed
 
     def _remember(self, walks: list[_Walk], before: _Walk | None, new: _Walk) -> None:
-        """Remember a request in place of the one `before` that it goes on with.
+        """Remember a request in place of the one `before` that it continues.
 
         Not if `walks` were forgotten meanwhile: large requests are followed in threads.
         """

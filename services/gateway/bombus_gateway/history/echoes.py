@@ -23,7 +23,7 @@ class SampledEpisode(Protocol[AnswerT]):
     def sampled(self) -> Answers[AnswerT]: ...
 
     def is_continued(self, answer: AnswerT) -> bool:
-        """Return whether a request has gone on after an answer."""
+        """Return whether a request has continued after an answer."""
         ...
 
 

@@ -65,7 +65,7 @@ class Histories:
         return found
 
     def _drop_those_over(self) -> None:
-        """Drop the conversations of episodes that are over, when there are twice as many as were left the last time."""
+        """Drop the conversations of ended episodes when there are twice as many as were left last time."""
         if len(self._conversations) < self._many:
             return
         for key in [key for key in self._conversations if self._is_over(*key)]:
@@ -74,7 +74,7 @@ class Histories:
         self._many = 2 * max(len(self._conversations), FEW // 2)
 
     def account_for(self, claims: KeyClaims) -> None:
-        """Account for what the conversation of a key's episode takes by now, if it is still cached."""
+        """Account for what the conversation of a key's episode takes up now, if it is still cached."""
         key = _key(claims)
         found = self._conversations.get(key)
         if found is not None:
@@ -163,7 +163,7 @@ class Histories:
         if not isinstance(found, Found):
             raise Refused(Code.INTERNAL, f"The coordinator answered a look-up with {type(found).__name__}.")
         if found.run != claims.run or not found.open:
-            raise Refused(Code.EPISODE_OVER, f"Episode {claims.episode} is over; claim another one.")
+            raise Refused(Code.EPISODE_OVER, f"Episode {claims.episode} has ended; claim another one.")
         return found.calls
 
 

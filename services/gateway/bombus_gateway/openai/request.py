@@ -1,7 +1,7 @@
 """The requests of OpenAI's SDK: decoded strictly, and turned into a neutral `CompletionRequest`. Pure.
 
-A parameter that does not change what is sampled may have any value. How tokens are drawn is a request, about which the
-job decides. What nobody here can do, and what nobody here knows, is listed as `unsupported`: the job says whether that
+A parameter that does not change what is sampled may have any value. A client may ask how tokens are drawn; the job
+decides. What nobody here can do, and what nobody here knows, is listed as `unsupported`: the job says whether that
 is refused or left out. Unknown fields of messages do not count.
 """
 
@@ -267,7 +267,7 @@ def _logit_bias(given: dict[str, float]) -> dict[int, float]:
     try:
         return {int(token): bias for token, bias in given.items() if bias}
     except ValueError:
-        raise BadParameter(Code.MALFORMED, "logit_bias", "logit_bias has token ids as its keys.") from None
+        raise BadParameter(Code.MALFORMED, "logit_bias", "The keys of logit_bias must be token ids.") from None
 
 
 def _refuse(param: str, why: str) -> NoReturn:
@@ -280,7 +280,7 @@ def _check_stream_options(found: _Common) -> None:
 
 
 def _beyond_chat(found: ChatBody) -> list[Unsupported]:
-    """Return what is asked for that would change the answer, in ways that nobody here can."""
+    """Return what is asked for that would change the answer, in ways that are not supported."""
     asked = (
         ("functions", bool(found.functions), "it is the old form of tools; send tools"),
         ("function_call", found.function_call not in (None, "none", "auto"), "it is the old form of tool_choice"),
@@ -306,7 +306,7 @@ def _forced_call(choice: str | dict[str, Any] | None, tools: Sequence[Mapping[st
         case {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [*allowed]}}:
             return demand_of_calls("tool_choice", tools, [_name_of(tool) for tool in allowed])
         case _:
-            return Unsupported("tool_choice", "nobody here knows this choice of tools")
+            return Unsupported("tool_choice", "this choice of tools is not known here")
 
 
 def _name_of(tool: Any) -> str | None:
@@ -388,7 +388,7 @@ def _check_role(found: _Message, place: str) -> None:
     if found.tool_calls and found.role != "assistant":
         raise BadParameter(Code.MALFORMED, f"{place}.tool_calls", "Only an assistant's message has tool_calls.")
     if found.role == "tool" and found.tool_call_id is None:
-        raise BadParameter(Code.MALFORMED, f"{place}.tool_call_id", "A tool's message names the call that it answers.")
+        raise BadParameter(Code.MALFORMED, f"{place}.tool_call_id", "A tool message must name the call it answers.")
 
 
 def _text(content: str | list[dict[str, Any]] | None, place: str, left_out: list[Unsupported]) -> str:
@@ -399,7 +399,7 @@ def _text(content: str | list[dict[str, Any]] | None, place: str, left_out: list
         kind = part.get("type")
         text = part.get("text" if kind == "text" else "refusal")
         if kind in ("text", "refusal") and not isinstance(text, str):
-            raise BadParameter(Code.MALFORMED, f"{place}.{index}", "A content part of text has a text.")
+            raise BadParameter(Code.MALFORMED, f"{place}.{index}", "A text part needs a text.")
         if isinstance(text, str):
             texts.append(text)
         else:
@@ -415,7 +415,7 @@ def _tool_call(call: _ToolCall, place: str) -> dict[str, Any]:
         arguments = checked_arguments(call.function.arguments or "", f"{place}.function.arguments")
         function = {"name": call.function.name, "arguments": arguments}
     else:
-        raise BadParameter(Code.MALFORMED, f"{place}.function", "A call has the function that is called.")
+        raise BadParameter(Code.MALFORMED, f"{place}.function", "A call must name the function that it calls.")
     return {"id": call.id or "", "type": "function", "function": function}
 
 

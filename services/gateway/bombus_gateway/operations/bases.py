@@ -64,4 +64,4 @@ def plain_job(base: str) -> RunConfig:
 
 def is_replaceable(job: EngineConfigured | None) -> bool:
     """Return whether nothing but a base is lost with a job: there is none, or a gateway made it."""
-    return job is None or (job.model != "" and job.config_digest == plain_job(job.model).digest)
+    return job is None or (job.model != "" and RunConfig.from_json(job.config) == plain_job(job.model))

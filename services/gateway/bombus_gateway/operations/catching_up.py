@@ -17,7 +17,7 @@ async def catch_up(follower: Follower) -> None:
     try:
         await follower.caught_up(CATCH_UP_S)
     except TimeoutError:
-        why = "this gateway has not read all of the log yet, and cannot say what is there"
+        why = "this gateway has not read all of the log yet and cannot answer this"
         raise BusUnavailable(f"{why}: ask again in a moment") from None
 
 

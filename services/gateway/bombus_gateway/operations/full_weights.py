@@ -52,7 +52,7 @@ class RegisteredModel:
         self._creating = asyncio.Lock()
 
     def existing(self, model: str, holder: str) -> ClientModel | None:
-        """Return the model that a client which creates `model` gets, because it is there and the engine has one."""
+        """Return the model that a client which creates `model` gets, because it exists and the engine has one."""
         found = self._open(holder)
         return found if model == DEFAULT_MODEL and self._is_registered() else None
 
@@ -73,7 +73,7 @@ class RegisteredModel:
         await self.create(owner)
 
     def unborn(self, model: str, holder: str) -> ClientModel | None:
-        """Return the model as it would be, where `model` is its name and nobody has begun to use it."""
+        """Return the model as it would be, where `model` is its name and no client has used it yet."""
         is_new = model == DEFAULT_MODEL and model not in self._operations.clients.models
         if not is_new or not self._is_free(holder) or not self._is_registered():
             return None
@@ -81,7 +81,7 @@ class RegisteredModel:
         return ClientModel(name=model, session="", base=base_names(engine)[0], run=engine.run, opened_ns=0)
 
     async def create(self, owner: str) -> None:
-        """Create the model for the owner of a key, unless it is there, or is somebody else's."""
+        """Create the model for the owner of a key, unless it exists or is another client's."""
         async with self._creating:
             if self._open(owner) is None and self._is_free(owner) and self._is_registered():
                 base = base_names(self._operations.state)[0]

@@ -43,7 +43,7 @@ def own_checkpoint(clients: TrainingClients, path: CheckpointPath, holder: str) 
 
 
 def no_checkpoint(path: CheckpointPath) -> Refused:
-    return Refused(Code.UNKNOWN_MODEL, f"There is no checkpoint {path.id} of {path.model}, or not any longer.")
+    return Refused(Code.UNKNOWN_MODEL, f"There is no checkpoint {path.id} of {path.model}, or it is gone.")
 
 
 def synced_weights(clients: TrainingClients, kind: CheckpointKind, model: str = "") -> list[KeptWeights]:
@@ -82,7 +82,7 @@ def found_model(clients: TrainingClients, name: str, holder: str) -> ClientModel
     """Return a model of the holder of a key, which may have ended. Raises `Refused` UNKNOWN_MODEL."""
     model = seen_model(clients, name, holder)
     if model is None:
-        raise Refused(Code.UNKNOWN_MODEL, f"There is no model {name[:100]} here, or not any longer.")
+        raise Refused(Code.UNKNOWN_MODEL, f"There is no model {name[:100]} here, or it is gone.")
     return model
 
 
@@ -90,7 +90,7 @@ def found_session(clients: TrainingClients, name: str, holder: str) -> TrainingS
     """Return a session of the holder of a key, which may have ended. Raises `Refused` UNKNOWN_SESSION."""
     session = seen_session(clients, name, holder)
     if session is None:
-        raise Refused(Code.UNKNOWN_SESSION, f"There is no session {name[:100]} here, or not any longer.")
+        raise Refused(Code.UNKNOWN_SESSION, f"There is no session {name[:100]} here, or it is gone.")
     return session
 
 
@@ -176,7 +176,7 @@ def page(entries: Iterable[_T], query: Mapping[str, str]) -> tuple[list[_T], dic
 def _number(query: Mapping[str, str], name: str, otherwise: int) -> int:
     given = query.get(name, str(otherwise))
     if not given.isascii() or not given.isdigit():
-        raise Refused(Code.MALFORMED, f"{name} is {given[:40]!r}, and has to be a number from 0 on.")
+        raise Refused(Code.MALFORMED, f"{name} is {given[:40]!r}, but must be a number of 0 or more.")
     return int(given[:9])
 
 

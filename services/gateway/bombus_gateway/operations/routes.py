@@ -183,7 +183,7 @@ class TrainingRoutes:
         return JsonResponse({"type": "create_session", "session_id": session})
 
     async def _create_for_session(self, request: Request, body: bytes) -> Response:
-        """Create the model that xorl's clients call a session, and answer when it is there."""
+        """Create the model that xorl's clients call a session, and answer when it exists."""
         submission = read_create_model(TrainingDialect.XORL, body, adapter_defaults(self._operations.state))
         known = await self._sessions.model(submission.model, self._gateway.holder_of(request))
         about = {"type": "create_session", "session_id": submission.model, "model_id": submission.model}
@@ -299,7 +299,7 @@ class TrainingRoutes:
         outcome = await self._operations.outcome(name, LAST_S)
         if isinstance(outcome, ModelEnded | Failed):
             return JsonResponse(kill_session_answer(TrainingDialect.XORL, submission.model, outcome))
-        why = outcome.reason if isinstance(outcome, Waits) else "Nothing is known of it any more."
+        why = outcome.reason if isinstance(outcome, Waits) else "It is no longer known."
         return JsonResponse({"success": False, "message": f"{submission.model} has not ended yet. {why}"})
 
     async def session_info(self, request: Request) -> Response:
@@ -357,7 +357,7 @@ class TrainingRoutes:
         return await self._found(lambda: found_model(self._operations.clients, name, holder))
 
     async def _described(self, name: str, holder: str) -> ClientModel:
-        """Return a model, which may be the one that is there without being asked for, and that nobody uses yet."""
+        """Return a model, which may be the default one that exists without being asked for and is still unused."""
         known = await self._sessions.model(name, holder)
         return known or self._registered.unborn(name, holder) or await self._model(name, holder)
 

@@ -198,5 +198,5 @@ def _other_base(engine: EngineState, wanted: str, may_configure: bool) -> str:
     here = "has no job yet" if job is None else f"has a job for models on {job.model}"
     why = f"Engine {engine.name} {here}, and {wanted[:200]} is another base."
     if not may_configure:
-        return f"{why} Whoever has the hive's admin key can configure it with a job whose model.path names that base."
+        return f"{why} Someone with the hive's admin key can configure it with a job whose model.path names that base."
     return f"{why} Use the base of that job, or configure the engine with a job whose model.path names yours."

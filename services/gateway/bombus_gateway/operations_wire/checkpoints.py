@@ -61,15 +61,15 @@ def read_save(dialect: TrainingDialect, kind: CheckpointKind, body: bytes) -> Su
 
 
 def read_load(dialect: TrainingDialect, body: bytes) -> Submission:
-    """Read a request to go on from a checkpoint. That which makes a new model is `read_create_by_load`'s."""
+    """Read a request to continue from a checkpoint. The one that creates a new model is `read_create_by_load`'s."""
     model, seq = addressed(dialect, body)
     return Submission(model=model, seq=seq, operation=attempted(lambda: _load(body, model)))
 
 
 def checked_ttl(ttl_seconds: float | None) -> float:
-    """Return for how long a checkpoint is kept, 0 for ever. Raises `Refused` MALFORMED."""
+    """Return how long a checkpoint is kept, 0 for forever. Raises `Refused` MALFORMED."""
     if ttl_seconds is not None and not 0 < ttl_seconds <= TTL_S_MAX:
-        why = f"ttl_seconds is {ttl_seconds}, and has to be above 0 and at most {TTL_S_MAX}; null is for ever."
+        why = f"ttl_seconds is {ttl_seconds}, but must be above 0 and at most {TTL_S_MAX}; null keeps it forever."
         raise Refused(Code.MALFORMED, why)
     return ttl_seconds or 0.0
 
@@ -108,7 +108,7 @@ def _save(dialect: TrainingDialect, kind: CheckpointKind, body: bytes, unnamed: 
         raise Refused(Code.UNSUPPORTED, "Checkpoints are not encrypted here: leave age_encryption_recipients out.")
     if not given.save_optimizer:
         raise Refused(
-            Code.UNSUPPORTED, "save_optimizer cannot be false here: save_weights_for_sampler saves weights alone."
+            Code.UNSUPPORTED, "save_optimizer cannot be false here: save_weights_for_sampler saves only weights."
         )
     ttl_s = checked_ttl(given.ttl_seconds)
     name = given.path or given.name or unnamed
@@ -121,6 +121,6 @@ def _save(dialect: TrainingDialect, kind: CheckpointKind, body: bytes, unnamed: 
 def _load(body: bytes, model: str) -> LoadWeights:
     given = decode_body(_loads, body)
     if given.weights_access_token:
-        raise Refused(Code.UNSUPPORTED, "weights_access_token is not known here: all checkpoints are of one account.")
+        raise Refused(Code.UNSUPPORTED, "weights_access_token is not supported: all checkpoints belong to one account.")
     optimizer = given.load_optimizer if given.optimizer is None else given.optimizer
     return LoadWeights(checkpoint=str(read_loaded_path(given.path, model)), with_optimizer=bool(optimizer))

@@ -32,8 +32,8 @@ def decompressed(encoding: str, body: bytes, bytes_max: int = limits.TRAINING_BO
     except zstd.ZstdError as error:
         raise Refused(Code.MALFORMED, f"The body is not zstd: {error}.") from None
     if len(content) > bytes_max:
-        why = f"The body has more than {bytes_max} bytes when it is decompressed; send fewer data in one request."
+        why = f"The body has more than {bytes_max} bytes when decompressed; send less data in one request."
         raise Refused(Code.TOO_LARGE, why)
     if not decoder.eof or decoder.unused_data:
-        raise Refused(Code.MALFORMED, "The body is not one whole frame of zstd: it was cut, or more comes after it.")
+        raise Refused(Code.MALFORMED, "The body is not one whole zstd frame: it was cut, or more comes after it.")
     return content

@@ -24,7 +24,7 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 class NewEndpoint(msgspec.Struct, frozen=True):
-    """An inference server that is to get weights. With `sync` it gets those of now at once."""
+    """An inference server that is to get weights. With `sync` it gets the current weights immediately."""
 
     at: Endpoint
     world_size: int

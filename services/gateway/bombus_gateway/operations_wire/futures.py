@@ -1,4 +1,4 @@
-"""What a `retrieve_future` answers: a result, that it is too early, a failure, or that nothing is known of it."""
+"""What a `retrieve_future` answers: a result, that it is too early, a failure, or that it is unknown."""
 
 from typing import Literal
 
@@ -76,6 +76,6 @@ def failed(failure: Failed) -> FutureAnswer:
 
 
 def unknown(request_id: str) -> FutureAnswer:
-    """Return that there is no such future, or not any longer. Tinker's client sends a sample again after a 410."""
-    why = f"There is no result {request_id!r} here, or its time is over; send the operation again."
+    """Return that there is no such future, or no longer. Tinker's client sends a sample again after a 410."""
+    why = f"There is no result {request_id!r} here, or it has expired; send the operation again."
     return json_answer({"detail": why}, 410)

@@ -133,7 +133,5 @@ def _sampling(params: _GenerateParams) -> SamplingParams:
 def _prompt(given: msgspec.Raw) -> bytes:
     numbers, shape = numbers_in(given, NumberBudget(), "input_ids")
     if len(shape) != 1 or not numbers:
-        raise Refused(
-            Code.MALFORMED, "input_ids is a list of the ids of at least one token; send one prompt at a time."
-        )
+        raise Refused(Code.MALFORMED, "input_ids must be a list of at least one token id; send one prompt at a time.")
     return as_tokens(whole(numbers, "input_ids"), "input_ids")

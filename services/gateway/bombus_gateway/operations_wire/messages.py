@@ -208,7 +208,7 @@ class _Budget:
     def spend(self, fields: int) -> None:
         self.left -= fields
         if self.left < 0:
-            why = f"The body has more than {limits.TRAINING_FIELDS} fields; send fewer data in one request."
+            why = f"The body has more than {limits.TRAINING_FIELDS} fields; send less data in one request."
             raise Refused(Code.TOO_LARGE, why)
 
 
@@ -254,4 +254,4 @@ def _varint(body: bytes, at: int, end: int) -> tuple[int, int]:
 
 
 def _torn(at: int) -> Refused:
-    return Refused(Code.MALFORMED, f"The body is not protobuf: what begins before byte {at} has no end.")
+    return Refused(Code.MALFORMED, f"The body is not protobuf: a field before byte {at} is incomplete.")

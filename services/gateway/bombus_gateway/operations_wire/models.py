@@ -124,12 +124,12 @@ def kept_metadata(given: msgspec.Raw) -> dict[str, str]:
     if not is_given(given):
         return {}
     if len(given) > limits.USER_METADATA_BYTES:
-        why = f"user_metadata has {len(given)} bytes, and the limit is {limits.USER_METADATA_BYTES}."
+        why = f"user_metadata has {len(given)} bytes, but the limit is {limits.USER_METADATA_BYTES}."
         raise Refused(Code.TOO_LARGE, why)
     try:
         return _metadata.decode(given)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise Refused(Code.MALFORMED, f"user_metadata has names with a text for each: {error}.") from None
+        raise Refused(Code.MALFORMED, f"user_metadata must map names to strings: {error}.") from None
 
 
 def _new_xorl_model(model: str) -> str:
@@ -168,12 +168,12 @@ def _create(dialect: TrainingDialect, body: bytes, defaults: AdapterDefaults, mo
 
 def _adapter(lora: _Lora, rank: int, defaults: AdapterDefaults, model: str) -> AdapterSpec:
     if not 0 < rank <= limits.ADAPTER_RANK:
-        raise Refused(Code.MALFORMED, f"The rank of an adapter is 1 to {limits.ADAPTER_RANK}, and not {rank}.")
+        raise Refused(Code.MALFORMED, f"The rank of an adapter must be 1 to {limits.ADAPTER_RANK}, not {rank}.")
     if lora.dropout:
         raise Refused(Code.UNSUPPORTED, f"An adapter's dropout of {lora.dropout} is not offered: leave it at 0.")
     targets = tuple(lora.target_modules or ())
     if len(targets) > limits.ADAPTER_TARGETS or not all(0 < len(each) <= limits.NAME_CHARACTERS for each in targets):
-        why = f"target_modules are up to {limits.ADAPTER_TARGETS} names of layers, such as q_proj."
+        why = f"target_modules must be at most {limits.ADAPTER_TARGETS} layer names, such as q_proj."
         raise Refused(Code.MALFORMED, why)
     wanted = (
         (AdapterPart.ATTENTION, lora.train_attn),
@@ -193,7 +193,7 @@ def _from_checkpoint(body: bytes) -> CreateModel:
     given = decode_body(_creates, body)
     _check_optimizer(given.optimizer_config)
     if given.weights_access_token:
-        raise Refused(Code.UNSUPPORTED, "weights_access_token is not known here: all checkpoints are of one account.")
+        raise Refused(Code.UNSUPPORTED, "weights_access_token is not supported: all checkpoints belong to one account.")
     checkpoint = str(read_path(given.path or ""))
     return CreateModel(base=given.base_model, checkpoint=checkpoint, with_optimizer=given.optimizer)
 

@@ -234,7 +234,7 @@ def _prompt(given: _Prompt) -> bytes:
     parts = []
     for chunk in given.chunks:
         if not is_given(chunk.tokens):
-            why = f"The prompt has a chunk of type {chunk.type[:40]!r}, and the models here read only text."
+            why = f"The prompt has a chunk of type {chunk.type[:40]!r}, but the models here read only text."
             raise Refused(Code.UNSUPPORTED, why)
         parts.append(as_tokens(whole(numbers_in(chunk.tokens, budget, "prompt")[0], "prompt"), "prompt"))
     prompt = b"".join(parts)
@@ -266,17 +266,17 @@ def _scored(given: _Sample, length: int) -> int | None:
 
 def checked_top_p(value: float) -> float:
     if value == 0.0:
-        raise Refused(Code.MALFORMED, "top_p is 0, and has to be above it: no token is within none of them.")
+        raise Refused(Code.MALFORMED, "top_p is 0, but must be above 0, or no token could be sampled.")
     return bounded("top_p", value, 0.0, 1.0)
 
 
 def counted(name: str, value: int, least: int, most: int) -> int:
     if not least <= value <= most:
-        raise Refused(Code.MALFORMED, f"{name} is {value}, and has to be {least} to {most}.")
+        raise Refused(Code.MALFORMED, f"{name} is {value}, but must be from {least} to {most}.")
     return value
 
 
 def bounded(name: str, value: float, least: float, most: float) -> float:
     if not math.isfinite(value) or not least <= value <= most:
-        raise Refused(Code.MALFORMED, f"{name} is {value}, and has to be {least:g} to {most:g}.")
+        raise Refused(Code.MALFORMED, f"{name} is {value}, but must be from {least:g} to {most:g}.")
     return value

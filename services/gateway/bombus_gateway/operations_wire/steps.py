@@ -109,5 +109,5 @@ def _schedule(given: _Schedule) -> RateSchedule:
 
 def _within(name: str, value: float, below: float) -> float:
     if not math.isfinite(value) or not 0.0 <= value < below:
-        raise Refused(Code.MALFORMED, f"{name} is {value}, and has to be at least 0 and below {below:g}.")
+        raise Refused(Code.MALFORMED, f"{name} is {value}, but must be at least 0 and below {below:g}.")
     return value

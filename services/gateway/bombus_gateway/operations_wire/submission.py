@@ -71,7 +71,7 @@ def addressed(dialect: TrainingDialect, body: bytes) -> tuple[str, int]:
     if dialect == TrainingDialect.XORL:
         return checked_id(given.model, "model_id"), given.seq_id or 0
     if given.seq_id is None or given.seq_id < 1:
-        raise Refused(Code.MALFORMED, f"seq_id is {given.seq_id}, and the numbers of requests begin at 1.")
+        raise Refused(Code.MALFORMED, f"seq_id is {given.seq_id}, but request numbers begin at 1.")
     return checked_id(given.model_id or "", "model_id"), given.seq_id
 
 

@@ -25,7 +25,7 @@ _ours = re.compile(r"[a-z]+_([0-9a-f]{32})_[0-9]+|bombus:([0-9a-f]{32})")  # wha
 
 
 class InputItem(msgspec.Struct):
-    """An item of any type: a message where it has none. Fields of types that nobody here knows are not looked at."""
+    """An item of any type: a message where it has none. Fields of unknown types are ignored."""
 
     type: str | None = None
     role: str | None = None
@@ -84,7 +84,7 @@ class InputReader:
         self._referred = ""  # the call whose answer was referred to, until something but results comes after it
 
     def forked(self) -> Self:
-        """Return a reader that goes on from here; this one stays as it is."""
+        """Return a reader that continues from here; this one is unchanged."""
         made = copy.copy(self)
         made.messages, made.answers = [*self.messages], {**self.answers}
         made.tools, made.unsupported = [*self.tools], [*self.unsupported]
@@ -117,7 +117,7 @@ class InputReader:
         role = _ROLES.get(item.role or "")
         if role is None:
             names = ", ".join(_ROLES)
-            raise BadParameter(Code.MALFORMED, f"{place}.role", f"The role of a message is one of {names}.")
+            raise BadParameter(Code.MALFORMED, f"{place}.role", f"The role of a message must be one of {names}.")
         text = self._text(item.content, f"{place}.content")
         if role == "assistant":
             self._answer_of(item).texts.append(text)
@@ -190,7 +190,7 @@ class InputReader:
             if isinstance(text, str):
                 texts.append(text)
             elif kind.endswith("text"):
-                raise BadParameter(Code.MALFORMED, f"{place}.{index}", "A content part of text has a text.")
+                raise BadParameter(Code.MALFORMED, f"{place}.{index}", "A text part needs a text.")
             else:
                 why = f"a content part of type {kind[:40]!r} is not text"
                 self.unsupported.append(Unsupported(f"{place}.{index}", why, is_content=True))
@@ -215,5 +215,5 @@ def _required(text: str | None, place: str) -> str:
 
 def _text_of(value: Any, place: str) -> str:
     if not isinstance(value, str):
-        raise BadParameter(Code.MALFORMED, place, f"{place} is a text.")
+        raise BadParameter(Code.MALFORMED, place, f"{place} must be a string.")
     return value

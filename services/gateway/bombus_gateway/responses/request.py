@@ -1,6 +1,6 @@
 """The requests of OpenAI's Responses API: decoded, and turned into a neutral `CompletionRequest`. Pure.
 
-What does not change what is sampled may have any value. How tokens are drawn is a request, on which the job decides.
+What does not change what is sampled may have any value. A client may ask how tokens are drawn; the job decides.
 What nobody here can do or knows is listed as `unsupported`: the job says whether that is refused or left out.
 """
 
@@ -237,14 +237,14 @@ def _check_form(found: ResponsesBody) -> None:
 
 
 def _beyond(found: ResponsesBody) -> list[Unsupported]:
-    """Return what is asked for that would change the answer, in ways that nobody here can."""
+    """Return what is asked for that would change the answer, in ways that are not supported."""
     included, verbosity = found.include or (), (found.text or {}).get("verbosity")
     logprobs = bool(found.top_logprobs) or LOGPROBS in included
     others = any(each != LOGPROBS and each not in _OF_ITEMS for each in included)
     asked = (
         ("truncation", found.truncation not in (None, "disabled"), "nothing is left out of the input"),
         ("top_logprobs", logprobs, "chat completions have logprobs"),
-        ("include", others, "nobody here knows that"),
+        ("include", others, "that is not known here"),
         ("service_tier", found.service_tier not in (None, "auto", "default"), "there is only one"),
         ("text.verbosity", verbosity not in (None, "medium"), "the model has no such setting"),
     )
@@ -273,7 +273,7 @@ def _forced_call(choice: str | dict[str, Any] | None, tools: RequestTools) -> As
             names = [known for name in given for known in _known_as(name, tools)]
             return demand_of_calls("tool_choice", tools.functions, names)
         case _:
-            return Unsupported("tool_choice", "nobody here knows this choice of tools")
+            return Unsupported("tool_choice", "this choice of tools is not known here")
 
 
 def _known_as(name: str, tools: RequestTools) -> list[str]:

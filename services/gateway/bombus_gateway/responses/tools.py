@@ -54,7 +54,7 @@ def read_tools(given: Sequence[tuple[str, Mapping[str, Any]]]) -> RequestTools:
             continue
         namespace, inner = tool.get("name"), tool.get("tools")
         if not isinstance(namespace, str) or not isinstance(inner, list) or not all(isinstance(t, dict) for t in inner):
-            raise BadParameter(Code.MALFORMED, place, "A namespace has a name and a list of tools.")
+            raise BadParameter(Code.MALFORMED, place, "A namespace needs a name and a list of tools.")
         for index, each in enumerate(inner):
             _add(tools, each, f"{place}.tools.{index}", namespace)
     check_count_of_tools(len(tools.functions))

@@ -30,6 +30,6 @@ class DirectRoute:
         try:
             answer = await self._answer(Request(scope, receive))
         except Exception:  # the boundary of the process: the client gets an answer, and the log the bug
-            log.exception("a request of an environment failed by a bug")
+            log.exception("an environment's request failed because of a bug")
             answer = JSONResponse({"detail": "The gateway failed; its log says more."}, 500)
         await answer(scope, receive, send)

@@ -77,8 +77,8 @@ class GroupLog:
     async def written(self, write: Callable[..., _T], *given: object) -> _T:
         """Return what `write` makes of a batch, in a thread that may wait for records.
 
-        They are not those of `asyncio.to_thread`, which reading a record needs: where all of these waited for records,
-        no record would come.
+        These are not the threads of `asyncio.to_thread`, which reading a record needs: where all of these waited for
+        records, no record would come.
         """
         return await asyncio.get_running_loop().run_in_executor(self._writers, write, *given)
 
@@ -198,7 +198,7 @@ class GroupLog:
         raise Refused(Code.OVERLOADED, "Others take batches faster than this gateway reads them: ask again.")
 
     async def _arrives(self, taken: inbox.BatchTaken) -> bool:
-        """Return whether a batch that was handed out is soon known to have arrived, or is not the last one any more."""
+        """Return whether a batch that was handed out is soon known to have arrived, or is no longer the last one."""
 
         def is_over(_: object) -> bool:
             batch = self.trajectories.batch

@@ -154,7 +154,7 @@ class DeliveredBatch(StreamingResponse):
             await self._delivered()
 
     async def _sent(self, next_piece: Callable[[], Awaitable[bytes]]) -> AsyncIterator[bytes]:
-        """Yield pieces, which take long to make, while other requests go on; then look whether the client is there.
+        """Yield pieces, which are slow to make, while other requests continue; then check that the client is connected.
 
         Afterwards it cannot be seen: a server takes the end of an answer for the end of its connection.
         """
@@ -164,25 +164,25 @@ class DeliveredBatch(StreamingResponse):
 
 
 class GroupRoutes:
-    def __init__(self, gateway: Gateway, shelf: GroupLog) -> None:
+    def __init__(self, gateway: Gateway, groups: GroupLog) -> None:
         self._gateway = gateway
-        self._shelf = shelf
+        self._groups = groups
 
     async def welcome(self, request: Request) -> Response:
         """Say what this is: clients of several APIs look for their own words in it."""
-        running = self._shelf.state.phase != Phase.OFFLINE
+        running = self._groups.state.phase != Phase.OFFLINE
         return _answered(request, answers.write_welcome(running))
 
     # ---- the trainer ----------------------------------------------------------------------------------------------
 
     async def register(self, request: Request) -> Response:
-        """Begin a run for a trainer. The batches and groups of the run before it are over."""
+        """Begin a run for a trainer. The batches and groups of the previous run are dropped."""
         given = read_trainer(await self._gateway.bodies.small(request))
         uuid = secrets.randbits(UUID_BITS)
         await self._gateway.carry_out(
             inbox.RegisterTrainer(
                 id=f"register-{uuid:032x}",
-                engine=self._shelf.engine,
+                engine=self._groups.engine,
                 trainer=str(uuid),
                 batch_size=given.batch_size,
                 max_token_len=given.max_token_len,
@@ -198,19 +198,19 @@ class GroupRoutes:
         return _answered(request, answers.write_registered(uuid))
 
     async def wandb_info(self, request: Request) -> Response:
-        trainer = self._shelf.trajectories.trainer
+        trainer = self._groups.trajectories.trainer
         if trainer is None:
             return _answered(request, answers.write_wandb_info())
         return _answered(request, answers.write_wandb_info(trainer.wandb_group, trainer.wandb_project))
 
     async def info(self, request: Request) -> Response:
-        trainer = self._shelf.trajectories.trainer
+        trainer = self._groups.trajectories.trainer
         if trainer is None:
             return _answered(request, answers.write_info())
         return _answered(request, answers.write_info(trainer.batch_size, trainer.max_token_len))
 
     async def status(self, request: Request) -> Response:
-        state = self._shelf.trajectories
+        state = self._groups.trajectories
         queued = len(state.queue.groups) - state.queue.held_groups
         return _answered(request, answers.write_status(state.current_step, queued))
 
@@ -221,14 +221,14 @@ class GroupRoutes:
         are lost are given up, and the next batch is made of the others. Whoever has another key than the trainer has no
         trainer.
         """
-        trainer = self._shelf.trajectories.trainer
+        trainer = self._groups.trajectories.trainer
         if trainer is not None and not may_use(trainer.owner, self._gateway.holder_of(request)):
             return _answered(request, answers.NOT_REGISTERED)
         after = read_after(request.query_params.get("after"))
         accepted = request.headers.get("accept-encoding", "")
         for _ in range(ATTEMPTS_MAX):
             try:
-                batch = await self._shelf.take(after)
+                batch = await self._groups.take(after)
             except Refused as refusal:
                 if refusal.code is not Code.WRONG_PHASE:
                     raise
@@ -236,42 +236,44 @@ class GroupRoutes:
             if batch is None:
                 return _answered(request, NO_BATCH)
             try:
-                records = await self._shelf.records(batch.groups)
-                headers, parts = await self._shelf.written(_written, records, accepted)
+                records = await self._groups.records(batch.groups)
+                headers, parts = await self._groups.written(_written, records, accepted)
             except LogCorrupted as error:
                 if batch.delivered:
                     raise Refused(
                         Code.INTERNAL,
-                        f"Batch {batch.number} was delivered before, and cannot be read again: {error}. Ask for what "
+                        f"Batch {batch.number} was delivered before, but cannot be read again: {error}. Ask for what "
                         f"comes after={batch.number}.",
                     ) from None
-                log.error("groups of batch %d are lost and given up: %s", batch.number, error)
-                await self._shelf.give_up_lost(batch)
+                log.error("groups of batch %d are lost and dropped: %s", batch.number, error)
+                await self._groups.give_up_lost(batch)
                 continue
             headers = {**headers, BATCH_NUMBER: str(batch.number)}
-            pieces, delivered = partial(self._shelf.written, _piece, parts), partial(self._delivered, batch, after)
+            pieces, delivered = partial(self._groups.written, _piece, parts), partial(self._delivered, batch, after)
             return DeliveredBatch(request, records, headers, pieces, delivered)
-        raise Refused(Code.OVERLOADED, "Groups of the next batches are lost, and are given up in turn: ask again.")
+        raise Refused(Code.OVERLOADED, "Groups of the next batches are lost, and are being dropped: ask again.")
 
     async def _delivered(self, batch: HandedOut, after: int | None) -> None:
         if after is not None:
             return  # its trainer will say so
         try:
-            await self._shelf.delivered(batch)
+            await self._groups.delivered(batch)
         except (BusUnavailable, Refused) as error:  # it is handed out again
-            log.warning("that a batch was delivered could not be said", extra={"why": str(error)})
+            log.warning("could not record that a batch was delivered", extra={"why": str(error)})
 
     async def latest_example(self, request: Request) -> Response:
         try:
-            latest = await self._shelf.latest(self._gateway.holder_of(request))
+            latest = await self._groups.latest(self._gateway.holder_of(request))
         except LogCorrupted as error:
-            why = f"The group that was pushed last cannot be read: {error}. The next push takes its place."
+            why = f"The group that was pushed last cannot be read: {error}. The next push replaces it."
             raise Refused(Code.INTERNAL, why) from None
         return _answered(request, write_latest(latest))
 
     async def reset_data(self, request: Request) -> Response:
         """End the run, and forget its groups and environments."""
-        await self._gateway.carry_out(inbox.ResetGroups(id=f"reset-{secrets.token_hex(16)}", engine=self._shelf.engine))
+        await self._gateway.carry_out(
+            inbox.ResetGroups(id=f"reset-{secrets.token_hex(16)}", engine=self._groups.engine)
+        )
         return _answered(request, answers.RESET, "text/plain")
 
     # ---- environments ---------------------------------------------------------------------------------------------
@@ -282,7 +284,7 @@ class GroupRoutes:
         answer = await self._gateway.carry_out(
             inbox.JoinEnvironment(
                 id=f"join-{secrets.token_hex(16)}",
-                engine=self._shelf.engine,
+                engine=self._groups.engine,
                 desired_name=given.desired_name,
                 max_tokens=given.max_token_length,
                 weight=given.weight,
@@ -293,7 +295,7 @@ class GroupRoutes:
             )
         )
         assert isinstance(answer, inbox.Joined)
-        state = self._shelf.trajectories
+        state = self._groups.trajectories
         if answer.environment is None or state.trainer is None:
             return _answered(request, answers.WAIT_FOR_TRAINER)
         environment = state.queue.environments.get(answer.environment)
@@ -309,10 +311,10 @@ class GroupRoutes:
 
     async def disconnect_environment(self, request: Request) -> Response:
         environment = read_environment_id(await self._gateway.bodies.small(request))
-        if not self._shelf.may_act_for(environment, self._gateway.holder_of(request)):
+        if not self._groups.may_act_for(environment, self._gateway.holder_of(request)):
             return _answered(request, answers.write_disconnect_failed(no_environment(environment)))
         leave = inbox.LeaveEnvironment(
-            id=f"leave-{secrets.token_hex(16)}", engine=self._shelf.engine, environment=environment
+            id=f"leave-{secrets.token_hex(16)}", engine=self._groups.engine, environment=environment
         )
         try:
             await self._gateway.carry_out(leave)
@@ -324,11 +326,11 @@ class GroupRoutes:
 
     async def environment_status(self, request: Request) -> Response:
         number = read_environment_id(await self._gateway.bodies.small(request), request.query_params.get("env_id"))
-        state = self._shelf.trajectories
+        state = self._groups.trajectories
         environment = state.queue.environments.get(number)
         if environment is None or not may_use(environment.owner, self._gateway.holder_of(request)):
             raise Refused(Code.UNKNOWN_ENVIRONMENT, no_environment(number))
-        self._shelf.touch(number)
+        self._groups.touch(number)
         found = environment_status(state.queue, environment)
         status = StatusAnswer(
             current_step=state.current_step,
@@ -353,7 +355,7 @@ class GroupRoutes:
         return _answered(request, answers.write_pushed_list([_pushed(each) for each in held]))
 
     async def _push(self, groups: Sequence[RolloutGroup], request: Request) -> tuple[int | None, ...]:
-        return await self._shelf.push(groups, request.headers.get(IDEMPOTENCY_KEY, ""), self._gateway.key_of(request))
+        return await self._groups.push(groups, request.headers.get(IDEMPOTENCY_KEY, ""), self._gateway.key_of(request))
 
 
 def _pushed(held: int | None) -> PushAnswer:

@@ -123,7 +123,7 @@ class NoEpisodeAnswer(ClaimFailure):
 
 
 class ClaimedEpisodesAnswer(ClaimTerms):
-    """`client_silence_s`: a client that touches is taken for dead after so many seconds of silence."""
+    """`client_silence_s`: a client that sends heartbeats is considered dead after this many seconds of silence."""
 
     success: Literal[True]
     client_uuid: str
@@ -208,7 +208,8 @@ class EndedEpisodeAnswer(BaseModel):
 
 
 class EndedEpisodesAnswer(BaseModel):
-    """Ended episodes; those that are `left` for another request, those that are `gone`, and why some are `lost`."""
+    """Ended episodes. `left`: did not fit, ask again. `gone`: already taken, aborted or dropped. `lost`: no longer
+    whole on the log, with the reason."""
 
     episodes: list[EndedEpisodeAnswer]
     left: list[str]

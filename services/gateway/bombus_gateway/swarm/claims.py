@@ -25,7 +25,7 @@ from bombus_gateway.swarm import bodies, views
 from bombus_gateway.swarm.bodies import throttle_policy
 from bombus_gateway.swarm.context import EngineContext
 
-CLAIM_OVER = "The episodes of this claim are over already. Use a fresh id for each claim."
+CLAIM_OVER = "The episodes of this claim have already ended. Use a fresh id for each claim."
 CLAIM_SLICE_S = 2.0
 CLAIM_ANSWER_S = 10.0  # beyond the slice, for another coordinator to take over
 
@@ -104,7 +104,7 @@ class SlicedClaims:
         raise AssertionError("unreachable")
 
     async def _goes_on(self, request: Request) -> bool:
-        """Return whether a claim may go on waiting: its client is there, and this gateway is not being stopped."""
+        """Return whether a claim may keep waiting: its client is connected, and this gateway is not being stopped."""
         return self._context.gateway.ready and not await request.is_disconnected()
 
 
@@ -196,7 +196,7 @@ class ClaimRoutes:
         self._context.gateway.heartbeats.confirm(self._context.engine, claim)
 
     def _check_not_over(self, granted: Granted) -> None:
-        """Refuse a claim that is repeated after all of its episodes are over (R13)."""
+        """Refuse a claim that is repeated after all of its episodes have ended (R13)."""
         state = self._context.state
         if all(state.is_over(episode) for episode in granted.episodes):
             raise Refused(Code.OTHER_CLAIM, CLAIM_OVER)

@@ -60,7 +60,7 @@ class EngineContext:
             return uuid.uuid4().hex
         if len(key) > limits.IDEMPOTENCY_KEY_CHARACTERS:
             raise Refused(
-                Code.MALFORMED, f"An Idempotency-Key has at most {limits.IDEMPOTENCY_KEY_CHARACTERS} characters."
+                Code.MALFORMED, f"An Idempotency-Key may have at most {limits.IDEMPOTENCY_KEY_CHARACTERS} characters."
             )
         head = msgspec.msgpack.encode((self.engine, kind, client, key))
         return f"k-{digest(head + body).hex()}"

@@ -50,7 +50,7 @@ class EngineRoutes:
         )
         await self._context.execute(request, command)
         if config.ignored:
-            log.info("keys of the job that mean nothing here: %s", ", ".join(config.ignored))
+            log.info("keys of the job that are ignored here: %s", ", ".join(config.ignored))
         return JsonResponse({"success": True, "config_digest": config.digest, "ignored": config.ignored})
 
     async def compare_train_config(self, request: Request) -> Response:
@@ -74,7 +74,7 @@ class EngineRoutes:
         except Refused as error:
             return _failure(error, "error")
         except TimeoutError:
-            raise BusUnavailable("the engine was started, but this gateway has not heard of it yet") from None
+            raise BusUnavailable("the engine was started, but this gateway does not know that yet") from None
         await asyncio.sleep(max(0.0, began + START_HOLD_S - loop.time()))
         if self._context.state.phase == Phase.OFFLINE:
             why = self._context.state.failure or "the engine was stopped again"
@@ -89,7 +89,7 @@ class EngineRoutes:
         return await self._done(request, command)
 
     async def resume_engine(self, request: Request) -> Response:
-        """Let a suspended run try again. One that goes on anyway is left alone."""
+        """Let a suspended run try again. A running one is unaffected."""
         command = inbox.Resume(id=self._context.command_id(request, "resume", "", b""), engine=self._context.engine)
         return await self._done(request, command)
 
@@ -116,7 +116,7 @@ class EngineRoutes:
         """Refuse the code that newer contract clients upload to run in the trainer."""
         raise Refused(
             Code.UNSUPPORTED,
-            "sync_train_code is not supported: code that a client sends is never run. Install it beside the trainer.",
+            "sync_train_code is not supported: code that a client sends is never run. Install it with the trainer.",
         )
 
     async def push_verbose_log(self, request: Request) -> Response:

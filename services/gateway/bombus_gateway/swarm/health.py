@@ -1,4 +1,4 @@
-"""Whether a gateway lives (`/health`), and whether calls that it is given now would be answered (`/ready`)."""
+"""Whether a gateway lives (`/health`), and whether it would answer calls now (`/ready`)."""
 
 import asyncio
 from typing import Literal
@@ -37,9 +37,9 @@ def health_router(gateway: Gateway, engine: str) -> APIRouter:
 
     @router.get(
         "/health",
-        summary="Whether this gateway lives",
+        summary="Whether this gateway is alive",
         response_model=HealthAnswer,
-        responses={503: {"model": HealthAnswer, "description": "It still reads the log, or is stopping"}},
+        responses={503: {"model": HealthAnswer, "description": "It is still reading the log, or is stopping"}},
     )
     async def health() -> JSONResponse:
         state = gateway.follower.hive.engine(engine)
@@ -53,7 +53,7 @@ def health_router(gateway: Gateway, engine: str) -> APIRouter:
 
     @router.get(
         "/ready",
-        summary="Whether calls that this gateway is given now would be answered",
+        summary="Whether this gateway would answer calls now",
         response_model=ReadyAnswer,
         responses={503: {"model": ReadyAnswer, "description": "They would not, and why"}},
     )
@@ -68,13 +68,13 @@ def health_router(gateway: Gateway, engine: str) -> APIRouter:
 async def _why_not_ready(gateway: Gateway, engine: str) -> str:
     """Return why calls for an engine would not be answered, "" where they would."""
     if not gateway.ready:
-        return "This gateway still reads the log, or is being stopped."
+        return "This gateway is still reading the log, or is being stopped."
     position = gateway.follower.position
     try:
         async with asyncio.timeout(ANSWER_S):
             last = await gateway.bus.last(gateway.bus.subjects.events_stream)
     except (BusUnavailable, TimeoutError):
-        return "The bus is away."
+        return "The bus is unreachable."
     try:
         await gateway.follower.wait_position(0 if last is None else last.seq, ANSWER_S)
     except TimeoutError:
@@ -91,4 +91,4 @@ def _why_not_served(engine: EngineState) -> str:
     serving = engine.usable.keys() & engine.loaded if engine.rolling else engine.usable.keys()
     if serving:  # or about to, with the weights that a step has made
         return ""
-    return f"No replica serves engine {engine.name}: {len(engine.replicas)} are there, and none has loaded its model."
+    return f"No replica serves engine {engine.name}: {len(engine.replicas)} are running, but none has loaded its model."

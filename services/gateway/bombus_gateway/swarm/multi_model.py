@@ -135,7 +135,7 @@ class MultiModelRoutes:
         return found
 
     def _check_not_over(self, granted: MultiModelGranted) -> None:
-        """Refuse a claim that is repeated after all of its episodes are over (R13)."""
+        """Refuse a claim that is repeated after all of its episodes have ended (R13)."""
         first = granted.grants[0]
         if all(self._state(first.engine).is_over(episode) for episode in first.episodes):
             raise Refused(Code.OTHER_CLAIM, CLAIM_OVER)

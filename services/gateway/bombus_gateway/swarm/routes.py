@@ -146,7 +146,7 @@ class EpisodeRoutes:
         await self._context.execute(request, command)
 
     async def abort_episode(self, request: Request) -> Response:
-        """Abort an episode. One that is over already stays as it is."""
+        """Abort an episode. One that has already ended stays as it is."""
         raw, body = await self._context.read(request, bodies.NamedEpisode)
         command = inbox.Abort(
             id=self._context.command_id(request, "abort", body.client_uuid, raw),
@@ -172,7 +172,7 @@ class EpisodeRoutes:
         return JsonResponse({"success": True})
 
     async def can_continue_episode(self, request: Request) -> Response:
-        """Return whether the episode is still held by this client, so that it is worth going on."""
+        """Return whether the episode is still held by this client, so that continuing makes sense."""
         _, body = await self._context.read(request, bodies.NamedEpisode)
         held = await self._context.held(body.client_uuid, [body.episode_uuid])
         return JsonResponse({"can_continue": bool(held)})
@@ -227,5 +227,5 @@ class EpisodeRoutes:
         raise Refused(
             Code.NO_CALLS,
             "Name the episode whose call you want, by the `episode_uuid` that its claim returned; only the hive's "
-            "admin key reads the calls of all. `bombus replay episode` shows them on the hive's own machine.",
+            "admin key can read all calls. `bombus replay episode` shows them on the hive's own machine.",
         )

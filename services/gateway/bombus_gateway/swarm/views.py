@@ -8,6 +8,7 @@ import json
 from pathlib import PurePath
 from typing import Any
 
+from bombus.config.job import in_todays_fields
 from bombus.figures import seconds_between
 from bombus.hive.collection import BATCH_METHODS, progress
 from bombus.hive.pacing import fitting
@@ -60,7 +61,7 @@ def job_differences(running: str, wanted: str) -> JsonObject:
 
     Both are the JSON of a `RunConfig`. One from an older log may lack settings: those are not compared.
     """
-    running_job, wanted_job = json.loads(running), json.loads(wanted)
+    running_job, wanted_job = json.loads(in_todays_fields(running)), json.loads(wanted)
     return {
         f"{group}.{field}": {"running": value, "wanted": wanted_job[group][field]}
         for group, fields in running_job.items()

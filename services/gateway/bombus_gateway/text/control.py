@@ -94,7 +94,7 @@ class ControlTokens:
         return any(self._is_like_a_name(form, inner) for form in self._forms(text))
 
     def _forms(self, text: str) -> Iterator[str]:
-        """Yield a text in small letters: as it is, as the tokenizer normalizes it, and as the template rebuilds it.
+        """Yield a text in small letters: as it is, as the tokenizer normalizes it, and as the template changes it.
 
         A template replaces one thing after another, in an order that its source does not tell. So it is done twice.
         """

@@ -41,7 +41,7 @@ class DeltaReader(Protocol):
 
 
 class PlainReader:
-    """Reads a completion as text alone."""
+    """Reads a completion as text only."""
 
     def feed(self, text: str) -> list[Delta]:
         return [TextDelta(text)] if text else []

@@ -1,4 +1,4 @@
-"""Renders conversations so that their texts forge no control tokens, and refuses those of which it cannot be sure."""
+"""Renders conversations so that their texts forge no control tokens, and refuses those where it cannot be sure."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -224,7 +224,7 @@ class _Trial:
 
 
 def _texts(part: Any) -> Iterable[str]:
-    """Return the texts of a part, but for the role of a message."""
+    """Return the texts of a part, except the role of a message."""
     return strings({key: item for key, item in part.items() if key != "role"} if isinstance(part, dict) else part)
 
 

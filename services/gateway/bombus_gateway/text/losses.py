@@ -1,4 +1,4 @@
-"""Finds what a chat template leaves out of a conversation without a word, and refuses such conversations."""
+"""Finds what a chat template silently leaves out of a conversation, and refuses such conversations."""
 
 import copy
 import json
@@ -157,10 +157,10 @@ class LossCheck:
 
 
 _LOST_CALL = (
-    "messages.{}: the model's chat template drops a call of this message of role assistant without a word: set "
-    "model.tools to hermes in the job, or send each call in a message of its own, without text."
+    "messages.{}: the model's chat template silently drops a call of this message of role assistant: set "
+    "model.tools to hermes in the job, or send each call in its own message, without text."
 )
-_LOST = "messages.{}: the model's chat template drops messages of role {} without a word: {}."
+_LOST = "messages.{}: the model's chat template silently drops messages of role {}: {}."
 
 
 def _cure(role: str) -> str:

@@ -85,7 +85,7 @@ class TemplateRenderer:
         self._losses = LossCheck(self._text, "\0".join([written, *strings(template.variables)]))
         self.stop_token_ids = find_stops(self._text, tokenizer)
         if not self.stop_token_ids:
-            log.warning("the model has no token that ends a completion: each one goes on to its limit of tokens")
+            log.warning("the model has no token that ends a completion: each one runs to its token limit")
         self.looked_for = template.looked_for()
         # Some files name a token that ends completions and that no template writes, such as one of plain text.
         self._stops = {stop: tokenizer.added[stop] for stop in self.stop_token_ids if stop in tokenizer.added}
@@ -148,7 +148,7 @@ class TemplateRenderer:
     ) -> list[int]:
         """Return a whole prompt, up to where the assistant begins; without `generate`, to the end of the messages.
 
-        Raises `Refused` where the template refuses the conversation, or drops a part of it without a word.
+        Raises `Refused` where the template refuses the conversation, or silently drops a part of it.
         """
         try:
             rendered = self._rendered(messages, tools, generate)

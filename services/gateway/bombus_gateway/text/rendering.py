@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 CONTEXT_TOKENS_DEFAULT = 1 << 20
 SYNTAX_CHARACTERS_MAX = 80  # of a name in `TextModel.format`
-_NO_CHAT = "{{ raise_exception('the job has model.chat_template: none, for plain completions alone') }}"
+_NO_CHAT = "{{ raise_exception('the job has model.chat_template: none, for plain completions only') }}"
 CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len")
 
 
@@ -79,7 +79,7 @@ class TextModel:
         log.info(
             "the model's own chat template renders its prompts"
             if options.chat
-            else "the job has plain completions alone",
+            else "the job has plain completions only",
             extra={"model": name, **self.syntaxes},
         )
 

@@ -96,7 +96,7 @@ class AdapterStore(Generic[E]):
             raise Refused(
                 Code.TOO_LARGE,
                 f"the adapter takes {wanted} bytes and all adapters of this replica may take {self.bytes_max}: start "
-                "the replica with more by --adapters-mb",
+                "the replica with a larger --adapters-mb",
             )
         dropped: list[str] = []
         left = self.bytes
@@ -110,6 +110,6 @@ class AdapterStore(Generic[E]):
             raise Refused(
                 Code.OVERLOADED,
                 f"requests use {left} of the {self.bytes_max} bytes for adapters, and this one takes {wanted}: ask "
-                "again later, or start the replica with more by --adapters-mb",
+                "again later, or start the replica with a larger --adapters-mb",
             )
         return dropped

@@ -58,7 +58,9 @@ class FrameAssembler:
     def take(self, delta: ChoiceDelta) -> list[Frame]:
         """Return the frames that can go out now. Raises `BackendFailed` for an answer that cannot be right."""
         if not 0 <= delta.choice < len(self._choices) or self._choices[delta.choice].finished:
-            raise BackendFailed(f"the engine answered choice {delta.choice}, which was not asked for or is over")
+            raise BackendFailed(
+                f"the engine answered choice {delta.choice}, which was not requested or has already finished"
+            )
         choice = self._choices[delta.choice]
         self._append(choice, delta)
         frames: list[Frame] = []
@@ -86,10 +88,10 @@ class FrameAssembler:
 
     def _reason(self, finish: str, count: int) -> FinishReason:
         if finish not in (FinishReason.STOP, FinishReason.LENGTH):
-            raise BackendFailed(f"the engine gave up in the middle: {finish}")
+            raise BackendFailed(f"the engine stopped midway: {finish}")
         if finish == FinishReason.LENGTH and count < self._completion_max:
             raise BackendFailed(
-                f"the engine gave up after {count} of {self._completion_max} tokens and calls that their end; if it "
+                f"the engine stopped after {count} of {self._completion_max} tokens and calls that their end; if it "
                 "has a lower limit of its own, start the replica with that as --max-model-len"
             )
         return FinishReason(finish)

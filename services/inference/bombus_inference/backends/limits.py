@@ -15,7 +15,7 @@ REPETITION_MIN, REPETITION_MAX = 0.01, 100.0  # beyond these, logits may leave f
 BIAS_MAX = 100.0  # OpenAI's; vLLM takes more for this much
 BIASED_TOKENS_MAX = 1024
 NO_ADAPTERS = (
-    "this replica serves no adapters beside its own policy; with --adapters-mb above 0 the torch backend does, and "
+    "this replica serves no adapters besides its own policy; with --adapters-mb above 0 the torch backend does, and "
     "vLLM in a run of operations"
 )
 
@@ -41,7 +41,9 @@ class Limits:
         if request.run != run:
             raise Refused(Code.WRONG_PHASE, f"this replica serves run {run}, not {request.run}")
         if request.constraint is not None and not self.constrains:
-            raise Refused(Code.UNSUPPORTED, "this replica cannot hold answers to a form; vLLM with a tokenizer can")
+            raise Refused(
+                Code.UNSUPPORTED, "this replica does not support structured output; vLLM with a tokenizer does"
+            )
         if request.prompt_logprobs and not self.scores:
             raise Refused(
                 Code.UNSUPPORTED,
@@ -49,8 +51,8 @@ class Limits:
             )
         if request.plain_logprobs and not (self.scores or samples_plainly(request)):
             why = (
-                "this replica has logprobs at temperature 1 only of what is sampled at temperature 1, without bias, "
-                "penalties and truncation; the torch backend has them of anything, and vLLM with whole weights"
+                "this replica has logprobs at temperature 1 only for what is sampled at temperature 1, without bias, "
+                "penalties and truncation; the torch backend has them for everything, and vLLM with whole weights"
             )
             raise Refused(Code.UNSUPPORTED, why)
         if request.adapter and not self.adapters:
@@ -76,7 +78,7 @@ class Limits:
                 f"the prompt has {len(prompt)} tokens; this model takes {self.max_model_len} with its completion",
             )
         if min(prompt) < 0 or max(prompt) >= self.vocabulary:
-            raise Refused(Code.MALFORMED, f"token ids go from 0 to {self.vocabulary - 1}")
+            raise Refused(Code.MALFORMED, f"token ids range from 0 to {self.vocabulary - 1}")
         return prompt
 
     def _check_sampling(self, request: Generate) -> None:
@@ -93,21 +95,21 @@ class Limits:
         )
         for name, value, low, high in ranges:
             if not low <= value <= high:
-                raise Refused(Code.MALFORMED, f"{name} is {value}; it goes from {low} to {high}")
+                raise Refused(Code.MALFORMED, f"{name} is {value}, but must be from {low} to {high}")
         if 0 < sampling.temperature < TEMPERATURE_MIN:
             why = f"temperature is {sampling.temperature}; it is 0, or at least {TEMPERATURE_MIN}"
             raise Refused(Code.MALFORMED, why)
         if not 0 < sampling.top_p <= 1:
-            raise Refused(Code.MALFORMED, f"top_p is {sampling.top_p}; it is above 0 and at most 1")
+            raise Refused(Code.MALFORMED, f"top_p is {sampling.top_p}, but must be above 0 and at most 1")
         self._check_bias(sampling.logit_bias)
         most = min(self.choices_max, self.waiting_max)
         if not 1 <= request.n <= most:
-            why = f"{request.n} answers to one prompt are asked for; this replica draws 1 to {most} at once"
+            why = f"{request.n} answers to one prompt are asked for; this replica samples 1 to {most} at once"
             raise Refused(Code.MALFORMED, why)
         alternatives = min(TOP_LOGPROBS_MAX, self.vocabulary) if request.prompt_logprobs else 0
         if not 0 <= request.top_prompt <= alternatives:
             why = f"{request.top_prompt} alternatives to each token of the prompt are asked for"
-            bound = f"at most {alternatives} are told" if alternatives else "none are told without its logprobs"
+            bound = f"at most {alternatives} are reported" if alternatives else "none are reported without its logprobs"
             raise Refused(Code.MALFORMED, f"{why}; {bound}")
 
     def _check_bias(self, bias: Mapping[int, float]) -> None:
@@ -115,9 +117,9 @@ class Limits:
             raise Refused(Code.MALFORMED, f"logit_bias has {len(bias)} tokens; at most {BIASED_TOKENS_MAX} are taken")
         for token, value in bias.items():
             if not 0 <= token < self.vocabulary:
-                raise Refused(Code.MALFORMED, f"logit_bias has token {token}; they go from 0 to {self.vocabulary - 1}")
+                raise Refused(Code.MALFORMED, f"logit_bias has token {token}; ids are 0 to {self.vocabulary - 1}")
             if not -BIAS_MAX <= value <= BIAS_MAX:
-                why = f"logit_bias of token {token} is {value}; it goes from {-BIAS_MAX:g} to {BIAS_MAX:g}"
+                why = f"logit_bias of token {token} is {value}, but must be from {-BIAS_MAX:g} to {BIAS_MAX:g}"
                 raise Refused(Code.MALFORMED, why)
 
 

@@ -38,7 +38,7 @@ def refusal_fault(refused: Refused) -> Fault:
 
 @dataclass(frozen=True, slots=True)
 class AdapterUse:
-    """An adapter that is loaded beside the policy. `uses` is the number of open requests that it answers."""
+    """An adapter that is loaded in addition to the policy. `uses` is the number of open requests that it answers."""
 
     address: str
     bytes: int
@@ -120,7 +120,7 @@ class InferenceBackend(Protocol):
         """Forget a request. It is not an error if it is over or was never added."""
 
     async def load(self, policy: Policy, report_stage: ReportStage) -> None:
-        """Serve this policy. Within a run weights change in place and requests go on; another run starts from scratch.
+        """Serve this policy. Within a run weights change in place while requests run; another run starts from scratch.
 
         A slow load calls `report_stage` with each of its stages. Raises `EngineFault`; never serves weights under a
         wrong version.
@@ -130,7 +130,7 @@ class InferenceBackend(Protocol):
         """Stop serving and release the memory. Open requests end with a fault."""
 
     async def load_adapter(self, address: str, folder: Path) -> bool:
-        """Have an adapter for requests that name it, while everything goes on. Return false if it was there already.
+        """Load an adapter for requests that name it, while all else continues. Return false if it was already loaded.
 
         `address` is the SHA-256 of its file in `folder`, in hex. It goes with the engine of its run, and when others
         need its room and no request uses it. Raises `Refused`.

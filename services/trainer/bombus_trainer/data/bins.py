@@ -63,7 +63,7 @@ def balanced(lengths: Sequence[int], ranks: int, attention: float = 0.0) -> list
     1969, doi:10.1137/0117039). A rank may get none when there are fewer documents than ranks.
     """
     if ranks < 1:
-        raise ValueError(f"ranks is {ranks}: at least 1")
+        raise ValueError(f"ranks is {ranks}, but must be at least 1")
     costs = [length + attention * length * length for length in lengths]
     shards: list[list[int]] = [[] for _ in range(ranks)]
     loads = [(0.0, 0, rank) for rank in range(ranks)]  # between equal loads the one with fewer documents is next

@@ -13,15 +13,15 @@ def check_adam(adam: AdamParams) -> None:
     """Raise `Refused` for parameters that are no step of AdamW."""
     wrong = ""
     if not math.isfinite(adam.learning_rate) or adam.learning_rate < 0.0:
-        wrong = f"learning_rate is {adam.learning_rate}: it has to be a number from 0"
+        wrong = f"learning_rate is {adam.learning_rate}: it must be a number of at least 0"
     for name, beta in (("beta1", adam.beta1), ("beta2", adam.beta2)):
         if not 0.0 <= beta < 1.0:
-            wrong = wrong or f"{name} is {beta}: it has to be from 0 to below 1"
+            wrong = wrong or f"{name} is {beta}: it must be at least 0 and below 1"
     if not EPS_MIN <= adam.eps < math.inf:
-        wrong = wrong or f"eps is {adam.eps}: it has to be a number from {EPS_MIN}"
+        wrong = wrong or f"eps is {adam.eps}: it must be a number of at least {EPS_MIN}"
     for name, value in (("weight_decay", adam.weight_decay), ("grad_clip_norm", adam.grad_clip_norm)):
         if not math.isfinite(value) or value < 0.0:
-            wrong = wrong or f"{name} is {value}: it has to be a number from 0"
+            wrong = wrong or f"{name} is {value}: it must be a number of at least 0"
     if adam.schedule is not None:
         wrong = wrong or _why_no_schedule(adam.schedule)
     if wrong:
@@ -31,9 +31,9 @@ def check_adam(adam: AdamParams) -> None:
 def _why_no_schedule(schedule: RateSchedule) -> str:
     """Return why there is no such schedule, "" where there is."""
     if schedule.kind not in KINDS:
-        return f"the schedule of the learning rate is {schedule.kind[:40]!r}: it has to be {', '.join(KINDS)}"
+        return f"the schedule of the learning rate is {schedule.kind[:40]!r}: it must be one of {', '.join(KINDS)}"
     if schedule.warmup_steps < 0 or not 0.0 <= schedule.min_ratio <= 1.0:
         return f"warmup_steps is {schedule.warmup_steps} and min_lr_ratio {schedule.min_ratio}: from 0, and 0 to 1"
     if schedule.kind != KINDS[0] and schedule.total_steps <= schedule.warmup_steps:
-        return f"total_steps is {schedule.total_steps}: it has to be above warmup_steps, {schedule.warmup_steps}"
+        return f"total_steps is {schedule.total_steps}: it must be above warmup_steps, {schedule.warmup_steps}"
     return ""

@@ -96,7 +96,7 @@ def read_batch(data: Sequence[Datum], loss: ClientLoss, limits: DataLimits) -> T
     if total > limits.tokens_max:
         raise Refused(
             Code.TOO_LARGE,
-            f"one operation may have {limits.tokens_max} tokens, and this one has {total}: divide it into several",
+            f"one operation may have {limits.tokens_max} tokens, but this one has {total}: split it",
         )
     read = [_Reader(number, datum, loss, limits).read() for number, datum in enumerate(data)]
     names = list(dict.fromkeys(name for each in read for name in each.inputs))
@@ -110,7 +110,7 @@ def read_batch(data: Sequence[Datum], loss: ClientLoss, limits: DataLimits) -> T
     if targets > limits.targets_max:
         raise Refused(
             Code.TOO_LARGE,
-            f"one operation may have {limits.targets_max} targets, and this one has {targets}: divide it into several",
+            f"one operation may have {limits.targets_max} targets, but this one has {targets}: split it",
         )
     items, rows, token, term = [], [], 0, 0
     for each in read:
@@ -169,12 +169,12 @@ class _Reader:
         self._number, self._datum, self._loss, self._limits = number, datum, loss, limits
 
     def read(self) -> _Read:
-        """Read it. What counts depends on this datum alone, so that it does not matter what else is in the request."""
+        """Read it. The result depends only on this datum, whatever else is in the request."""
         tokens_N = self._tokens()
         given = self._datum.inputs
         own = (TARGETS, *self._loss.needs, *self._loss.takes, MASK)
         if unknown := sorted(given.keys() - set(own)):
-            raise self._refused(f"has an input {unknown[0][:64]!r}, which this loss does not have: it has {_list(own)}")
+            raise self._refused(f"has an input {unknown[0][:64]!r}, which this loss does not use: it uses {_list(own)}")
         if missing := TARGETS if TARGETS not in given else self._loss.missing(given):
             raise self._refused(f"has no {missing}: it has {_list(sorted(given)) or 'no inputs'}")
         targets_M, shape = self._targets(len(tokens_N))
@@ -199,23 +199,21 @@ class _Reader:
     def _tokens(self) -> Ints:
         body = self._datum.tokens
         if not body or len(body) % 4:
-            raise self._refused(f"has {len(body)} bytes of tokens: there has to be at least one, of 4 bytes (int32)")
+            raise self._refused(f"has {len(body)} bytes of tokens: there must be at least one, of 4 bytes (int32)")
         if len(body) // 4 > self._limits.context:
             raise self._refused(
-                f"has {len(body) // 4} tokens, and a sequence may have {self._limits.context}: cut it", Code.TOO_LARGE
+                f"has {len(body) // 4} tokens, but the limit is {self._limits.context}: cut it", Code.TOO_LARGE
             )
         return self._ids("token", np.frombuffer(body, dtype=NUMPY[DType.INT32]))
 
     def _targets(self, tokens: int) -> tuple[Ints, tuple[int, ...]]:
         array = self._datum.inputs[TARGETS]
         if array.dtype not in INTEGERS:
-            raise self._refused(f"has {TARGETS} in {array.dtype}: they have to be int64 or int32")
+            raise self._refused(f"has {TARGETS} in {array.dtype}: they must be int64 or int32")
         shapes = [1, 2] if self._loss.wide else [1]
         if len(array.shape) not in shapes or array.shape[0] != tokens or not len(array):
             wanted = f"[{tokens}] or [{tokens}, K]" if self._loss.wide else f"[{tokens}]"
-            raise self._refused(
-                f"has {TARGETS} of shape {list(array.shape)}: with {tokens} tokens it has to be {wanted}"
-            )
+            raise self._refused(f"has {TARGETS} of shape {list(array.shape)}: with {tokens} tokens it must be {wanted}")
         return self._ids(TARGETS, np.frombuffer(array.data, dtype=NUMPY[array.dtype])), array.shape
 
     def _ids(self, what: str, values: NDArray[np.signedinteger]) -> Ints:
@@ -233,12 +231,12 @@ class _Reader:
         array = self._datum.inputs[name]
         if array.shape != shape:
             raise self._refused(
-                f"has {name} of shape {list(array.shape)}: beside its targets it has to be {list(shape)}"
+                f"has {name} of shape {list(array.shape)}: to match its targets it must be {list(shape)}"
             )
         values = np.frombuffer(array.data, dtype=NUMPY[array.dtype]).astype(np.float32)
         wrong = np.flatnonzero(~np.isfinite(values))
         if len(wrong):
-            raise self._refused(f"has {values[wrong[0]]} in {name} at {wrong[0]}: it has to be a number")
+            raise self._refused(f"has {values[wrong[0]]} in {name} at {wrong[0]}: it must be a number")
         if name in NOT_NEGATIVE and len(wrong := np.flatnonzero(values < 0.0)):
             raise self._refused(f"has {values[wrong[0]]} in {name} at {wrong[0]}: it cannot be below 0")
         return values if name == WEIGHTS else np.repeat(values, wide)

@@ -54,7 +54,7 @@ class CheckpointName:
         if len(parts) != 3 or parts[1] not in list(CheckpointKind):
             raise Refused(
                 Code.MALFORMED,
-                f"{text[:300]!r} is not a checkpoint: they are named MODEL/KIND/NAME, with one of the kinds "
+                f"{text[:300]!r} is not a checkpoint: the form is MODEL/KIND/NAME, where KIND is one of "
                 f"{', '.join(CheckpointKind)}",
             )
         return cls(parts[0], CheckpointKind(parts[1]), parts[2])
@@ -66,7 +66,7 @@ class CheckpointName:
 class ModelCheckpointNotes(msgspec.Struct, frozen=True, omit_defaults=True):
     """What the caller wants to find again in a checkpoint.
 
-    `ttl_s` is how long it is kept; 0 is for ever. `operation` is the caller's name of the operation that made it, and
+    `ttl_s` is how long it is kept; 0 is forever. `operation` is the caller's name of the operation that made it, and
     `executed` tells which operations came before: bytes that mean nothing here.
     """
 

@@ -87,7 +87,7 @@ class OperationExecutor:
         self._models: dict[str, TrainedClientModel] = {}
         self._checkpoints = CheckpointFolder(options.checkpoints, options.run, options.trainer_epoch)
         self._recovery = CheckpointFolder(options.recovery, options.run, options.trainer_epoch)
-        self._shelf = OptimizerStore(options.scratch, options.optimizer_bytes_max)
+        self._optimizers = OptimizerStore(options.scratch, options.optimizer_bytes_max)
 
     @property
     def models(self) -> dict[str, int]:
@@ -102,7 +102,7 @@ class OperationExecutor:
     @property
     def offloaded(self) -> list[str]:
         """The models whose optimizers wait in files."""
-        return self._shelf.offloaded
+        return self._optimizers.offloaded
 
     def checkpoint_facts(self, checkpoint: str) -> ModelCheckpointFacts:
         """Return what the checkpoint `MODEL/KIND/NAME` is. Raises `Refused` or `EngineFault`."""
@@ -121,7 +121,7 @@ class OperationExecutor:
         as it is. Raises `Refused` where there is no such model, `EngineFault` and `OSError` where it cannot be written.
         """
         trained, where = self._model(model), _recovery_name(model, name)
-        optimizer = self._shelf.bring(model)
+        optimizer = self._optimizers.bring(model)
         contents = replace(self._contents(trained, CheckpointKind.TRAINING, optimizer), gradient=True)
         fill = partial(write_model, trained=trained, contents=contents)
         marks = ModelCheckpointNotes(operation=name, executed=executed)
@@ -183,7 +183,7 @@ class OperationExecutor:
         errors = self._ranks.gather(result.error if isinstance(result, Failed) else "")
         if len(set(errors)) > 1:
             which, why = next((rank, error) for rank, error in enumerate(errors) if error)
-            raise BackendLost(f"rank {which} failed alone, and its models are not those of the others: {why}")
+            raise BackendLost(f"only rank {which} failed, so its models no longer match the others': {why}")
         return result
 
     def _attempt(self, model: str, operation: Operation, name: str, executed: bytes) -> Result:
@@ -225,7 +225,7 @@ class OperationExecutor:
     def drop(self, model: str) -> None:
         """Forget a model, if there is one."""
         self._models.pop(model, None)
-        self._shelf.remove(model)
+        self._optimizers.remove(model)
 
     def _run(self, model: str, operation: Operation, name: str, executed: bytes) -> Result:
         match operation:
@@ -264,10 +264,10 @@ class OperationExecutor:
         if operation.base != self._base_name:
             raise Refused(
                 Code.UNKNOWN_MODEL,
-                f"the base of the models here is {self._base_name}, and this one is to be on {operation.base[:200]}",
+                f"the base of the models here is {self._base_name}, but this one asks for {operation.base[:200]}",
             )
         if len(self._models) >= self._options.models_max:
-            raise Refused(Code.OVERLOADED, f"there are {len(self._models)} models here, as many as may be: end one")
+            raise Refused(Code.OVERLOADED, f"there are {len(self._models)} models here, the most allowed: end one")
         if operation.checkpoint:
             name = CheckpointName.read(operation.checkpoint)
             facts = self._checkpoints.facts(name)
@@ -298,7 +298,7 @@ class OperationExecutor:
 
     def _take(self, model: str, trained: TrainedClientModel) -> None:
         self._models[model] = trained
-        self._shelf.add(model, trained.optimizer)
+        self._optimizers.add(model, trained.optimizer)
 
     def _new_from(
         self, folder: CheckpointFolder, name: CheckpointName, facts: ModelCheckpointFacts, with_optimizer: bool
@@ -317,7 +317,7 @@ class OperationExecutor:
         if self._models and all_weights:
             raise Refused(
                 Code.WRONG_PHASE,
-                f"a model of all weights has its base for itself, and there are {len(self._models)} models on it: end "
+                f"a model of all weights cannot share its base, but there are {len(self._models)} models on it: end "
                 "them first, or ask for an adapter",
             )
         if self._models and self._need_base(None).all_weights:
@@ -364,7 +364,7 @@ class OperationExecutor:
 
     def _step(self, model: str, operation: OptimStep) -> StepTaken:
         trained = self._model(model)
-        self._shelf.bring(model)
+        self._optimizers.bring(model)
         return trained.take_step(operation.adam, operation.reduction)
 
     def _abort(self, trained: TrainedClientModel) -> EpochAborted:
@@ -378,14 +378,14 @@ class OperationExecutor:
         trained, kind = self._model(model), operation.checkpoint
         if not 0.0 <= operation.ttl_s < inf:
             raise Refused(
-                Code.MALFORMED, f"ttl_s is {operation.ttl_s}: it has to be a number of seconds, or 0 for ever"
+                Code.MALFORMED, f"ttl_s is {operation.ttl_s}: it must be a number of seconds, or 0 for no limit"
             )
         if operation.merged and kind is not CheckpointKind.EXTERNAL:
             raise Refused(
-                Code.MALFORMED, f"only a save for others ({CheckpointKind.EXTERNAL}) is merged, and not {kind}"
+                Code.MALFORMED, f"only a save for others ({CheckpointKind.EXTERNAL}) can be merged, not {kind}"
             )
         where = CheckpointName(model, kind, operation.name)
-        optimizer = self._shelf.bring(model) if kind is CheckpointKind.TRAINING else None
+        optimizer = self._optimizers.bring(model) if kind is CheckpointKind.TRAINING else None
         contents = self._contents(trained, kind, optimizer, operation.merged)
         fill = partial(write_model, trained=trained, contents=contents)
         marks = ModelCheckpointNotes(operation.ttl_s, name, executed)
@@ -429,7 +429,7 @@ class OperationExecutor:
         facts = self._checkpoints.facts(name)
         check_origin(name, facts, self._base_name, operation.with_optimizer)
         load_model(trained, self._checkpoints, name, facts, operation.with_optimizer)
-        self._shelf.renew(model)
+        self._optimizers.renew(model)
         loaded = facts.content(operation.with_optimizer)
         return CheckpointLoaded(checkpoint=operation.checkpoint, step=trained.step, loaded=loaded)
 

@@ -15,7 +15,7 @@ NUMBER_BYTES = 4  # whatever is trained is in float32, with its gradient and bot
 
 
 class ModelNeed(msgspec.Struct, frozen=True):
-    """The bytes that a new model of so many `numbers` takes, and those that the models that are there may still take.
+    """The bytes that a new model of so many `numbers` takes, and those that existing models may still take.
 
     Gradients come with a model's first data, and optimizers with its first step.
     """
@@ -26,7 +26,7 @@ class ModelNeed(msgspec.Struct, frozen=True):
 
 
 def need_of(numbers: int, models: Collection[TrainedClientModel], optimizer_bytes_max: int) -> ModelNeed:
-    """Return what a new model needs beside these. Optimizers beyond `optimizer_bytes_max` wait in files."""
+    """Return what a new model needs on top of these. Optimizers beyond `optimizer_bytes_max` wait in files."""
     weights = NUMBER_BYTES * numbers
     wanted = [2 * weights, *(trained.optimizer.full_bytes for trained in models)]
     held = sum(trained.optimizer.held_bytes for trained in models)
@@ -55,6 +55,6 @@ def check_room(need: ModelNeed, free: int, device: torch.device, models: int) ->
     where = "of memory" if device.type == "cpu" else f"on {device}"
     raise Refused(
         Code.OVERLOADED,
-        f"there is no room for this model: {what}{beside}, while {byte_size(free)} {where} are free. End a model, ask "
+        f"there is no room for this model: {what}{beside}, with only {byte_size(free)} {where} free. End a model, ask "
         "for a lower rank or for fewer layers, or give the trainer more memory",
     )

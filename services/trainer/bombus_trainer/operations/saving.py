@@ -1,4 +1,4 @@
-"""What a model's checkpoint has in it, and how a model goes on from one."""
+"""What a model's checkpoint has in it, and how a model continues from one."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -48,7 +48,7 @@ class Contents:
 
 
 def write_model(draft: Path, trained: TrainedClientModel, contents: Contents) -> dict[str, Seal]:
-    """Write a model into an empty folder, durably but for small files. Returns the seals of the others."""
+    """Write a model into an empty folder, durably except for small files. Returns the seals of the others."""
     files, optimizer = contents.files, contents.optimizer
     seals: dict[str, Seal] = {}
     if trained.spec is not None and not contents.merged:
@@ -94,10 +94,10 @@ def _write(
 
 
 def check_origin(name: CheckpointName, facts: ModelCheckpointFacts, base: str, with_optimizer: bool) -> None:
-    """Raise `Refused` unless a model on `base` can go on from a checkpoint, `with_optimizer` or without."""
+    """Raise `Refused` unless a model on `base` can continue from a checkpoint, with or without its optimizer."""
     if facts.base != base:
         raise Refused(
-            Code.BAD_CONFIG, f"the checkpoint {name} is of a model on {facts.base}, and here the base is {base}"
+            Code.BAD_CONFIG, f"the checkpoint {name} belongs to a model on {facts.base}, but here the base is {base}"
         )
     if with_optimizer and OPTIMIZER not in facts.files:
         raise Refused(
@@ -113,7 +113,7 @@ def load_model(
     facts: ModelCheckpointFacts,
     with_optimizer: bool,
 ) -> None:
-    """Let a model go on from a checkpoint, with a new optimizer at step 0 unless `with_optimizer`.
+    """Let a model continue from a checkpoint, with a new optimizer at step 0 unless `with_optimizer`.
 
     Its gradient is that of the checkpoint, if there is one in it. Raises `Refused` or `EngineFault`, before anything
     changes, where it cannot.
@@ -121,7 +121,7 @@ def load_model(
     if facts.adapter != trained.spec and not _same_shape(facts, trained):
         raise Refused(
             Code.BAD_CONFIG,
-            f"the checkpoint {name} is {_words(facts)}, and this model is not: create a model from the checkpoint",
+            f"the checkpoint {name} is {_words(facts)}, but this model is not: create a model from the checkpoint",
         )
     weights = folder.tensors(name, facts, facts.weights)
     state = folder.tensors(name, facts, OPTIMIZER) if with_optimizer else {}
@@ -129,7 +129,7 @@ def load_model(
     try:
         trained.optimizer.check(state)
     except EngineFault as fault:
-        raise Refused(Code.BAD_CONFIG, f"{fault}: it is of another model, load it without its optimizer") from fault
+        raise Refused(Code.BAD_CONFIG, f"{fault}: it is another model's: load it without its optimizer") from fault
     try:
         trained.restore(weights)
     except EngineFault as fault:

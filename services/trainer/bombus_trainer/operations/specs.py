@@ -12,11 +12,11 @@ def check_adapter(base: Base, spec: AdapterSpec | None, rank_max: int) -> None:
     if spec is None:
         return
     if not 1 <= spec.rank <= rank_max:
-        raise Refused(Code.BAD_CONFIG, f"the rank of an adapter is {spec.rank}: it has to be 1 to {rank_max}")
+        raise Refused(Code.BAD_CONFIG, f"the rank of an adapter is {spec.rank}: it must be 1 to {rank_max}")
     if not 0.0 < spec.alpha < 1e6:
-        raise Refused(Code.BAD_CONFIG, f"the alpha of an adapter is {spec.alpha}: it has to be above 0 and below 1e6")
+        raise Refused(Code.BAD_CONFIG, f"the alpha of an adapter is {spec.alpha}: it must be above 0 and below 1e6")
     if not SEED_MIN <= spec.seed <= SEED_MAX:
-        raise Refused(Code.BAD_CONFIG, f"the seed of an adapter is {spec.seed}: it has to be an integer of 64 bits")
+        raise Refused(Code.BAD_CONFIG, f"the seed of an adapter is {spec.seed}: it must be a 64-bit integer")
     if AdapterPart.UNEMBEDDING in spec.parts and not spec.targets:
         raise Refused(
             Code.UNSUPPORTED,

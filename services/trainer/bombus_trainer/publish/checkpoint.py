@@ -34,7 +34,7 @@ class CheckpointLost(EngineFault):
 
 
 class CheckpointDamaged(CheckpointLost):
-    """Raised when a checkpoint is there and is not what was written, which no second attempt changes."""
+    """Raised when a checkpoint exists but is not what was written, which no retry changes."""
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,10 +189,10 @@ def seal_files(folder: Path, is_ours: Callable[[str], bool]) -> dict[str, Seal]:
 
 def _check_backend(path: Path, manifest: _Manifest, backend: str, ranks: int) -> None:
     if manifest.backend != backend:
-        raise EngineFault(f"the checkpoint {path} is the {manifest.backend} backend's: it cannot go on with {backend}")
+        raise EngineFault(f"the checkpoint {path} is the {manifest.backend} backend's: {backend} cannot load it")
     if manifest.ranks != ranks and not manifest.reshards:
         raise EngineFault(
-            f"the checkpoint {path} was written by {manifest.ranks} ranks, and this trainer has {ranks}: "
+            f"the checkpoint {path} was written by {manifest.ranks} ranks, but this trainer has {ranks}: "
             f"start it with {manifest.ranks}"
         )
 

@@ -57,7 +57,7 @@ class HostCopy:
             yield name, held
 
     def settle(self, version: int, sha256: str) -> None:
-        """Name the version that has been copied."""
+        """Record which version has been copied, and its digest."""
         self.version, self.sha256 = version, sha256
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -1,1 +1,1 @@
-"""How a trainer goes on after a fault: what is tried again, for how long, and from which checkpoint."""
+"""How a trainer continues after a fault: what is retried, for how long, and from which checkpoint."""

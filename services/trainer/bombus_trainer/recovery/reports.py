@@ -1,4 +1,4 @@
-"""What a trainer does about failures of a run, and reports of them: it tries again, waits, or gives up."""
+"""What a trainer does about failures of a run, and reports of them: it retries, waits, or stops."""
 
 import gc
 import logging
@@ -67,13 +67,14 @@ class RunReports:
     async def repeated(
         self,
         work: Callable[[], Awaitable[None]],
-        failed: Callable[[Exception, int], Awaitable[None]],
+        failed: Callable[[Exception, int, int], Awaitable[None]],
         let_go: Callable[[], None],
     ) -> NoReturn:
-        """Do `work` again and again, until the run is over. After a failure `let_go` frees what it has left in memory.
+        """Do `work` repeatedly until the run has ended. After a failure `let_go` frees what it has left in memory.
 
-        `failed` reports a failure, and how many there were in a row: those for want of room, or of the bus, are none.
-        Raises `RunOver`, and `BackendLost` where only a new process can go on.
+        `failed` reports an error, the failures in a row, and the attempts in a row: an attempt that found a full disk
+        is no failure, and one that found no bus is neither. Raises `RunOver`, and `BackendLost` where only a new
+        process can go on.
         """
         ownership, options = self._ownership, self._options
         failures = attempts = 0
@@ -87,27 +88,22 @@ class RunReports:
             except RunOver:
                 raise
             except BackendLost as error:
-                await failed(error, failures + 1)
+                await failed(error, failures + 1, attempts + 1)
                 raise
             except AcceleratorError as error:  # no later call to the device succeeds in this process
-                await failed(error, ownership.engine.collection.max_step_failures)
+                await failed(error, failures + 1, attempts + 1)
                 raise BackendLost(f"the device failed: {error}") from error
             except BusUnavailable as error:
                 log.warning("run %d waits for the bus: %s", ownership.run, error)
             except Exception as error:  # out of memory, a full disk, a bug: counted, and given up in the end
                 failures, attempts = failures + (not lacks_room(error)), attempts + 1
                 log.exception("run %d: attempt %d failed", ownership.run, attempts)
-                await failed(error, failures)
+                await failed(error, failures, attempts)
             let_go()
             if ownership.engine.waits_for_operator:
                 failures = attempts = 0
             else:
                 await ownership.pause(backoff(attempts, options.retry_s, options.retry_s_max))
-
-    async def failed_outside_a_step(self, error: Exception, failures: int) -> None:
-        """Suspend the run after too many failures in a row. Those of a step are counted by the coordinator."""
-        if not lacks_room(error) and failures >= self._ownership.engine.collection.max_step_failures:
-            await self.suspend(reason_of(error))
 
     def _patience(self) -> LoadPatience:
         return LoadPatience(self._options.retry_s, self._options.retry_s_max, self._options.load_patience_s)

@@ -1,4 +1,4 @@
-"""From which checkpoint a run goes on: the newest that can be read, if the steps after it can be made again (R11)."""
+"""From which checkpoint a run continues: the newest readable one, if the steps after it can be retrained (R11)."""
 
 import logging
 from collections.abc import Callable
@@ -51,5 +51,5 @@ def restored(load: Callable[[], TrainerBackend], engine: EngineState) -> tuple[T
         began = ". The run began at it" if newest.step == engine.begun else ", and those before it are lost too"
         raise type(lost)(f"{lost}{began}: bring it back, {ANEW}") from lost
     if engine.begun or steps_after(engine.steps, 0, newest.step) is None:
-        raise lost or EngineFault(f"step {newest.step} is on the log, and no checkpoint is left to go on from")
+        raise lost or EngineFault(f"step {newest.step} is on the log, but no checkpoint is left to resume from")
     return executor, 0

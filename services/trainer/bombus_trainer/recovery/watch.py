@@ -55,8 +55,8 @@ class Watch:
     async def _end(self, hung: Work) -> None:
         """Report what hangs and where, and end this process hard."""
         log.critical(
-            "%s has made no progress for %.0f s, and its pace allows %.0f s: this process ends, so that its supervisor "
-            "starts another one. Where each of its threads was:",
+            "%s has made no progress for %.0f s, but its pace allows only %.0f s: this process ends, so that its "
+            "supervisor starts a new one. Where each of its threads was:",
             *(hung, hung.still_s, self.works.limit_s(hung)),
         )
         faulthandler.dump_traceback()
@@ -73,7 +73,7 @@ class Watch:
             ownership.check()
             await ownership.send(fact)
         except RunOver:
-            log.info("run %d is over for it already", ownership.run)
+            log.info("run %d has already ended for it", ownership.run)
         logging.shutdown()
         os._exit(EXIT_HUNG)
 

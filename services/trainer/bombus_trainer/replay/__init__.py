@@ -1,1 +1,1 @@
-"""`bombus replay batch` and `train`: steps made again from the log."""
+"""`bombus replay batch` and `train`: steps retrained from the log."""

@@ -19,9 +19,9 @@ def call_advantages(group: Sequence[tuple[BatchEpisode, Sequence[CallRecord]]], 
     """
     settings = TrainerSettings.of_job(job)
     if settings.verl_adv_estimator:
-        raise ValueError(f"{settings.verl_adv_estimator} is verl's estimator, and is computed in verl's environment")
+        raise ValueError(f"{settings.verl_adv_estimator} is verl's estimator, computed only in verl's environment")
     if settings.estimator.over_batch:
-        raise ValueError(f"{settings.estimator} normalises over the whole batch: see `bombus replay batch`")
+        raise ValueError(f"{settings.estimator} normalizes over the whole batch: see `bombus replay batch`")
     episodes = [
         EpisodeCalls(member.episode, member.reward, tuple(records), member.call_rewards) for member, records in group
     ]

@@ -52,7 +52,7 @@ async def read_again(
     if batch.taken:
         raise EngineFault(
             f"step {batch.step} was trained on rollout groups, which a replay cannot read: only the run's own trainer "
-            "makes such steps again"
+            "can retrain such steps"
         )
     return read_whole(await read_batch(calls, batch, max_staleness, auxiliary_calls=auxiliary_calls), batch, recorded)
 
@@ -64,7 +64,7 @@ def read_whole(read: ReadBatch, batch: BatchReady, recorded: Mapping[str, float]
     """
     if len(read.lost) > int(recorded.get("episodes_left_out", 0)):
         why = next(iter(read.lost.values()))
-        raise LogCorrupted(f"step {batch.step} cannot be made again: calls of it are not on the log any more ({why})")
+        raise LogCorrupted(f"step {batch.step} cannot be retrained: some of its calls are no longer on the log ({why})")
     return list(read.groups)
 
 
@@ -92,12 +92,12 @@ class Retraining:
             return made
         if logged.first:
             raise EngineFault(
-                f"run {logged.run} began {logged.begun}, and no checkpoint of it up to step {step} is left"
+                f"run {logged.run} began {logged.begun}, but no checkpoint of it up to step {step} is left"
             )
         report("starting from the model as loaded" + (f": no checkpoint up to step {step} is kept" if step else ""))
         version = logged.weights.get(0)
         if version is not None and not await asyncio.to_thread(_begins_as, executor, version):
-            report("the model as loaded here has other weights than version 0 of the run: nothing after it can agree")
+            report("the model as loaded here differs from version 0 of the run, so no later version can match")
         return made
 
     async def make(self, step: int) -> Trained:
@@ -143,7 +143,7 @@ def _newest_kept(logged: LoggedRun, step: int, report: Report) -> Checkpoint | N
         try:
             return checkpoint.load(Path(done.checkpoint), done.checkpoint_digest)
         except EngineFault as error:
-            report(f"{error}: it is passed over")
+            report(f"{error}: it is skipped")
     return None
 
 

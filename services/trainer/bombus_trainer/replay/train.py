@@ -33,7 +33,9 @@ SHOWN = ("loss", "grad_norm", "reward_mean", "importance_capped")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source_arguments(parser)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--step", type=int, metavar="N", help="make this step again and compare its weights with the log")
+    what.add_argument(
+        "--step", type=int, metavar="N", help="retrain this step and compare its weights with those on the log"
+    )
     what.add_argument("--from", type=int, metavar="A", dest="first", help="train a branch from step A on")
     parser.add_argument("--to", type=int, metavar="B", dest="last", help="with --from: the branch's last step")
     parser.add_argument(
@@ -103,7 +105,7 @@ async def again(source: Source, logged: LoggedRun, step: int, arguments: argpars
         _say(f"the log has no weights of version {step} to compare with")
         return 1
     if trained.agrees:
-        _say(f"step {step} agrees: its weights are the bytes of version {step}, sha256 {trained.sha256}")
+        _say(f"step {step} matches: its weights are identical to version {step}, sha256 {trained.sha256}")
         return 0
     _say(f"step {step} does not agree: version {step} is sha256 {trained.logged_sha256}, here it is {trained.sha256}")
     _say(_explanation(logged, trained, settings.device))
@@ -133,7 +135,7 @@ def _explanation(logged: LoggedRun, trained: Trained, device: str) -> str:
     threads = int(trained.logged.get("torch_threads", 0))
     if trained_on and trained_on != here:
         return (
-            f"it was made on another machine ({trained_on}; this is {here}): sums in another order have other last bits"
+            f"it was made on another machine ({trained_on}; this is {here}): reordered sums differ in their last bits"
         )
     if trained_on:
         return f"the machine is the same ({here}): a difference here means that the model, the log or the code changed"
@@ -142,7 +144,7 @@ def _explanation(logged: LoggedRun, trained: Trained, device: str) -> str:
             f"it was made with {threads} threads, here with {torch.get_num_threads()}: run it with --threads {threads}"
         )
     return (
-        f"this is {here}; what the step was made on is not known, as there is no checkpoint of it. On another "
+        f"this is {here}; the machine that made the step is not known, as there is no checkpoint of it. On another "
         "machine, or with another version of torch, the last bits differ"
     )
 
@@ -172,7 +174,7 @@ async def branch(source: Source, logged: LoggedRun, arguments: argparse.Namespac
     weights = export(replay.executor, VersionTarget(arguments.out, last, 0))
     Path(weights.where).rename(arguments.out / WEIGHTS)
     _say(f"weights of step {last} (load them with transformers): {arguments.out / WEIGHTS}")
-    _say(f"metrics beside those of the log: {arguments.out / METRICS}")
+    _say(f"metrics, next to those of the log: {arguments.out / METRICS}")
     return 0
 
 

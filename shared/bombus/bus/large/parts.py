@@ -32,7 +32,7 @@ class Parts:
         if len(body) > BODY_BYTES_MAX:
             raise Refused(
                 Code.TOO_LARGE,
-                f"a body of {len(body)} bytes is over the limit of {BODY_BYTES_MAX}: send fewer data at once; the "
+                f"a body of {len(body)} bytes is over the limit of {BODY_BYTES_MAX}: send less data at once; the "
                 "gradients of training operations add up",
             )
         for _ in range(ATTEMPTS_MAX):
@@ -41,7 +41,7 @@ class Parts:
             ref = BodyRef(seqs=seqs, size=len(body), digest=known or await _digest(body))
             if not any(ack.duplicate for ack in acks) or await self._is_there(ref):
                 return ref
-        raise BusUnavailable(f"{subject}: the server has not said where it keeps a body, {ATTEMPTS_MAX} times")
+        raise BusUnavailable(f"{subject}: the server did not say where it stored a body in {ATTEMPTS_MAX} attempts")
 
     async def fetch(self, ref: BodyRef) -> bytes:
         """Return a body. Raises `LogCorrupted` when a part is gone, or is not one of those that were stored."""

@@ -25,8 +25,8 @@ FLAGS: Overrides = {
     "gateway.host": Flag(help="where it listens"),
     "gateway.port": Flag(help="its port", default=str(PORT)),
     "gateway.host_names": Flag(
-        help="a name by which clients reach it, once or several times; without a client key, others than localhost and "
-        "its address are refused",
+        help="a name by which clients reach it, once or several times; without a client key, names other than "
+        "localhost and its address are refused",
     ),
     "data_dir": Flag(metavar="DIR", help="for the log", default=".bombus, in this folder"),
     "nats": HIVE_FLAGS["nats"],

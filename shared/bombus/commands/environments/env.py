@@ -1,4 +1,4 @@
-"""`bombus env`: environments. Each subcommand is defined beside what it does, and is imported only when it runs."""
+"""`bombus env`: environments. Each subcommand is defined next to what it does, and is imported only when it runs."""
 
 import argparse
 

@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _checked(validation: ClassValidation, tasks: Sequence[Task]) -> list[tuple[str, list[CheckedTask]]]:
-    """Return what was found for each task. Those that share an id are told apart by their places in the file."""
+    """Return what was found for each task. Those that share an id are distinguished by their places in the file."""
     shared = Counter(task.task_id for task in tasks)
     return [
         (

@@ -51,7 +51,10 @@ class EvalOptions(PlayOptions):
         "job's rollout.max_env_worker",
     )
     every: Annotated[int | None, Flag(metavar="N", default="once")] = Field(
-        default=None, ge=1, le=1_000_000, description="go on, and evaluate after each Nth policy version until Ctrl-C"
+        default=None,
+        ge=1,
+        le=1_000_000,
+        description="keep running, and evaluate after each Nth policy version until Ctrl-C",
     )
 
     @field_validator("engine")
@@ -132,7 +135,7 @@ async def _evaluate(options: EvalOptions, opened: Sequence[TaskSet]) -> int:
 async def _follow(
     options: EvalOptions, every: int, client: AsyncSwarmClient, data_sets: Sequence[EvalSet], scores: ScoreFile | None
 ) -> int:
-    """Evaluate again and again, until the engine does not run any longer. A pass that fails is not the last one."""
+    """Evaluate again and again, until the engine is no longer running. A pass that fails is not the last one."""
     schedule = EvalSchedule(every)
     has_rewards = False
     while (due := await wait_until_due(client, schedule)) is not None:
@@ -148,7 +151,7 @@ async def _follow(
         if skipped := schedule.played(run, next(iter(board.evaluation.versions), version)):
             names = ", ".join(map(str, skipped[:8])) + (" and more" if len(skipped) > 8 else "")
             say(f"skipped, because evaluation is slower than training: version {names}", flush=True)
-    say("the engine does not run any longer")
+    say("the engine is no longer running")
     return 0 if has_rewards else 1
 
 
@@ -201,9 +204,7 @@ class EvalBoard:
                 "collection.drain_s at most; with a larger --at-once, or a smaller -n, more of them end in time"
             )
         if len(versions) > 1:
-            say(
-                "the policy changed meanwhile, and each row is of what one version has sampled, or of what several have"
-            )
+            say("the policy changed meanwhile: each row covers what one version has sampled, or what several have")
         if len(self.evaluation.versions) > 1:
             say("with a larger --claim, more episodes play the same version")
         say("", flush=True)

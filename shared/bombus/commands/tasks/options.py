@@ -87,7 +87,7 @@ class PlayOptions(BaseModel):
         """Return the tasks of a set that are played, and say so where there are not as many as were asked for."""
         drawn = tasks.draw(TaskDraw(size=self.n, seed=self.seed, split=self.split))
         if len(drawn) < self.n:
-            say(f"{tasks.name}: {len(drawn)} tasks are played, and there are no more of them", flush=True)
+            say(f"{tasks.name}: {len(drawn)} tasks are played; there are no more of them", flush=True)
         return drawn
 
     @property

@@ -108,7 +108,8 @@ async def _play(options: RunOptions, opened: list[TaskSet], drawn: Mapping[str, 
 
 
 class RunBoard:
-    """What is printed of a run: its progress in one line of a terminal, or a line for each episode; then the table."""
+    """The printed output of a run: one progress line on a terminal, otherwise a line for each episode; then the
+    table."""
 
     def __init__(self, scores: ScoreFile | None, total: int) -> None:
         self.summaries: list[EpisodeSummary] = []
@@ -184,5 +185,5 @@ async def _first_model(base_url: str) -> str:
     if not models:
         raise BombusError(f"{base_url} serves no model: name one with --model")
     if models[0].owned_by == HIVE and not _key().startswith(KEY_PREFIX):
-        raise BombusError(f"{base_url} is a hive, whose model answers in episodes alone: `bombus eval` plays them")
+        raise BombusError(f"{base_url} is a hive, whose model answers only within episodes: `bombus eval` plays them")
     return models[0].id

@@ -1,1 +1,1 @@
-"""What environments stand on: simulators and sandboxes in processes of their own, one for each session."""
+"""What environments run on: simulators and sandboxes in their own processes, one for each session."""

@@ -25,7 +25,7 @@ class BackendFolder:
         self.path = tempfile.mkdtemp(prefix=f"{PREFIX}{kind}-")
         self._lock = _locked(Path(self.path))
         if self._lock is None:
-            raise OSError(f"{self.path} was taken for one that a server has left: make another one")
+            raise OSError(f"{self.path} was mistaken for one that a server left behind: make another one")
 
     async def remove(self) -> None:
         """Remove the folder with all that is in it. Raises `OSError` when something is left."""
@@ -72,7 +72,7 @@ async def remove_left_folders() -> int:
             await _remove(str(folder))
             os.close(lock)
         except OSError as error:
-            log.warning("%s, which a server has left, could not be removed: %s", folder, error)
+            log.warning("%s, left behind by a server, could not be removed: %s", folder, error)
         else:
             removed += 1
     return removed

@@ -1,4 +1,4 @@
-"""What a backend is: a process or a folder of its own that one environment at a time stands on."""
+"""What a backend is: a process or a folder that one environment at a time has to itself."""
 
 from typing import NoReturn, Protocol
 

@@ -38,7 +38,7 @@ class BackendPool:
         pause_s: float = PAUSE_S,
     ) -> None:
         if size < 1 or spares < 0:
-            raise ValueError(f"a pool has at least 1 backend and 0 spares, and not {size} and {spares}")
+            raise ValueError(f"a pool has at least 1 backend and 0 spares, not {size} and {spares}")
         self.size = size
         self.exhausted = f"{kind} pool exhausted"
         self._make = make
@@ -99,7 +99,7 @@ class BackendPool:
         """
         number, backend = self._bound.get(session, (0, None))
         if backend is None:
-            raise EnvironmentLost("this session has no backend any more")
+            raise EnvironmentLost("this session has no backend left")
         try:
             async with asyncio.timeout(CALL_S):
                 await backend.scrub()
@@ -110,7 +110,7 @@ class BackendPool:
             raise EnvironmentLost(f"backend {number} could not be scrubbed: {in_one_line(error)}") from error
 
     async def check(self, session: str) -> None:
-        """Raise `EnvironmentLost` when the backend of a session does not answer any more."""
+        """Raise `EnvironmentLost` when the backend of a session no longer answers."""
         number, backend = self._bound.get(session, (0, None))
         if backend is None or not await self._answers(backend):
             raise EnvironmentLost(f"backend {number} of this session has died")
@@ -134,10 +134,10 @@ class BackendPool:
             async with asyncio.timeout(CALL_S):
                 await backend.scrub()
                 healthy = await backend.is_healthy()
-        except Exception as error:  # whatever a backend raises, nobody knows what was scrubbed
+        except Exception as error:  # whatever a backend raises, it is unknown what was scrubbed
             log.warning("backend %d could not be scrubbed, and is replaced: %s", number, in_one_line(error))
             healthy = False
-        except BaseException:  # cancelled: nobody knows what was scrubbed either
+        except BaseException:  # cancelled: it is unknown what was scrubbed
             self._replace(number)
             raise
         if healthy and not self._closed:

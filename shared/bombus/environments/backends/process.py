@@ -49,7 +49,7 @@ class SimulatorProcess:
         port = self._port or free_port()
         self.address = f"http://{HOST}:{port}"
         if self._port and not is_free(port):
-            raise EnvironmentLost(f"port {port} is in use: end the program that has it, or choose another base port")
+            raise EnvironmentLost(f"port {port} is in use: stop the program that uses it, or choose another base port")
         self._folder = BackendFolder("simulator")
         checks = certificates(False)
         self._http = httpx.AsyncClient(base_url=self.address, timeout=CALL_S, trust_env=False, verify=checks)

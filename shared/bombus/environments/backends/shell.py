@@ -188,7 +188,7 @@ class ShellSandbox:
         if result.code == 0 or result.output.strip() != "3":
             raise Refused(
                 Code.UNSUPPORTED,
-                "this machine makes no sandbox for the shell: the kernel, or the container around it, forbids "
+                "this machine cannot create a sandbox for the shell: the kernel, or the container around it, forbids "
                 "namespaces to this user (sysctl kernel.unprivileged_userns_clone, "
                 f"kernel.apparmor_restrict_unprivileged_userns). It said: {result.output.strip()[:200]}",
             )

@@ -27,7 +27,7 @@ class WireError(StrEnum):
     SESSION_ERROR = "SESSION_ERROR"
 
 
-# After these a session is of no use any more.
+# After these a session is of no further use.
 FATAL = frozenset({WireError.CAPACITY_REACHED, WireError.FACTORY_ERROR, WireError.SESSION_ERROR})
 
 
@@ -119,7 +119,7 @@ def encode(message: WireMessage) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         raise NotSendable(f"it is not JSON: {in_one_line(error)}") from error
     if (size := len(sent)) > MESSAGE_BYTES_MAX:
-        raise NotSendable(f"it has {size} bytes, and a message has at most {MESSAGE_BYTES_MAX}: send less at once")
+        raise NotSendable(f"it has {size} bytes, but a message has at most {MESSAGE_BYTES_MAX}: send less at once")
     return sent.decode()
 
 

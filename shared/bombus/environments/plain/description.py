@@ -97,7 +97,7 @@ class _Reading:
         if not isinstance(getattr(self._kind, "tools_run_together", False), bool):
             self._say("`tools_run_together` is neither True nor False: set one of them on the class.")
         if len(tools) > TOOLS_MAX:
-            self._say(f"It has {len(tools)} tools, and the limit is {TOOLS_MAX}: split it into several classes.")
+            self._say(f"It has {len(tools)} tools, but the limit is {TOOLS_MAX}: split it into several classes.")
         return PlainClass(
             name=self._name,
             tools=tools,
@@ -114,12 +114,13 @@ class _Reading:
     def check_making(self) -> None:
         """Note a problem if the class cannot be instantiated without arguments."""
         if missing := sorted(getattr(self._kind, "__abstractmethods__", ())):
-            self._say(f"It is abstract, and cannot be instantiated: it lacks {', '.join(missing)}.")
+            self._say(f"It is abstract and cannot be instantiated: it does not define {', '.join(missing)}.")
         try:
             inspect.signature(self._kind).bind()
         except (TypeError, ValueError):
             self._say(
-                f"It cannot be made without arguments: give them defaults, or give `lambda: {self._name}(...)` in its "
+                f"It cannot be created without arguments: give them defaults, or give `lambda: {self._name}(...)` in "
+                "its "
                 "place, which makes one."
             )
 
@@ -134,11 +135,11 @@ class _Reading:
             elif mark is not None and not is_method:
                 self._say(f"`{name}` has @{mark.kind} and is a {type(found).__name__}: make it a plain method.")
             elif is_method and name == "state":
-                self._say("`state` is the attribute that rewards take by this name, and no tool: give it another name.")
+                self._say("`state` is the attribute that rewards take by this name, not a tool: give it another name.")
             elif not is_hidden and not is_method and _is_wrapped(found):
                 self._say(
-                    f"`{name}` is a method behind a {type(found).__name__}, which is not seen as a tool: take that "
-                    "away, or begin its name with an underscore."
+                    f"`{name}` is a method behind a {type(found).__name__}, which is not seen as a tool: remove that, "
+                    "or begin its name with an underscore."
                 )
 
     def _attributes(self) -> Iterator[tuple[str, object]]:
@@ -204,14 +205,12 @@ class _Reading:
             self._say("It has several methods with @success: keep one.")
         for name in NOT_TOOLS & methods.keys():
             if mark_of(methods[name]) is not None:
-                self._say(
-                    f"`{name}` has a meaning of its own, so that it takes no decorator: name the method otherwise."
-                )
+                self._say(f"`{name}` has its own meaning, so it takes no decorator: rename the method.")
 
     def _check_play(self, method: Callable[..., Any], has_stop: bool) -> None:
         self._check_parameters("play", method, ("task", "agents"))
         if not inspect.iscoroutinefunction(method):
-            self._say("`play` is not `async def`, and agents are asked with `await`.")
+            self._say("`play` is not `async def`, but agents are asked with `await`.")
         if has_stop:
             self._say("It has `play`, which ends by itself, and a method with @stop, which would not be asked.")
 

@@ -116,7 +116,7 @@ class PlainInstance:
             _PLAYED[id(made)] = self
 
     async def give_away(self) -> object:
-        """Return the instance to whoever will close it, and end the threads."""
+        """Return the instance for the caller to close, and end the threads."""
         made, self._instance = self._instance, None
         await self.close()
         return made
@@ -148,7 +148,7 @@ class PlainInstance:
         return await contained_here(found, is_stopped) if inspect.isawaitable(found) else found
 
     def give_up(self, name: str) -> None:
-        """Take the environment for lost, because a coroutine of it goes on although it was cancelled."""
+        """Take the environment for lost, because a coroutine of it keeps running although it was cancelled."""
         self._lost = str(went_on(name))
 
     def can_cancel(self, name: str) -> bool:
@@ -183,7 +183,7 @@ class PlainInstance:
     def _state(self, method: MarkedMethod) -> object:
         if not hasattr(self._instance, "state"):
             raise MethodFailed(
-                f"{self.description.name}.{method.name} takes `state`, and the environment has no attribute `state`: "
+                f"{self.description.name}.{method.name} takes `state`, but the environment has no attribute `state`: "
                 "set it in `reset`"
             )
         return self._instance.state
@@ -201,8 +201,8 @@ class PlainInstance:
         finally:
             if thread.is_stuck:
                 self._lost = (
-                    f"`{name}` did not end in its time, and what runs in a thread cannot be cancelled, so that the "
-                    "environment is given up. Make it `async def`, or give it a limit of its own"
+                    f"`{name}` did not end in time, and what runs in a thread cannot be cancelled, so the environment "
+                    "is given up. Make it `async def`, or give it its own limit"
                 )
                 log.warning("%s", self._lost)
                 self._stuck.append(thread)
@@ -213,7 +213,7 @@ class PlainInstance:
         """Call the class's `close`, and end the threads.
 
         Where methods have not ended in their time, `close` runs when they do: in the thread of the last of them, or in
-        a task, after a coroutine that goes on although it was cancelled.
+        a task, after a coroutine that keeps running although it was cancelled.
         """
         if self._used.locked() and not self._stuck and _has_close(self._instance):
             await self._wait_until_unused()
@@ -259,16 +259,16 @@ class PlainInstance:
                 left -= 1
                 if left:
                     return
-            environment: Any = self._instance
-            if not _has_close(environment):  # or there is none, because it could not be made
+            instance: Any = self._instance
+            if not _has_close(instance):  # or there is none, because it could not be made
                 return
             try:
-                if inspect.iscoroutinefunction(environment.close):
-                    asyncio.run_coroutine_threadsafe(environment.close(), loop).result(CLOSE_S)
+                if inspect.iscoroutinefunction(instance.close):
+                    asyncio.run_coroutine_threadsafe(instance.close(), loop).result(CLOSE_S)
                 else:
-                    environment.close()
+                    instance.close()
             except Exception as error:  # the class's own code: its episode is over
-                log.warning("%s.close failed: %s", type(environment).__name__, with_place(error))
+                log.warning("%s.close failed: %s", type(instance).__name__, with_place(error))
 
         for thread in self._stuck:
             thread.leave(ended)
@@ -333,7 +333,7 @@ class PlainEnvironment:
             return ToolOutcome(text=text_of(result))
         except InfraError:
             raise
-        except Exception as error:  # the tool's own code: the model is told, and goes on
+        except Exception as error:  # the tool's own code: the model is told, and continues
             return ToolOutcome(text=in_one_line(error), failed=True)
 
     async def is_over(self, transcript: Transcript) -> bool:

@@ -1,4 +1,4 @@
-"""Threads for the methods of an environment that are not coroutines: what hangs there holds up neither the loop nor the
+"""Threads for the methods of an environment that are not coroutines: what hangs there blocks neither the loop nor the
 end of the program."""
 
 import asyncio
@@ -15,7 +15,7 @@ _Work = tuple[Future[Any], contextvars.Context, Callable[[], Any]]
 
 
 async def in_a_thread(call: Callable[[], T], name: str) -> T:
-    """Return what a function returns that runs in a thread of its own."""
+    """Return the result of a function that runs in its own thread."""
     thread = InstanceThread(name)
     try:
         return await thread.run(call)
@@ -48,7 +48,7 @@ class InstanceThread:
             raise
 
     def leave(self, last: Callable[[], object]) -> None:
-        """Let the thread call one more function once it is not stuck any more, and end."""
+        """Let the thread call one more function once it is no longer stuck, and end."""
         self._works.put((Future(), contextvars.copy_context(), last))
         self._works.put(None)
 

@@ -95,7 +95,8 @@ def _mark(method: MethodT | None, mark: MethodMark) -> MethodT | Callable[[Metho
 def _marked(method: MethodT, mark: MethodMark) -> MethodT:
     if (other := mark_of(method)) is not None and other.kind != mark.kind:
         raise TypeError(
-            f"@{mark.kind} stands before a method that has @{other.kind}, and a method has one of them: write a second "
+            f"@{mark.kind} stands before a method that has @{other.kind}, but a method can have only one of them: "
+            "write a second "
             "method, which may call the first"
         )
     try:

@@ -75,7 +75,7 @@ def tool_of(name: str, method: Callable[..., Any]) -> MethodTool:
         if hints[parameter.name] in (Task, Transcript):
             raise NoTool(
                 f"its argument `{parameter.name}` is a {hints[parameter.name].__name__}, which only decorated methods "
-                "take, and here the model would write it: keep what the tool needs in `reset`"
+                "take, but here the model would write it: keep what the tool needs in `reset`"
             )
         default = ... if parameter.default is parameter.empty else parameter.default
         about = documented.arguments.get(parameter.name)

@@ -14,7 +14,7 @@ from bombus.errors import BombusError
 from bombus.sdk.types import Task
 
 CALLS_MAX = 10_000  # of a gold solution
-ANSWERS_MAX = 10_000  # for agents of a `play`, which a class without end would ask for ever
+ANSWERS_MAX = 10_000  # for agents of a `play`, which a class without end would ask forever
 
 
 class WrongGold(BombusError):

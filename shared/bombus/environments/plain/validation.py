@@ -104,7 +104,7 @@ class ClassValidation:
         if best.scores.reward <= nothing.scores.reward + SLACK:
             problems.append(
                 f"The gold solution has the reward {best.scores.reward:g}, and doing nothing "
-                f"{nothing.scores.reward:g}, so that there is nothing to learn."
+                f"{nothing.scores.reward:g}, so there is nothing to learn."
             )
         return CheckedTask(check="gold", problems=tuple(problems), detail=f"reward {best.scores.reward:g}")
 
@@ -114,7 +114,7 @@ class ClassValidation:
             mark, declared = method.mark, f"{method.mark.low:g} to {method.mark.high:g}"
             given = trial.numbers.get(method.name, [trial.scores.rewards[method.name]])
             for value in (each for each in given if not mark.low - SLACK <= each <= mark.high + SLACK):
-                yield f"The reward `{method.name}` was {value:g}, and is declared to lie from {declared}."
+                yield f"The reward `{method.name}` was {value:g}, but is declared to lie from {declared}."
 
     async def _determinism(self, task: Task, best: Trial) -> AsyncIterator[str]:
         again = await self._trial(task, gold=self._has_gold)

@@ -162,7 +162,7 @@ class AsyncEnvPool:
     def _needs(self, error: EnvironmentsBusy) -> str:
         waited_s = self.settings.wait_s
         waited = f" within {waited_s:g} s" if waited_s else "; SessionSettings(wait_s=...) waits for them"
-        return f"a pool of {self.size} needs {self.size} free slots at once, and did not get them{waited} ({error})"
+        return f"a pool of {self.size} needs {self.size} free slots at once, but did not get them{waited} ({error})"
 
     async def _open(self, count: int, settings: SessionSettings) -> list[EnvSession]:
         """Open sessions, all or none. Raises the error that came first."""
@@ -227,7 +227,7 @@ class AsyncEnvPool:
             raise EnvironmentsBusy(why) from error
         if number is None:
             idle.put_nowait(None)  # for the others that wait
-            raise EnvironmentLost(f"the pool of environments at {self.url} is not open any more")
+            raise EnvironmentLost(f"the pool of environments at {self.url} is no longer open")
         return number
 
     def session(self, number: int) -> EnvSession:
@@ -255,7 +255,7 @@ class AsyncEnvPool:
             except (EnvironmentLost, EnvironmentsBusy) as error:
                 if loop.time() + RECONNECT_S > until:
                     raise
-                log.info("no environment yet in the place of one that was lost: %s", in_one_line(error))
+                log.info("a lost environment could not be replaced yet: %s", in_one_line(error))
                 await asyncio.sleep(RECONNECT_S)
             else:
                 if sessions is self._sessions:
@@ -274,7 +274,7 @@ class AsyncEnvPool:
         *,
         retries: int = 0,
     ) -> list[T | InfraError]:
-        """Play a task `n` times at once, each in a session of its own, and return the results in order.
+        """Play a task `n` times at once, each in its own session, and return the results in order.
 
         A pool that was made with its rollout, or with its task, is given the other one alone.
 
@@ -297,7 +297,7 @@ class AsyncEnvPool:
                     if not isinstance(error, InfraError):
                         raise
                     log.warning(
-                        "an episode of task %r has no reward, as its environment failed: %s",
+                        "an episode of task %r has no reward, because its environment failed: %s",
                         played.task_id,
                         in_one_line(error),
                     )
@@ -366,7 +366,7 @@ class AsyncEnvPool:
         except ValueError as error:
             raise Refused(Code.BAD_REWARD, f"the rewards of a group cannot be used: {error}") from error
         if not numbers or not all(map(math.isfinite, numbers)):
-            raise Refused(Code.BAD_REWARD, f"the rewards of a group are finite numbers, and not {numbers}")
+            raise Refused(Code.BAD_REWARD, f"the rewards of a group must be finite numbers, not {numbers}")
         if self._curriculum is None:
             raise Refused(Code.BAD_CONFIG, "this pool has no curriculum: give it one when you make the pool")
         mean = sum(numbers) / len(numbers)

@@ -1,4 +1,4 @@
-"""`EnvPool`: the same pool for programs without a loop. It owns a loop in a thread, where heartbeats go on."""
+"""`EnvPool`: the same pool for programs without a loop. It owns a loop in a thread, where heartbeats continue."""
 
 import asyncio
 import contextlib
@@ -123,7 +123,7 @@ async def _cancel_others() -> None:
 
 
 class BlockingEnvironment:
-    """An environment for a plain function, which runs in a thread beside the loop.
+    """An environment for a plain function, which runs in a thread alongside the event loop.
 
     After `leave` its methods raise `EnvironmentLost`, since a function that nobody waits for may still be running.
     """
@@ -268,7 +268,7 @@ class EnvPool:
         try:
             thread.run(pool.close(within_s), within_s + STOP_S)
         except TimeoutError:
-            log.warning("a coroutine blocks the loop of the pool, so that its environments are not given back in order")
+            log.warning("a coroutine blocks the loop of the pool, so its environments are not returned cleanly")
         finally:
             thread.stop()
 

@@ -133,7 +133,7 @@ class RemoteEnvironment:
         arguments = arguments_of(call)
         async with self._turn:
             if self._is_over:
-                raise StepRefused("", "the episode is over, and nothing was done")
+                raise StepRefused("", "the episode is over, so nothing was done")
             if self._steps_call_tools:
                 action = {"type": "call_tool", "tool_name": call.name, "arguments": arguments}
                 return _seen(await self._stepped(action))

@@ -42,17 +42,19 @@ class SessionSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    connect_s: float = Field(default=10, gt=0, le=600, description="for the connection, beside `wait_s`")
+    connect_s: float = Field(default=10, gt=0, le=600, description="for the connection, in addition to `wait_s`")
     wait_s: float = Field(default=0, ge=0, le=600, description="for a slot, where the server has a queue")
     step_s: float = Field(default=60, gt=0, le=86_400, description="for the answer to a reset or a step")
     take_s: float = Field(default=600, gt=0, le=86_400, description="for an environment of a pool to be idle")
-    silence_s: float = Field(default=20, gt=0, le=3600, description="a server that is silent for this long is gone")
+    silence_s: float = Field(
+        default=20, gt=0, le=3600, description="a server that is silent for this long is considered gone"
+    )
     idle_s: float = Field(default=1500, gt=0, le=86_400, description="a session unused for this long is given up")
     key: str = Field(default="", repr=False, description="the server's key, if it has one")
 
 
 class StepRefused(BombusError):
-    """The server declined one message: the action makes no sense, or the environment raised. The session goes on."""
+    """The server declined one message: the action makes no sense, or the environment raised. The session continues."""
 
     def __init__(self, code: str, why: str) -> None:
         super().__init__(why)
@@ -145,7 +147,7 @@ class EnvSession:
         return result if isinstance(result, dict) else {"result": result}
 
     async def close(self) -> None:
-        """Give the slot back. Closing again does nothing. A server that does not answer is not waited for long."""
+        """Give the slot back. Closing again does nothing. A server that does not answer is waited for only briefly."""
         was_alive = not self._dead
         self._dead = self._dead or "it was closed"
         if was_alive:
@@ -156,7 +158,7 @@ class EnvSession:
             await self._connection.close()
 
     def cut(self) -> None:
-        """End the connection at once, without a word to the server."""
+        """End the connection at once, without notifying the server."""
         self._die("it was cut")
 
     async def __aenter__(self) -> Self:

@@ -87,6 +87,6 @@ def wait_s_of(query: str) -> float:
     except ValueError:
         wait_s = -1.0
     if not 0 <= wait_s <= WAIT_S_MAX:
-        why = f"wait_s is {text[:40]!r}: it is a number of seconds from 0 to {WAIT_S_MAX:.0f}"
+        why = f"wait_s is {text[:40]!r}: it must be a number of seconds from 0 to {WAIT_S_MAX:.0f}"
         raise NotLetIn(HTTPStatus.BAD_REQUEST, Code.MALFORMED, why)
     return wait_s

@@ -41,7 +41,7 @@ async def announce(counts: Callable[[], dict[str, int]], nats: str, hive: str, u
     """Write how many slots are leased to the bus, again and again, until cancelled.
 
     A server that listens at every address is shown at the one from which the bus is reached, or by its machine's name.
-    The bus is for show: without it the server goes on, and its slots stay leases all the same.
+    The bus only displays these counts: without it the server keeps running, and its leases stay valid.
     """
     name = secrets.token_hex(6)
     while True:

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trusted-network",
         action="store_true",
-        help="let everybody who reaches the port use the environments without a key",
+        help="let everyone who can reach the port use the environments without a key",
     )
     parser.add_argument("--nats", metavar="URL", help="a hive's bus, so that `bombus status` shows the slots")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Notices coroutines of environments that block the loop. While one does, no session of the server goes on."""
+"""Notices coroutines of environments that block the loop. While one does, no session of the server makes progress."""
 
 import logging
 import time
@@ -18,7 +18,7 @@ def watched(work: Awaitable[T], name: str, session: str) -> "Watched[T]":
     def note(longest_s: float) -> None:
         if longest_s >= HELD_UP_S:
             log.warning(
-                "`%s` of session %s held up all sessions of this server for %.1f s: let it await what takes time, or "
+                "`%s` of session %s blocked all sessions of this server for %.1f s: let it await what takes time, or "
                 "make it a plain `def`, which runs in a thread",
                 name,
                 session,

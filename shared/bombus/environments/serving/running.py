@@ -61,10 +61,13 @@ def backends_of(deployment: Deployment, environment: Mapping[str, str]) -> Backe
     kind, slots, spares = deployment.backend, deployment.settings.slots, deployment.spares
     wanted = environment.get(KIND_VARIABLE, "").strip() or "simulator"
     if wanted not in ("simulator", "aws"):
-        raise Refused(Code.BAD_CONFIG, f"{KIND_VARIABLE} is {wanted[:40]!r}: it is simulator or aws")
+        raise Refused(Code.BAD_CONFIG, f"{KIND_VARIABLE} is {wanted[:40]!r}: it must be simulator or aws")
     if kind == BackendKind.MINISTACK and wanted == "aws":
         if slots > 1:
-            why = f"{KIND_VARIABLE}=aws gives all environments the same account, where they would disturb each other"
+            why = (
+                f"{KIND_VARIABLE}=aws gives all environments the same account, where they would interfere with each "
+                "other"
+            )
             raise Refused(Code.BAD_CONFIG, f"{why}: serve it with --slots 1")
         return REAL
     match kind:

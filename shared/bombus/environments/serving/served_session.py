@@ -46,7 +46,7 @@ NOT_RESET = "the environment has no task yet: send a reset first"
 
 
 class BadRequestMessage(ValueError):
-    """Raised for a message that makes no sense; its sentence goes to the client, and the session goes on."""
+    """Raised for a message that makes no sense; its sentence goes to the client, and the session continues."""
 
 
 class EnvironmentSource(Protocol):

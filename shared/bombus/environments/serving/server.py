@@ -78,7 +78,7 @@ POSTS_MAX = 32  # calls of one session that are under way by POST
 
 ENDED: Mapping[LeaseEnd, tuple[int, str]] = {
     LeaseEnd.RELEASED: (1000, ""),
-    LeaseEnd.LAPSED: (CloseCode.LAPSED, "the lease lapsed: nothing was heard of the client"),
+    LeaseEnd.LAPSED: (CloseCode.LAPSED, "the lease lapsed: no message came from the client"),
     LeaseEnd.IDLE: (CloseCode.LAPSED, "the lease lapsed: the session was idle for too long"),
     LeaseEnd.BROKEN: (CloseCode.BROKEN, "the environment broke"),
 }
@@ -155,7 +155,7 @@ class EnvironmentServer:
             kind, body = self._pages[url.path]
             return response(HTTPStatus.OK, kind, body)
         if url.path == "/" and (slots := self.settings.slots) > 1:
-            why = f"the page to try an environment by hand is for one slot alone, and this server has {slots}"
+            why = f"the page to try an environment by hand works only with one slot, but this server has {slots}"
             raise NotLetIn(HTTPStatus.NOT_FOUND, Code.UNKNOWN_PATH, f"{why}: serve the class with --slots 1")
         if url.path != "/ws":
             there = ", ".join(self._documents)
@@ -184,7 +184,7 @@ class EnvironmentServer:
         """Let a connection hold a session that was opened by POST. Raises `NotLetIn`."""
         seat = self._live(session)
         if seat.connection is not None:
-            raise NotLetIn(HTTPStatus.CONFLICT, WireError.SESSION_ERROR, "the session has a connection already")
+            raise NotLetIn(HTTPStatus.CONFLICT, WireError.SESSION_ERROR, "the session already has a connection")
         seat.connection = connection
         self._sessions[connection] = session
         self._held_by(connection, session, seat)
@@ -393,7 +393,7 @@ class EnvironmentServer:
             if (environment := seat.made()) is not None:
                 has_ended &= await self._within("the environment was not closed", session, environment.close())
             cleaning = self._source.clean(session, in_use=not has_ended)
-            await self._within("what the environment stood on was not cleaned", session, cleaning)
+            await self._within("the environment's backend was not cleaned", session, cleaning)
         finally:
             self._do(Cleaned(slot, self._clock()))
 
@@ -455,7 +455,7 @@ class EnvironmentServer:
     def _note_end(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a session was not ended in order: %s", in_one_line(error), exc_info=error)
+            log.error("a session was not ended cleanly: %s", in_one_line(error), exc_info=error)
 
 
 async def _hang_up(connection: ServerConnection, code: int, reason: str) -> None:
@@ -468,7 +468,7 @@ async def _hang_up(connection: ServerConnection, code: int, reason: str) -> None
 
 
 def _stopping() -> NotLetIn:
-    return NotLetIn(HTTPStatus.SERVICE_UNAVAILABLE, Code.OVERLOADED, "the server is stopping: come again later")
+    return NotLetIn(HTTPStatus.SERVICE_UNAVAILABLE, Code.OVERLOADED, "the server is stopping: try again later")
 
 
 async def _answer(work: SessionWork, text: str | bytes) -> WireMessage | None:

@@ -18,10 +18,10 @@ class ServingSettings(BaseModel):
 
     slots: Annotated[int, NoFlag()] = Field(default=1, ge=1, le=SLOTS_MAX, description="environments at once")
     ttl_s: float = Field(
-        default=20, ge=0.2, le=3600, description="a client that is silent for so many seconds loses its slot"
+        default=20, ge=0.2, le=3600, description="seconds of silence after which a client loses its slot"
     )
     idle_s: float = Field(
-        default=1800, ge=0.2, le=86_400, description="a client that does nothing for so many seconds loses its slot"
+        default=1800, ge=0.2, le=86_400, description="a client that does nothing for this many seconds loses its slot"
     )
     step_s: float = Field(default=600, ge=0.1, le=86_400, description="seconds for one reset, step or score")
     close_s: float = Field(

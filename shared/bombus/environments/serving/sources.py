@@ -34,7 +34,7 @@ class ClassSource:
             raise Refused(Code.BAD_CONFIG, why)
         self._real = backends if takes is not None and isinstance(backends, RealBackend) else None
         self._backends = backends if takes is not None and isinstance(backends, BackendPool) else None
-        self._abandoned: set[asyncio.Task[None]] = set()  # still making environments that nobody waits for
+        self._abandoned: set[asyncio.Task[None]] = set()  # still making environments that are no longer awaited
         self._is_plain = not is_environment(kind)
         self._tools = _tools_of(kind, takes is not None) if self._is_plain else ()
         self.exhausted = self._backends.exhausted if self._backends is not None else "Environment pool exhausted"
@@ -59,7 +59,7 @@ class ClassSource:
             raise
 
     async def _made(self, make: Callable[[], Any], is_stopped: Callable[[], bool]) -> AgentEnvironment:
-        """Make an instance in a thread, which may take its time: other sessions go on."""
+        """Make an instance in a thread, which may take a while: other sessions keep running."""
         if not self._is_plain:
             found: AgentEnvironment = await in_a_thread(make, "make")
             return found
@@ -113,7 +113,7 @@ async def _close_once_made(making: asyncio.Task[AgentEnvironment]) -> None:
     try:
         await (await making).close()
     except Exception as error:  # the class's own code, after the end of its session
-        log.warning("an environment whose session was over was not made, or not closed: %s", in_one_line(error))
+        log.warning("an environment whose session had ended was not created, or not closed: %s", in_one_line(error))
 
 
 def _action(properties: dict[str, object], required: str) -> dict[str, object]:

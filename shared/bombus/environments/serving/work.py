@@ -45,7 +45,7 @@ class SessionWork:
             try:
                 answer = await self._session.answer(message, is_posted)
             except InfraError as error:
-                why = f"the environment broke, and the session is over: {error}"
+                why = f"the environment failed, so the session has ended: {error}"
                 answer = error_message(WireError.SESSION_ERROR, why)
             finally:
                 limit.cancel()
@@ -67,7 +67,7 @@ class SessionWork:
 
     def _cut_off(self, kind: str) -> None:
         if self.step is not None and not self.over.done():
-            why = f"the {kind} took longer than {self._step_s:g} s: the session is over"
+            why = f"the {kind} took longer than {self._step_s:g} s, so the session has ended"
             self._late = (self.step, error_message(WireError.SESSION_ERROR, why))
             self.is_broken = True
             self.end()

@@ -45,7 +45,7 @@ def _started(engine: EngineState, event: ev.EngineStarted) -> None:
         if goes_on(event.begins, engine.run, engine.started):
             fresh.counters = engine.counters
             kept = {version: stats for version, stats in engine.evals.items() if version <= event.begins.step}
-            fresh.evals = kept  # the versions after it are made again, and are others
+            fresh.evals = kept  # the versions after it are rebuilt, and differ
             fresh.rollouts = [each for each in engine.rollouts if each.step <= event.begins.step]
     for field in EngineState.__struct_fields__:
         setattr(engine, field, getattr(fresh, field))

@@ -161,7 +161,7 @@ def _ended(engine: EngineState, event: ev.EpisodeEnded) -> None:
 def _count_evaluation(engine: EngineState, claimed: int, outcome: ev.Outcome, episode: Episode | None) -> None:
     """Count an evaluation episode for the version that has sampled it, one without calls for that of its claim.
 
-    Those of too many data sets are in the sums of their version alone.
+    Episodes of data sets over the limit count only in their version's totals.
     """
     calls = () if episode is None else episode.complete_calls()
     oldest = min((call.oldest for call in calls), default=claimed)
@@ -213,7 +213,7 @@ def _leave_pool(engine: EngineState, episode_id: str) -> Completed | None:
 
 
 def take(engine: EngineState, episodes: Iterable[str]) -> int:
-    """Let episodes leave the pool whose calls nobody needs any more. Return how many were in it."""
+    """Remove episodes from the pool whose calls are no longer needed. Return how many were in it."""
     gone = [episode for episode in episodes if _leave_pool(engine, episode) is not None]
     engine.calls.release(gone)
     return len(gone)
@@ -276,7 +276,7 @@ def _batch_ready(engine: EngineState, event: ev.BatchReady) -> None:
 
 
 def release_steps(engine: EngineState, before: list[SealedStep]) -> None:
-    """Release the calls of those kept steps that nobody has to make again."""
+    """Release the calls of those kept steps that need not be repeated."""
     gone = before[: len(before) - len(engine.needed_steps)]
     for step in gone:
         step.released = True

@@ -45,13 +45,13 @@ def release_replicas(engine: EngineState) -> None:
 
 
 def forget_lost(engine: EngineState) -> None:
-    """Begin to count anew the trainers that are lost in a row."""
+    """Restart the count of trainers that are lost in a row."""
     if engine.trainers_lost:
         operations_state.forget_lost(engine.clients)
     engine.trainers_lost = 0
 
 
 def keep_time(engine: EngineState, at_ns: int) -> None:
-    """Count the time in which models that could not be made again could be tried again."""
+    """Count the time in which models that could not be rebuilt could be tried again."""
     rests = engine.suspended or engine.rest_wanted or engine.asleep
     engine.clients.trying.run(engine.serves_operations and engine.trainer != "" and not rests, at_ns)

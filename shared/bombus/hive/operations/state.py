@@ -102,7 +102,8 @@ class ClientModel(msgspec.Struct, kw_only=True):
     suspended: str = ""  # why its trainer cannot make it again
     away_ns: int = 0  # what `TrainingClients.trying` showed when it was suspended
     left_ns: int = 0  # what that showed when it was suspended and its session had ended, or at `resume` after that
-    rebuilding_by: int = 0  # the epoch of the trainer that makes it again, or has ended in that; 0 for none
+    # The epoch of the trainer that makes it again, or has ended in that; 0 for none.
+    rebuilding_by: int = msgspec.field(default=0, name="remaking_by")
     unsurvived: dict[int, tuple[int, ...]] = {}  # by operation: the epochs of trainers that executed it again
     lost: int = 0  # of the trainers that were lost in a row, those that made it again
     last_op: str = ""  # that was executed
@@ -230,7 +231,7 @@ class TrainingClients(msgspec.Struct, kw_only=True):
         return sum(model.held_bytes for model in self.models.values())
 
     def operation(self, operation: str) -> Queued | None:
-        """Return an operation by its id, None when it is not known any more."""
+        """Return an operation by its id, None when it is no longer known."""
         name, _, key = operation.rpartition(":")
         model = self.models.get(name)
         return None if model is None else model.operations.get(key)
@@ -324,7 +325,7 @@ def open_model(clients: TrainingClients, event: ev.ModelOpened) -> None:
 
 
 def suspend_model(clients: TrainingClients, event: ev.ModelSuspended) -> int:
-    """Suspend a model or let it go on. Returns how many trainers were lost because of it, which is over now."""
+    """Suspend or resume a model. Returns how many trainers were lost because of it, which is over now."""
     model = clients.models.get(event.model)
     if model is None:
         return 0

@@ -4,7 +4,7 @@ import msgspec
 
 
 class Stopwatch(msgspec.Struct, kw_only=True):
-    """Runs from one event to another, and goes on where it stood."""
+    """Runs from one event to another, and continues where it stopped."""
 
     ran_ns: int = 0  # what it showed when it was stopped last
     since_ns: int = 0  # when it was started, 0 while it stands still

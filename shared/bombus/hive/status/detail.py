@@ -120,19 +120,19 @@ def disagreement_of(formats: Sequence[FormatStatus]) -> str:
 def way_on(status: EngineStatus) -> str:
     """Return what lets a suspended run go on."""
     if status.until_served:
-        return "the run goes on once a replica serves its weights; `bombus resume` lets all of them try at once"
-    return "once the cause is gone, `bombus resume` lets the run go on"
+        return "the run resumes once a replica serves its weights; `bombus resume` lets all of them try at once"
+    return "once the cause is gone, `bombus resume` lets the run continue"
 
 
 def silence_of(engine: EngineState) -> str:
-    """Return why the newest steps have learnt nothing, and what to change; nothing where they have."""
+    """Return why the newest steps have learned nothing, and what to change; nothing where they have."""
     if engine.silent_steps < SILENT_STEPS:
         return ""
     mean = engine.rollouts[-1].rewards.mean if engine.rollouts else 0.0
     return (
-        f"nothing was learnt in the last {engine.silent_steps} steps: the rewards of each task's episodes are equal "
-        f"(their mean is {mean:.3g}), so that no answer is better than another. Give tasks that this model solves "
-        "sometimes, or rewards in parts; raise num_repeat or rollout.temperature; the collection method "
+        f"nothing was learned in the last {engine.silent_steps} steps: the rewards of each task's episodes are equal "
+        f"(their mean is {mean:.3g}), so no answer is better than another. Give tasks that this model solves "
+        "sometimes, or partial rewards; raise num_repeat or rollout.temperature; the collection method "
         "rollout_until_finish_enough_non_dummy_tasks leaves such tasks out"
     )
 

@@ -56,7 +56,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     version: int  # -1: nothing loaded
     current: bool  # serves the newest weights of this run
     sequence_tokens: int = 0  # the longest sequence that it serves, 0 where it does not say
-    constrains: bool = False  # whether it can hold answers to a form
+    constrains: bool = False  # whether it supports structured output
     quarantined: str = ""  # why it gets no calls, and nothing waits for it
 
 
@@ -166,7 +166,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     detail: str
     failure: str  # why the last run ended, "" when it did not fail
     suspended: str = ""  # why the run waits for its operator, "" while it goes on
-    until_served: bool = False  # it also goes on by itself, once a replica serves its weights
+    until_served: bool = False  # it also resumes by itself, once a replica serves its weights
     model: str
     run: int
     begun: str = ""  # where the run began, "" where it had no checkpoint to begin at

@@ -84,7 +84,7 @@ def _claim_rows(
 def _head_lines(status: EngineStatus) -> list[str]:
     phase = status.phase.removeprefix("ENGINE.")
     version = status.version if status.version >= 0 else "-"
-    since = f" for {duration(status.phase_s)}" if status.run else ""  # before its first run nobody knows
+    since = f" for {duration(status.phase_s)}" if status.run else ""  # before its first run it is unknown
     lines = [f"engine {status.engine}: {phase}{since} ({one_line(status.detail)})"]
     if status.failure:
         lines.append(f"  failure: {one_line(status.failure)}")
@@ -160,7 +160,7 @@ def _replica_lines(replicas: tuple[ReplicaStatus, ...]) -> list[str]:
         if replica.sequence_tokens:
             version += f", sequences of up to {replica.sequence_tokens} tokens"
         if replica.constrains:
-            version += ", holds answers to a form"
+            version += ", structured output"
         lines.append(f"  {one_line(replica.replica)} {one_line(replica.url)} {version}")
         if replica.quarantined:
             lines.append(f"    quarantined: {one_line(replica.quarantined)}")

@@ -5,7 +5,7 @@ the minimum that it asks for, the batch is found by taking groups one after the 
 such selection, then each time the oldest of the environment whose turn it is by weighted fair order, if a selection has
 it as well. So a batch is found whenever there is one, and sequences are shared out in the ratio of the weights as far
 as the sizes of groups allow. The oldest group counts for its environment, and is in the batch whatever the weight of
-that is: in batches of few groups weights show less. No environment waits for ever, unless the minimums of others are
+that is: in batches of few groups weights show less. No environment waits forever, unless the minimums of others are
 the whole batch: then what has no minimum is in none for as long as they are met.
 
 What is bounded: a search looks at `SIZES_MAX` sizes of each environment with a minimum and of all others together, so a

@@ -197,7 +197,7 @@ def why_not_queued(queue: TrajectoryQueue, groups: Sequence[QueuedGroup]) -> str
             return f"Group {position} has no sequences. Send at least one."
         if queue.batch_size and group.sequences > queue.batch_size:
             return (
-                f"Group {position} has {group.sequences} sequences, and a batch has {queue.batch_size}: no batch could "
+                f"Group {position} has {group.sequences} sequences, but a batch has {queue.batch_size}: no batch could "
                 "ever take it. Send smaller groups, or register the trainer with a larger batch_size."
             )
     return ""
@@ -210,7 +210,7 @@ def why_no_room(queue: TrajectoryQueue, groups: Sequence[QueuedGroup]) -> str:
         arriving_of = Counter(group.holder for group in groups)
         if not all(has_share(kept, holder, GROUPS_MAX, more) for holder, more in arriving_of.items()):
             return (
-                f"{len(queue.groups)} groups are queued, and there is room for {GROUPS_MAX} of all keys together, and "
+                f"{len(queue.groups)} groups are queued, but there is room for {GROUPS_MAX} of all keys together, and "
                 "for a share of each. Send them again after the trainer has taken batches."
             )
     arriving: dict[int, int] = {}
@@ -223,7 +223,7 @@ def why_no_room(queue: TrajectoryQueue, groups: Sequence[QueuedGroup]) -> str:
         if environment.held_groups + count > HELD_MAX:
             return (
                 f"{environment.held_groups} groups of environment {each} ({environment.name}) wait for others to make "
-                f"up its group_size of {environment.group_size}, and there is room for {HELD_MAX}. Send groups of "
+                f"up its group_size of {environment.group_size}, but there is room for {HELD_MAX}. Send groups of "
                 "that size, or register the environment again with the size that it sends."
             )
     return ""
@@ -256,7 +256,9 @@ def why_not_joined(queue: TrajectoryQueue, environment: Environment) -> str:
     if not isfinite(environment.weight):
         return f"weight of {name} is {environment.weight}: it must be a finite number."
     if environment.minimum is not None and not 0 <= environment.minimum <= 1:
-        return f"min_batch_allocation of {name} is {environment.minimum}: it must be a part of a batch, from 0 to 1."
+        return (
+            f"min_batch_allocation of {name} is {environment.minimum}: it must be a fraction of a batch, from 0 to 1."
+        )
     connected = Counter(each.holder for each in queue.environments.values() if each.connected)
     if environment.id not in queue.environments and not has_share(connected, environment.holder, ENVIRONMENTS_MAX):
         return (
@@ -307,7 +309,7 @@ def register(queue: TrajectoryQueue, batch_size: int) -> None:
 
 
 def reset(queue: TrajectoryQueue) -> None:
-    """Forget all groups and environments. Numbers go on, and what is released stays so."""
+    """Forget all groups and environments. Numbers continue, and what is released stays so."""
     queue.batch_size = queue.joined = queue.tokens = queue.bytes = 0
     queue.clock = 0.0
     for kept in queue.holders.values():

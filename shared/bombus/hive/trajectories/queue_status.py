@@ -1,4 +1,5 @@
-"""What is said of the queue: to an environment that asks how much to generate, and of groups that fit no batch."""
+"""What is reported about the queue: to an environment that asks how much to generate, and about groups that fit no
+batch."""
 
 from collections import Counter
 
@@ -8,12 +9,12 @@ from bombus.hive.trajectories.filling import reachable
 from bombus.hive.trajectories.forming import fit, lacking, minimums, usable
 from bombus.hive.trajectories.queue import Environment, TrajectoryQueue
 
-WEIGHT_MIN = 0.01  # what an environment is groups at least, so that it goes on generating
+WEIGHT_MIN = 0.01  # what an environment is told at least, so that it keeps generating
 SIZES_SHOWN = 6
 
 
 class EnvironmentQueueStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """How an environment stands among the others, as `status-env` answers it."""
+    """An environment's share of the queue, as `status-env` reports it."""
 
     queue_size: int
     unallocated_fraction: float
@@ -103,17 +104,17 @@ def _without_a_fill(queue: TrajectoryQueue) -> list[str]:
         for size, line in usable(queue, share):
             if not fill.could_take(pools.get(owner, 0), size):
                 (left_out if minimums_are_all and owner not in asked else unused)[size] += line.count
-    groups: list[str] = []
+    sentences: list[str] = []
     if left_out:
-        groups.append(
+        sentences.append(
             f"No batch has room for {_groups(left_out)} of environments without a minimum: the minimums of others are "
             "all of it. Register one of those again with a smaller min_batch_allocation."
         )
     if not unused:
-        return groups
+        return sentences
     fit_and_stay = ("fits", "It stays") if unused.total() == 1 else ("fit", "They stay")
     return [
-        *groups,
+        *sentences,
         f"{_groups(unused)} {fit_and_stay[0]} in no batch of {queue.batch_size} sequences with what is queued now. "
         f"{fit_and_stay[1]} until groups come that complete one.",
     ]

@@ -115,7 +115,7 @@ def register(state: Trajectories, event: ev.TrainerRegistered) -> None:
 def end_run(state: Trajectories) -> None:
     """End a run: its groups are dropped (R8), and so are the keys by which their pushes would be known again.
 
-    Environments stay as they are, as they notice nothing of it. One that fell silent may be heard of again.
+    Environments stay as they are, as they notice nothing of it. One that fell silent may be heard from again.
     """
     queue = state.queue
     kept = [each for each in queue.environments.values() if each.connected or each.id in state.silent_ns]

@@ -14,7 +14,7 @@ from bombus.hive.events import TrainerRegistered
 from bombus.hive.trajectories.records import RolloutGroup, int_rows
 
 NOT_TRAINED = -100  # the mask of a token that is not trained; that of any other is the token itself
-LOGPROB_MAX = 0.01  # a logprob is 0 at most, but for the rounding of whoever computed it
+LOGPROB_MAX = 0.01  # a logprob is 0 at most, except for rounding
 ADVANTAGE_MAX = float.fromhex("0x1.fffffep+127")  # the largest float32
 FOLDER, FOLDERS_MAX = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}"), 8  # of `checkpoint_dir`
 ZERO, TEMPERATURE = "set_advantage_to_zero", "temperature"  # the overrides that Atropos's own trainer knows
@@ -33,7 +33,7 @@ def why_not_trained(group: RolloutGroup, tokens_max: int = 0) -> str:
     Sequences have at most `tokens_max` tokens; 0: there is no such limit.
     """
     if tokens_max and group.longest > tokens_max:
-        return f"A sequence has {group.longest} tokens, and the run's max_token_len is {tokens_max}: send shorter ones."
+        return f"A sequence has {group.longest} tokens, but the run's max_token_len is {tokens_max}: send shorter ones."
     return (
         _why_not_these_fields(group)
         or _why_not_these_overrides(group)
@@ -57,7 +57,7 @@ def handling_of(group: RolloutGroup) -> list[Handling]:
     overrides = _json(group.overrides)
     rows = [None] * group.sequences if overrides is None else overrides
     if not isinstance(rows, list) or len(rows) != group.sequences:
-        raise ValueError(f"overrides has to be a list with one entry for each of {group.sequences} sequences.")
+        raise ValueError(f"overrides must be a list with one entry for each of {group.sequences} sequences.")
     return [_handling(number, row, 1.0 if common is None else common) for number, row in enumerate(rows)]
 
 
@@ -79,7 +79,7 @@ def _known(where: str, given: object, names: Sequence[str]) -> dict[str, Any]:
     if given is None:
         return {}
     if not isinstance(given, dict):
-        raise ValueError(f"{where} has to be an object or null.")
+        raise ValueError(f"{where} must be an object or null.")
     for name, value in given.items():
         if name not in names and value is not None:
             known = " and ".join(names)
@@ -94,7 +94,7 @@ def _temperature(where: str, given: dict[str, Any]) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 100:
-        raise ValueError(f"{where}.{TEMPERATURE} is a number from 0 to 100, not {value!r}.")
+        raise ValueError(f"{where}.{TEMPERATURE} must be a number from 0 to 100, not {value!r}.")
     return float(value) or 1.0
 
 
@@ -107,7 +107,7 @@ def why_not_registered(event: TrainerRegistered, begun: int) -> str:
         return f"max_token_len is {event.max_token_len}: it is the most tokens of a sequence, at least 1."
     if event.starting_step != begun:
         return (
-            f"starting_step is {event.starting_step}, and this engine's own trainer begins at step {begun}: send that. "
+            f"starting_step is {event.starting_step}, but this engine's own trainer begins at step {begun}: send that. "
             "The job's trainer.resume says where it begins."
         )
     if event.num_steps <= begun:

@@ -44,7 +44,7 @@ def read_dockerfile(environment: Path, workdir: object, default: str) -> PlainBa
             raise CannotDoWithout(f"environment/{name} keeps files out of the image")
     if base.copies_files and workdir and PurePosixPath(workdir) != PurePosixPath(base.workdir):
         raise CannotDoWithout(
-            f"environment/Dockerfile copies files to {base.workdir}, and environment.workdir is {workdir}"
+            f"environment/Dockerfile copies files to {base.workdir}, but environment.workdir is {workdir}"
         )
     return PlainBase(workdir or base.workdir, base.copies_files)
 

@@ -51,7 +51,7 @@ def read_task_folders(path: Path) -> list[AgentTask]:
     if not folders or len(folders) > TASKS_MAX:
         raise Refused(
             Code.BAD_CONFIG,
-            f"--task {path} has {len(folders) or 'no'} tasks: a folder of Harbor's has 1 to {TASKS_MAX} sub-folders "
+            f"--task {path} has {len(folders) or 'no'} tasks: a Harbor folder has 1 to {TASKS_MAX} sub-folders "
             "with task.toml, instruction.md and tests/test.sh",
         )
     tasks: dict[str, AgentTask] = {}
@@ -71,8 +71,9 @@ def read_task_folders(path: Path) -> list[AgentTask]:
         more = f", and {len(imaged) - NAMED_MAX} more" if len(imaged) > NAMED_MAX else ""
         raise Refused(
             Code.BAD_CONFIG,
-            f"--task {path}: {len(imaged)} of {len(folders)} tasks need an image, and `bombus rollout` plays on this "
-            f"machine's own programs: {', '.join(imaged[:NAMED_MAX])}{more}. Leave them out, or play them in Harbor",
+            f"--task {path}: {len(imaged)} of {len(folders)} tasks need an image, but `bombus rollout` plays with "
+            f"this machine's own programs: {', '.join(imaged[:NAMED_MAX])}{more}. Leave them out, or play them in "
+            "Harbor",
         )
     return list(tasks.values())
 
@@ -101,7 +102,7 @@ def task_of_folder(folder: Path, data_set: Path) -> AgentTask:
     if (folder / "trajectory.json").exists():
         raise CannotDoWithout("its trajectory.json is what an agent has done before, which is not shown to agents here")
     if environment.get("allow_internet", True) is not True:
-        raise CannotDoWithout("environment.allow_internet is false, and agents have this machine's network")
+        raise CannotDoWithout("environment.allow_internet is false, but agents have this machine's network")
     dockerfile = read_dockerfile(folder / "environment", environment.get("workdir"), WORKDIR)
     everywhere = _variables(environment, "environment")
     package = TaskPackage(
@@ -122,7 +123,7 @@ def _sub_folders(path: Path) -> Iterator[Path]:
         if (folder / "task.toml").is_file():
             yield folder
         elif (folder / "instruction.md").is_file():
-            raise Refused(Code.BAD_CONFIG, f"--task {folder} has an instruction.md and no task.toml")
+            raise Refused(Code.BAD_CONFIG, f"--task {folder} has an instruction.md but no task.toml")
 
 
 def without_canary(text: str) -> str:
@@ -188,7 +189,7 @@ def _check_installs(folder: Path) -> None:
 def _seconds(table: Table, name: str) -> float:
     found = table.get("timeout_sec", VERIFIER_S)
     if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found <= DAY_S:
-        raise ValueError(f"{name}.timeout_sec in task.toml is {found!r}, and a time limit is up to {DAY_S:.0f} s")
+        raise ValueError(f"{name}.timeout_sec in task.toml is {found!r}, but a time limit is up to {DAY_S:.0f} s")
     return float(found)
 
 

@@ -107,12 +107,12 @@ def check_sandbox(package: TaskPackage, scratch: Path) -> None:
             )
         except subprocess.TimeoutExpired as error:
             raise Refused(
-                Code.UNSUPPORTED, f"the sandbox of a task took longer than {CHECK_S:g} s to be made"
+                Code.UNSUPPORTED, f"the sandbox of a task took longer than {CHECK_S:g} s to create"
             ) from error
     if tried.stdout.strip() != package.workdir:
         raise Refused(
             Code.UNSUPPORTED,
-            "this machine makes no sandbox for tasks of Harbor's: the kernel, or the container around it, forbids "
+            "this machine cannot create a sandbox for Harbor's tasks: the kernel, or the container around it, forbids "
             "namespaces to this user (sysctl kernel.unprivileged_userns_clone, "
             f"kernel.apparmor_restrict_unprivileged_userns). It said: {tried.stderr.strip()[-300:]}",
         )

@@ -58,7 +58,7 @@ def _read(path: Path) -> str | None:
 
 
 def _of_object(text: str) -> dict[str, float]:
-    """Return the rewards by their names: there may be several, all of which are numbers, as Harbor has it."""
+    """Return the rewards by their names: there may be several, all of which are numbers, as Harbor requires."""
     try:
         found = msgspec.json.decode(text, type=dict[str, object])
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -78,6 +78,6 @@ def _text_number(text: str) -> float | None:
 def _number(value: object, shown: object, name: str) -> float:
     if not isinstance(value, int | float) or not is_reward(value):
         raise InfraError(
-            f"{name} has {str(shown).strip()[:80]!r}, and a reward is a number of at most {REWARD_MAX:.0e}"
+            f"{name} has {str(shown).strip()[:80]!r}, but a reward is a number of at most {REWARD_MAX:.0e}"
         )
     return float(value)

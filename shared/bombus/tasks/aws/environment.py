@@ -137,7 +137,7 @@ class AwsEnvironment:
         backend = self._backend or self._own
         if backend is None or not await backend.is_healthy():
             self._holds = None
-            raise EnvironmentLost("the simulator of this account does not answer any longer")
+            raise EnvironmentLost("the simulator of this account no longer answers")
 
     async def _is_so(self, check: StateCheck) -> bool:
         code, text = await self._console_there().run(self._words(check.command))

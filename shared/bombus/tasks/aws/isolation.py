@@ -114,7 +114,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 @functools.cache
 def _warn(why: str) -> None:
     log.warning(
-        "the AWS command line runs without namespaces of its own (%s): what models may call is still a fixed list, but "
-        "nothing else holds it",
+        "the AWS command line runs without namespaces of its own (%s): what models may call is still a fixed list, "
+        "but nothing else confines it",
         why,
     )

@@ -59,7 +59,7 @@ def information(documents: Sequence[SearchDocument]) -> str:
 
 
 def is_match(answer: str, golds: Sequence[str]) -> bool:
-    """Return whether an answer is one of those that are right, but for case, articles, punctuation and spaces."""
+    """Return whether an answer is one of the right ones, ignoring case, articles, punctuation and spaces."""
     given = plain_forms(answer)
     return any(given & plain_forms(gold) for gold in golds)
 
@@ -83,7 +83,7 @@ def _is_punctuation(char: str) -> bool:
 
 
 def worth(actions: Sequence[SearchAction], golds: Sequence[str], format_score: float) -> float:
-    """Return 1 for the right answer after valid actions alone, and `format_score` for a wrong one.
+    """Return 1 for the right answer after only valid actions, and `format_score` for a wrong one.
 
     The right answer after an invalid action is worth 1 - `format_score`, and all else nothing.
     """

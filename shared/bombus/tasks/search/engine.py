@@ -58,7 +58,7 @@ class _Lane:
         self.slots = asyncio.Semaphore(at_once)
         self.entering = (
             asyncio.Lock()
-        )  # one batch takes its slots at a time: two with half of theirs would wait for ever
+        )  # one batch takes its slots at a time: two with half of theirs would wait forever
         self.waiting: dict[str, asyncio.Future[Documents]] = {}
         self.running: dict[str, asyncio.Future[Documents]] = {}
         self.flushes: set[asyncio.Task[None]] = set()

@@ -67,7 +67,7 @@ class SearchTasks:
         numbers = [at for at in range(len(self._questions)) if (at % EVAL_SHARE == EVAL_SHARE - 1) == is_eval]
         if not numbers:
             raise Refused(
-                Code.BAD_CONFIG, f"there are {len(self._questions)} questions, and none of them is for {draw.split}"
+                Code.BAD_CONFIG, f"there are {len(self._questions)} questions, but none of them is for {draw.split}"
             )
         chosen = random.Random(draw.seed).sample(numbers, min(draw.size, len(numbers)))
         return [self._task(number, self._questions[number]) for number in chosen]

@@ -111,7 +111,7 @@ Either = TypeAdapter(ListToolsAction | CallToolAction)
 
 
 class EitherAction(Action):
-    """One of two kinds of actions, as in the environment of OpenEnv's that plays the Agent Environment Model."""
+    """One of two kinds of actions, as in the environment of OpenEnv's that plays the Agent World Model."""
 
     @classmethod
     def model_validate(cls, found: Any, **kwargs: Any) -> Any:

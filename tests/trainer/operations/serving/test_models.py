@@ -122,7 +122,7 @@ async def test_a_step_in_which_the_trainer_failed_is_undone_and_its_gradient_is_
     await one.do(GRADIENT)
     one.executor.fault = RuntimeError("a bug")
     error = await failed(one, optim_step())
-    assert error == "the trainer failed in this operation, by a fault of bombus (RuntimeError: a bug)"
+    assert error == "the trainer failed in this operation, because of a bug in bombus (RuntimeError: a bug)"
     assert one.executor.models == {"m": 0}, "the step was taken before the fault, and is undone"
     taken = await one.do(optim_step())
     assert isinstance(taken, StepTaken)
@@ -314,7 +314,7 @@ async def test_a_model_that_no_trainer_survives_making_again_goes_on_from_what_i
     before = await one.weights("before")
     one.model.unsurvived = {3: (1, 2, 3)}
     deadly = Rebuild(one.model, 4, 3, None)
-    with pytest.raises(NoneSurvived, match="3 trainers ended when they made it again and were at operation 3"):
+    with pytest.raises(NoneSurvived, match="3 trainers ended while they rebuilt it, at operation 3"):
         await one.models.make_again(one.model, deadly)
     one.model.unsurvived = {}
     await one.models.make_again(one.model, calm(one.model))
@@ -360,7 +360,7 @@ async def test_an_end_that_failed_before_what_came_earlier_was_executed_is_not_i
 async def test_an_operation_that_succeeded_and_fails_when_it_is_repeated_stops_the_model(one: OneModel) -> None:
     queued = one.accept(forward_backward(*random_data(1, 1), loss=LossSpec("nothing")))
     queued.completed_ns = 2
-    with pytest.raises(EngineFault, match="operation 2 of model m was executed before, and fails now that the model"):
+    with pytest.raises(EngineFault, match="operation 2 of model m succeeded before, but fails while the model"):
         await one.models.make_again(one.model, calm(one.model))
 
 
@@ -370,7 +370,7 @@ async def test_a_result_that_is_too_large_fails_and_spoils_the_gradient(one: One
     result, body = one.models.encoded(one.model, GRADIENT, large)
     assert isinstance(result, Failed)
     assert body == encode_result(result)
-    assert "send fewer data at once, and let their gradients add up" in result.error
+    assert "send less data at once, and let the gradients accumulate" in result.error
     assert "the result of this operation has" in await failed(one, optim_step(), Category.USER)
 
 

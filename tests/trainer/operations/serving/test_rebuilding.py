@@ -51,9 +51,7 @@ async def test_what_three_trainers_have_not_survived_is_gone_round_by_what_was_s
     attempt = Said(model(4, {3: (2, 3, 4), 7: (1,)}))
     assert await attempt.rebuild.rescued_from() == 3
     assert attempt.said == [(3, False)], "this may be deadly too"
-    assert "3 trainers ended when they made it again and were at operation 3, so" in str(
-        attempt.rebuild.none_survived()
-    )
+    assert "3 trainers ended while they rebuilt it, at operation 3, so" in str(attempt.rebuild.none_survived())
 
 
 async def test_what_six_trainers_have_not_survived_is_left_alone() -> None:

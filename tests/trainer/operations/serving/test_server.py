@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from bombus.bus import Bus, snapshots
 from bombus.bus.headers import MSG_ID
 from bombus.bus.snapshots import Snapshot
+from bombus.config.job import RunConfig
 from bombus.hive import inbox
 from bombus.hive.events import EngineStopped, ModelEnd, OperationCompleted
 from bombus.hive.state import FOLD, Phase
@@ -33,6 +34,11 @@ from bombus.operations import (
     StepTaken,
     encode_operation,
 )
+from bombus_trainer.backend import BackendLost
+from bombus_trainer.operations.executor import OperationExecutor
+from bombus_trainer.operations.settings import ExecutorSettings
+from bombus_trainer.service import Trainer
+from bombus_trainer.settings import TrainerSettings
 from tests.effort import long_only
 from tests.trainer.operations.serving.serving_hive import (
     BASE,
@@ -183,7 +189,7 @@ async def test_what_cannot_be_read_or_was_rejected_fails_in_words_and_the_run_go
     assert isinstance(unreadable, Failed)
     assert unreadable.category is Category.SERVER
     assert "this operation cannot be read" in unreadable.error
-    assert "gateway and trainer have to be of one version" in unreadable.error
+    assert "gateway and trainer must run the same version" in unreadable.error
     assert isinstance(await client.do("m", optim_step()), Failed), "it may have been part of the gradient"
     failure = Failed(error="data is not a list: send a list", category=Category.USER)
     assert await client.do("m", Rejected(failure=failure, counts=True)) == failure
@@ -353,7 +359,7 @@ async def test_only_the_newest_recovery_checkpoint_is_kept_and_it_has_the_gradie
         assert checkpoint is not None
         await client.do("m", sampler("after"))
         await client.until_checkpointed("m", 4)
-        places = client.stage.options.folder.glob("recovery/*/main/run-1/m/training/*")
+        places = client.stage.options.folder.glob("covers/*/main/run-1/m/training/*")
         newest = client.model("m").checkpoint
         assert newest is not None
         await client.do("m", forward_backward(*random_data(1, 2), forward_only=True))
@@ -429,11 +435,11 @@ async def test_a_recovery_checkpoint_that_is_away_suspends_the_run_until_it_is_b
         before = await weights(client, "m")
         await client.until_checkpointed("m", 5)
         await stopped(trainer)
-        recovery = stage.options.folder / "recovery"
+        recovery = stage.options.folder / "covers"
         recovery.rename(away := stage.folder / "unmounted")
         stage.train()
         await stage.follower.wait_for(lambda _: bool(stage.engine.suspended), 30.0)
-        assert "model m cannot go on from its checkpoint at" in stage.engine.suspended
+        assert "model m cannot continue from its recovery checkpoint at" in stage.engine.suspended
         for left in sorted(recovery.rglob("*"), reverse=True):
             left.rmdir()
         recovery.rmdir()
@@ -572,7 +578,7 @@ async def test_a_model_whose_recovery_checkpoint_is_lost_is_ended_by_its_client_
         client.stage.train()
         unsaved = await client.do("a", EndModel(save_as="x"))
         assert isinstance(unsaved, Failed)
-        assert "cannot be saved, because it cannot be made again now" in unsaved.error
+        assert "cannot be saved, because it cannot be rebuilt now" in unsaved.error
         assert isinstance(await client.do("a", EndModel()), ModelEnded)
         assert "has ended" in client.queued("a", waiting).error
         await weights(client, "b")
@@ -659,7 +665,7 @@ async def test_a_model_whose_loaded_checkpoint_was_replaced_before_a_recovery_ch
         await stopped(trainer)
         trainer = stage.train()
         await client.do("b", optim_step())
-        in_the_way = stage.options.folder / "recovery" / bus.subjects.hive / ENGINE / "run-1" / "a"
+        in_the_way = stage.options.folder / "covers" / bus.subjects.hive / ENGINE / "run-1" / "a"
         in_the_way.write_text("no folder")
         await client.do("a", create(checkpoint="b/training/x", with_optimizer=True))
         await client.do("a", LoadWeights(checkpoint="b/training/x", with_optimizer=True))
@@ -673,9 +679,7 @@ async def test_a_model_whose_loaded_checkpoint_was_replaced_before_a_recovery_ch
         stage.options = stage.options.model_copy(update={"retry_s_max": 0.2})
         stage.train()
         await stage.follower.wait_for(lambda _: bool(client.model("a").suspended), 30.0)
-        assert (
-            "b/training/x is not the one any more that operation 0 of model a has loaded" in client.model("a").suspended
-        )
+        assert "b/training/x is no longer the one that operation 0 of model a loaded" in client.model("a").suspended
         shutil.rmtree(saved)
         old.rename(saved)
         in_the_way.unlink()
@@ -701,3 +705,29 @@ async def test_two_trainers_do_not_execute_anything_twice(client: TrainingClient
     for operation in (*steps(1, 2), sampler("end")):
         await client.send("n", operation)
     assert address((await client.results("n"))[-1]) == address(found[-1])
+
+
+class FailingDevice(OperationExecutor):
+    """Its device fails when a recovery checkpoint is written."""
+
+    def save_for_recovery(self, model: str, name: str, executed: bytes) -> CheckpointSaved:
+        raise torch.AcceleratorError("illegal memory access")
+
+
+async def test_a_device_that_fails_outside_an_operation_ends_the_process_and_suspends_nothing(
+    bus: Bus, tmp_path: Path
+) -> None:
+    async with serving(bus, tmp_path, checkpoint_bytes=1) as client:
+        stage = client.stage
+
+        def load_base(job: RunConfig, settings: ExecutorSettings) -> OperationExecutor:
+            return FailingDevice(Path(job.model.path), TrainerSettings.of_job(job, "cpu", 1024), settings)
+
+        trainer = asyncio.create_task(Trainer(bus, stage.options, load_base=load_base).run())
+        await client.send("m", create())
+        with pytest.raises(ExceptionGroup) as ended:
+            await trainer
+        assert ended.group_contains(BackendLost, match="the device failed: illegal memory access")
+        assert stage.engine.suspensions == 0
+        stage.train()
+        assert isinstance(await client.do("m", forward_backward(datum([1, 2, 3]))), Scores)

@@ -23,8 +23,8 @@ def _engines(hive: Hive, claim: MultiModelClaim) -> tuple[EngineState, ...]:
     if len(names) != len(claim.engines):
         raise Refused(
             Code.MALFORMED,
-            "A multi-model claim names each engine once: several roles of one engine's model play in the same episode "
-            "of it.",
+            "A multi-model claim may name each engine only once: roles that share an engine's model share one episode "
+            "on it.",
         )
     if not 2 <= len(names) <= ENGINES_MAX:
         raise Refused(Code.MALFORMED, f"A multi-model claim is for 2 to {ENGINES_MAX} engines, not {len(names)}.")
@@ -55,7 +55,7 @@ def _of(engine: EngineState, refused: Refused) -> Refused:
 
 
 def claim(hive: Hive, live: Live, message: MultiModelClaim) -> Decisions:
-    """Grant now on all engines, wait for room until the slice is over, or refuse."""
+    """Grant now on all engines, wait for room until the slice ends, or refuse."""
     engines = _engines(hive, message)
     granted = _repeated(engines, live, message)
     if granted is not None:
@@ -72,7 +72,7 @@ def claim(hive: Hive, live: Live, message: MultiModelClaim) -> Decisions:
 
 
 def _repeated(engines: Sequence[EngineState], live: Live, claim: MultiModelClaim) -> MultiModelGranted | None:
-    """Return the earlier grant of this claim id. Raises `Refused` if it is another client's, or if it is over."""
+    """Return the earlier grant of this claim id. Raises `Refused` if it is another client's or has ended."""
     found = [engine for engine in engines if claim.claim in engine.claims]
     if not found:
         if claim.claim in live.granted:
@@ -124,11 +124,11 @@ def _check_room(live: Live, claim: MultiModelClaim) -> None:
         return
     held = sum((queue.held for queue in live.multi_model.values()), Counter[str]())
     if not has_share(held, claim.holder, MULTI_MODEL_WAITING_MAX):
-        raise Refused(Code.OVERLOADED, f"{waiting} multi-model claims are waiting already; try again later.")
+        raise Refused(Code.OVERLOADED, f"{waiting} multi-model claims are already waiting; try again later.")
 
 
 def lapse(hive: Hive, live: Live) -> Decisions:
-    """Refuse the multi-model claims whose slice is over, or all of those for an engine that is offline."""
+    """Refuse the multi-model claims whose slice has ended, or all of those for an engine that is offline."""
     replies: list[CommandReply] = []
     for names, queue in list(live.multi_model.items()):
         engines = tuple(map(hive.engine, names))
@@ -156,4 +156,4 @@ def _why_none(engines: Sequence[EngineState], live: Live, claim: MultiModelClaim
     for engine in engines:
         if not has_room(engine, claim):
             return _of(engine, claims.why_none(engine, claim))
-    return Refused(Code.NO_EPISODES, f"{NONE_AVAILABLE} Claims that are before this one wait for the same engines.")
+    return Refused(Code.NO_EPISODES, f"{NONE_AVAILABLE} Earlier claims are waiting for the same engines.")

@@ -120,7 +120,7 @@ def room_for_model(engine: EngineState, live: Live, session: TrainingSession, li
 
 
 def _taking_room(engine: EngineState, limit: int) -> list[ClientModel]:
-    """Return the models that stay: all but those whose sessions have ended, and those that cannot be made again.
+    """Return the models that stay: all but those whose sessions have ended, and those that cannot be rebuilt.
 
     Where a whole `limit` of models is about to go, they count too until some have gone.
     """

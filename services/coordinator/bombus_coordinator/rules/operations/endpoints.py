@@ -21,18 +21,18 @@ _HOST = re.compile(r"[A-Za-z0-9._:-]{1,253}\Z")
 
 
 def add(engine: EngineState, live: Live, message: AddEndpoint) -> Decisions:
-    """Add an endpoint. One that is there as it is changes nothing, and keeps its owner."""
+    """Add an endpoint. An identical one changes nothing and keeps its owner."""
     if not _HOST.match(message.host) or not 1 <= message.port <= 65_535:
         raise Refused(Code.MALFORMED, f"{message.host[:40]!r}, port {message.port}, is not the address of a server.")
     if not 1 <= message.world_size <= WORLD_MAX:
-        raise Refused(Code.MALFORMED, f"world_size is {message.world_size}, and has to be 1 to {WORLD_MAX}.")
+        raise Refused(Code.MALFORMED, f"world_size is {message.world_size}, but must be 1 to {WORLD_MAX}.")
     if len(message.owner) > TEXT_CHARS_MAX:
         raise Refused(Code.MALFORMED, f"The name of a key has at most {TEXT_CHARS_MAX} characters.")
     endpoints = engine.clients.endpoints
     name = endpoint_id(message.host, message.port)
     before = endpoints.get(name)
     if before is not None and not may_use(before.owner, message.owner):
-        raise Refused(Code.UNSUPPORTED, f"{name} was registered by another client, and gets the weights of that alone.")
+        raise Refused(Code.UNSUPPORTED, f"{name} was registered by another client and gets only that client's weights.")
     added = ev.EndpointAdded(
         at_ns=live.now_ns,
         engine=engine.name,

@@ -3,23 +3,16 @@
 import re
 from collections import Counter
 from itertools import chain
-from typing import TypeAlias
 
 import msgspec
 
 from bombus.errors import Code, Refused
 from bombus.figures import byte_size
 from bombus.hive import events as ev
-from bombus.hive.events import Event, ModelEnd
+from bombus.hive.events import Event
 from bombus.hive.inbox import (
     Accepted,
-    CheckpointWritten,
-    Done,
-    ModelAway,
     Operate,
-    OperationBegins,
-    OperationDone,
-    RebuildsModel,
 )
 from bombus.hive.operations.owners import owner_of
 from bombus.hive.operations.state import END_MODEL, ClientModel, KeptWeights, Queued, TrainingSession, bodies_share
@@ -32,14 +25,9 @@ from bombus_coordinator.rules.live import Live, ns
 from bombus_coordinator.rules.operations.ending import room_for_model
 
 CREATE, END, SAVE = "create_model", END_MODEL, "save_weights"
-ENDS_MAX = 3  # attempts to save such a model
-ENDED_S = 30 * 24 * 3600.0  # how long what such an operation saves is kept
 HELD_S = 24 * 3600.0  # for which what waits for a suspended model keeps what it is to load
-METRICS_MAX = 32
 WHY_CHARS_MAX = 500
 TEXT_CHARS_MAX = 1000  # of a base's name, and of a saved model's
-PATH_CHARS_MAX = 4096  # no system takes longer ones
-ADDRESS_CHARS_MAX = 128
 METADATA_BYTES_MAX = 4 << 10  # of a model, and of a checkpoint
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:=+@-]{0,127}\Z")  # what can be that of a folder
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
@@ -127,14 +115,14 @@ def _again(model: ClientModel, live: Live, message: Operate, before: Queued) -> 
         raise Refused(
             Code.OTHER_BODY,
             f"Operation {message.key} of model {message.model} was accepted with another body; that one stands. Give "
-            "each operation a key of its own.",
+            "each operation its own key.",
         )
     age_s = (live.now_ns - before.accepted_ns) / 1e9
     if message.again_s and age_s > message.again_s:
         raise Refused(
             Code.OTHER_BODY,
-            f"Operation {message.key} of model {message.model} was accepted {age_s:.0f} s ago, too long for this one "
-            "to be the same, sent again. Give each operation a key of its own.",
+            f"Operation {message.key} of model {message.model} was accepted {age_s:.0f} s ago, too long ago for this "
+            "one to be a retry. Give each operation its own key.",
         )
     return Accepted(run=model.run, operation=f"{message.model}:{message.key}", number=before.number)
 
@@ -158,7 +146,7 @@ def _check_form(message: Operate) -> None:
     if len(message.reads) > TEXT_CHARS_MAX:
         raise Refused(Code.MALFORMED, f"The name of a saved model has at most {TEXT_CHARS_MAX} characters.")
     if len(msgspec.msgpack.encode(message.metadata)) > METADATA_BYTES_MAX:
-        raise Refused(Code.TOO_LARGE, f"Metadata of a model or a checkpoint is over {METADATA_BYTES_MAX} bytes.")
+        raise Refused(Code.TOO_LARGE, f"The metadata of a model or a checkpoint exceeds {METADATA_BYTES_MAX} bytes.")
 
 
 def is_body(body: BodyRef) -> bool:
@@ -202,7 +190,7 @@ def _room_for_new(engine: EngineState, live: Live, message: Operate, session: Tr
     """Return what makes room for another model. Raises `Refused` when this engine cannot serve it now."""
     check_base(engine, message.base, "create a model")
     if engine.rest_wanted:
-        why = f"The trainer of engine {engine.name} sleeps, and makes no model until it is woken up with /wake_up."
+        why = f"The trainer of engine {engine.name} is asleep and creates no models until /wake_up wakes it."
         raise wrong_phase("create a model", engine.phase, why)
     known = engine.clients.models.get(message.model)
     if known is not None and known.closed is None:
@@ -241,21 +229,21 @@ def _check_room(engine: EngineState, message: Operate, model: ClientModel) -> No
     if model.waiting >= limits.waiting_max:
         raise Refused(
             Code.QUOTA,
-            f"{model.waiting} operations of model {model.name} wait, of at most {limits.waiting_max}: send this one "
-            "again when one of them was executed.",
+            f"{model.waiting} operations of model {model.name} are waiting, and the limit is {limits.waiting_max}: "
+            "send this one again once one of them has been executed.",
         )
     if len(model.operations) >= limits.operations_max:
         raise Refused(
             Code.QUOTA,
             f"Model {model.name} has {len(model.operations)} operations since its trainer wrote a recovery checkpoint, "
-            f"of at most {limits.operations_max}: send this one again when it has written another.",
+            f"and the limit is {limits.operations_max}: send this one again once it has written another.",
         )
     is_over_share = model.held_bytes + message.body.size > bodies_share(limits)
     if is_over_share and not has_share(_held_bytes(engine), holder, limits.bodies_bytes_max, message.body.size):
         raise Refused(
             Code.QUOTA,
-            f"Operations of {byte_size(engine.clients.held_bytes)} are kept for the trainer, of at most "
-            f"{byte_size(limits.bodies_bytes_max)}: send this one again when some were executed and saved.",
+            f"Operations of {byte_size(engine.clients.held_bytes)} are kept for the trainer, and the limit is "
+            f"{byte_size(limits.bodies_bytes_max)}: send this one again once some have been executed and saved.",
         )
 
 
@@ -304,7 +292,7 @@ def in_use(engine: EngineState, live: Live) -> set[str]:
 
 
 def _room_for_save(engine: EngineState, live: Live, message: Operate, model: ClientModel) -> tuple[Event, ...]:
-    """Return what makes room for a save at the limit, so that a loop can go on. Raises `Refused` where nothing can."""
+    """Return what makes room for a save at the limit, so a loop can continue. Raises `Refused` where nothing can."""
     holder = engine.clients.holder_of(model)
     if message.op != SAVE or not _is_full(engine, holder):
         return ()
@@ -313,8 +301,8 @@ def _room_for_save(engine: EngineState, live: Live, message: Operate, model: Cli
         own = sum(each.noted.owner == holder for each in engine.clients.kept.values())
         raise Refused(
             Code.QUOTA,
-            f"{len(engine.clients.kept)} saved models are kept, {own} of them of this key, and the limit for all keys "
-            f"together is {engine.collection.operations.checkpoints_max}: remove some that nobody needs.",
+            f"{len(engine.clients.kept)} saved models are kept, {own} of them by this key, and the limit for all keys "
+            f"together is {engine.collection.operations.checkpoints_max}: remove some that are no longer needed.",
         )
     noted = least.noted
     removed = ev.WeightsRemoved(
@@ -326,190 +314,3 @@ def _room_for_save(engine: EngineState, live: Live, message: Operate, model: Cli
         expired=True,
     )
     return (removed,)
-
-
-# ---- facts from trainers --------------------------------------------------------------------------------------
-
-
-Fact: TypeAlias = OperationDone | OperationBegins | CheckpointWritten | ModelAway | RebuildsModel
-
-
-def _is_current(engine: EngineState, message: Fact) -> bool:
-    return (
-        message.run == engine.run
-        and engine.serves_operations
-        and engine.trainer != ""
-        and message.trainer_epoch == engine.trainer_epoch
-    )
-
-
-def begins(engine: EngineState, live: Live, message: OperationBegins) -> Decisions:
-    """Note that the current trainer begins to execute an operation: it may not live to tell its result."""
-    model = engine.clients.models.get(message.model)
-    queued = None if model is None or model.closed is not None else model.operations.get(message.key)
-    if queued is None or not _is_current(engine, message) or not queued.waits or queued.number != message.number:
-        return
-    if queued.begun_by == message.trainer_epoch:
-        return
-    event = ev.OperationBegun(
-        at_ns=live.now_ns,
-        engine=engine.name,
-        run=engine.run,
-        model=message.model,
-        number=queued.number,
-        key=queued.key,
-        trainer_epoch=message.trainer_epoch,
-    )
-    yield Decision(events=(event,))
-
-
-def done(engine: EngineState, live: Live, message: OperationDone) -> Decisions:
-    """Take the first result of an operation, from the current trainer. Another one changes nothing.
-
-    It can be sent as a command: the answer says that the operation has a result, this one or an earlier one.
-    """
-    model = engine.clients.models.get(message.model)
-    if not _is_current(engine, message):
-        raise wrong_phase(
-            f"complete an operation of run {message.run} as trainer {message.trainer_epoch}",
-            engine.phase,
-            f"Run {engine.run} is that of trainer {engine.trainer_epoch}.",
-        )
-    reply = (CommandReply(message.id, Done(run=engine.run)),)
-    queued = None if model is None or model.closed is not None else model.operations.get(message.key)
-    if model is None or queued is None or not queued.waits or queued.number != message.number:
-        yield Decision(replies=reply)
-        return
-    if not is_body(message.result):
-        raise Refused(Code.MALFORMED, "The reference to the result names no parts of it, or too many: store it again.")
-    if message.result.first < max(live.released, engine.clients.released.get(model.name, 0)):
-        raise Refused(Code.BODY_GONE, "This result was stored too long ago: store it again.")
-    events: list[Event] = [
-        ev.OperationCompleted(
-            at_ns=live.now_ns,
-            engine=engine.name,
-            run=engine.run,
-            model=model.name,
-            number=queued.number,
-            key=queued.key,
-            op=queued.op,
-            trainer_epoch=message.trainer_epoch,
-            result=message.result,
-            failed=message.failed,
-            step=message.step,
-            metrics=dict(list(message.metrics.items())[:METRICS_MAX]),
-            made=message.made,
-            by_server=message.by_server and message.failed,
-            loaded="" if message.failed else message.loaded[:ADDRESS_CHARS_MAX],
-        )
-    ]
-    events += _kept(engine, live, model, queued, message)
-    events += _closed(engine, live, model, queued, message)
-    yield Decision(events=tuple(events), replies=reply)
-
-
-def _kept(engine: EngineState, live: Live, model: ClientModel, queued: Queued, message: OperationDone) -> list[Event]:
-    """Return what an operation has saved for its client, if it has."""
-    saved = message.saved
-    if saved is None or message.failed:
-        return []
-    if queued.body is None:  # nobody has asked for it
-        saved = msgspec.structs.replace(saved, ttl_s=ENDED_S)
-    kept = ev.WeightsKept(
-        at_ns=live.now_ns,
-        engine=engine.name,
-        run=engine.run,
-        model=model.name,
-        session=model.session,
-        base=model.base,
-        saved=saved,
-        step=message.step,
-        adapter=model.adapter,
-        metadata=queued.metadata,
-        owner=owner_of(engine.clients, model),
-    )
-    return [kept]
-
-
-def _closed(engine: EngineState, live: Live, model: ClientModel, queued: Queued, message: OperationDone) -> list[Event]:
-    """Return the end of a model whose operation ended it, or was to create it and failed, or could not save it."""
-    if queued.number == model.begun and message.failed:
-        reason, why = ModelEnd.NOT_CREATED, "it could not be created; the result of its first operation says why"
-    elif message.closes and not message.failed:
-        reason, why = ModelEnd.ENDED, ""
-    elif queued.body is None and message.failed and model.failures_to_end + 1 >= ENDS_MAX:
-        reason, why = ModelEnd.NOT_SAVED, "its session ended, and it could not be saved"
-    else:
-        return []
-    closed = ev.ModelClosed(
-        at_ns=live.now_ns,
-        engine=engine.name,
-        run=engine.run,
-        model=model.name,
-        reason=reason,
-        why=why[:WHY_CHARS_MAX],
-    )
-    return [closed]
-
-
-def away(engine: EngineState, live: Live, message: ModelAway) -> Decisions:
-    """Note that the current trainer cannot make a model again, or that it can.
-
-    The same reason is new where the trainer is done with making the model again, or others were lost in that.
-    """
-    model = engine.clients.models.get(message.model)
-    why = message.why[:WHY_CHARS_MAX]
-    if not _is_current(engine, message) or model is None or model.closed is not None:
-        return
-    is_over = bool(why) and (model.rebuilding_by == message.trainer_epoch or model.lost > 0)
-    if model.suspended == why and not is_over:
-        return
-    event = ev.ModelSuspended(at_ns=live.now_ns, engine=engine.name, run=engine.run, model=model.name, why=why)
-    yield Decision(events=(event,))
-
-
-def rebuilds(engine: EngineState, live: Live, message: RebuildsModel) -> Decisions:
-    """Note what the current trainer executes again to make a model, or that it has lived through that."""
-    model = engine.clients.models.get(message.model)
-    if not _is_current(engine, message) or model is None or model.closed is not None:
-        return
-    if message.over:
-        is_new = bool(model.rebuilding_by)
-    elif message.number:
-        is_new = message.trainer_epoch not in model.unsurvived.get(message.number, ())
-        is_new &= 0 < message.number <= model.numbers
-    else:
-        is_new = model.rebuilding_by != message.trainer_epoch
-    if not is_new:
-        return
-    event = ev.ModelRebuilding(
-        at_ns=live.now_ns,
-        engine=engine.name,
-        run=engine.run,
-        model=model.name,
-        trainer_epoch=message.trainer_epoch,
-        number=0 if message.over else message.number,
-        over=message.over,
-    )
-    yield Decision(events=(event,))
-
-
-def checkpointed(engine: EngineState, live: Live, message: CheckpointWritten) -> Decisions:
-    """Note a checkpoint from which the current trainer, or its successor, can go on."""
-    model = engine.clients.models.get(message.model)
-    if not _is_current(engine, message) or model is None or model.closed is not None:
-        return
-    executed = all(not each.waits for each in model.operations.values() if each.number <= message.number)
-    if not model.checkpointed < message.number <= model.numbers or not executed:
-        return
-    event = ev.ModelCheckpointed(
-        at_ns=live.now_ns,
-        engine=engine.name,
-        run=engine.run,
-        model=model.name,
-        number=message.number,
-        trainer_epoch=message.trainer_epoch,
-        folder=message.folder[:PATH_CHARS_MAX],
-        digest=message.digest[:TEXT_CHARS_MAX],
-    )
-    yield Decision(events=(event,))

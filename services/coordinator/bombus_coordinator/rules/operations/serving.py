@@ -45,14 +45,14 @@ def begin_sampling(engine: EngineState, live: Live, message: BeginSampling) -> D
 
 
 def ask_rest(engine: EngineState, live: Live, message: AskRest) -> Decisions:
-    """Let the trainer free its memory, or go on. A repeat changes nothing."""
+    """Let the trainer free its memory, or continue. A repeat changes nothing."""
     what = "put the trainer to sleep" if message.asleep else "wake the trainer up"
     if not engine.serves_operations:
         raise wrong_phase(what, engine.phase, f"Engine {engine.name} serves no training operations: create a model.")
     if message.asleep and engine.phase == Phase.BOOTING:
         raise wrong_phase(what, engine.phase, "Its trainer still loads the base: ask again once a model is created.")
     if message.asleep and engine.suspended:
-        raise wrong_phase(what, engine.phase, f"The run is suspended, and takes no memory: {engine.suspended}")
+        raise wrong_phase(what, engine.phase, f"The run is suspended and uses no memory: {engine.suspended}")
     asked = ev.RestAsked(at_ns=live.now_ns, engine=engine.name, run=engine.run, asleep=message.asleep)
     events = () if engine.rest_wanted == message.asleep else (asked,)
     yield Decision(events=events, replies=(CommandReply(message.id, Done(run=engine.run)),))
@@ -75,7 +75,7 @@ def trainer_rests(engine: EngineState, live: Live, message: TrainerRests) -> Dec
 
 
 def end_idle_run(engine: EngineState, live: Live) -> Decisions:
-    """End a run that has had no model for a while. Who still samples keeps it: a session, or an episode that plays."""
+    """End a run that has had no model for a while. A session or an open episode that still samples keeps it."""
     clients = engine.clients
     if not engine.serves_operations or engine.suspended or clients.open_models or engine.open:
         return

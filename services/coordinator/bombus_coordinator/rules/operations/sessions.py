@@ -80,7 +80,7 @@ def _check_form(message: OpenSession, idle_s: float) -> None:
     if len(message.owner) > TEXT_CHARS_MAX or len(message.dialect) > TEXT_CHARS_MAX:
         raise Refused(Code.MALFORMED, f"The name of a key or an API has at most {TEXT_CHARS_MAX} characters.")
     if len(msgspec.msgpack.encode(message.metadata)) > METADATA_BYTES_MAX:
-        raise Refused(Code.TOO_LARGE, f"Metadata of a session is over {METADATA_BYTES_MAX} bytes.")
+        raise Refused(Code.TOO_LARGE, f"The metadata of a session exceeds {METADATA_BYTES_MAX} bytes.")
 
 
 def close_session(engine: EngineState, live: Live, message: CloseSession) -> Decisions:
@@ -97,7 +97,7 @@ def close_session(engine: EngineState, live: Live, message: CloseSession) -> Dec
 
 
 def expire(engine: EngineState, live: Live) -> Decisions:
-    """End idle sessions, end their models, and forget those whose results were kept for long enough.
+    """End idle sessions, end their models, and forget those whose results were kept long enough.
 
     Nothing of it happens while the run is suspended.
     """
@@ -119,7 +119,7 @@ def expire(engine: EngineState, live: Live) -> Decisions:
 
 
 def _let_go(engine: EngineState, live: Live) -> Decisions:
-    """End models that cannot be made again, and so not be saved, long after their sessions have ended.
+    """End models that cannot be rebuilt, and so cannot be saved, long after their sessions have ended.
 
     Only time counts in which a trainer could have made them again.
     """
@@ -137,7 +137,7 @@ def _let_go(engine: EngineState, live: Live) -> Decisions:
                 run=engine.run,
                 model=model.name,
                 reason=ModelEnd.NOT_SAVED,
-                why=f"its session ended, and it could not be made again to be saved: {model.suspended}"[:WHY_CHARS_MAX],
+                why=f"its session ended, but it could not be rebuilt to be saved: {model.suspended}"[:WHY_CHARS_MAX],
             )
             yield Decision(events=(closed,))
 
@@ -199,7 +199,7 @@ def _check_unread(engine: EngineState, name: str, kept: KeptWeights) -> None:
     model, queued = found
     is_own = owner_of(engine.clients, model) == kept.noted.owner
     reader = f"operation {queued.key} of model {model.name}" if is_own else "an operation of another client"
-    raise Refused(Code.WRONG_PHASE, f"{name} is about to be loaded by {reader}, which waits: remove it after that.")
+    raise Refused(Code.WRONG_PHASE, f"{name} is about to be loaded by {reader}, which is waiting: remove it later.")
 
 
 def retain_weights(engine: EngineState, live: Live, message: RetainWeights) -> Decisions:
@@ -212,7 +212,7 @@ def retain_weights(engine: EngineState, live: Live, message: RetainWeights) -> D
 
 
 def publish_weights(engine: EngineState, live: Live, message: PublishWeights) -> Decisions:
-    """Mark a saved model. Its time to live goes on."""
+    """Mark a saved model. Its time to live keeps running."""
     kept = _kept(engine, message)
     reply = (CommandReply(message.id, Done(run=engine.run)),)
     if kept.noted.public == message.public:
@@ -240,7 +240,7 @@ def _kept(engine: EngineState, message: RetainWeights | PublishWeights) -> KeptW
 
 
 def expire_weights(engine: EngineState, live: Live) -> Decisions:
-    """Remove saved models whose time is over, but none that an open episode samples from or that is to be loaded."""
+    """Remove saved models that have expired, but none that an open episode samples from or that is to be loaded."""
     over = [
         (name, each) for name, each in engine.clients.kept.items() if each.until_ns and each.until_ns <= live.now_ns
     ]

@@ -43,7 +43,7 @@ def push(hive: Hive, live: Live, message: PushGroups) -> Decisions:
         if repeated.digest not in (b"", digest_of(message.groups)):  # a snapshot of before it was kept has none
             raise Refused(
                 Code.OTHER_BODY,
-                "A push of this key came lately, and had other groups. Give each push a key of its own in "
+                "A recent push with this key had other groups. Give each push its own key in "
                 "x-idempotency-key, or none: then its bytes are the key.",
             )
         yield Decision(replies=(CommandReply(message.id, Pushed(held=repeated.held)),))
@@ -106,7 +106,7 @@ def group_episodes(hive: Hive, live: Live, message: EpisodesGrouped) -> Decision
 def _check_bodies(hive: Hive, engine: EngineState, groups: Iterable[QueuedGroup]) -> None:
     for group in groups:
         if group.body is not None and not group.body.seqs:
-            raise Refused(Code.BODY_GONE, "There is room for this group, and its body is not stored yet: store it.")
+            raise Refused(Code.BODY_GONE, "There is room for this group, but its body is not stored yet: store it.")
         if group.body is None or not is_body(group.body) or group.tokens < 0 or group.longest < 0:
             raise Refused(Code.MALFORMED, "A group is pushed with its body and its sizes: store it again.")
         if group.body.first < hive.groups_released(engine, group.holder):
@@ -167,8 +167,8 @@ def _check_after(engine: EngineState, after: int) -> None:
         known = f"{newest}" if newest == state.before else f"{state.before} or {newest}"
         raise Refused(
             Code.MALFORMED,
-            f"Run {engine.run} of engine {engine.name} cannot go on after batch {after}: its trainer has batch "
-            f"{known}. Ask for what comes after that, or register to begin a new run.",
+            f"Run {engine.run} of engine {engine.name} cannot continue after batch {after}: its trainer has batch "
+            f"{known}. Ask for the batches after that one, or register to begin a new run.",
         )
 
 
@@ -211,8 +211,8 @@ def give_up_old(engine: EngineState, live: Live) -> Decisions:
     most = engine.collection.max_carry_staleness
     old = engine.trajectories.queued_before(engine.version - most)
     why = (
-        f"they have waited in the queue for more than max_carry_staleness ({most}) policy versions: they fitted in no "
-        "batch with what else was queued, or more was queued than was trained"
+        f"they have waited in the queue for more than max_carry_staleness ({most}) policy versions: they fit into no "
+        "batch with the other queued groups, or groups were queued faster than they were trained"
     )
     for some in portions(old, GROUPS_MAX):
         given_up = ev.GroupsGivenUp(
@@ -231,7 +231,7 @@ def sent(engine: EngineState, live: Live, message: BatchSent) -> Decisions:
 
 
 def give_up(engine: EngineState, live: Live, message: GiveUpGroups) -> Decisions:
-    """Give up groups whose bodies whoever needed them has found to be lost, if they are still where they were."""
+    """Drop groups whose bodies were found to be lost, if they are still in the same place."""
     bodies = _bodies(engine, message) if message.run == engine.run else {}
     lost = tuple(sorted({each.group for each in message.groups if bodies.get(each.group) == each.first}))
     events: tuple[Event, ...] = ()

@@ -1,4 +1,4 @@
-"""Trainers and environments of rollout groups: they register, are heard of, and leave."""
+"""Trainers and environments of rollout groups: they register, report that they are alive, and leave."""
 
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
@@ -161,7 +161,7 @@ def again(engine: EngineState, live: Live, environment: int) -> tuple[Event, ...
 
 
 def lapse(engine: EngineState, live: Live) -> Decisions:
-    """Take environments that are silent for gone, and those that were and are heard of again for connected."""
+    """Treat silent environments as gone, and those that are heard from again as connected."""
     state = engine.trajectories
     if not state.heard_ns and not state.silent_ns:
         return

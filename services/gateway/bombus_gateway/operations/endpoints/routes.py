@@ -81,7 +81,7 @@ class EndpointRoutes:
             synced, said = await self._synced(asked.at, holder)
         return {
             "success": True,
-            "message": f"{endpoint_id(asked.at.host, asked.at.port)} gets weights that are put in sync.",
+            "message": f"{endpoint_id(asked.at.host, asked.at.port)} will get the weights of each sync.",
             "endpoint": _entry(asked.at, asked.world_size, target),
             "weights_synced": synced,
             "sync_message": said,
@@ -150,23 +150,23 @@ class EndpointRoutes:
             await self._gateway.follower.wait_for(lambda _: is_over(), self._rest_s)
         except TimeoutError:
             if not asleep:
-                why = f"The trainer has not made its models again within {self._rest_s:g} s; ask again."
+                why = f"The trainer has not rebuilt its models within {self._rest_s:g} s; ask again."
                 return {"success": False, "result": why}
             await self._gateway.carry_out(
                 inbox.AskRest(id=uuid.uuid4().hex, engine=self._operations.engine, asleep=False)
             )
-            why = f"The trainer has not freed its memory within {self._rest_s:g} s, so it is to go on. Is it there?"
+            why = f"The trainer has not freed its memory within {self._rest_s:g} s, so it will continue. Is it running?"
             return {"success": False, "result": why}
         engine = self._operations.state
         if not engine.asleep == engine.rest_wanted == asleep or engine.run != run:
-            return {"success": False, "result": "The run has ended meanwhile, or somebody else asked for the opposite."}
+            return {"success": False, "result": "The run has since ended, or another client asked for the opposite."}
         if asleep:
             return {"success": True, "result": "The trainer has freed its memory. Operations wait for /wake_up."}
-        return {"success": True, "result": "The trainer has all of its models, as they were."}
+        return {"success": True, "result": "The trainer has all of its models back, unchanged."}
 
 
 def _over(state: Callable[[], EngineState], run: int, asleep: bool) -> Callable[[], bool]:
-    """Return whether a rest is reached, or will not be any more."""
+    """Return whether a rest is reached, or no longer will be."""
 
     def over() -> bool:
         engine = state()

@@ -62,9 +62,9 @@ def check_allowed(hosts: Sequence[str], at: Endpoint) -> None:
     if {at.host, f"{at.host}:{at.port}"} & {host.lower() for host in hosts}:
         return
     why = (
-        f"Inference endpoints may be on {', '.join(hosts)} here, and not at {at.host}:{at.port}."
+        f"Inference endpoints may only be on {', '.join(hosts)} here, not at {at.host}:{at.port}."
         if hosts
-        else f"This hive talks to no inference endpoints elsewhere, so not to {at.host}:{at.port}."
+        else f"This hive does not talk to inference endpoints elsewhere, such as {at.host}:{at.port}."
     )
     raise Refused(
         Code.UNSUPPORTED,
@@ -107,7 +107,7 @@ async def looked_at(gateway: Gateway, at: Endpoint) -> Target:
     except httpx.InvalidURL as error:
         return Target(at, url, failure=f"{url} is not an address: {error}")
     except TimeoutError:
-        return Target(at, url, failure=f"no server can be used at {url}: it has not said what it is in {LOOK_S:.0f} s")
+        return Target(at, url, failure=f"no server can be used at {url}: it did not identify itself in {LOOK_S:.0f} s")
     if not found.can_load:
         why = f"{url} has no way to load new weights: start vLLM with VLLM_SERVER_DEV_MODE=1"
         return Target(at, url, found, failure=why)
@@ -125,7 +125,7 @@ async def given(target: Target, saved: CheckpointSaved, label: str) -> EndpointO
         async with asyncio.timeout(LOAD_S), _client(target.url, target.key) as client:
             if target.takes_adapters:
                 await load_adapter(client, folder, saved.address, LOAD_S)
-                how = f"It has the adapter {saved.address[:12]} beside its own policy."
+                how = f"It has the adapter {saved.address[:12]} in addition to its own policy."
             else:
                 await load_folder(client, target.server.kind, folder, label, LOAD_S)
                 how = f"It has loaded the files in {saved.folder}, as {label}."
@@ -134,7 +134,7 @@ async def given(target: Target, saved: CheckpointSaved, label: str) -> EndpointO
     except httpx.HTTPError as error:
         return _failed(target, f"{target.url} broke off: {str(error) or type(error).__name__}")
     except TimeoutError:
-        return _failed(target, f"{target.url} has not loaded the weights in {LOAD_S:.0f} s")
+        return _failed(target, f"{target.url} did not load the weights within {LOAD_S:.0f} s")
     return EndpointOutcome(target.at.host, target.at.port, True, how)
 
 
@@ -143,7 +143,7 @@ def _failed(target: Target, why: str) -> EndpointOutcome:
 
 
 def _client(url: str, key: str = "") -> "httpx.AsyncClient":
-    """Return a client of one server that follows nobody elsewhere: no redirects, no proxies of the environment."""
+    """Return a client of one server that is never sent elsewhere: no redirects, no proxies of the environment."""
     import httpx
 
     return httpx.AsyncClient(

@@ -96,7 +96,7 @@ class WeightSync:
     def _model(self, name: str, holder: str) -> ClientModel:
         """Return the model that is meant: xorl's client names none, and has called its model `default` as a rule."""
         if self._operations.state.rest_wanted:
-            raise Refused(Code.WRONG_PHASE, "The trainer sleeps, so its weights are not there: POST /wake_up first.")
+            raise Refused(Code.WRONG_PHASE, "The trainer is asleep, so it has no weights: POST /wake_up first.")
         open_models = seen_by(self._operations.clients, holder).open_models
         models = {model.name: model for model in open_models if not is_tinkers(model.name)}
         if name not in models and name:
@@ -106,7 +106,7 @@ class WeightSync:
         if found is None and len(models) == 1:
             (found,) = models.values()
         if found is None:
-            raise Refused(Code.UNKNOWN_MODEL, f"Say which model is to be put in sync, as model_id: {_some(models)}.")
+            raise Refused(Code.UNKNOWN_MODEL, f"Name the model to sync, as model_id: {_some(models)}.")
         if found.suspended:
             raise Refused(Code.WRONG_PHASE, f"{found.name} cannot be saved now: {found.suspended}")
         return found
@@ -134,7 +134,7 @@ class WeightSync:
             raise Refused(Code.NO_REPLICA, f"No inference endpoint can be used: {failures}")
         wanted = {CheckpointKind.SAMPLER if each.takes_adapters else CheckpointKind.EXTERNAL for each in usable}
         if model.adapter is None and wanted == {CheckpointKind.SAMPLER}:
-            why = f"{model.name} has all weights, and replicas of ours take adapters only"
+            why = f"{model.name} has all weights, but our replicas take only adapters"
             raise Refused(Code.UNSUPPORTED, f"{why}: register an SGLang or vLLM server with add_inference_endpoint.")
         return wanted if model.adapter is not None else {CheckpointKind.EXTERNAL}
 
@@ -143,7 +143,7 @@ class WeightSync:
     async def _saved(
         self, model: ClientModel, name: str, kinds: set[CheckpointKind]
     ) -> dict[CheckpointKind, CheckpointSaved]:
-        """Save the weights in the model's order. Both kinds are of the same step, but for what comes in between."""
+        """Save the weights in the model's order. Both kinds are of the same step, except for operations in between."""
         futures = {}
         for kind in sorted(kinds):
             save = SaveWeights(checkpoint=kind, name=name, ttl_s=KEPT_S[kind], merged=kind is CheckpointKind.EXTERNAL)
@@ -155,7 +155,7 @@ class WeightSync:
         outcome = await self._operations.outcome(future, SAVE_S)
         if isinstance(outcome, CheckpointSaved):
             return outcome
-        why = "nothing is known of it any more"
+        why = "the outcome is no longer known"
         if isinstance(outcome, Failed):
             why = outcome.error
         elif isinstance(outcome, Waits):
@@ -183,14 +183,14 @@ class WeightSync:
     async def _given(self, target: Target, saved: dict[CheckpointKind, CheckpointSaved], label: str) -> EndpointOutcome:
         found = _of(target, saved)
         if found is None:
-            why = target.failure or "It takes adapters only, and this model has all weights."
+            why = target.failure or "It takes only adapters, but this model has all weights."
             return EndpointOutcome(target.at.host, target.at.port, False, why)
         lock = self._of_endpoints.setdefault((target.at.host, target.at.port), asyncio.Lock())
         async with lock:
             return await given(target, found, label)
 
     async def _remove_older(self, model: ClientModel, own: str, given: dict[CheckpointKind, CheckpointSaved]) -> None:
-        """Remove what syncs of the model have saved before what was `given` last, once no server reads it any more.
+        """Remove what syncs of the model have saved before what was `given` last, once no server reads it.
 
         `own` is what this sync has saved, which may be older. What was saved last stays, whoever has saved it.
         """
@@ -223,7 +223,7 @@ class WeightSync:
             log.warning("%s of model %s stays for now: %s", name, model.name, error)
 
     def _is_read(self, kept: KeptWeights) -> bool:
-        """Return whether a sync that saved it is over. Of another gateway's, only time tells."""
+        """Return whether a sync that saved it has ended. Of another gateway's, only time tells."""
         return path_of(kept).id in self._saved_here or kept.saved_ns < time.time_ns() - LOAD_S * 1e9
 
 
@@ -237,7 +237,7 @@ def _of(target: Target, saved: dict[CheckpointKind, CheckpointSaved]) -> Checkpo
 def _message(model: ClientModel, found: Sequence[EndpointOutcome], are_registered: bool) -> str:
     count = sum(outcome.success for outcome in found)
     if are_registered:
-        text = f"{count} of {len(found)} endpoints have the weights of {model.name} now, by files that they read."
+        text = f"{count} of {len(found)} endpoints now have the weights of {model.name}, read from files."
     else:
         text = (
             f"No endpoint is registered, so the hive's own replicas were put in sync: {count} of {len(found)} have the "

@@ -58,12 +58,12 @@ class Downloads:
         return self._keys.sign_link(msgspec.msgpack.encode(link))
 
     def linked(self, engine: EngineState, token: str, now_ns: int) -> KeptWeights:
-        """Return the checkpoint that a link leads to. Raises `Refused` where it leads nowhere, or not any longer."""
+        """Return the checkpoint that a link leads to. Raises `Refused` where it leads nowhere, or it is gone."""
         link = _links.decode(self._keys.linked(token))
         if link.engine != self._engine:
             raise Refused(Code.UNKNOWN_PATH, f"This link is to a checkpoint of engine {link.engine}: ask there.")
         if now_ns >= link.expires_ns:
-            raise Refused(Code.KEY_EXPIRED, f"This link was for {LINK_S / 60:.0f} minutes: ask for another one.")
+            raise Refused(Code.KEY_EXPIRED, f"This link was valid for {LINK_S / 60:.0f} minutes: ask for another one.")
         kept = found_checkpoint(engine.clients, path_of_operation(link.checkpoint), NOBODY.name)
         if kept.noted.saved.address != link.address:
             raise Refused(
@@ -76,7 +76,7 @@ class Downloads:
         """Count a download while it is open. Raises `Refused` OVERLOADED for too many."""
         if self._open >= OPEN_MAX:
             raise Refused(
-                Code.OVERLOADED, f"{self._open} downloads are open here, of at most {OPEN_MAX}: try again in a moment."
+                Code.OVERLOADED, f"{self._open} downloads are open here (limit {OPEN_MAX}): try again in a moment."
             )
         self._open += 1
         try:
@@ -93,7 +93,7 @@ def files_of(kept: KeptWeights) -> dict[str, Path]:
     except FileNotFoundError:
         raise Refused(
             Code.UNSUPPORTED,
-            f"{path_of(kept).id} is in {folder} on its trainer's machine, and this gateway cannot see that folder: "
+            f"{path_of(kept).id} is in {folder} on its trainer's machine, but this gateway cannot see that folder: "
             "share it between them, or ask a gateway on that machine.",
         ) from None
     except (OSError, msgspec.MsgspecError) as error:

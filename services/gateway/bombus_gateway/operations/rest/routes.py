@@ -83,7 +83,7 @@ class RestRoutes:
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     async def set_ttl(self, request: Request) -> Response:
-        """Let a checkpoint live for so long from now on, or for ever."""
+        """Keep a checkpoint for this long from now on, or forever."""
         ttl_s = checked_ttl(decode_body(_ttls, await self._gateway.bodies.small(request)).ttl_seconds)
         noted = (await self._own(request)).noted
         retain = inbox.RetainWeights(
@@ -182,7 +182,7 @@ class RestRoutes:
         )
 
     async def accounts(self, request: Request) -> Response:
-        raise Refused(Code.UNSUPPORTED, "A hive bills nobody and has no organization: its log is what happened.")
+        raise Refused(Code.UNSUPPORTED, "A hive bills nobody and has no organization; its log shows what happened.")
 
 
 def _path(request: Request) -> CheckpointPath:

@@ -101,7 +101,7 @@ def _has_status(session: TrainingSession, wanted: _Status) -> bool:
 
 
 def _status(session: TrainingSession) -> dict[str, Any] | None:
-    """Return how a session goes, None for one whose client was not heard of any more."""
+    """Return how a session goes, None for one whose client went silent."""
     ended = session.ended
     if ended is None:
         return {"type": "active"}

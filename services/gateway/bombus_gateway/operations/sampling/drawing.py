@@ -68,20 +68,20 @@ class SampleDrawing:
         model = await self.text_model()
         limit = CHARACTERS_FOR_A_TOKEN * self._context(model)
         if len(text) > limit:
-            why = f"The text has {len(text)} characters, and up to {limit} are taken for the model's length of"
+            why = f"The text has {len(text)} characters, but at most {limit} are accepted for the model's length of"
             raise Refused(Code.PROMPT_TOO_LONG, f"{why} {self._context(model)} tokens.")
         encode = partial(model.tokenizer.encode, text)
         return pack_tokens(await self._calls.workers.run(CLIENTS, len(text), encode))
 
     async def written(self, drawn: DrawnSamples, write: Callable[[], bytes]) -> bytes:
-        """Return what `write` makes of samples: of many numbers in a thread, so that nobody else waits."""
+        """Return what `write` makes of samples: of many numbers in a thread, so that no other request waits."""
         return await self._calls.workers.run(CLIENTS, NUMBER_BYTES * drawn.numbers, write)
 
     def _context(self, model: TextModel) -> int:
         return min(self._calls.models.job(self.engine).rollout.max_model_len, model.context_tokens)
 
     async def draw(self, sampler: Sampler, asked: SampleRequest) -> DrawnSamples:
-        """Draw samples. Waits for a replica as long as the run goes on and a call may take.
+        """Draw samples. Waits for a replica as long as the run continues and a call may take.
 
         Raises `Refused` where no replica could answer.
         """
@@ -122,7 +122,7 @@ class SampleDrawing:
             attempt += 1
 
     def _check_serving(self, sampler: Sampler) -> None:
-        """Raise `Refused` unless the run serves the sampler. One that trains rollout groups serves its policy alone."""
+        """Raise `Refused` unless the run serves the sampler. One that trains rollout groups serves only its policy."""
         engine = self.engine
         if engine.phase == Phase.OFFLINE:
             why = f"Engine {engine.name} is not running, so nothing can be sampled"
@@ -132,7 +132,7 @@ class SampleDrawing:
         if engine.queues_groups:
             if engine.has_policy and not sampler.address:
                 return
-            has = "samples from its own policy alone" if engine.has_policy else "has no model of its own"
+            has = "samples only from its own policy" if engine.has_policy else "has no model of its own"
             why = (
                 f"Run {engine.run} of engine {engine.name} takes rollout groups and {has}: use another engine for this."
             )
@@ -187,7 +187,7 @@ class SampleDrawing:
         given = asked.sampling
         context, length = self._context(model), len(asked.prompt) // 4
         if length > context:
-            why = f"The prompt has {length} tokens, and the model's length, for prompt and answer, is {context}."
+            why = f"The prompt has {length} tokens, but the model's limit for prompt and answer is {context}."
             raise PromptTooLong("prompt", why, length, context)
         room = max(context - length, 1)
         tokens = given.max_tokens or room

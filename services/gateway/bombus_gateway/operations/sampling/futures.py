@@ -1,4 +1,4 @@
-"""Samples that were asked for with `asample`: they are drawn in the background, and are in this gateway's memory alone.
+"""Samples that were asked for with `asample`: they are drawn in the background, and are only in this gateway's memory.
 
 After a restart they are unknown, which is answered 410: the client samples again.
 """
@@ -75,7 +75,7 @@ class SampleFutures:
         """Count the bytes of a request while it is open. Raises `Refused` OVERLOADED."""
         if not has_share(self._open_bytes, share, OPEN_BYTES_MAX, size):
             held = sum(self._open_bytes.values())
-            why = f"Requests for samples of {held} bytes are open here, and the limit is {OPEN_BYTES_MAX}"
+            why = f"Requests for samples of {held} bytes are open here, but the limit is {OPEN_BYTES_MAX}"
             raise Refused(Code.OVERLOADED, f"{why}; try again in a moment.")
         self._open_bytes[share] += size
         try:
@@ -143,7 +143,7 @@ class SampleFutures:
         if engine.weights is None:
             return "The base is not published for replicas yet."
         if not engine.loaded:
-            return f"No inference replica has loaded the base yet; {len(engine.replicas)} are there."
+            return f"No inference replica has loaded the base yet; {len(engine.replicas)} are running."
         return f"{self._capacity.open_calls} requests are open at this gateway."
 
 

@@ -68,11 +68,11 @@ def found_sampler(engine: EngineState, name: str, holder: str) -> Sampler:
         found = [each for each in kept if len(what) == ADDRESS_CHARACTERS and each.noted.saved.address.startswith(what)]
     else:
         found = [each for each in kept if session_of(each.noted.model) == session and _is_unnamed(each, number)]
-    # Of those with equal weights, one that was saved for samplers is told as theirs.
+    # Among checkpoints with equal weights, one that was saved for samplers is preferred.
     first = min(found, key=lambda each: each.noted.saved.use != CheckpointKind.SAMPLER, default=None)
     if first is None:
         raise Refused(
-            Code.UNKNOWN_MODEL, f"There is no sampler {name[:300]} here, or its checkpoint has been removed; make one."
+            Code.UNKNOWN_MODEL, f"There is no sampler {name[:300]} here, or its checkpoint was removed; create one."
         )
     if not what and first.noted.saved.name.startswith(INFLIGHT_SAMPLE):
         first = _newest_inflight(kept, first)
@@ -96,7 +96,7 @@ def named_sampler(engine: EngineState, name: str, holder: str) -> Sampler:
     ]
     samplers = [each for each in named if each.noted.saved.use == CheckpointKind.SAMPLER] or named
     if not samplers:
-        raise Refused(Code.UNKNOWN_MODEL, f"There is no checkpoint {name[:140]} here, or not any longer.")
+        raise Refused(Code.UNKNOWN_MODEL, f"There is no checkpoint {name[:140]} here, or it is gone.")
     return _of_checkpoint(engine, _of_one_model(clients, samplers))
 
 
@@ -111,7 +111,7 @@ def _of_one_model(clients: TrainingClients, named: Sequence[KeptWeights]) -> Kep
             raise Refused(
                 Code.MALFORMED,
                 f"Several models have a checkpoint {named[-1].noted.saved.name}: {models[:300]}. Give its path as "
-                f"lora_path, such as {path}, or save each under a name of its own.",
+                f"lora_path, such as {path}, or save each under its own name.",
             )
         named = of_open
     return named[-1]
@@ -148,7 +148,7 @@ def _base_mark(base: str) -> str:
 def _of_marked_base(engine: EngineState, mark: str) -> Sampler:
     sampler = _of_base(engine, "")
     if mark not in (BASE, _base_mark(sampler.base)):  # earlier gateways gave the bare word to all of them
-        why = f"This sampler is of another base than {sampler.base}, which engine {engine.name} has now"
+        why = f"This sampler has another base than engine {engine.name}, which now has {sampler.base}"
         raise Refused(Code.UNKNOWN_MODEL, f"{why}: make another one.")
     return sampler
 
@@ -166,7 +166,7 @@ def _check_adapter(kept: KeptWeights) -> None:
     """Raise `Refused` unless a checkpoint is one that replicas sample from: an adapter."""
     noted = kept.noted
     if noted.adapter is None:
-        why = f"{path_of(kept).id} has all weights of its model, and only adapters are sampled from here."
+        why = f"{path_of(kept).id} has all weights of its model, but only adapters are sampled from here."
         raise Refused(
             Code.UNSUPPORTED,
             f"{why} Train an adapter (rank 1 or more) to sample from it, or put an inference server elsewhere in sync "
@@ -181,6 +181,6 @@ def _of_checkpoint(engine: EngineState, kept: KeptWeights) -> Sampler:
     _check_adapter(kept)
     noted, started = kept.noted, engine.started
     if engine.phase != Phase.OFFLINE and started is not None and noted.base not in (started.base, *base_names(engine)):
-        why = f"{path_of(kept).id} is an adapter on {noted.base}, and engine {engine.name} runs {started.base} now."
+        why = f"{path_of(kept).id} is an adapter on {noted.base}, but engine {engine.name} now runs {started.base}."
         raise Refused(Code.UNKNOWN_MODEL, why)
     return Sampler(noted.base, path_of(kept), noted.saved.address, noted.saved.folder)

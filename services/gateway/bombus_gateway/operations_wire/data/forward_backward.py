@@ -40,7 +40,7 @@ def read_forward_backward(body: bytes) -> Submission:
     request = parsed(FORWARD_BACKWARD_REQUEST, body)
     model = checked_id(request.model_id, "model_id")
     if request.seq_id < 1:
-        raise Refused(Code.MALFORMED, f"seq_id is {request.seq_id}, and the numbers of requests begin at 1.")
+        raise Refused(Code.MALFORMED, f"seq_id is {request.seq_id}, but request numbers begin at 1.")
     operation = attempted(lambda: _operation(request))
     return Submission(model=model, seq=request.seq_id, operation=operation, counts=not request.forward_only)
 
@@ -90,7 +90,7 @@ def _tokens(datum: Message, budget: NumberBudget, place: str) -> bytes:
         if kind != "encoded_text":
             what = {"image": "an image", "dmel": "audio"}.get(kind, "something that this server does not know")
             raise Refused(
-                Code.UNSUPPORTED, f"{place} has {what} in its model_input, and the models here read only text."
+                Code.UNSUPPORTED, f"{place} has {what} in its model_input, but the models here read only text."
             )
         parts.append(chunk.encoded_text.tokens)
     tokens = numbers_of("i", b"".join(parts), f"{place}.model_input")
@@ -131,7 +131,7 @@ def _numbers(data: bytes, dtype: int, place: str) -> Numbers:
         return widened(data, place)
     if dtype not in _CODES:
         kinds = "float32, int64, int32 and bfloat16"
-        raise Refused(Code.UNSUPPORTED, f"{place} has numbers of type {dtype}; there are {kinds}.")
+        raise Refused(Code.UNSUPPORTED, f"{place} has numbers of type {dtype}; supported: {kinds}.")
     return numbers_of(_CODES[WireDType(dtype)], data, place)
 
 

@@ -105,7 +105,7 @@ def _operation(body: bytes, forward_only: bool) -> ForwardBackward:
     asked = given.forward_input or given.forward_backward_input
     if asked is None:
         which = "forward_input" if forward_only else "forward_backward_input"
-        raise Refused(Code.MALFORMED, f"The body has no {which}, which has the data and the loss.")
+        raise Refused(Code.MALFORMED, f"The body has no {which}, which holds the data and the loss.")
     if len(asked.data) > limits.DATA:
         why = f"{len(asked.data)} data in one request are over the limit of {limits.DATA}."
         raise Refused(Code.TOO_LARGE, why)
@@ -144,14 +144,14 @@ def _datum(given: _JsonDatum, loss: str, budget: NumberBudget, place: str) -> Da
 
 def _tokens(given: Mapping[str, msgspec.Raw], budget: NumberBudget, place: str) -> Numbers:
     if other := [name for name in given if name not in (_INPUT_IDS, _CHUNKS)]:
-        why = f"{place} has {other[0]!r}, which this server cannot honour: it has {_INPUT_IDS}, or {_CHUNKS} of tokens."
+        why = f"{place} has {other[0]!r}, which is not supported here: it has {_INPUT_IDS}, or {_CHUNKS} of tokens."
         raise Refused(Code.UNSUPPORTED, why)
     if _INPUT_IDS in given:
         return _ids(given[_INPUT_IDS], budget, place)
     found = array("q")
     for chunk in decode_body(_chunks, bytes(given.get(_CHUNKS, b"[]")), place):
         if not is_given(chunk.tokens):
-            why = f"{place} has a chunk of type {chunk.type[:40]!r}, and the models here read only text."
+            why = f"{place} has a chunk of type {chunk.type[:40]!r}, but the models here read only text."
             raise Refused(Code.UNSUPPORTED, why)
         found.extend(_ids(chunk.tokens, budget, place))
     return found
@@ -170,7 +170,7 @@ def _shifted(tokens: Numbers, inputs: dict[str, Array], place: str) -> tuple[Num
     if TARGET_TOKENS in inputs:
         raise Refused(Code.MALFORMED, f"{place} has labels and target_tokens; send one of them.")
     if inputs[LABELS].shape != (length,):
-        why = f"{place} has labels of shape {list(inputs[LABELS].shape)[:8]} for {length} tokens: they need one each."
+        why = f"{place} has labels of shape {list(inputs[LABELS].shape)[:8]} for {length} tokens: send one for each."
         raise Refused(Code.MALFORMED, why)
     moved = {name: _tail(values) if values.shape == (length,) else values for name, values in inputs.items()}
     moved[TARGET_TOKENS] = moved.pop(LABELS)

@@ -35,13 +35,13 @@ def numbers_in(raw: msgspec.Raw, budget: NumberBudget, place: str) -> tuple[Numb
     if text.startswith(b"{"):
         tensor = decode_body(_tensor, text, place)
         if is_given(tensor.sparse_crow_indices):
-            raise Refused(Code.UNSUPPORTED, f"{place} is sparse, which only bodies of protobuf may be; send all of it.")
+            raise Refused(Code.UNSUPPORTED, f"{place} is sparse, which only protobuf bodies may be; send it dense.")
         text, shape = bytes(tensor.data).lstrip(), tensor.shape
     budget.take(text.count(b",") + 1)
     if text[1:].lstrip().startswith(b"["):
         rows = decode_body(_rows, text, place)
         if len({len(row) for row in rows}) > 1:
-            raise Refused(Code.MALFORMED, f"{place} has rows of different lengths; fill them up, with weights of 0.")
+            raise Refused(Code.MALFORMED, f"{place} has rows of different lengths; pad them, with weights of 0.")
         numbers = array("d", (number for row in rows for number in row))
         return numbers, (len(rows), len(rows[0])) if shape is None else shape
     numbers = array("d", decode_body(_flat, text, place))

@@ -22,8 +22,8 @@ LOSSES = {
 }
 CROSS_ENTROPIES = ("cross_entropy", "per_token_ce")
 _REFUSED = {
-    "custom": "losses that run on the server are not built; forward_backward_custom takes a function of yours",
-    "stable_reinforce": "what it needs to know of each sample is not recorded here; importance_sampling or ppo may do",
+    "custom": "custom losses do not run on the server; pass your function to forward_backward_custom",
+    "stable_reinforce": "what it needs about each sample is not recorded here; importance_sampling or ppo may do",
     "opd_loss": "this server has no teacher model; cross_entropy takes the teacher's tokens and weights as [N, K]",
 }
 
@@ -33,12 +33,12 @@ def loss_spec(name: str, settings: Mapping[str, float | str]) -> LossSpec:
     if name in _REFUSED:
         raise Refused(Code.UNSUPPORTED, f"The loss {name!r} is not offered: {_REFUSED[name]}.")
     if name not in LOSSES:
-        raise Refused(Code.UNSUPPORTED, f"There is no loss {name!r}; there are {', '.join(LOSSES)}.")
+        raise Refused(Code.UNSUPPORTED, f"There is no loss {name!r}; use one of {', '.join(LOSSES)}.")
     if len(settings) > limits.LOSS_SETTINGS:
-        raise Refused(Code.TOO_LARGE, f"A loss has up to {limits.LOSS_SETTINGS} settings, and not {len(settings)}.")
+        raise Refused(Code.TOO_LARGE, f"A loss may have up to {limits.LOSS_SETTINGS} settings, not {len(settings)}.")
     for key, value in settings.items():
         if isinstance(value, float) and not math.isfinite(value):
-            raise Refused(Code.MALFORMED, f"The setting {key!r} of the loss is {value}, and not a finite number.")
+            raise Refused(Code.MALFORMED, f"The setting {key!r} of the loss is {value}, which is not a finite number.")
         if max(len(key), len(value) if isinstance(value, str) else 0) > limits.LOSS_TEXT_CHARACTERS:
             why = f"The settings of a loss have up to {limits.LOSS_TEXT_CHARACTERS} characters."
             raise Refused(Code.TOO_LARGE, why)

@@ -28,7 +28,7 @@ class NumberBudget:
         """Raises `Refused` where there is no room for them."""
         self._left -= numbers
         if self._left < 0:
-            why = f"The request has more than {limits.TRAINING_NUMBERS} tokens and numbers; send fewer data at once."
+            why = f"The request has more than {limits.TRAINING_NUMBERS} tokens and numbers; send less data at once."
             raise Refused(Code.TOO_LARGE, why)
 
     def has(self, numbers: int) -> bool:
@@ -39,7 +39,7 @@ def numbers_of(code: str, data: bytes, place: str) -> Numbers:
     """Return little-endian numbers of a type, by its code in the standard library's `array`."""
     numbers = array(code)
     if len(data) % numbers.itemsize:
-        why = f"{place} has {len(data)} bytes, and its numbers have {numbers.itemsize} each."
+        why = f"{place} has {len(data)} bytes, but its numbers take {numbers.itemsize} each."
         raise Refused(Code.MALFORMED, why)
     numbers.frombytes(data)
     return numbers
@@ -48,7 +48,7 @@ def numbers_of(code: str, data: bytes, place: str) -> Numbers:
 def widened(data: bytes, place: str) -> Numbers:
     """Return numbers of bfloat16, which are the upper halves of float32."""
     if len(data) % 2:
-        raise Refused(Code.MALFORMED, f"{place} has {len(data)} bytes, and its numbers have 2 each.")
+        raise Refused(Code.MALFORMED, f"{place} has {len(data)} bytes, but its numbers take 2 each.")
     wide = bytearray(2 * len(data))
     wide[2::4] = data[0::2]
     wide[3::4] = data[1::2]
@@ -74,7 +74,7 @@ def whole(numbers: Numbers, place: str) -> "array[int]":
         return array("q", numbers)
     for index, number in enumerate(numbers):
         if not float(number).is_integer() or abs(number) > INT32_MAX:
-            why = f"{place} has {number} at {index}, and tokens are whole numbers of 32 bits."
+            why = f"{place} has {number} at {index}, but tokens are 32-bit integers."
             raise Refused(Code.MALFORMED, why)
     return array("q", map(int, numbers))
 
@@ -84,7 +84,7 @@ def as_tokens(numbers: Iterable[int], place: str) -> bytes:
     try:
         packed = array("i", numbers)
     except (OverflowError, TypeError):
-        raise Refused(Code.MALFORMED, f"{place} has tokens that are not integers of 32 bits.") from None
+        raise Refused(Code.MALFORMED, f"{place} has tokens that are not 32-bit integers.") from None
     if packed and min(packed) < 0:
-        raise Refused(Code.MALFORMED, f"{place} has the token {min(packed)}, and tokens are not negative.")
+        raise Refused(Code.MALFORMED, f"{place} has the token {min(packed)}, but tokens cannot be negative.")
     return packed.tobytes()

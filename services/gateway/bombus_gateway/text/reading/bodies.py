@@ -1,4 +1,4 @@
-"""Finds where the body of a tool call ends while it arrives: each character is looked at once, however text is cut."""
+"""Finds where the body of a tool call ends while it arrives: each character is read once, however text is split."""
 
 import re
 from collections.abc import Sequence
@@ -132,7 +132,7 @@ class BodyEnd:
         return len(text), False
 
     def _string(self, text: str, at: int) -> tuple[int, bool]:
-        """Look for the end of the string. Strings do not count any more once one was broken."""
+        """Look for the end of the string. Strings no longer count once one was broken."""
         pattern = self._inside[self._quote]
         for found in pattern.finditer(text, at):
             if found[0][0] == "\\":

@@ -124,7 +124,7 @@ class TurnReader:
         return end
 
     def _say(self, text: str, out: list[Delta]) -> None:
-        """Let text go out, but for white space at its end."""
+        """Let text go out, except white space at its end."""
         if isinstance(self._after, Thinking):
             text = text.lstrip()
         body = text.rstrip() if self._opening is not _NEVER else text

@@ -80,7 +80,7 @@ class OpenAIBackend:
         async for choices in server.generate(request, prompt, tokens_max):
             for choice in choices:
                 if choice.label and self._label and choice.label != self._label:
-                    raise BackendFailed(f"somebody else changed the server's weights: they are {choice.label!r} now")
+                    raise BackendFailed(f"another client changed the server's weights: they are {choice.label!r} now")
                 if frames := assembler.take(choice.delta(request.sampling.top_logprobs)):
                     yield frames
 
@@ -115,7 +115,7 @@ class OpenAIBackend:
         longest = self._compute.length_within(policy.max_model_len, config.context, server.context or config.context)
         if self._server is None and longest == server.context < policy.max_model_len:
             log.warning(
-                "sequences end at %d tokens and not at the job's %d: the server at %s takes none that are longer",
+                "sequences end at %d tokens, not at the job's %d: the server at %s does not accept longer ones",
                 *(longest, policy.max_model_len, self._settings.url),
                 extra={"run": policy.run},
             )
@@ -127,10 +127,10 @@ class OpenAIBackend:
             return
         if policy.version > 0:
             raise EngineFault(
-                f"{self._settings.url} has no way to load new weights, so it can serve version 0 alone and not "
+                f"{self._settings.url} has no way to load new weights, so it can serve only version 0, not "
                 f"{policy.version}: start vLLM with VLLM_SERVER_DEV_MODE=1, or use the vllm backend"
             )
-        log.warning("%s has no way to load weights: it is taken to serve the job's model as it is", self._settings.url)
+        log.warning("%s has no way to load weights: it is assumed to serve the job's model", self._settings.url)
 
     async def _drain(self) -> None:
         """Wait until no request is open. Those that take too long end with a fault that allows a retry elsewhere."""

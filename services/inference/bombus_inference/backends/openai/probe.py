@@ -1,4 +1,4 @@
-"""Finds out what an external server lacks for training, by having it generate a few tokens."""
+"""Finds out what an external server is missing for training, by having it generate a few tokens."""
 
 import logging
 from pathlib import Path
@@ -21,7 +21,7 @@ TOKENS = 16
 GAP_MIN = 1e-3  # nats between the two most likely tokens; two temperatures cannot be told apart by less
 
 RAW = (
-    "its logprobs are of the model's own distribution and not of the one that it samples from "
+    "its logprobs are of the model's own distribution, not of the one that it samples from "
     "(vLLM has --logprobs-mode processed_logprobs)"
 )
 

@@ -160,7 +160,7 @@ class TorchBackend:
 
 
 async def _in_thread(read: Callable[[Policy], T], policy: Policy) -> T:
-    """Read a policy, while what is served stays as it is. Raises `EngineFault` also for want of memory."""
+    """Read a policy without changing what is served. Raises `EngineFault` also when out of memory."""
     try:
         return await asyncio.to_thread(read, policy)
     except (MemoryError, OSError, RuntimeError) as error:

@@ -175,7 +175,7 @@ class Engine:
         """Queue a request under a ticket that the caller chose. Raises `Refused` for one that cannot be served."""
         prompt = self.limits.check(request, self.run)
         if len(self._scheduler.waiting) + request.n > self.settings.max_waiting:
-            raise Refused(Code.OVERLOADED, f"{len(self._scheduler.waiting)} sequences wait already; ask again later")
+            raise Refused(Code.OVERLOADED, f"{len(self._scheduler.waiting)} sequences are waiting; ask again later")
         tokens_max = self.limits.tokens_max(request, prompt)
         if request.adapter:
             self._adapters.store.use(request.adapter)
@@ -399,7 +399,7 @@ class Engine:
                 f"sequence of {wanted} tokens takes {needed * block_bytes}: raise it, or lower max_model_len"
             )
         log.warning(
-            "sequences end at %d tokens and not at the job's %d: the KV cache of %d MiB cannot hold a longer one; give "
+            "sequences end at %d tokens, not at the job's %d: the KV cache of %d MiB cannot hold a longer one; give "
             "the replica more with --kv-cache-mb",
             *(holds, wanted, self.settings.cache_bytes >> 20),
             extra={"run": self.run},

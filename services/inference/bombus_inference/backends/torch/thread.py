@@ -40,7 +40,7 @@ def _delivery(output: Output) -> Delivery:
 
 
 class EngineThread:
-    """Runs at most one engine in a thread of its own. `deliver` is called on the loop that made this object.
+    """Runs at most one engine in its own thread. `deliver` is called on the loop that made this object.
 
     `failed` gets the exception when the engine breaks (out of memory, a bug); nothing runs after that.
     """

@@ -46,7 +46,7 @@ class CopiedAdapter:
 
 @dataclass(frozen=True)
 class AdapterRules:
-    """What adapters of one engine have to be: `shapes` are those of the model below them."""
+    """What adapters of one engine must be: `shapes` are those of the model below them."""
 
     shapes: Shapes
     rank_max: int
@@ -75,7 +75,7 @@ def write_zeros(folder: Path, shapes: Shapes) -> None:
     """Write an adapter that changes nothing to the new `folder`. Raises `EngineFault` if no layer takes one."""
     layer = next(iter(adaptable_layers(shapes)), None)
     if layer is None:
-        raise EngineFault("vLLM serves no adapters on this model: no layer of it takes any")
+        raise EngineFault("vLLM serves no adapters on this model: none of its layers supports them")
     folder.mkdir()
     out, inside = shapes[layer + WEIGHT]
     low_a, low_b = adapter_names(layer)
@@ -111,7 +111,7 @@ def _copied(address: str, source: Path, folder: Path, rules: AdapterRules) -> Co
     if rank > rules.rank_max:
         raise Refused(
             Code.UNSUPPORTED,
-            f"the adapter in {source} has rank {rank}, and this replica serves ranks up to {rules.rank_max}: start "
+            f"the adapter in {source} has rank {rank}, but this replica serves ranks up to {rules.rank_max}: start "
             "it with a higher --vllm-max-lora-rank",
         )
     (folder / ADAPTER_CONFIG).write_bytes(msgspec.json.encode(_written(layers, config)))
@@ -138,7 +138,7 @@ def _checked_layers(folder: Path, config: PeftConfig, rules: AdapterRules) -> li
         named = {name for layer in layers for name in adapter_names(layer)}
         for name in file.names:
             if name not in named:
-                raise EngineFault(f"it has {name}, which is not of a pair of low-rank matrices")
+                raise EngineFault(f"it has {name}, which is not one of a pair of low-rank matrices")
         if not layers:
             raise EngineFault("it has no layers")
         for layer in layers:
@@ -148,13 +148,13 @@ def _checked_layers(folder: Path, config: PeftConfig, rules: AdapterRules) -> li
 
 def _check_layer(file: TensorFile, layer: str, rank: int, rules: AdapterRules) -> None:
     if not _takes_adapter(layer, rules.shapes):
-        raise EngineFault(f"it has {layer}, and vLLM serves adapters on linear layers of this model alone")
+        raise EngineFault(f"it has {layer}, but for this model vLLM serves adapters only on linear layers")
     out, inside = rules.shapes[layer + WEIGHT]
     for name, wanted in zip(adapter_names(layer), ((rank, inside), (out, rank)), strict=True):
         if name not in file:
             raise EngineFault(f"it lacks {name}")
         if file.shape(name) != wanted:
-            raise EngineFault(f"its {name} is {list(file.shape(name))}, and this model's is {list(wanted)}")
+            raise EngineFault(f"its {name} is {list(file.shape(name))}, but this model's is {list(wanted)}")
         if not _is_finite(file.dtype(name), file.bits(name), rules.precision):
             raise EngineFault(f"its {name} has values that are not finite numbers in {rules.precision}")
 

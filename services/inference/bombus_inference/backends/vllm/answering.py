@@ -18,9 +18,7 @@ from bombus_inference.backends.vllm.wire import parse_deltas, request_body
 
 GENERATE = "/inference/v1/generate"
 
-_NOT_COMPILED = (
-    "the engine failed at a request whose answer has a form ({}); it may not be able to hold answers to this schema"
-)
+_NOT_COMPILED = "the engine failed on a structured-output request ({}); it may not support this schema"
 _TokenDeltas = AsyncGenerator[list[ChoiceDelta], None]
 
 

@@ -64,7 +64,7 @@ RESTART_S = 1.0
 RESTART_S_MAX = 60.0
 SCRAPE_S = 5.0
 
-DIED = Fault(why="the replica's vLLM died and is started again", code=Code.NO_REPLICA, retry=True)
+DIED = Fault(why="the replica's vLLM died and is being restarted", code=Code.NO_REPLICA, retry=True)
 
 
 def _changing_file(policy: Policy) -> Path:
@@ -94,10 +94,10 @@ class _Child:
 def _with_less(child: _Child, fault: EngineFault) -> _Child:
     """Return what to start after a child that did not: without what it failed at. Raises the fault if that is all."""
     if child.constrains and "tokeniz" in str(fault).lower():
-        log.warning("vLLM starts without the model's tokenizer, so answers cannot be held to a form: %s", fault)
+        log.warning("vLLM starts without the model's tokenizer, so structured output is unavailable: %s", fault)
         return replace(child, constrains=False)
     if child.beside and "lora" in str(fault).lower():
-        log.warning("vLLM starts without adapters beside the policy: %s", fault)
+        log.warning("vLLM starts without adapters besides the policy: %s", fault)
         return replace(child, policy=replace(child.policy, beside=False))
     raise fault
 
@@ -276,7 +276,7 @@ class VllmBackend:
             FrameAssembler(request, label.version, lambda: False, 1).take(made[0])
         except (BackendFailed, Refused, httpx.HTTPError, ValueError) as error:
             raise EngineFault(
-                "this vLLM does not give what a trainer needs, which is the ids, logprobs and weight versions of the "
+                "this vLLM does not return what a trainer needs: the ids, logprobs and weight versions of the "
                 f"tokens that it samples ({error}; its last words: {server.last_words()}): run `bombus install vllm` "
                 "for one that does"
             ) from error
@@ -334,7 +334,7 @@ class VllmBackend:
         await self._until_dead(server)
         healthy = loop.time() - began > HEALTHY_S
         self._pause_s = RESTART_S if healthy else self._longer_pause_s()
-        log.error("vLLM died and is started again in %.0f s: %s", self._pause_s, server.last_words())
+        log.error("vLLM died and is restarted in %.0f s: %s", self._pause_s, server.last_words())
         self._served.number = -1
         self._calls.end_all(DIED)
         await server.stop()
@@ -352,7 +352,7 @@ class VllmBackend:
                     return
             if await server.is_healthy():
                 healthy_at = loop.time()
-        log.error("vLLM has not been healthy for %.0f s and is ended", self._vllm.health_s)
+        log.error("vLLM has not been healthy for %.0f s and is stopped", self._vllm.health_s)
 
     def _longer_pause_s(self) -> float:
         return min(max(RESTART_S, 2 * self._pause_s), RESTART_S_MAX)

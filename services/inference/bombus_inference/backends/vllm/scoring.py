@@ -63,7 +63,7 @@ def parse_scores(data: bytes, tokens: Sequence[int], width: int) -> ScoredSequen
     for token, row in zip(tokens[1:], rows[1:]):
         own = (row or {}).get(token)
         if own is None or not math.isfinite(own.logprob) or own.logprob <= NO_PROBABILITY:
-            raise BackendFailed(f"the engine has no score of token {token}: the model's logits are not finite numbers")
+            raise BackendFailed(f"the engine has no score for token {token}: the model's logits are not finite numbers")
         alternatives = [(each, scored.logprob) for each, scored in (row or {}).items()]
         likely = most_likely(alternatives, width)
         if len(likely) != width:

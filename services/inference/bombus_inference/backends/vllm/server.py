@@ -128,7 +128,7 @@ def _lora_rank_max(rank: int) -> int:
         if rank <= step:
             return step
     raise EngineFault(
-        f"vLLM takes adapters of rank {VLLM_RANKS[-1]} at most, and this one has {rank}: train with a lower "
+        f"vLLM takes adapters of rank {VLLM_RANKS[-1]} at most, but this one has {rank}: train with a lower "
         "trainer.lora_rank, or start the trainer with --weights-lora merged"
     )
 

@@ -72,7 +72,7 @@ def layers_to_adapt(model: "PreTrainedModel", targets: Sequence[str]) -> dict[st
     layers = linear_layers(model)
     found = {name.rsplit(".", 1)[-1] for name in layers}
     if unknown := [target for target in targets if target not in found]:
-        raise EngineFault(f"target module {unknown[0]!r} is none of this model's: {', '.join(sorted(found))}")
+        raise EngineFault(f"target module {unknown[0]!r} is not in this model, which has {', '.join(sorted(found))}")
     if not targets:
         _check_covered(model)
         return layers
@@ -96,7 +96,7 @@ def linear_layers(model: "PreTrainedModel") -> dict[str, nn.Linear]:
             and any(value.ndim == 2 for value in module.parameters(recurse=False))
         }
         raise EngineFault(
-            f"LoRA adapts linear layers, and this model ({model.config.model_type}) has none: its layers are "
+            f"LoRA adapts linear layers, but this model ({model.config.model_type}) has none: its layers are "
             f"{', '.join(sorted(kinds)) or 'of other kinds'}; set trainer.lora_rank to 0 to train all weights"
         )
     return layers

@@ -282,7 +282,7 @@ def recompute_layers(model: "PreTrainedModel") -> None:
     if not layers:
         raise EngineFault(
             f"trainer.gradient_checkpointing is on, and the code of this model's architecture "
-            f"({model.config.model_type}) does not say which of its layers can be computed again: set it to false"
+            f"({model.config.model_type}) does not say which of its layers can be recomputed: set it to false"
         )
     for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)

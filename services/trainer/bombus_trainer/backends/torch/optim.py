@@ -55,7 +55,7 @@ class AdamW:
 
     @property
     def full_bytes(self) -> int:
-        """How many bytes the state takes once it is there."""
+        """How many bytes the state takes once it exists."""
         return sum(2 * parameter.nbytes + 4 for parameter in self.parameters.values())
 
     @property
@@ -75,7 +75,7 @@ class AdamW:
         self._adam.step()
 
     def make_state(self) -> None:
-        """Make the state of parameters that have gradients, unless it is there.
+        """Create the state of parameters that have gradients, unless it exists.
 
         A step that has no memory for it then fails before it begins. Parts of a model that a text never passes through,
         such as a vision tower, have no gradients and take no room.

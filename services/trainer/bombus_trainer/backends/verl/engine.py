@@ -76,7 +76,7 @@ def prepare_process(device: str) -> None:
     found = importlib.metadata.version("verl")
     if found != VERSION:
         raise EngineFault(
-            f"verl {found} is installed, and this backend is written for {VERSION}: run `bombus install verl` again"
+            f"verl {found} is installed, but this backend needs {VERSION}: run `bombus install verl` again"
         )
     os.environ.setdefault("VERL_LOGGING_LEVEL", "WARN")
     warnings.filterwarnings("ignore", ".* engine is not available", UserWarning)  # about engines that we do not use
@@ -104,8 +104,8 @@ def attention_of(settings: TrainerSettings) -> str | None:
         package, is_installed = FLASH_PACKAGES[wanted]
         if not (on_gpu and is_installed()):
             raise EngineFault(
-                f"trainer.attn_implementation is {wanted}, which takes a GPU and the package {package} in verl's "
-                f"environment, and this trainer (--device {settings.device}) has not got both: install it, or set "
+                f"trainer.attn_implementation is {wanted}, which needs a GPU and the package {package} in verl's "
+                f"environment, but this trainer (--device {settings.device}) does not have both: install it, or set "
                 "attn_implementation to auto"
             )
     return "sdpa" if wanted == "native" else wanted
@@ -185,7 +185,7 @@ def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtyp
 
 def _sentence(error: Exception) -> str:
     if isinstance(error, KeyError) and error.args == (ULYSSES,):  # it looked for it among its own
-        return "its layers take no attention from outside, which trainer.ulysses_parallel_size needs: set it to 1"
+        return "its layers accept no external attention, which trainer.ulysses_parallel_size needs: set it to 1"
     return f"{in_one_line(error)}; docs/models.md lists what backend torch trains"
 
 
@@ -194,7 +194,7 @@ def _check_splitting(config: "PretrainedConfig", ranks: int) -> None:
     with refusing(config, "trained"):
         if hasattr(config, "vision_config"):
             raise EngineFault(
-                f"trainer.ulysses_parallel_size is {ranks}, and it has a tower for images, whose rows verl does not "
+                f"trainer.ulysses_parallel_size is {ranks}, but it has a tower for images, whose rows verl does not "
                 "split in the same way: set it to 1"
             )
         check_heads(int(config.get_text_config().num_attention_heads), ranks)
@@ -269,8 +269,8 @@ def _engine_class() -> Any:
             adapted = super()._build_lora_module(module)
             if experts := adapted.peft_config["default"].target_parameters:
                 raise EngineFault(
-                    f"trainer.target_modules has names that peft takes for those of the experts of this model "
-                    f"({module.config.model_type}), {' and '.join(sorted(experts))}, and their adapters could not be "
+                    f"trainer.target_modules has names that peft also matches to the experts of this model "
+                    f"({module.config.model_type}), {' and '.join(sorted(experts))}, whose adapters could not be "
                     "published: leave out gate_proj, up_proj and down_proj, or set trainer.backend to torch"
                 )
             return adapted
@@ -286,7 +286,7 @@ def _engine_class() -> Any:
         def prepare_model_outputs(self, output: Any, micro_batch: Any, **_: object) -> dict[str, Tensor]:
             result, self._head.result = self._head.result, None
             if result is None or output.logits is not result:
-                raise EngineFault("it does more to its logits than multiply with a matrix")
+                raise EngineFault("it does more to its logits than multiply by a matrix")
             mask = micro_batch["loss_mask"]
             if self._row is not None:
                 result = joined(result, self._query.first, int((mask.values() > 0).sum()), self._row.group)

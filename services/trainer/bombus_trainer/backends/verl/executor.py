@@ -62,7 +62,7 @@ class VerlExecutor(StepBackend[MicroBatch]):
         self._sharing = settings.config.ulysses_parallel_size  # the ranks in a row that compute parts of the same rows
         if ranks.size % self._sharing:
             raise EngineFault(
-                f"trainer.ulysses_parallel_size is {self._sharing}, and this trainer has {ranks.size} ranks: set it to "
+                f"trainer.ulysses_parallel_size is {self._sharing}, but this trainer has {ranks.size} ranks: set it to "
                 f"a number that divides {ranks.size}, or start the trainer with a multiple of {self._sharing}"
             )
         self._counts = ranks.rank % self._sharing == 0  # the others have the same loss and metrics

@@ -49,7 +49,7 @@ class TermsHead(nn.Module):
     def __init__(self, output: nn.Module | None, logits_bytes_max: int, entropy_grad: bool) -> None:
         super().__init__()
         if not isinstance(output, nn.Linear) or output.bias is not None:
-            raise ValueError(f"its output layer is not a matrix alone, but {output}")
+            raise ValueError(f"its output layer is not just a matrix, but {output}")
         self.weight: nn.Parameter = output.weight
         self.rows_max: int = max(16, logits_bytes_max // (4 * output.out_features))
         self.entropy_grad: bool = entropy_grad

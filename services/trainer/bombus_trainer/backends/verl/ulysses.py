@@ -109,7 +109,7 @@ def check_heads(heads: int, ranks: int) -> None:
     """Raise `EngineFault` unless that many ranks can share the heads of a layer."""
     if heads % ranks:
         raise EngineFault(
-            f"trainer.ulysses_parallel_size is {ranks}, and its layers have {heads} heads, which {ranks} ranks cannot "
+            f"trainer.ulysses_parallel_size is {ranks}, but its layers have {heads} heads, which {ranks} ranks cannot "
             f"share: set it to a number that divides {heads}"
         )
 
@@ -121,8 +121,8 @@ def _repeated(side_1NPD: Tensor, ranks: int) -> Tensor:
         return side_1NPD
     if ranks % heads:
         raise EngineFault(
-            f"trainer.ulysses_parallel_size is {ranks}, and its layers have {heads} heads of keys: one of the two has "
-            "to be a multiple of the other"
+            f"trainer.ulysses_parallel_size is {ranks}, but its layers have {heads} key heads: one of the two must be "
+            "a multiple of the other"
         )
     return side_1NPD.repeat_interleave(ranks // heads, dim=1)
 

@@ -1,4 +1,4 @@
-"""Give memory that is not used any more back to the device and to the machine."""
+"""Give unused memory back to the device and to the machine."""
 
 import ctypes
 import gc

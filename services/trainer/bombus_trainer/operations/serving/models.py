@@ -41,9 +41,9 @@ from bombus_trainer.recovery.progress import STALLS, Kind, in_thread
 
 log = logging.getLogger(__name__)
 
-Fetch = Callable[[BodyRef], Awaitable[bytes]]
+FetchStored = Callable[[BodyRef], Awaitable[bytes]]
 READING = ("create_model", "load_weights")  # operations that may read a checkpoint
-LOST = "its error is not kept any more"  # of an operation that failed before the trainer was started again
+LOST = "its error is no longer kept"  # of an operation that failed before the trainer was started again
 
 
 class ServedModels:
@@ -54,14 +54,15 @@ class ServedModels:
         self,
         executor: OperationBackend,
         recovery: RecoveryCheckpoints,
-        fetch: Fetch,
+        fetch_body: FetchStored,
         names: tuple[str, str],
         stall_s: float,
     ) -> None:
-        """`fetch` reads bodies of operations; `names` are the base's as callers know it, and as the executor does."""
+        """`fetch_body` reads a body or a result from the stream `ops`; `names` are the base's as callers know it, and
+        as the executor does."""
         self.executor = executor
         self._recovery = recovery
-        self._fetch = fetch
+        self._fetch_body = fetch_body
         self._names = names
         self._stall_s = stall_s
         self._begun: dict[str, int] = {}  # which of several models of one name is here: the number of its creation
@@ -136,14 +137,12 @@ class ServedModels:
             number = self.executor.rescue(model.name, _made_by(model), model.checkpointed)
             if number is None:
                 raise
-            log.warning(
-                "model %s goes on from a checkpoint of its client, for its recovery checkpoint is gone", model.name
-            )
+            log.warning("model %s continues from its client's checkpoint: its recovery checkpoint is gone", model.name)
             return number
         return checkpoint.number
 
     def holds(self, name: str) -> bool:
-        """Return whether a model was made here and has not been forgotten, also one that cannot be made again now."""
+        """Return whether a model was made here and has not been forgotten, also one that cannot be rebuilt now."""
         return name in self._begun
 
     async def try_again(self, model: ClientModel, rebuild: Rebuild) -> Exception | None:
@@ -164,7 +163,7 @@ class ServedModels:
             if queued.op not in READING or queued.body is None or (queued.waits and queued.reads_removed):
                 continue
             try:
-                found.add(_checkpoint_of(decode_operation(await self._fetch(queued.body))))
+                found.add(_checkpoint_of(decode_operation(await self._fetch_body(queued.body))))
             except (LogCorrupted, msgspec.MsgspecError) as error:  # then it cannot be executed either
                 log.warning("operation %s of model %s cannot be read: %s", queued.key, model.name, error)
         return found
@@ -173,7 +172,7 @@ class ServedModels:
         self._begun[model.name] = model.begun
 
     async def _execute_again(self, model: ClientModel, queued: Queued) -> Operation:
-        """Let an operation change the model as it did. Files that it wrote for its caller are left alone."""
+        """Let an operation change the model as it did. Files that it wrote for its caller are kept."""
         operation = await self._read_again(queued)
         if queued.failed:
             failure = await self._failure(queued)
@@ -189,14 +188,14 @@ class ServedModels:
         result = await self.execute(model, queued, operation)
         if isinstance(result, Failed):
             raise EngineFault(
-                f"operation {queued.key} of model {model.name} was executed before, and fails now that the model is "
-                f"made again: {result.error}"
+                f"operation {queued.key} of model {model.name} succeeded before, but fails while the model is "
+                f"being rebuilt: {result.error}"
             )
         if queued.loaded and queued.loaded != loaded_by(result):
             raise EngineFault(
-                f"the checkpoint {_checkpoint_of(operation)} is not the one any more that operation {queued.key} of "
-                f"model {model.name} has loaded, and no recovery checkpoint has the model since: bring the old one "
-                "back, or end the model and create it from a checkpoint"
+                f"the checkpoint {_checkpoint_of(operation)} is no longer the one that operation {queued.key} of "
+                f"model {model.name} loaded, and there is no later recovery checkpoint: restore the old one, or end "
+                "the model and create it from a checkpoint"
             )
         return operation
 
@@ -205,7 +204,7 @@ class ServedModels:
         found: Result | None = None
         try:
             if queued.result is not None:
-                found = decode_result(await self._fetch(queued.result))
+                found = decode_result(await self._fetch_body(queued.result))
         except LogCorrupted as error:
             log.warning("the result of operation %s cannot be read: %s", queued.key, error)
         category = Category.SERVER if queued.by_server else Category.USER
@@ -234,17 +233,17 @@ class ServedModels:
             why = f"{queued.reads} was removed while this operation waited for its model: load another checkpoint"
             return Rejected(failure=Failed(error=why, category=Category.USER))
         try:
-            operation = decode_operation(await self._fetch(queued.body))
+            operation = decode_operation(await self._fetch_body(queued.body))
         except LogCorrupted as error:
             if not queued.waits:
                 raise
             why = f"the body of this operation is lost ({error}): send it again, under another key"
         except msgspec.MsgspecError as error:
-            why = f"this operation cannot be read ({error}): gateway and trainer have to be of one version"
+            why = f"this operation cannot be read ({error}): gateway and trainer must run the same version"
         else:
             if not queued.passive or not _changes(operation):
                 return _named(operation, queued)
-            why = "this operation was announced as one that leaves the model as it is, and it is another"
+            why = "this operation was announced as one that leaves the model as it is, but it is not"
         return Rejected(failure=Failed(error=why, category=Category.SERVER), counts=not queued.passive)
 
     async def execute(
@@ -282,8 +281,8 @@ class ServedModels:
     def give_up(self, model: ClientModel, queued: Queued, operation: Operation) -> Failed:
         """Return the failure of an operation that no trainer has survived. It changes nothing but the gradient."""
         why = (
-            f"trainers ended {queued.begun} times while they executed this operation, so it is not tried again. Look "
-            "for the kernel's out-of-memory killer and at the ends of their logs; send less data in one operation"
+            f"trainers ended {queued.begun} times while they executed this operation, so it is not tried again. Check "
+            "the kernel log for its out-of-memory killer and the ends of their logs; send less data in one operation"
         )
         if isinstance(operation, CreateModel):
             self.executor.drop(model.name)
@@ -299,7 +298,7 @@ class ServedModels:
             raise BackendLost(f"the device failed in an operation of model {model}: {error}") from error
         except Exception as error:  # a bug costs one operation of one model, and the others go on
             log.exception("an operation of model %s failed", model)
-            why = f"the trainer failed in this operation, by a fault of bombus ({type(error).__name__}: {error})"
+            why = f"the trainer failed in this operation, because of a bug in bombus ({type(error).__name__}: {error})"
             failed = Failed(error=why[:2000], category=Category.SERVER)
             self.executor.fail_gradient(model, operation, failed.error)
             return failed
@@ -310,8 +309,8 @@ class ServedModels:
         if len(body) <= BODY_BYTES_MAX:
             return result, body
         why = (
-            f"the result of this operation has {len(body)} bytes, over the limit of {BODY_BYTES_MAX}: send fewer data "
-            "at once, and let their gradients add up"
+            f"the result of this operation has {len(body)} bytes, over the limit of {BODY_BYTES_MAX}: send less data "
+            "at once, and let the gradients accumulate"
         )
         self.executor.fail_gradient(model.name, operation, why)
         failed = Failed(error=why, category=Category.USER)
@@ -371,7 +370,7 @@ class ServedModels:
         return clock.number, folder, digest
 
     async def remove_old_checkpoints(self, models: Iterable[ClientModel]) -> None:
-        """Remove the recovery checkpoints that the log does not name any more."""
+        """Remove the recovery checkpoints that the log no longer names."""
         named = [model.checkpoint.folder for model in models if model.checkpoint is not None and model.closed is None]
         await in_thread(Kind.REMOVAL, "removing old recovery checkpoints", partial(self._recovery.remove_others, named))
 

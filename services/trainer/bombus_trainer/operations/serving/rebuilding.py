@@ -1,4 +1,4 @@
-"""What trainers do not survive making again is said on the log before it is done, so that it has a limit (R17)."""
+"""Rebuilding that trainers do not survive is announced on the log first, so that it has a limit (R17)."""
 
 from collections.abc import Awaitable, Callable
 
@@ -21,7 +21,7 @@ class Rebuild:
     """
 
     def __init__(self, model: ClientModel, trainer_epoch: int, executions_max: int, say: Say | None) -> None:
-        """Without `say` nothing is said: this trainer has lived through an attempt before."""
+        """Without `say` nothing is said: this trainer has already survived an attempt."""
         self._name = model.name
         self._is_in_doubt = model.rebuilding_by not in (0, trainer_epoch)
         self._deadly = model.deadly(executions_max, trainer_epoch)
@@ -43,9 +43,9 @@ class Rebuild:
 
     def none_survived(self) -> NoneSurvived:
         return NoneSurvived(
-            f"{self._executions_max} trainers ended when they made it again and were at operation {self._deadly}, so "
-            "that is not tried any more. Look for the kernel's out-of-memory killer and at the ends of the trainers' "
-            "logs, and then `bombus resume`; or end the model and create it from a checkpoint"
+            f"{self._executions_max} trainers ended while they rebuilt it, at operation {self._deadly}, so "
+            "it is not tried again. Check the kernel log for its out-of-memory killer and the ends of the trainers' "
+            "logs, then run `bombus resume`; or end the model and create it from a checkpoint"
         )
 
     async def begins(self, number: int) -> None:

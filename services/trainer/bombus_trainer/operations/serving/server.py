@@ -10,6 +10,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import TypeVar
 
+from torch import AcceleratorError
+
 from bombus.bus import Bus
 from bombus.bus.large.parts import Parts
 from bombus.config.job import RunConfig
@@ -28,7 +30,7 @@ from bombus.hive.operations.state import ClientModel, Queued, TrainingClients, b
 from bombus.hive.records import BodyRef
 from bombus.hive.state import EngineState, Phase
 from bombus.operations import Category, EndModel, Failed, ModelEnded, Operation, Result
-from bombus_trainer.backend import BaseLoader
+from bombus_trainer.backend import BackendLost, BaseLoader
 from bombus_trainer.operations.serving.base_weights import publish_base
 from bombus_trainer.operations.serving.memory import give_back
 from bombus_trainer.operations.serving.models import ServedModels
@@ -52,7 +54,7 @@ T = TypeVar("T")
 
 
 class OperationServer:
-    """Serves one run, from the moment that it is owned until it is over."""
+    """Serves one run, from the moment it is owned until it ends."""
 
     def __init__(
         self,
@@ -79,14 +81,20 @@ class OperationServer:
         self._has_tried = False  # to make one of them again, after which nothing was executed yet
 
     async def run(self) -> None:
-        """Serve until the run is over, which raises `RunOver`. Start over after a failure.
+        """Serve until the run ends, which raises `RunOver`. Start over after a failure.
 
         Raises `BackendLost` when only a new process can go on.
         """
         try:
-            await self._reports.repeated(self._round, self._reports.failed_outside_a_step, self._let_go)
+            await self._reports.repeated(self._round, self._failed, self._let_go)
         finally:
             self._let_go()
+
+    async def _failed(self, error: Exception, failures: int, attempts: int) -> None:
+        """Suspend the run after too many attempts in a row. A new process continues after a lost device or rank."""
+        is_lost = isinstance(error, (AcceleratorError, BackendLost))
+        if not is_lost and attempts >= self._ownership.engine.collection.max_step_failures:
+            await self._reports.suspend(reason_of(error))
 
     async def _round(self) -> None:
         if self._ownership.engine.rest_wanted:
@@ -101,7 +109,7 @@ class OperationServer:
     # ---- sleep ----------------------------------------------------------------------------------------------------
 
     async def _sleep(self) -> None:
-        """Write recovery checkpoints, free the memory of all models, and wait until the run is to go on.
+        """Write recovery checkpoints, free the memory of all models, and wait until the run is to continue.
 
         A model whose recovery checkpoint could not be written is made again from an older one, and from what came after
         that.
@@ -112,12 +120,12 @@ class OperationServer:
             await in_thread(Kind.REMOVAL, "freeing memory", self._models.executor.release)
         self._let_go()
         reached(Point.REST_FREED)
-        log.info("run %d: the trainer sleeps", ownership.run)
+        log.info("run %d: the trainer is asleep", ownership.run)
         await self._say_rest(asleep=True)
         await ownership.wait(lambda engine: not (engine.rest_wanted and engine.asleep))  # or asked for once more
 
     async def _awake(self) -> ServedModels:
-        """Return the models of this run: made again, where they are not here."""
+        """Return the models of this run, rebuilding those that are missing."""
         if self._models is None:
             self._models = await self._boot()
         if self._ownership.engine.asleep and not self._ownership.engine.rest_wanted:
@@ -159,7 +167,7 @@ class OperationServer:
         return models
 
     async def _make_models(self, models: ServedModels) -> None:
-        """Make all models as they were. One that cannot be made waits, and the others go on.
+        """Rebuild all models as they were. One that cannot be rebuilt waits while the others continue.
 
         Raises `EngineFault` where the recovery checkpoints of all of them are away: then it is their folder that is.
         """
@@ -211,9 +219,9 @@ class OperationServer:
         await ownership.send(rebuilds)
 
     async def _say_whether_away(self, model: ClientModel, fault: Exception | None) -> None:
-        """Let a model wait, and its client know why, or let it go on."""
+        """Let a model wait and tell its client why, or let it continue."""
         if fault is not None:
-            log.error("model %s waits, since it cannot be made again: %s", model.name, fault)
+            log.error("model %s is suspended, because it cannot be rebuilt: %s", model.name, fault)
             self._suspended[model.name] = perf_counter() + self._options.retry_s_max
         else:
             self._suspended.pop(model.name, None)
@@ -247,7 +255,7 @@ class OperationServer:
 
         def load() -> ServedModels:
             reached(Point.TRAINER_MODEL_LOADING)
-            scratch, recovery = self._folder("scratch"), self._folder("recovery")
+            scratch, recovery = self._folder("scratch"), self._folder("covers")
             remove_earlier(scratch, ownership.run, ownership.epoch)
             remove_earlier(recovery, ownership.run, ownership.epoch)
             run = f"run-{ownership.run}"
@@ -316,7 +324,7 @@ class OperationServer:
             log.debug("run %d: a recovery checkpoint is due, or a model is tried again", ownership.run)
 
     def _next(self, clients: TrainingClients) -> tuple[ClientModel, Queued] | None:
-        """Return the operation that comes next. Of a model that is suspended its client's end alone can be executed."""
+        """Return the operation that comes next. Of a suspended model only its client's end can be executed."""
         there = [model for model in clients.open_models if model.name not in self._suspended]
         found = self._turns.take(there)
         if found is not None:
@@ -462,7 +470,7 @@ class OperationServer:
             number, folder, digest = await models.write_checkpoint(name)
         except OSError as error:
             log.warning(
-                "the recovery checkpoint of model %s cannot be written, and is tried again later: %s", name, error
+                "the recovery checkpoint of model %s could not be written; it is tried again later: %s", name, error
             )
             self._checkpoint_pause_until_s = perf_counter() + self._options.retry_s_max
             return
@@ -505,10 +513,10 @@ def _is_clients_end(queued: Queued) -> bool:
 
 
 def _without_model(operation: Operation, model: ClientModel) -> Result:
-    """Return the result of the end of a model that cannot be made again: it cannot be saved either."""
+    """Return the result of the end of a model that cannot be rebuilt: it cannot be saved either."""
     if isinstance(operation, EndModel) and not operation.save_as:
         return ModelEnded()
-    why = f"the model cannot be saved, because it cannot be made again now: {model.suspended}"
+    why = f"the model cannot be saved, because it cannot be rebuilt now: {model.suspended}"
     return Failed(error=f"{why}. Wait until it can, or end it without saving it", category=Category.SERVER)
 
 
@@ -522,7 +530,7 @@ def _is_settled(engine: EngineState, model: ClientModel, queued: Queued) -> bool
 
 
 def _is_known(engine: EngineState, model: ClientModel, waits: bool) -> bool:
-    """Return whether the log has it that a model waits, or that it goes on."""
+    """Return whether the log says that a model waits, or that it continues."""
     now = engine.clients.models.get(model.name)
     return now is None or now.closed is not None or now.begun != model.begun or bool(now.suspended) == waits
 

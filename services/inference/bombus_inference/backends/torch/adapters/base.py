@@ -1,4 +1,4 @@
-"""The weights that adapters are on: the engine's own as the run began, kept when the engine's own go on to others."""
+"""The weights that adapters are on: the engine's own as the run began, kept when the engine loads others."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ class AdapterBase:
 
     @property
     def is_apart(self) -> bool:
-        """Whether the engine's own tensors are others by now."""
+        """Whether the engine's own tensors have changed since."""
         return bool(self._kept)
 
     def want(self) -> None:
@@ -58,8 +58,8 @@ class AdapterBase:
                 kept[name] = tensor.data if replaced else tensor.detach().clone()
         except (MemoryError, RuntimeError) as error:  # torch has no error of its own for a CPU's memory
             raise EngineFault(
-                f"version {version} cannot be loaded beside the weights that adapters are on: {in_one_line(error)}; "
-                "start the replica with less for keys and values, or give adapters an engine of their own"
+                f"version {version} cannot be loaded alongside the weights that adapters are on: {in_one_line(error)}; "
+                "start the replica with less for keys and values, or give adapters their own engine"
             ) from error
         self._kept = kept
 

@@ -54,12 +54,12 @@ def check_fits(layers: Mapping[str, LowRank], adaptable: Mapping[str, tuple[int,
     """Raise `Refused` for an adapter on another layer than these, or of another shape."""
     for name, low_rank in layers.items():
         if name not in adaptable:
-            raise Refused(Code.MALFORMED, f"the adapter has {name}, and this model has no such layer that takes one")
+            raise Refused(
+                Code.MALFORMED, f"the adapter has {name}, but this model has no such layer that can take an adapter"
+            )
         out, inside = adaptable[name]
         rank = len(low_rank.low_a)
         if low_rank.low_a.shape != (rank, inside) or low_rank.low_b.shape != (out, rank):
-            why = (
-                f"the adapter's {name} is {list(low_rank.low_b.shape)} times {list(low_rank.low_a.shape)}, and this "
-                f"model's is {[out, inside]}"
-            )
+            shapes = f"{list(low_rank.low_b.shape)} times {list(low_rank.low_a.shape)}"
+            why = f"the adapter's {name} is {shapes}, but this model's is {[out, inside]}"
             raise Refused(Code.MALFORMED, why)

@@ -28,7 +28,7 @@ class PassRows:
 
 
 class SideBySide(nn.Linear):
-    """A linear layer y = W x + B A x, where each row has an adapter of its own, or none.
+    """A linear layer y = W x + B A x, where each row has its own adapter, or none.
 
     In half precision it is y = [W, B] [x, A x], for the reason that `AdaptedLinear` has. It shares its parameters with
     the layer in whose place it is, which goes on computing passes without adapters.
@@ -106,7 +106,7 @@ class AdapterColumns:
         self._build()
 
     def forget(self, address: str) -> None:
-        """Drop an adapter that is not loaded any more. Its columns go when others change, or all have gone."""
+        """Drop an adapter that is no longer loaded. Its columns are removed when others change or all are gone."""
         if self._placed.pop(address, None) is None:
             return
         if self._placed:
@@ -127,7 +127,7 @@ class AdapterColumns:
         self._rows.whole_TR = self._rows.others_TR = rows_T[:, None] != self._owners_R[None]
 
     def keep_rows(self, index: Tensor | slice) -> None:
-        """Go on with these rows of the pass alone, as the output layer does."""
+        """Continue with only these rows of the pass, as the output layer does."""
         if self._rows.whole_TR is not None:
             self._rows.others_TR = self._rows.whole_TR[index]
 

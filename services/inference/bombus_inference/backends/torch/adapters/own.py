@@ -48,7 +48,8 @@ class AdaptedLinear(nn.Linear):
 
 
 def is_computed_beside(settings: ComputeSettings) -> bool:
-    """Return whether adapters are computed beside the weights. In float32 merging loses nothing and costs nothing."""
+    """Return whether adapters are computed separately from the weights. In float32 merging loses nothing and costs
+    nothing."""
     return settings.precision != "float32"
 
 
@@ -65,7 +66,7 @@ def check_adapter(model: PreTrainedModel, adapter: Mapping[str, LowRank]) -> Non
     for name, low_rank in adapter.items():
         layer = layers.get(name)
         if not isinstance(layer, nn.Linear) or layer is output:
-            raise EngineFault(f"the adapter has {name}, and this model has no such layer that takes one")
+            raise EngineFault(f"the adapter has {name}, but this model has no such layer that can take an adapter")
         rank = len(low_rank.low_a)
         if low_rank.low_a.shape != (rank, layer.in_features) or low_rank.low_b.shape != (layer.out_features, rank):
             raise EngineFault(f"the adapter's {name} does not fit this model's")

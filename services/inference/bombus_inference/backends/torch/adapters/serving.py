@@ -65,7 +65,7 @@ class ServedAdapters:
         self._columns.keep_rows(index)
 
     def detach(self) -> None:
-        """Have the model's own layers in place, before its weights are looked at or changed."""
+        """Have the model's own layers in place, before its weights are read or changed."""
         self._columns.detach()
 
     def before_change(self, version: int, changed: Mapping[str, object] | None) -> None:

@@ -125,7 +125,7 @@ class Leader:
             if self._lost is None:
                 self._board.announce((STOP, ()))
         except RuntimeError as error:  # they were stopped too, and were faster
-            log.info("the other ranks have gone already: %s", error)
+            log.info("the other ranks have already ended: %s", error)
 
 
 class _LeaderBackend:
@@ -255,8 +255,8 @@ def _sentence(failure: Exception | None, others: Mapping[int, str | None]) -> st
     if failure is not None and not failed:
         parts.append(f"rank {LEADER}: {_words(failure)}")
     if silent:
-        parts.append(f"nothing was heard of rank {', '.join(map(str, silent))}")
-    return f"the trainer's ranks cannot go on together, and start again: {'; '.join(parts)}"
+        parts.append(f"no message came from rank {', '.join(map(str, silent))}")
+    return f"the trainer's ranks cannot continue together and are restarting: {'; '.join(parts)}"
 
 
 def _words(error: Exception) -> str:

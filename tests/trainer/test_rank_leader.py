@@ -47,7 +47,7 @@ def test_a_job_that_no_rank_can_load_is_refused_with_the_reason_and_the_ranks_go
 
 def test_a_rank_that_fails_alone_ends_all_and_the_leader_reports_its_error(played: dict[str, Seen]) -> None:
     seen = played["one fails"]
-    lost = "BackendLost: the trainer's ranks cannot go on together, and start again: rank 1: MemoryError: no room"
+    lost = "BackendLost: the trainer's ranks cannot continue together and are restarting: rank 1: MemoryError: no room"
     assert seen.calls[0].startswith(lost)
     assert seen.calls[1] == seen.calls[0], "nothing is begun any more"
     assert seen.codes == [0, 3]
@@ -62,7 +62,7 @@ def test_a_leader_that_fails_alone_does_not_wait_for_the_others(played: dict[str
 def test_a_rank_that_is_killed_ends_the_others(played: dict[str, Seen]) -> None:
     seen = played["one dies"]
     assert seen.calls[0].startswith("BackendLost")
-    assert "nothing was heard of rank 1" in seen.calls[0]
+    assert "no message came from rank 1" in seen.calls[0]
     assert seen.codes == [0, -9]
 
 
@@ -84,5 +84,5 @@ def test_training_operations_of_two_ranks_come_to_what_one_process_computes(
 
 def test_a_rank_that_cannot_read_a_checkpoint_ends_all_before_its_models_differ(played: dict[str, Seen]) -> None:
     (call,) = played["one cannot read"].calls
-    assert call.startswith("BackendLost: rank 1 failed alone")
+    assert call.startswith("BackendLost: only rank 1 failed")
     assert "there is no checkpoint m/training/x" in call

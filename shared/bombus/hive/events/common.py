@@ -1,0 +1,132 @@
+"""What events of several kinds have in common: the base of all, and the rules and reasons that they carry."""
+
+from enum import StrEnum
+
+import msgspec
+
+HIVE = "_hive"  # the engine token of events that belong to no engine
+
+
+class EpisodeType(StrEnum):
+    TRAIN = "train"
+    EVAL = "eval"
+
+
+class AbortReason(StrEnum):
+    CLIENT = "client"
+    IDLE = "idle"
+    UNCONFIRMED = "unconfirmed"  # the claim's answer never reached a live connection
+    ENGINE_STOPPED = "engine_stopped"
+    SUPERSEDED = "superseded"  # the drain deadline passed
+    INFRA = "infra"  # an infrastructure failure: no reward, not in its group's statistics
+    MULTI_MODEL = "joint"  # another episode of its multi-model episode was aborted
+    SILENT = "silent"  # its client, which touches, was not heard from for too long
+    CROWDED = "crowded"  # its key pinned more than its share of a full stream of calls
+
+
+class DropReason(StrEnum):
+    NO_SIGNAL = "no_signal"
+    STALE = "stale"
+    OVERFLOW = "overflow"
+    UNTAKEN = "untaken"  # of a run of operations: its client did not take it in time
+    UNFIT = "unfit"  # of a run of trajectories: it cannot be a rollout group
+
+
+class RunKind(StrEnum):
+    """How older logs told runs apart. `base`, `config_digest` and the job's collection now say the same."""
+
+    EPISODES = "episodes"
+    OPERATIONS = "operations"
+    TRAJECTORIES = "trajectories"
+
+
+class EnvironmentEnd(StrEnum):
+    """Why an environment has left."""
+
+    DISCONNECTED = "disconnected"  # it said so
+    SILENT = "silent"  # nothing was heard of it
+
+
+class SessionEnd(StrEnum):
+    """Why a session has ended."""
+
+    FINISHED = "finished"  # its client said so
+    IDLE = "idle"  # nothing was heard from its client
+
+
+class ModelEnd(StrEnum):
+    """Why a model has ended."""
+
+    ENDED = "ended"  # by an operation
+    NOT_CREATED = "not_created"  # its first operation failed
+    NOT_SAVED = "not_saved"  # its session ended, and it could not be saved
+    RUN_OVER = "run_over"
+
+
+class Method(StrEnum):
+    """The rule for when a batch is complete. A job may name a method without its prefix."""
+
+    ENOUGH_EPISODES = "rollout_until_finish_enough_episodes"
+    ENOUGH_TASKS = "rollout_until_finish_enough_tasks"
+    ENOUGH_NON_DUMMY_TASKS = "rollout_until_finish_enough_non_dummy_tasks"
+    ANY_CLIENT_AGREES = "rollout_until_any_client_agree_sync_weight"
+    ALL_CLIENTS_AGREE = "rollout_until_all_clients_agree_sync_weight"
+
+
+class OperationLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """The limits of training operations on an engine, and for how long what nobody uses is kept."""
+
+    sessions_max: int = 256
+    models_max: int = 16
+    waiting_max: int = 256  # operations of one model
+    operations_max: int = 4096  # of one model, with those that were executed and no recovery checkpoint has
+    bodies_bytes_max: int = 512 << 20  # of operations that wait, and of those that no checkpoint covers
+    results_bytes_max: int = 256 << 20  # beyond which the oldest results are dropped
+    results_s: float = 3600.0  # for which results can be read after their session has ended
+    session_idle_s: float = 3600.0  # of a session that names no other time
+    run_idle_s: float = 300.0  # after which a run without a model ends
+    checkpoints_max: int = 1000
+    executions_max: int = 3  # of one operation, whose trainers end before it has a result
+    episodes_s: float = 86_400.0  # for which an ended episode waits to be taken
+
+
+class Collection(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a job that the coordinator needs: how episodes are handed out and made into batches."""
+
+    method: Method = Method.ENOUGH_TASKS
+    batch_size: int = 32
+    num_repeat: int = 4
+    max_open_claims: int = 128
+    max_pool_episodes: int = 9999
+    max_pool_bytes: int = 2 << 30
+    max_staleness: int = 0
+    max_carry_staleness: int = 1
+    drain_s: float = 300.0
+    boot_s: float = 1800.0
+    sync_s: float = 600.0
+    agreed_sync_s: float = 6.0  # the shortest sync, with the methods by agreement
+    client_silence_s: float = 15.0  # after which the episodes of a client that touches are taken away
+    max_step_failures: int = 3
+    replay_steps: int = 1000  # steps whose calls are kept for replay while there is room (R12)
+    resume: str = "never"  # which checkpoint a new run begins at: never, auto, or "from VERSION"
+    checkpoints_kept: int = 2
+    operations: OperationLimits = msgspec.field(default=OperationLimits(), name="tenancy")
+    # The job trains what environments have scored.
+    rollout_groups: bool = msgspec.field(default=False, name="scored_groups")
+    episode_groups: bool = False  # its episodes become rollout groups, and batches are made of these
+
+    @property
+    def episode_target(self) -> int:
+        return self.batch_size * self.num_repeat
+
+    @property
+    def trained_staleness(self) -> int | None:
+        """Return the age beyond which no token is trained (R14). None when synchronous: the coordinator enforces it."""
+        return self.max_staleness or None
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):
+    """A fact on the log. `at_ns` is the time of the decided inbox message (R5) and never decreases."""
+
+    at_ns: int = 0
+    engine: str = HIVE

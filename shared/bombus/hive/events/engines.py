@@ -1,0 +1,295 @@
+"""The events of an engine's run: its life, its trainer's steps, its weights, and the replicas that serve them."""
+
+import msgspec
+
+from bombus.errors import Code
+from bombus.hive.events.common import Collection, Event, RunKind
+
+
+class EpochOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="epoch.opened"):
+    """Another coordinator leads. The streams `calls` and `trajectories` have these limits then, 0 for none."""
+
+    epoch: int
+    leader: str
+    calls_bytes_max: int = 0
+    trajectories_bytes_max: int = 0
+
+
+class LeadingPaused(Event, frozen=True, kw_only=True, omit_defaults=True, tag="leading.paused"):
+    """Nobody led from `since_ns` until now: there was no leader, it stood still, or the bus was away."""
+
+    since_ns: int
+
+
+class EngineConfigured(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.configured"):
+    config: str  # the whole job as canonical JSON
+    config_digest: str
+    collection: Collection
+    model: str
+    command: str = ""
+
+
+class Beginning(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The checkpoint of `step` of an earlier `run`, at which a run begins.
+
+    `changed` are the settings of the trainer that were others then, with both values.
+    """
+
+    run: int
+    step: int
+    checkpoint: str
+    checkpoint_digest: str
+    changed: tuple[str, ...] = ()
+
+
+class EngineStarted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.started"):
+    """A run has started. It `begins` at a checkpoint, or at the model as loaded.
+
+    `anew` says why it is the latter although an earlier run has left checkpoints. One that serves training operations
+    has a `base`, and one without a `config_digest` hands out its batches to an outside trainer.
+    """
+
+    run: int
+    config_digest: str
+    command: str = ""
+    begins: Beginning | None = None
+    anew: str = ""
+    run_kind: RunKind = RunKind.EPISODES  # read from older logs, never written: the default says nothing
+    base: str = ""
+
+
+class EngineProgressed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.progressed"):
+    """The engine reached a stage of booting, shown as `engine_status_detail`."""
+
+    run: int
+    stage: str
+
+
+class EngineBooted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.booted"):
+    run: int
+
+
+class EngineStopped(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.stopped"):
+    run: int
+    command: str = ""
+
+
+class EngineFailed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.failed"):
+    run: int
+    reason: str
+
+
+class EngineSuspended(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.suspended"):
+    """The run cannot continue for now. It keeps all it has, and waits for its operator to resume or stop it.
+
+    With `until_served` it also resumes by itself, once a replica serves its newest weights.
+    """
+
+    run: int
+    reason: str
+    until_served: bool = False
+
+
+class EngineResumed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.resumed"):
+    """A suspended run tries again: its operator said so by `command`, or a replica serves its weights again.
+
+    The deadlines of its phase start again. After a command, quarantined replicas try again at once.
+    """
+
+    run: int
+    command: str = ""
+
+
+class CommandAnswered(Event, frozen=True, kw_only=True, omit_defaults=True, tag="command.answered"):
+    """A command to configure, start, stop or resume changed nothing: it was refused for `why`, or there was no need.
+
+    The same command may come again much later, under another leader. It gets the same answer then, and does nothing.
+    """
+
+    command: str
+    run: int
+    code: Code | None = None  # None: it was not refused
+    why: str = ""
+
+
+class ConversationFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a gateway writes conversations with a model and reads its turns.
+
+    `template` is a digest of what decides prompts. `tool_calls` and `reasoning` are the names of syntaxes, "text" where
+    they stay text.
+    """
+
+    template: str
+    tool_calls: str
+    reasoning: str
+
+
+class ModelRead(Event, frozen=True, kw_only=True, omit_defaults=True, tag="model.read"):
+    """A gateway has read the run's model, in a way in which no gateway had read it in this run."""
+
+    run: int
+    gateway: str
+    format: ConversationFormat
+
+
+class RollingStarted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="rolling.started"):
+    run: int
+    version: int
+
+
+class RollingClosed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="rolling.closed"):
+    run: int
+
+
+class SyncingStarted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="syncing.started"):
+    run: int
+
+
+class SyncAgreed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="sync.agreed"):
+    run: int
+    client: str
+
+
+class TrainerOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.opened"):
+    """A trainer has opened the run. It is taken for gone after `patience_s` of silence; 0: it named none."""
+
+    run: int
+    trainer: str
+    trainer_epoch: int
+    command: str = ""
+    patience_s: float = 0.0
+
+
+class TrainerStalled(Event, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.stalled"):
+    """A trainer has made no progress for `still_s`, or was not heard from for as long. Its epoch is over (R11).
+
+    `doing` is what it worked on, "" when it waited. `failures` counts this as a failure of the step, if it owed one.
+    """
+
+    run: int
+    trainer: str
+    trainer_epoch: int
+    doing: str
+    still_s: float
+    silent: bool = False
+    failures: int = 0
+
+
+class StepCompleted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="step.completed"):
+    """A step was completed: this is its one attempt that counts (R11)."""
+
+    run: int
+    step: int
+    trainer_epoch: int
+    checkpoint: str
+    checkpoint_digest: str
+    metrics: dict[str, float] = {}
+
+
+class StepFailed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="step.failed"):
+    run: int
+    step: int
+    trainer_epoch: int
+    reason: str
+    failures: int
+
+
+OBJECTS = "object:"
+
+
+class Weights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The place of a stored policy version: a folder, or `object:` and a prefix of object names (R15).
+
+    `bytes` and `sha256` are always those of the whole safetensors file; `tokenizer` is the name of an object. With
+    format `safetensors-delta` only the changes since version `base` are stored, in a file of `delta_bytes` and
+    `delta_sha256`. With format `safetensors-lora` it is an adapter, to be added to the full copy `adapter_of`.
+    """
+
+    where: str
+    format: str = "safetensors"
+    bytes: int = 0
+    sha256: str = ""
+    tokenizer: str = ""
+    base: int = -1
+    delta_bytes: int = 0
+    delta_sha256: str = ""
+    adapter_of: "Weights | None" = None
+
+    @property
+    def objects(self) -> str:
+        """Return the prefix of its objects' names, "" when it is in a folder."""
+        return self.where.removeprefix(OBJECTS) if self.where.startswith(OBJECTS) else ""
+
+
+class WeightsReady(Event, frozen=True, kw_only=True, omit_defaults=True, tag="weights.ready"):
+    run: int
+    version: int
+    weights: Weights
+
+
+class WeightsLoaded(Event, frozen=True, kw_only=True, omit_defaults=True, tag="weights.loaded"):
+    """`sequence_tokens` is the longest sequence that the replica serves, 0 where it does not say.
+
+    `constrains`: whether it supports structured output.
+    """
+
+    run: int
+    version: int
+    replica: str
+    sequence_tokens: int = 0
+    constrains: bool = False
+
+
+class ReplicaJoined(Event, frozen=True, kw_only=True, omit_defaults=True, tag="replica.joined"):
+    replica: str
+    url: str
+    capacity: int = 64
+
+
+class ReplicaLeft(Event, frozen=True, kw_only=True, omit_defaults=True, tag="replica.left"):
+    replica: str
+    reason: str = ""
+
+
+class ReplicaQuarantined(Event, frozen=True, kw_only=True, omit_defaults=True, tag="replica.quarantined"):
+    """A replica cannot load the newest weights. It keeps trying.
+
+    Until it has loaded, it gets no calls and nothing waits for it. A new run and a command to resume release it too.
+    With `answers` it has loaded them, and its answers are wrong: it serves again with other weights, or when it starts
+    anew.
+    """
+
+    run: int
+    version: int
+    replica: str
+    reason: str
+    answers: bool = False
+
+
+EngineEvent = (
+    EpochOpened
+    | LeadingPaused
+    | EngineConfigured
+    | EngineStarted
+    | EngineProgressed
+    | EngineBooted
+    | EngineStopped
+    | EngineFailed
+    | EngineSuspended
+    | EngineResumed
+    | CommandAnswered
+    | ModelRead
+    | RollingStarted
+    | RollingClosed
+    | SyncingStarted
+    | SyncAgreed
+    | TrainerOpened
+    | TrainerStalled
+    | StepCompleted
+    | StepFailed
+    | WeightsReady
+    | WeightsLoaded
+    | ReplicaJoined
+    | ReplicaLeft
+    | ReplicaQuarantined
+)

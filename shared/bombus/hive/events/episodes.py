@@ -1,0 +1,173 @@
+"""The events of episodes and their calls, and of the batches that are made of them."""
+
+from typing import Any
+
+import msgspec
+
+from bombus.hive.events.common import AbortReason, DropReason, EpisodeType, Event
+from bombus.hive.records import CallRef, CallStatus
+from bombus.hive.trajectories.queue import QueuedGroup
+
+
+class SamplerWeights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the calls of an episode sample from in a run of operations: an adapter, or the base where all are "".
+
+    `checkpoint` is its `MODEL/USE/NAME`, `address` the hash of its file of weights, which is in `folder`.
+    """
+
+    checkpoint: str = ""
+    address: str = ""
+    folder: str = ""
+
+
+class EpisodeClaimed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="episode.claimed"):
+    """One claim was granted: one episode or a whole group. `version` is the policy version at the claim.
+
+    `owner` is the name of the client's key, "" where it has none, and `admin` says that it is the hive's own. Only in a
+    run of operations is there a `sampler`. Those of multi-model episodes have `partners` on other engines, which are
+    claimed in the same decision: by engine, in the order of `episodes`. `touches`: the client shows that it lives for
+    as long as it holds them.
+    """
+
+    run: int
+    claim: str
+    client: str
+    episodes: tuple[str, ...]
+    type: EpisodeType = EpisodeType.TRAIN
+    discard_timeout_s: float = 240.0
+    version: int = 0
+    task_hint: str = ""
+    owner: str = ""
+    sampler: SamplerWeights | None = None
+    partners: dict[str, tuple[str, ...]] = {}
+    touches: bool = False
+    admin: bool = False
+
+
+class NotedCall(msgspec.Struct, frozen=True, array_like=True):
+    """A recorded call. `oldest` and `newest` are the policy versions of its sampled tokens."""
+
+    episode: str
+    ref: CallRef
+    prompt_tokens: int
+    completion_tokens: int
+    oldest: int
+    newest: int
+    status: CallStatus = CallStatus.COMPLETE
+    late: bool = False
+    merged: bool = False  # it extended an earlier call of its episode token for token
+    masked: bool = False  # an auxiliary call of its harness, which the job does not train
+    incomplete: bool = False  # a part of its conversation, such as an image, was left out of its prompt
+    bytes: int = 0  # that its record takes in the stream `calls`
+
+
+class CallsNoted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="calls.noted"):
+    run: int
+    calls: tuple[NotedCall, ...]
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The end of an episode as its client reported it, and the calls that belong to it from then on (R7).
+
+    On the log it has no `calls`: they are those that were noted before it as complete, which the fold has. Events of
+    older versions list them. `call_rewards`, when given, has a reward for each that is not masked, in order, and
+    `reward` is their mean. `digest` is that of the report: for a multi-model episode, of the results of all its
+    episodes. `data_set` names the set that the task is of, "" where the client does not say.
+    """
+
+    episode: str
+    task: str
+    reward: float
+    digest: bytes
+    call_rewards: tuple[float, ...] | None = None
+    is_success: bool | None = None
+    metadata: dict[str, Any] = {}
+    log_metrics: dict[str, float] = {}
+    calls: tuple[CallRef, ...] = ()
+    completion_tokens: int = 0
+    oldest: int = 0
+    data_set: str = ""
+
+
+class EpisodeEnded(Event, frozen=True, kw_only=True, omit_defaults=True, tag="episode.ended"):
+    run: int
+    client: str
+    type: EpisodeType = EpisodeType.TRAIN
+    version: int = 0
+    outcomes: tuple[Outcome, ...]
+
+
+class EpisodeAborted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="episode.aborted"):
+    run: int
+    episodes: tuple[str, ...]
+    reason: AbortReason
+    detail: str = ""
+
+
+class GroupDropped(Event, frozen=True, kw_only=True, omit_defaults=True, tag="group.dropped"):
+    """Episodes left the pool untrained."""
+
+    run: int
+    reason: DropReason
+    tasks: tuple[str, ...]
+    episodes: tuple[str, ...]
+
+
+class EpisodesTaken(Event, frozen=True, kw_only=True, omit_defaults=True, tag="episodes.taken"):
+    """Ended episodes of a run of operations left the pool: their client has their tokens."""
+
+    run: int
+    client: str
+    episodes: tuple[str, ...]
+
+
+class PoolCleared(Event, frozen=True, kw_only=True, omit_defaults=True, tag="pool.cleared"):
+    run: int
+    reason: DropReason
+    episodes: int
+    bytes: int
+
+
+class BatchEpisode(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An episode of a batch.
+
+    On the log it has neither `calls` nor `call_rewards`, which would make a large batch too large for one message: the
+    fold takes them from the pool. Events of older versions have them.
+    """
+
+    episode: str
+    reward: float
+    calls: tuple[CallRef, ...] = ()
+    call_rewards: tuple[float, ...] | None = None
+
+
+class BatchGroup(msgspec.Struct, frozen=True, kw_only=True):
+    task: str
+    episodes: tuple[BatchEpisode, ...]
+
+
+class BatchReady(Event, frozen=True, kw_only=True, omit_defaults=True, tag="batch.ready"):
+    """The batch of optimizer step `step` is sealed, which trains policy version `step - 1` into version `step`.
+
+    In a run of trajectories it is `taken` from the queue of rollout groups, by their numbers. On the log it does not
+    have them as `rollout_groups`: the fold takes them from the queue.
+    """
+
+    run: int
+    step: int
+    groups: tuple[BatchGroup, ...]
+    config_digest: str
+    taken: tuple[int, ...] = ()
+    rollout_groups: tuple[QueuedGroup, ...] = msgspec.field(default=(), name="scored")
+
+
+EpisodeEvent = (
+    EpisodeClaimed
+    | CallsNoted
+    | EpisodeEnded
+    | EpisodeAborted
+    | GroupDropped
+    | EpisodesTaken
+    | PoolCleared
+    | BatchReady
+)
