@@ -17,7 +17,7 @@ def test_an_error_is_told_in_one_line_that_utf_8_can_hold() -> None:
     assert in_one_line(ValueError("half a pair \ud800")) == "ValueError: half a pair ?"
     assert in_one_line(KeyError()) == "KeyError"
     assert in_one_line(ValueError("x" * 1000)) == "ValueError: " + "x" * FOREIGN_TEXT_MAX
-    assert in_one_line(Mute()) == "Mute: its text cannot be made (RuntimeError)"
+    assert in_one_line(Mute()) == "Mute: its text is not available: str() raised RuntimeError"
 
 
 def test_the_place_of_an_error_is_the_programs_own_line_and_not_a_librarys() -> None:

@@ -45,7 +45,8 @@ def test_a_line_that_is_wrong_is_told_by_its_number(tmp_path: Path, line: str, w
 
 
 def test_a_file_that_cannot_be_used_is_refused_with_the_option_that_named_it(tmp_path: Path) -> None:
-    for content, why in ((b" \n\n", "has no number: it takes a JSON object in each line"), (b"\xff", "cannot be read")):
+    empty = "has no number: it must have a JSON object on each line"
+    for content, why in ((b" \n\n", empty), (b"\xff", "cannot be read")):
         with pytest.raises(Refused, match=rf"--numbers .*numbers\.jsonl {why}"):
             read_json_lines(written(tmp_path, content), "number", number_of, option="--numbers")
     with pytest.raises(Refused, match=r"--numbers .*none\.jsonl cannot be read"):
@@ -53,5 +54,5 @@ def test_a_file_that_cannot_be_used_is_refused_with_the_option_that_named_it(tmp
     large = written(tmp_path, b"")
     with large.open("wb") as file:
         file.truncate(3 << 20)
-    with pytest.raises(Refused, match="has over 2 MiB, which is the limit: split it"):
+    with pytest.raises(Refused, match="exceeds the limit of 2 MiB: split it"):
         read_json_lines(large, "number", number_of, bytes_max=2 << 20)

@@ -1,4 +1,4 @@
-"""The address of a bus, which no command line may hold when a password is in it: every user can read command lines."""
+"""The address of a bus. If it has a password, it must not be on a command line, which every user can read."""
 
 import re
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ _LOGIN = re.compile(r"(^|//|,)[^/,]*@")
 
 
 def has_login(url: str) -> bool:
-    """Return whether a URL, or one of several with commas between, names a user, a password or a token."""
+    """Return whether a URL, or one of several separated by commas, has a user, a password or a token."""
     return _LOGIN.search(url) is not None
 
 
@@ -20,9 +20,9 @@ def without_login(url: str) -> str:
 
 
 def check_bus_address(url: str) -> None:
-    """Raise `Refused` for what is not the URL of a bus, or several with commas between.
+    """Raise `Refused` unless this is the URL of a bus, or several separated by commas.
 
-    The error does not repeat it: in a URL that cannot be read, nobody can tell which part is a password.
+    The error does not quote it: in a URL that cannot be parsed, any part may be a password.
     """
     for each in url.split(","):
         try:
@@ -33,16 +33,17 @@ def check_bus_address(url: str) -> None:
         if not is_read:
             raise Refused(
                 Code.BAD_CONFIG,
-                "the address of the bus cannot be read: it is nats://HOST:PORT or nats://USER:PASSWORD@HOST:PORT, or "
-                "several separated by commas; a user or password cannot contain a slash, comma, question mark or hash",
+                "the address of the bus cannot be read: it must be nats://HOST:PORT or nats://USER:PASSWORD@HOST:PORT, "
+                "or several separated by commas; a user or password cannot contain a slash, comma, question mark or "
+                "hash",
             )
 
 
 def bus_arguments(url: str) -> tuple[str, ...]:
-    """Return the arguments of a service that say where its bus is; none when only `bus_environment` may say it."""
+    """Return the arguments with a service's bus address; none if it has a login, which `bus_environment` must pass."""
     return () if has_login(url) else ("--nats", url)
 
 
 def bus_environment(url: str) -> Mapping[str, str]:
-    """Return the variable by which a service finds its bus without arguments."""
+    """Return the environment variable that passes a service its bus address without arguments."""
     return {VARIABLE: url}

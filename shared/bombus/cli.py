@@ -1,4 +1,4 @@
-"""The `bombus` command. Each subcommand is defined next to what it runs, and is imported only when it runs."""
+"""The `bombus` command. Each subcommand is defined next to the code that it runs, and imported only when it runs."""
 
 import argparse
 import gc
@@ -17,9 +17,9 @@ from bombus.config.flags import Parser, name_of
 from bombus.errors import BombusError, Refused
 from bombus.terminal import complain, say
 
-OUTPUT_CLOSED = 141  # as a shell says it of a program that SIGPIPE has ended
+OUTPUT_CLOSED = 141  # the exit code that a shell reports for a program killed by SIGPIPE
 DEFAULT_NATS = "nats://127.0.0.1:4222"
-URL_FILE = Path(".bombus/nats-url")  # while `bombus up` runs, its data folder has the address of its bus
+URL_FILE = Path(".bombus/nats-url")  # the address of the bus, in the data folder of a running `bombus up`
 
 
 class Command(msgspec.Struct, frozen=True):
@@ -39,15 +39,15 @@ COMMANDS = {
     "eval": Command("bombus.commands.tasks.evaluate", "evaluate the policy that a hive trains", "yaml"),
     "env": Command("bombus.commands.environments.env", "environments for agents: check one, and serve it", "yaml"),
     "run-api": Command("bombus.commands.atropos.run_api", "serve Atropos's trajectory API on port 8000", "all"),
-    "atropos": Command("bombus.commands.atropos.settings", "print what points an Atropos project at a hive", "yaml"),
+    "atropos": Command("bombus.commands.atropos.settings", "print the settings to use a hive in Atropos", "yaml"),
     "doctor": Command("bombus.commands.doctor", "check what this machine can run, and what is missing", "yaml"),
     "install": Command("bombus.commands.install", "create an environment for vllm or verl", "yaml"),
     "stop": Command("bombus.commands.stop", "stop the job of an engine, so that another can be started", "bus"),
-    "resume": Command("bombus.commands.resume", "let a suspended run try again", "bus"),
+    "resume": Command("bombus.commands.resume", "resume a suspended run", "bus"),
     "status": Command("bombus.commands.status", "print what a hive is doing", "bus"),
     "export": Command("bombus.commands.export", "write trained weights as a model that other tools load", "all"),
     "overwatch": Command("bombus_overwatch.cli", "watch a hive in the terminal", "overwatch"),
-    "replay": Command("bombus.commands.replay", "look into a hive's log: what happened, and why", "server"),
+    "replay": Command("bombus.commands.replay", "inspect a hive's log: what happened, and why", "server"),
     "log": Command("bombus.commands.log", "check, trim or export a hive's log", "server"),
     "coordinator": Command("bombus_coordinator.cli", "run the coordinator alone", "coordinator"),
     "gateway": Command("bombus_gateway.cli", "run a gateway alone", "gateway"),
@@ -57,10 +57,10 @@ COMMANDS = {
 
 
 class CommandModule(Protocol):
-    """What the module of a subcommand defines.
+    """The interface of a subcommand's module.
 
-    `run` returns the exit code. If it raises `Refused`, the command line makes no sense: the sentence is printed and
-    the exit code is 2.
+    `run` returns the exit code. If it raises `Refused`, the command line is invalid: the sentence is printed and the
+    exit code is 2.
     """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
@@ -69,7 +69,7 @@ class CommandModule(Protocol):
 
 
 class NotInstalled(BombusError):
-    """Raised when a package that is needed is not installed; the sentence says how to install it."""
+    """Raised if a required package is not installed; the sentence says how to install it."""
 
     def __init__(self, package: str, extra: str) -> None:
         self.package = package
@@ -78,7 +78,7 @@ class NotInstalled(BombusError):
 
 
 def load(module: str, extra: str) -> ModuleType:
-    """Import a module of this project whose dependencies an extra brings. Raises `NotInstalled`."""
+    """Import a module of this project that needs the packages of an extra. Raises `NotInstalled`."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -86,14 +86,14 @@ def load(module: str, extra: str) -> ModuleType:
 
 
 def default_nats() -> str:
-    """Return `$BOMBUS_NATS`, else the bus of the `bombus up` that runs in this folder, else NATS' default address."""
+    """Return `$BOMBUS_NATS`, else the bus of a `bombus up` running in this folder, else NATS' default address."""
     if address := os.environ.get(VARIABLE):
         return address
     return URL_FILE.read_text().strip() if URL_FILE.is_file() else DEFAULT_NATS
 
 
 def add_hive_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that say where the hive is, which every service and tool needs."""
+    """Add the arguments that every service and tool needs to find the hive, and the log level."""
     parser.add_argument(
         "--nats",
         metavar="URL",
@@ -112,12 +112,12 @@ def add_hive_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def hint_at_bus(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """Return a line to print after an error of the bus where its address may lack something, else nothing."""
+    """Return a line to print after a bus error if the address may be wrong or lack a password, else nothing."""
     remedy = f"set ${VARIABLE} to the address of its bus, which is in the file `{URL_FILE.name}` in its data folder"
     if arguments.nats == DEFAULT_NATS:
         return (f"No hive is running in this folder: go to the folder where `bombus up` was started, or {remedy}",)
     if not has_login(arguments.nats):
-        return (f"The server that `bombus up` starts has a password: if this is one, {remedy}",)
+        return (f"A bus started by `bombus up` requires a password: if this is one, {remedy}",)
     return ()
 
 
@@ -149,17 +149,17 @@ def add_torch_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_subcommands(parser: argparse.ArgumentParser, command: str, subcommands: Mapping[str, Command]) -> None:
-    """Let a command take the name of a subcommand and that one's own arguments, and list them all in its help."""
+    """Make a command accept a subcommand with its own arguments, and list all subcommands in the help."""
     parser.add_argument("subcommand", choices=subcommands, metavar="subcommand")
     parser.add_argument(
-        "arguments", nargs=argparse.REMAINDER, help=f"the subcommand's own; see `bombus {command} <subcommand> --help`"
+        "arguments", nargs=argparse.REMAINDER, help=f"for the subcommand; see `bombus {command} <subcommand> --help`"
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "subcommands:\n" + "\n".join(f"  {name:<9} {what.help}" for name, what in subcommands.items())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    # torch and transformers are millions of objects that stay. Looking for garbage among them is a tenth of a start.
+    # torch and transformers create millions of permanent objects. Scanning them for garbage takes a tenth of a start.
     gc.set_threshold(50_000, 20, 20)
     given = list(sys.argv[1:] if argv is None else argv)
     parser = Parser(
@@ -184,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(prog: str, command: Command, given: Sequence[str]) -> int:
-    """Import a command and run it with its own arguments. Returns the exit code."""
+    """Import a command and run it with its own arguments. Return the exit code."""
     try:
         module: CommandModule = load(command.module, command.extra)
         parser = Parser(prog=prog, description=f"{command.help[0].upper()}{command.help[1:]}.")
@@ -192,7 +192,7 @@ def run_command(prog: str, command: Command, given: Sequence[str]) -> int:
         code = module.run(parser.parse_args(given))
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # whoever read our output, such as `head`, has closed it: nothing is written to it at exit
+    except BrokenPipeError:  # the reader of our output, such as `head`, has closed it: write nothing to it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OUTPUT_CLOSED
     except NotInstalled as error:

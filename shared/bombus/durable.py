@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def make_durable(path: Path) -> None:
-    """Write a file, or the names in a folder, to the disk: a rename is only as safe as the folder that records it."""
+    """Flush a file or a folder to disk. A rename is durable only once the folder that contains it is flushed."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -3,12 +3,12 @@
     BombusError
     ├── Refused            a request that was understood and declined: a stable code, a sentence, an HTTP status
     ├── BusUnavailable     the bus cannot be reached, or is full: try again later
-    ├── Deposed            another coordinator leads now
+    ├── Deposed            another coordinator has become the leader
     ├── LogCorrupted       the log contradicts itself (a reference that does not match, a gap)
-    │   └── StreamEndLost  a stream no longer has what was read or stored there before
+    │   └── StreamEndLost  a stream no longer has messages that were read or stored there before
     └── EngineFault        a model, tokenizer or device that cannot do what was requested
 
-A refusal tells the caller what to do next. A bug raises none of these: it crashes.
+A refusal tells the caller what to do next. Bugs raise other exceptions, which crash the process.
 """
 
 import traceback
@@ -16,11 +16,11 @@ from enum import StrEnum
 from functools import cache
 from pathlib import Path
 
-FOREIGN_TEXT_MAX = 300  # characters of an error that other code raised
+FOREIGN_TEXT_MAX = 300  # characters shown of an error that other code raised
 
 
 class Code(StrEnum):
-    """Stable names of refusals. A client may match on these; the sentences beside them may change."""
+    """Stable names of refusals. Clients may match on these; the sentences may change."""
 
     MALFORMED = "malformed"
     UNKNOWN_FIELD = "unknown_field"
@@ -121,7 +121,7 @@ class Refused(BombusError):
         self.code = code
         self.why = why
 
-    def __reduce__(self) -> tuple[type["Refused"], tuple[Code, str]]:  # ranks of a trainer send it to each other
+    def __reduce__(self) -> tuple[type["Refused"], tuple[Code, str]]:  # for the ranks of a trainer, which exchange it
         return type(self), (self.code, self.why)
 
     @property
@@ -142,21 +142,22 @@ class LogCorrupted(BombusError):
 
 
 class StreamEndLost(LogCorrupted):
-    """`stream` no longer has message `known`, or has another in its place: it lost its end.
+    """`stream` has lost its end: message `known` is gone, or a different message has its sequence.
 
-    That happens in a power cut, or when an older copy of the stream was put in its place (R6).
+    The cause is a power cut, or that the stream was replaced by an older copy (R6).
     """
 
     def __init__(self, stream: str, known: int) -> None:
         super().__init__(
-            f"{stream} lost its end, in a power cut or to an older copy: message {known} is gone or is another one now"
+            f"{stream} has lost its end, by a power cut or because an older copy replaced it: message {known} is gone "
+            "or is a different one now"
         )
         self.stream = stream
         self.known = known
 
 
 class NewerEvent(LogCorrupted):
-    """An event is of a kind, or has a value, that this version does not know. The sentence says what to upgrade."""
+    """An event has a kind or a value that this version does not know. The sentence says what to upgrade."""
 
 
 class EngineFault(BombusError):
@@ -164,22 +165,22 @@ class EngineFault(BombusError):
 
 
 def without_surrogates(text: str) -> str:
-    """Return a text that UTF-8 can hold: `?` takes the place of what is not text, as in the names of some files."""
+    """Replace lone surrogates, as in the names of some files, with `?`, so that UTF-8 can encode the text."""
     return text.encode(errors="replace").decode()
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return the kind and the text of an error that other code raised, shortened, without line breaks."""
+    """Return the type and the text of an error that other code raised, shortened, without line breaks."""
     try:
         said = str(error)
-    except Exception as failed:  # other code's own: an error that cannot say what it is about is an error still
-        said = f"its text cannot be made ({type(failed).__name__})"
+    except Exception as failed:  # raised by the `__str__` of other code's error, which must be reported all the same
+        said = f"its text is not available: str() raised {type(failed).__name__}"
     text = " ".join(without_surrogates(said).split())
     return f"{type(error).__name__}: {text[:FOREIGN_TEXT_MAX]}" if text else type(error).__name__
 
 
 def with_place(error: BaseException) -> str:
-    """Return `in_one_line`, and the line of the program's own file, not a library's, in which the error came up."""
+    """Return `in_one_line` with the innermost file and line of the program itself, not of a library."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_libraries())]
     place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
@@ -188,8 +189,8 @@ def with_place(error: BaseException) -> str:
 
 @cache
 def _libraries() -> tuple[str, ...]:
-    """Return what the names of files begin with that are not the program's own."""
-    import sysconfig  # which takes some milliseconds, and every program imports this module
+    """Return the path prefixes of files that do not belong to the program itself."""
+    import sysconfig  # here, because it takes some milliseconds and every program imports this module
 
     folders = (sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
     return "<frozen", str(Path(__file__).parent), *folders

@@ -1,9 +1,9 @@
-"""Named points at which a process can be made to die, freeze or hang: tests reach the moments between two writes.
+"""Fault injection: named points at which tests can make a process die, freeze or hang, for example between two writes.
 
-Recovery code runs only after a crash in exactly the wrong place, and a test that kills at random seldom hits it.
-Therefore the points are in the code, like TiKV's failpoints and FoundationDB's buggify. They do nothing unless the
-environment names one: `BOMBUS_KILL_AT=trainer.step.said` sends SIGKILL there, `BOMBUS_STOP_AT` sends SIGSTOP,
-`BOMBUS_HANG_AT` makes the thread there wait forever, and `...said:3` does it the third time.
+Some recovery code runs only after a crash at one exact place, which a test that kills at random rarely hits. Therefore
+the points are in the code, like TiKV's failpoints and FoundationDB's buggify. They do nothing unless the environment
+names one: `BOMBUS_KILL_AT=trainer.step.said` sends SIGKILL there, `BOMBUS_STOP_AT` sends SIGSTOP, `BOMBUS_HANG_AT`
+makes the thread wait there forever, and `...said:3` does it the third time.
 """
 
 import os
@@ -19,7 +19,7 @@ SIGNALS = {"BOMBUS_KILL_AT": signal.SIGKILL, "BOMBUS_STOP_AT": signal.SIGSTOP, H
 
 
 class Point(StrEnum):
-    """All points. Each is just before or after something that outlives the process."""
+    """All points. Each is just before or after an effect that outlives the process."""
 
     TRAINER_OPENING = "trainer.opening"
     TRAINER_OPENED = "trainer.opened"
@@ -29,11 +29,11 @@ class Point(StrEnum):
     TRAINER_STEP_MADE_AGAIN = "trainer.step.made_again"  # one step between the checkpoint and the newest on the log
     TRAINER_BATCH_FOUND = "trainer.batch.found"
     TRAINER_BATCH_READ = "trainer.batch.read"
-    TRAINER_BIN_DONE = "trainer.bin.done"  # a micro-batch: gradients, and no update yet
-    TRAINER_UPDATE_DONE = "trainer.update.done"  # a mini-batch: some of the step's updates
+    TRAINER_BIN_DONE = "trainer.bin.done"  # after a micro-batch: gradients, but no update yet
+    TRAINER_UPDATE_DONE = "trainer.update.done"  # after a mini-batch: some of the step's updates
     TRAINER_STEP_TRAINED = "trainer.step.trained"
     TRAINER_CHECKPOINT_BEGUN = "trainer.checkpoint.begun"
-    TRAINER_CHECKPOINT_WRITTEN = "trainer.checkpoint.written"  # durable, under its draft's name
+    TRAINER_CHECKPOINT_WRITTEN = "trainer.checkpoint.written"  # durable, under its temporary name
     TRAINER_CHECKPOINT_RENAMED = "trainer.checkpoint.renamed"
     TRAINER_STEP_SAID = "trainer.step.said"
     TRAINER_STEP_SEEN = "trainer.step.seen"  # completed in our state, old checkpoints not yet removed
@@ -41,7 +41,7 @@ class Point(StrEnum):
     TRAINER_WEIGHTS_BEGUN = "trainer.weights.begun"
     TRAINER_WEIGHTS_WRITTEN = "trainer.weights.written"
     TRAINER_WEIGHTS_RENAMED = "trainer.weights.renamed"
-    TRAINER_WEIGHTS_STORED = "trainer.weights.stored"  # one object of a version that goes through the object store
+    TRAINER_WEIGHTS_STORED = "trainer.weights.stored"  # one object of a version that is sent through the object store
     TRAINER_WEIGHTS_SAID = "trainer.weights.said"
     TRAINER_WEIGHTS_SEEN = "trainer.weights.seen"
     TRAINER_WEIGHTS_PRUNED = "trainer.weights.pruned"
@@ -49,7 +49,7 @@ class Point(StrEnum):
     OPERATION_FOUND = "operation.found"
     OPERATION_READ = "operation.read"
     OPERATION_EXECUTED = "operation.executed"
-    OPERATION_STORED = "operation.stored"  # its result, which is not on the log yet
+    OPERATION_STORED = "operation.stored"  # its result is stored, but not on the log yet
     OPERATION_SAID = "operation.said"
     OPERATION_SEEN = "operation.seen"
     MODEL_CHECKPOINT_BEGUN = "model_checkpoint.begun"
@@ -57,28 +57,28 @@ class Point(StrEnum):
     MODEL_CHECKPOINT_PUBLISHED = "model_checkpoint.published"
     MODEL_CHECKPOINT_SEEN = "model_checkpoint.seen"
     MODEL_CHECKPOINT_PRUNED = "model_checkpoint.pruned"  # older ones are removed
-    SERVING_SAID = "serving.said"  # the base is loaded, and nothing else
-    SERVING_BEGUN = "serving.begun"  # all models are made again
-    REST_FREED = "rest.freed"  # the memory of a trainer that is to sleep, and nothing is said
-    REST_WOKEN = "rest.woken"  # it has its models again, and nothing is said
-    COMPACTION_VERIFIED = "compaction.verified"  # nothing archived
-    COMPACTION_ARCHIVED = "compaction.archived"  # nothing purged
+    SERVING_SAID = "serving.said"  # only the base is loaded
+    SERVING_BEGUN = "serving.begun"  # all models are rebuilt
+    REST_FREED = "rest.freed"  # the trainer has freed its memory to sleep, but not reported it yet
+    REST_WOKEN = "rest.woken"  # the trainer has restored its models, but not reported it yet
+    COMPACTION_VERIFIED = "compaction.verified"  # nothing archived yet
+    COMPACTION_ARCHIVED = "compaction.archived"  # nothing purged yet
     COMPACTION_PURGING = "compaction.purging"  # the leader has checked everything and sends the purge
-    COMPACTION_PURGED = "compaction.purged"  # not noted on the log
+    COMPACTION_PURGED = "compaction.purged"  # not recorded on the log yet
     TRAINER_SUPERSEDED = "trainer.superseded"  # the trainer knows that another one has opened its run
 
 
 class _Fault(msgspec.Struct):
     point: Point
     number: signal.Signals | None  # None: the thread hangs
-    left: int  # it happens when the point has been reached this many times more
+    left: int  # it happens when the point has been reached this many more times
 
 
 _armed: list[_Fault] = []
 
 
 def arm(environment: Mapping[str, str]) -> None:
-    """Read the variables. This happens at import, and again in a process that was forked with another environment.
+    """Read the variables. Called at import, and again in a process that was forked with a different environment.
 
     Raises `ValueError` for a point that does not exist.
     """
@@ -90,7 +90,7 @@ def arm(environment: Mapping[str, str]) -> None:
 
 
 def reached(point: Point) -> None:
-    """Mark that the process is at `point`, where it dies, freezes or hangs if the environment says so."""
+    """Mark `point` in the code. The process dies, freezes or hangs here if the environment says so."""
     if _armed:
         _strike(point)
 

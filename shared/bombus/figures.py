@@ -1,13 +1,13 @@
-"""Figures as people read them, and text from outside in one line."""
+"""Human-readable figures, and text from outside in one line."""
 
 
 def seconds_between(start_ns: int, end_ns: int) -> float:
-    """Return the seconds between two times, never negative: the clocks of two machines may differ."""
+    """Return the seconds between two times, or 0 if that is negative: the clocks of two machines may differ."""
     return max(0, end_ns - start_ns) / 1e9
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number and its noun, in the plural unless the number is 1: `1 episode`, `0 episodes`."""
+    """Return a number with its noun, in the plural unless the number is 1: `1 episode`, `0 episodes`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 

@@ -1,4 +1,4 @@
-"""Files with a JSON object in each line, such as tasks and prompts: one reader, and one form of what it refuses."""
+"""Reads files with a JSON object on each line, such as tasks and prompts, with the same refusals for all of them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,16 +17,16 @@ T = TypeVar("T")
 def read_json_lines(
     path: Path, what: str, read: Callable[[str, int], T], *, option: str = "", bytes_max: int = FILE_BYTES_MAX
 ) -> list[T]:
-    """Return what `read` makes of each line that is not empty. It is given the line and its number.
+    """Call `read` with each non-empty line and its number, and return the results.
 
-    `what` says what a line stands for, and `option` where the path was given. Raises `Refused` for a file that cannot
-    be read, is too large or has no such line, and with the number of the line of which `read` raises an error.
+    `what` is a noun for the object on a line, and `option` the option that gave the path. Raises `Refused` if the file
+    cannot be read, is too large or has no such line, and, with the number of the line, if `read` raises an error.
     """
     named = f"{option} {path}".strip()
     found = []
     try:
         if path.stat().st_size > bytes_max:
-            raise Refused(Code.TOO_LARGE, f"{named} has over {bytes_max >> 20} MiB, which is the limit: split it")
+            raise Refused(Code.TOO_LARGE, f"{named} exceeds the limit of {bytes_max >> 20} MiB: split it")
         with path.open(encoding="utf-8-sig", newline="\n") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
@@ -34,7 +34,7 @@ def read_json_lines(
     except (OSError, UnicodeDecodeError) as error:
         raise Refused(Code.BAD_CONFIG, f"{named} cannot be read: {in_one_line(error)}") from error
     if not found:
-        raise Refused(Code.BAD_CONFIG, f"{named} has no {what}: it takes a JSON object in each line")
+        raise Refused(Code.BAD_CONFIG, f"{named} has no {what}: it must have a JSON object on each line")
     return found
 
 
@@ -42,5 +42,5 @@ def _read(path: Path, what: str, read: Callable[[str, int], T], line: str, numbe
     try:
         return read(line, number)
     except WRONG as error:
-        why = str(error) if type(error) is ValueError else in_one_line(error)  # a sentence of the reader's own
+        why = str(error) if type(error) is ValueError else in_one_line(error)  # the reader's own sentence
         raise Refused(Code.BAD_CONFIG, f"{path} line {number} is not a {what}: {why}") from error

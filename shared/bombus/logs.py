@@ -1,10 +1,10 @@
 """Log formats: lines for a terminal, or JSON with `BOMBUS_LOG=json`.
 
-Ids are passed as `extra={"episode": ...}`; those in FIELDS are printed. Nothing here is on a hot path, because services
-log changes and not every call.
+Ids are passed as `extra={"episode": ...}`; those in FIELDS are printed. This is not on a hot path, because services log
+changes, not every call.
 
-A message and its fields are one line, whatever clients wrote into them: control characters are spelled out, and the
-lines of a traceback are indented, so that none of them reads like an entry of its own.
+A message and its fields are one line, even if clients have put control characters into them: these are escaped. The
+lines of a traceback are indented, so that none can be mistaken for a separate entry.
 """
 
 import json
@@ -82,7 +82,7 @@ class LineFormatter(logging.Formatter):
 
 
 def _quoted(value: object) -> str:
-    """Return a field's value, in quotes where it could be taken for more than one field."""
+    """Return a field's value, quoted if it could be mistaken for several fields."""
     text = str(value)
     return text if _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)
 
@@ -102,7 +102,7 @@ def configure(service: str, level: str = "info", **constants: str) -> None:
 
 
 def _log_crash(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """Log the error that ends this process, as its text may be from elsewhere too."""
+    """Log the error that ends this process, escaped like all other entries, since its text may be from outside."""
     if issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, traceback)
     else:

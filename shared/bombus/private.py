@@ -1,11 +1,11 @@
-"""Folders and files that only the user who runs bombus may read, whatever the umask says."""
+"""Folders and files that only the user who runs bombus may read, regardless of the umask."""
 
 import os
 from pathlib import Path
 
 
 def private_folder(path: Path) -> Path:
-    """Make a folder and its missing parents, and return it. A folder that exists is left as its owner made it."""
+    """Create a folder and its missing parents, and return it. Modes of existing folders are not changed."""
     if not path.is_dir():
         private_folder(path.parent)
         path.mkdir(mode=0o700, exist_ok=True)
@@ -13,7 +13,7 @@ def private_folder(path: Path) -> Path:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file that holds a secret. It takes the place of one that exists, complete or not at all."""
+    """Write a file that holds a secret. An existing file is replaced atomically."""
     draft = path.with_name(f".{path.name}-{os.getpid()}")
     draft.unlink(missing_ok=True)
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

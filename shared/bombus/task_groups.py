@@ -1,4 +1,4 @@
-"""Groups of tasks whose failure is handled by the task that waits for them, and loops that end in bounded time."""
+"""Task groups whose failures are handled by the task that waits for them, and event loops that end in bounded time."""
 
 import asyncio
 import logging
@@ -8,16 +8,16 @@ from typing import Any, TypeVar
 
 log = logging.getLogger("bombus")
 
-LEFT_S = 5.0  # for what is left in a loop to end, once it was cancelled
+LEFT_S = 5.0  # how long remaining tasks of a loop may take to end after they were cancelled
 
 T = TypeVar("T")
 
 
 def run(work: Coroutine[Any, Any, T], loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> T:
-    """Run a coroutine in a loop of its own, as `asyncio.run` does, and return its result.
+    """Run a coroutine in a new event loop, as `asyncio.run` does, and return its result.
 
-    Unlike `asyncio.run`, this waits no longer than a few seconds for what other code has left running: tasks that go on
-    when they are cancelled, and calls in threads, which cannot be cancelled.
+    Unlike `asyncio.run`, this waits at most a few seconds for work that other code has left running: tasks that ignore
+    cancellation, and calls in threads, which cannot be cancelled.
     """
     runner = asyncio.Runner(loop_factory=loop_factory or asyncio.new_event_loop)
     loop = runner.get_loop()
@@ -41,12 +41,12 @@ async def _end(tasks: set[asyncio.Task[Any]]) -> None:
 
 @contextmanager
 def settled() -> Iterator[None]:
-    """Take back the cancellations that failed task groups in the block have left with this task.
+    """Undo the cancellations of this task that failed task groups in the block have left behind.
 
-    Where the task itself is cancelled, nothing is taken back.
+    If the task itself is cancelled, undo nothing.
 
-    A `TaskGroup` cancels the task that waits for it when one of its own fails. Where it does not take that back, each
-    later `asyncio.timeout` of the task raises CancelledError in some versions of Python, such as 3.11.2 of Debian 12.
+    A `TaskGroup` cancels the task that waits for it when one of its tasks fails. In some versions of Python, such as
+    3.11.2 of Debian 12, it does not undo that, and every later `asyncio.timeout` of the task raises CancelledError.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -62,14 +62,14 @@ def settled() -> Iterator[None]:
 
 
 def take_back_cancellations(task: asyncio.Task[Any], left: int) -> None:
-    """Take back cancellations of a task until `left` of them are left."""
+    """Undo cancellations of a task until `left` of them remain."""
     while task.cancelling() > left:
         task.uncancel()
 
 
 @asynccontextmanager
 async def first_failure() -> AsyncIterator[asyncio.TaskGroup]:
-    """Give a group of tasks. When tasks fail, the first failure is raised by itself, and the others are cancelled."""
+    """Provide a task group. If a task fails, cancel the others and raise the first failure itself, not in a group."""
     try:
         with settled():
             async with asyncio.TaskGroup() as tasks:

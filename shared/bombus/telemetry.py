@@ -1,7 +1,7 @@
 """Traces from the SDK to the optimizer step. They cost nothing unless an OTLP endpoint is set.
 
-`configure` switches them on if the environment sets an endpoint. The context travels in a `traceparent` header (W3C
-trace context) over HTTP and over the bus.
+`configure` enables them if the environment sets an endpoint. The context is passed in a `traceparent` header (W3C trace
+context) over HTTP and the bus.
 """
 
 import logging
@@ -20,13 +20,13 @@ log = logging.getLogger(__name__)
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 HEADER = "traceparent"
-TRACEPARENT_CHARACTERS = 55  # of version 00, the only one that there is
+TRACEPARENT_CHARACTERS = 55  # for version 00, the only one so far
 
 Attribute = str | int | float | bool
 
 
 class TraceSpan(Protocol):
-    """A running span. `traceparent` is to be sent to the next hop; it is "" when nothing is traced."""
+    """A running span. `traceparent` is sent to the next hop; it is "" if there is no trace."""
 
     @property
     def traceparent(self) -> str: ...
@@ -35,7 +35,7 @@ class TraceSpan(Protocol):
 
 
 class _PassedOn:
-    """The span of a process that traces nothing. It passes on the context that it was given."""
+    """The span of a process without tracing, which passes on the context that it received."""
 
     def __init__(self, traceparent: str = "") -> None:
         self.traceparent = traceparent
@@ -76,7 +76,7 @@ def configure(service: str, environment: Mapping[str, str] = os.environ) -> bool
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ModuleNotFoundError as error:
-        log.warning("nothing is traced, though an endpoint is set: %s; install 'bombus[telemetry]'", error)
+        log.warning("an OTLP endpoint is set, but traces cannot be exported: %s; install 'bombus[telemetry]'", error)
         return False
 
     _provider = TracerProvider(resource=Resource.create({"service.name": f"bombus-{service}"}))
@@ -86,14 +86,14 @@ def configure(service: str, environment: Mapping[str, str] = os.environ) -> bool
 
 
 def traceparent_of(value: str) -> str:
-    """Return the value of a `traceparent` header from outside, or "" when it is not one."""
+    """Return the value of a `traceparent` header from outside, or "" if it is not valid."""
     return value if len(value) == TRACEPARENT_CHARACTERS and _traceparent.fullmatch(value) else ""
 
 
 def current() -> str:
-    """Return the `traceparent` of the current span, even if other code started it; "" when there is none.
+    """Return the `traceparent` of the current span, even if other code started it, or "" if there is none.
 
-    Costs nothing if OpenTelemetry is not in use, because it is never imported here.
+    Costs nothing if OpenTelemetry is not in use, because this does not import it.
     """
     trace = sys.modules.get("opentelemetry.trace")
     if trace is None:

@@ -1,6 +1,6 @@
-"""Text for a terminal or a log: what comes from elsewhere can neither forge a line nor control the terminal.
+"""Output to a terminal or a log, in which text from outside can neither forge a line nor control the terminal.
 
-Everything that bombus prints goes through `say`, `complain` or `say_json`.
+All output of bombus is printed with `say`, `complain` or `say_json`.
 """
 
 import json
@@ -12,14 +12,14 @@ _STYLE = re.compile(r"(\x1b\[[0-9;]*m)")
 
 
 def escaped(text: str) -> str:
-    """Return the text in one line, with every character that is not printable spelled out, as in `\\n` or `\\x1b`."""
+    """Return the text as one line, with every non-printable character escaped, as in `\\n` or `\\x1b`."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def say(*lines: object, styled: bool = False, flush: bool = False, file: TextIO | None = None) -> None:
-    """Print each line as one line, whatever is in it. With `styled`, sequences that set colours are kept."""
+    """Print each line as a single line, with control characters escaped. With `styled`, keep colour sequences."""
     whole = "".join((_styled(str(line)) if styled else escaped(str(line))) + "\n" for line in lines)
     print(whole, end="", file=file, flush=flush)
 
@@ -30,13 +30,13 @@ def complain(*lines: object) -> None:
 
 
 def say_json(value: object) -> None:
-    """Print a value as JSON that is still the same value, in which no character controls the terminal."""
+    """Print a value as JSON, escaped so that no character controls the terminal. It parses to the same value."""
     text = json.dumps(value, ensure_ascii=False, indent=2)
     say(*(json_escaped(line) for line in text.split("\n")))
 
 
 def json_escaped(text: str) -> str:
-    """Return JSON with every character that is not printable written as `\\uXXXX`."""
+    """Return JSON with every non-printable character written as `\\uXXXX`."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else _json_escape(char) for char in text)

@@ -52,7 +52,7 @@ def test_another_server_can_be_sampled_from(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://a", "http://", "http://a\nb", "http://a/?y", "http://a#z"])
 def test_what_is_no_address_is_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["atropos", "--url", url]) == 2
-    assert "it takes an address such as" in capsys.readouterr().err
+    assert "it must be an address such as" in capsys.readouterr().err
 
 
 def test_a_hive_beyond_loopback_needs_keys_or_a_trusted_network(capsys: pytest.CaptureFixture[str]) -> None:

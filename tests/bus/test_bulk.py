@@ -119,7 +119,7 @@ async def test_a_gap_stops_it(bus: Bus) -> None:
     await fill(bus, [b"x"] * 10)
     wanted = await calls_range(bus, 3, 10)
     await bus.purge_below(bus.subjects.calls_stream, 5)
-    with pytest.raises(BulkStopped, match="5 came where 3 was expected"):
+    with pytest.raises(BulkStopped, match="5 came, but 3 was expected"):
         await read(bus, wanted)
 
 

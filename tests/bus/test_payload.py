@@ -88,7 +88,7 @@ async def test_a_server_with_the_default_limit_stores_objects_in_smaller_chunks_
         await check_connected(bus)
     (warning,) = [record.getMessage() for record in caplog.records if "max_payload" in record.getMessage()]
     assert warning.startswith(
-        "the NATS server takes messages of up to 1.0 MB (its max_payload), and bombus expects 8.4 MB"
+        "the NATS server takes messages of up to 1.0 MB (its max_payload), but bombus expects 8.4 MB"
     )
 
 

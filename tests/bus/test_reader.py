@@ -131,7 +131,7 @@ async def test_a_reader_that_has_read_nothing_yet_knows_the_message_that_it_begi
         assert [stored.seq for stored in await take(reader, 1)] == [3]
     other = MessagePlace(2, (await bus.get(stream, 1)).place.digest)
     async with Reader(bus, stream, start_seq=3, after=other) as reader:
-        with pytest.raises(StreamEndLost, match="message 2 is gone or is another one"):
+        with pytest.raises(StreamEndLost, match="message 2 is gone or is a different one"):
             await reader.read()
 
 

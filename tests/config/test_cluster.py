@@ -197,7 +197,7 @@ def test_a_gpu_is_given_twice_only_where_all_of_its_parts_share_devices() -> Non
 
 def test_once_one_part_names_its_gpus_every_part_on_a_gpu_has_to() -> None:
     why = refusal(engine(trainer={"device": "cuda"}, inference=[{"devices": [1]}]))
-    assert why == "engines.main.trainer runs on a GPU but does not say which, while others do: give it devices: [...]"
+    assert why == "engines.main.trainer runs on a GPU but names none, while other parts do: give it devices: [...]"
     planned(engine(trainer={"device": "cuda"}, inference=[{"device": "cuda"}]))
 
 
@@ -255,7 +255,7 @@ def test_the_key_of_a_server_elsewhere_reaches_only_its_replica(monkeypatch: pyt
         ),
         (
             engine(inference=[{"backend": "openai"}]),
-            "engines.main.inference[0]: url is missing: backend openai is",
+            "engines.main.inference[0]: url is missing: backend openai uses",
         ),
         (
             engine(inference=[{"url": "http://a"}]),

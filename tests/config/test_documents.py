@@ -182,7 +182,7 @@ def test_short_names_of_methods_are_accepted(name: str) -> None:
         ),
         (
             {"bombus": {"trainer": {"lr_schedule": "linear", "total_steps": 5, "warmup_steps": 5}}},
-            ["warmup_steps 5 leave no step of total_steps 5"],
+            ["warmup_steps 5 leaves none of the total_steps 5"],
         ),
         ({"bombus": {"trainer": {"overlong": "penalty", "overlong_buffer": 5000}}}, ["overlong_buffer 5000", "4096"]),
         ({"bombus": {"trainer": {"enable_lora": True}}}, ["enable_lora needs a lora_rank of at least 1"]),
@@ -193,7 +193,7 @@ def test_short_names_of_methods_are_accepted(name: str) -> None:
         ({"ajet": {"data": {"train_batch_size": {"a": 1}}}}, ["ajet.data.train_batch_size must be a plain value"]),
         (
             {"bombus": {"model": {"chat_template_kwargs": {"bos_token": "x"}}}},
-            ["bombus.model.chat_template_kwargs", "bos_token is what rendering itself gives to the template"],
+            ["bombus.model.chat_template_kwargs", "bos_token is set by rendering itself"],
         ),
         (
             {"bombus": {"model": {"chat_template_kwargs": {"a": None}}}},
@@ -270,7 +270,7 @@ def test_a_missing_file_and_one_without_a_mapping_are_named(tmp_path: Path) -> N
     assert why(path) == f"{path}: there is no such file"
     assert why(tmp_path) == f"{tmp_path}: it cannot be read: Is a directory"
     path.write_bytes(b"a: \xff")
-    assert why(path) == f"{path}: it is not text in UTF-8 (byte 3)"
+    assert why(path) == f"{path}: it is not valid UTF-8 (at byte 3)"
     for text in ("", "- 1", "7"):
         path.write_text(text)
         assert why(path) == NO_MAPPING.format(path)
@@ -326,11 +326,11 @@ def test_verls_keys_that_decide_what_is_trained_are_carried_out(beside: dict[str
     ("tree", "why"),
     [
         ({"ajet": {"lora": {"lora_rank": 8}}, "actor_rollout_ref": VERLS}, "is 32 and ajet.lora.lora_rank is 8"),
-        ({"ajet": {"lora": {"lora_dropout": 0.1}}}, "ajet.lora.lora_dropout = 0.1 would change what is trained"),
+        ({"ajet": {"lora": {"lora_dropout": 0.1}}}, "ajet.lora.lora_dropout = 0.1 would affect training"),
         ({"ajet": {"trainer_common": {"optim": {"optimizer": "SGD"}}}}, "the optimizer is AdamW"),
         ({"ajet": {}, "algorithm": {"use_kl_in_reward": True}}, "algorithm.use_kl_in_reward = true is refused"),
         ({"actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 16}}}, "give ajet.trainer_common.mini_batch_num"),
-        ({"actor_rollout_ref": {"model": {"override_config": {"a": 1}}}}, "would change what is trained"),
+        ({"actor_rollout_ref": {"model": {"override_config": {"a": 1}}}}, "would affect training"),
     ],
 )
 def test_a_key_that_decides_what_is_trained_and_has_no_meaning_here_is_refused(tree: Any, why: str) -> None:
@@ -367,7 +367,7 @@ DUMMIES = "rollout_until_finish_enough_non_dummy_tasks"
             },
             f"so {DUMMIES} never completes a batch: set it to 2 or more",
         ),
-        ({"bombus": {"rollout": {"temperature": 0}}}, "bombus.rollout.temperature = 0.0 is refused: the most likely"),
+        ({"bombus": {"rollout": {"temperature": 0}}}, "bombus.rollout.temperature = 0.0 is refused: at temperature 0"),
         (
             {"bombus": {"trainer": {"correction": "token_mask", "tis_clip": 0.5}}},
             "bombus.trainer.tis_clip = 0.5 is refused: correction token_mask leaves out every token",
@@ -692,7 +692,7 @@ def test_importance_sampling_brings_no_correction_unless_one_is_given() -> None:
     assert trainer(loss="cispo").correction == "token_tis"
     for bounds in ({"tis_clip": 3.0}, {"tis_clip_low": 0.5}):
         why = refusal({"bombus": {"trainer": {"loss": "importance_sampling", **bounds}}})
-        assert "the loss importance_sampling has none unless it is named: give correction token_tis too" in why
+        assert "the loss importance_sampling has none by default: set correction to token_tis too" in why
 
 
 def test_settings_that_follow_from_a_loss_survive_storage() -> None:

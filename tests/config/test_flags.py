@@ -163,7 +163,10 @@ def test_the_launcher_names_its_flags(words: str, why: str, capsys: pytest.Captu
             "--options: this is not JSON: Expecting value: line 1 column 1 (char 0)",
         ),
         ("[]", "--options: this is not a JSON object: []"),
-        ('{"engine.x":1,"zz":2}', "--options has no engine.x, zz: run it with the same version of bombus"),
+        (
+            '{"engine.x":1,"zz":2}',
+            "--options has unknown fields, engine.x, zz: start the trainer with the bombus that wrote them",
+        ),
         ('{"folder":5}', "--folder 5 is refused: it takes a path"),
         ('{"threads":-1}', THREADS),
     ],

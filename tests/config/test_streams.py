@@ -75,7 +75,7 @@ def test_compaction_and_its_archive_are_settings_of_the_coordinator(
         ({"event_bytes_max": 10}, "streams.event_bytes_max is unknown; did you mean events_bytes_max?"),
         (
             {"replicas": 3},
-            "streams.replicas 3 (--stream-replicas) is refused: bombus' own NATS server is a single one; give",
+            "streams.replicas 3 (--stream-replicas) is refused: bombus starts only a single NATS server; give",
         ),
     ],
 )

@@ -398,7 +398,7 @@ async def test_where_another_versions_beginning_makes_another_state_it_is_said_w
     await put(small, 50, fold=FOLD - 1, hive=Hive(epoch=1))
     await small.purge_below(small.subjects.events_stream, 50)
     found = await prepared(small, nats_url, 125, 150)
-    assert "another version made the beginning" in found.why
+    assert "another version made the snapshot that the fold began at" in found.why
     assert "bombus log compact" in found.why
 
 

@@ -1011,7 +1011,7 @@ def test_new_work_is_refused_while_less_than_the_reserve_is_left(harness: CoreHa
 def test_inodes_are_counted_and_not_said_in_bytes(harness: CoreHarness) -> None:
     filled = only(sees(harness, 91, storage.INODES), ev.StorageFilled)
     assert isinstance(filled, ev.StorageFilled)
-    assert "of the disk's inodes 9 of 100 were left." in filled.why
+    assert "only 9 of 100 were left of the disk's inodes." in filled.why
     assert "15 are free. Remove files" in filled.why
 
 

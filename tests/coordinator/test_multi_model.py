@@ -121,10 +121,10 @@ def test_a_claim_whose_episodes_are_over_is_refused_when_it_comes_again(harness:
         ({"engines": tuple(f"e{number}" for number in range(9))}, Code.MALFORMED, "2 to 8 engines, not 9"),
         ({"engines": (BIG, BIG)}, Code.MALFORMED, "each engine only once"),
         ({"engines": (BIG, "none")}, Code.WRONG_PHASE, "Engine none: .*ENGINE.OFFLINE"),
-        ({"count": 0}, Code.MALFORMED, "Engine big: A claim is for 1 to 128 episodes at once, not 0"),
-        ({"count": 129}, Code.MALFORMED, "Engine big: A claim is for 1 to 128 episodes at once, not 129"),
+        ({"count": 0}, Code.MALFORMED, "Engine big: A claim must be for 1 to 128 episodes, not 0"),
+        ({"count": 129}, Code.MALFORMED, "Engine big: A claim must be for 1 to 128 episodes, not 129"),
         ({"count": 2501}, Code.MALFORMED, "at most 2500 multi-model episodes at once, not 2501"),
-        ({"sampler": "base"}, Code.UNSUPPORTED, "no sampler"),
+        ({"sampler": "base"}, Code.UNSUPPORTED, "leave sampler out"),
         ({"discard_timeout_s": 0.0}, Code.MALFORMED, "discard_episode_timeout"),
     ],
 )

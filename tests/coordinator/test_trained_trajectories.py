@@ -92,10 +92,10 @@ def test_environments_wait_until_replicas_serve_the_model() -> None:
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ({"checkpoint_dir": "/tmp/a"}, "checkpoint_dir is '/tmp/a': this engine's own trainer keeps checkpoints below"),
+        ({"checkpoint_dir": "/tmp/a"}, "checkpoint_dir is '/tmp/a', but this engine's own trainer keeps checkpoints"),
         ({"checkpoint_dir": "a/../../b"}, "checkpoint_dir is 'a/../../b'"),
         ({"starting_step": 3}, "starting_step is 3, but this engine's own trainer begins at step 0"),
-        ({"num_steps": 0}, "num_steps is 0: it is the last step of the run, which begins at step 0"),
+        ({"num_steps": 0}, "num_steps is 0, but it must be above 0: it is the run's last step"),
         ({"max_token_len": 0}, "max_token_len is 0"),
     ],
 )

@@ -117,7 +117,7 @@ with Curriculum(CurriculumPlan(tiers=(CurriculumTier(name="warmup", tasks=("a",)
 def test_a_forked_program_does_not_write_the_file_of_the_one_that_forked_it(tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
     said = subprocess.run([sys.executable, "-c", FORKS, str(path)], check=True, capture_output=True, text=True).stdout
-    assert "was opened by the program that forked this one: record results there 0" in said
+    assert "was opened before this process was forked: record results in the process that opened it 0" in said
     with Curriculum(PLAN, path) as curriculum:
         assert curriculum.progress.results == 1
 
@@ -252,5 +252,5 @@ def test_a_reward_is_what_it_is_at_every_api() -> None:
     assert isinstance(recorded, ResultRecorded)
     assert recorded.reward == 0.5
     for wrong in ("0.5", [0.5]):
-        with pytest.raises(Refused, match="the reward of 'a' is not a number: a reward is a number"):
+        with pytest.raises(Refused, match="the reward of 'a' is not a number: a reward must be a number"):
             curriculum.record_result("a", True, wrong)  # type: ignore[arg-type]

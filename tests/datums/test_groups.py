@@ -84,7 +84,7 @@ def test_a_temperature_is_told_for_each_sequence() -> None:
 
 
 def test_episodes_that_cannot_be_a_group_say_why() -> None:
-    with pytest.raises(ValueError, match="no token of its episodes is trained"):
+    with pytest.raises(ValueError, match="no token of its episodes can be trained on"):
         group_of_episodes([played(1.0, call("a", [1], [2], temperature=0.0))])
     first = call("a", [1], [2], temperature=0.5)
     with pytest.raises(ValueError, match="sampled at 2 temperatures"):

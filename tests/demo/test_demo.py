@@ -124,7 +124,7 @@ def test_a_demo_that_is_cut_in_two_goes_on_by_up_and_its_client_alone_and_reache
     with Running(tmp_path, "up", "--port", port, "--threads", "1", "--data-dir", "run/tiny-1/hive") as up:
         second = bombus(tmp_path, *demo, "--url", up.until(r"^ready ").split()[1])
         up.interrupt()
-    assert "run has an earlier demo, which resumes where it stopped" in second.stdout
+    assert "run has an earlier demo, which now resumes" in second.stdout
     # A policy may settle on one wrong letter of eight (0.875), whole or cut: then the demo says that it missed 0.9.
     assert re.search(r"reward 0.8: +[0-9.]+ s from the start", second.stdout), second.stdout + second.stderr
     after = steps(tmp_path)
@@ -141,7 +141,7 @@ def test_a_folder_of_another_demo_or_of_something_else_is_refused(tmp_path: Path
     refused = bombus(tmp_path, "demo", "--tiny", "--seed", "1", "--out", "run")
     assert refused.returncode == 2
     assert (
-        "run has a demo of the model tiny with seed 0, but this is one of the model tiny with seed 1" in refused.stderr
+        "run has a demo of the model tiny with seed 0, but this one is of the model tiny with seed 1" in refused.stderr
     )
     alone = bombus(tmp_path, "demo", "--tiny", "--url", "http://127.0.0.1:1")
     assert "--url with --tiny needs --turns" in alone.stderr
@@ -150,5 +150,5 @@ def test_a_folder_of_another_demo_or_of_something_else_is_refused(tmp_path: Path
 def test_a_folder_without_a_model_is_refused_before_anything_runs(tmp_path: Path) -> None:
     done = bombus(tmp_path, "demo", "--model", "nowhere", "--out", "run")
     assert done.returncode == 2
-    assert f"there is no model at {tmp_path / 'nowhere'}: a model's folder has a config.json" in done.stderr
+    assert f"there is no model at {tmp_path / 'nowhere'}: a model's folder must have a config.json" in done.stderr
     assert not (tmp_path / "run").exists()

@@ -22,7 +22,7 @@ def test_a_demo_that_goes_on_keeps_its_experiment_and_any_other_has_its_own(tmp_
 def test_a_demo_of_another_model_or_seed_is_refused(tmp_path: Path) -> None:
     open_folder(tmp_path / "one", DemoOf("tiny", 0, "a1"))
     for wanted in (DemoOf("tiny", 1, "a1"), DemoOf("smollm2", 0, "a1")):
-        with pytest.raises(Refused, match="has a demo of the model tiny with seed 0, but this is one of the model"):
+        with pytest.raises(Refused, match="has a demo of the model tiny with seed 0, but this one is of the model"):
             open_folder(tmp_path / "one", wanted)
 
 

@@ -290,19 +290,19 @@ def test_everything_that_is_wrong_with_a_class_is_said_in_sentences() -> None:
         describe(Wrong)
     assert wrong.value.problems == (
         "The tool `untyped`: its argument `a` has no type hint. A method that is not a tool begins with an underscore.",
-        "The tool `silent`: it has no docstring: write one, which tells the model what the tool does. A method "
+        "The tool `silent`: it has no docstring: write one that tells the model what the tool does. A method "
         "that is not a tool begins with an underscore.",
         "The tool `many`: its argument `all` is positional-only or variadic: the model gives arguments by name. A "
         "method that is not a tool begins with an underscore.",
-        "The metric `length` takes `answer`, which does not exist: it can take task, transcript and state, by these "
-        "names.",
-        "The reward `right` takes `tusk`, which does not exist: it can take task, transcript and state, by these "
-        "names.",
+        "The metric `length` takes `answer`, which does not exist: its arguments must be among task, transcript "
+        "and state.",
+        "The reward `right` takes `tusk`, which does not exist: its arguments must be among task, transcript "
+        "and state.",
         "The reward `right` has low=1 and high=0: low must be less than high.",
         "The reward `right` has the role 'solver', but only a class with `play` has roles.",
         "`reset` cannot be called as `reset(self, task)`: give it these arguments, by these names.",
-        "It cannot be created without arguments: give them defaults, or give `lambda: Wrong(...)` in its place, which "
-        "makes one.",
+        "It cannot be created without arguments: give them defaults, or pass `lambda: Wrong(...)` instead of the "
+        "class.",
     )
 
 
@@ -393,20 +393,20 @@ def test_what_would_be_left_out_without_a_word_is_said() -> None:
         "`fixed` has @reward and is a staticmethod: make it a plain method.",
         "`computed` has @reward and is a property: make it a plain method.",
         "`_secret` has @reward and begins with an underscore: give it a public name.",
-        "`cached` is a method behind a _lru_cache_wrapper, which is not seen as a tool: remove that, or begin its "
+        "`cached` is a method wrapped in a _lru_cache_wrapper, so it is not a tool: remove the wrapper, or begin its "
         "name with an underscore.",
-        "`by_kind` is a method behind a singledispatchmethod, which is not seen as a tool: remove that, or begin "
+        "`by_kind` is a method wrapped in a singledispatchmethod, so it is not a tool: remove the wrapper, or begin "
         "its name with an underscore.",
-        "`always` is a method behind a partialmethod, which is not seen as a tool: remove that, or begin its name "
+        "`always` is a method wrapped in a partialmethod, so it is not a tool: remove the wrapper, or begin its name "
         "with an underscore.",
-        "The tool `each`: it is a generator: return a list or a text, which the model is shown. A method "
+        "The tool `each`: it is a generator, which cannot be shown to the model: return a list or a text. A method "
         "that is not a tool begins with an underscore.",
         "The tool `alone`: it has no parameter `self`. A method that is not a tool begins with an underscore.",
     )
     with pytest.raises(WrongClass) as wrong:
         describe(Stateful)
     assert wrong.value.problems == (
-        "`state` is the attribute that rewards take by this name, not a tool: give it another name.",
+        "`state` names the attribute that rewards take, and cannot be a tool: give it another name.",
         "`reset` cannot be called as `reset(self, task)`: give it these arguments, by these names.",
         "`gold` cannot be called as `gold(self, task)`: give it these arguments, by these names.",
     )
@@ -429,7 +429,7 @@ def test_a_pydantic_model_is_refused_in_one_sentence() -> None:
     with pytest.raises(WrongClass) as wrong:
         describe(Modelled)
     assert wrong.value.problems == (
-        "It is a pydantic model, whose own methods would be tools: use a plain class that keeps a model.",
+        "It is a pydantic model, whose own methods would be tools: use a plain class that holds a model.",
     )
 
 
@@ -471,7 +471,7 @@ async def test_a_function_that_returns_a_class_is_told_to_return_an_instance() -
 
     for function in (lambda: Counter, make):
         environment = PlainEnvironment(function)
-        with pytest.raises(WrongClass, match=r"has returned the class itself: return an instance, `Counter\(\)`"):
+        with pytest.raises(WrongClass, match=r"returned the class itself: return an instance, `Counter\(\)`"):
             await environment.open(TASK)
         await environment.close()
 
@@ -507,15 +507,15 @@ def test_what_a_model_would_write_in_the_place_of_the_rollout_is_no_argument_of_
     with pytest.raises(WrongClass) as wrong:
         describe(Injected)
     submit, look, open_as, together = wrong.value.problems
-    assert submit.startswith("The tool `submit`: its argument `task` is a Task, which only decorated methods take")
-    assert look.startswith("The tool `look`: its argument `transcript` is a Transcript, which only decorated methods")
+    assert submit.startswith("The tool `submit`: its argument `task` is a Task, which the model would have to write")
+    assert look.startswith("The tool `look`: its argument `transcript` is a Transcript, which the model would have ")
     assert open_as.startswith("The tool `open_as`: its arguments have no JSON schema: SchemaError: ")
     assert together == "`tools_run_together` is neither True nor False: set one of them on the class."
 
 
 def test_a_second_decorator_of_another_kind_is_refused_and_hides_no_reward() -> None:
     with pytest.raises(
-        TypeError, match="@success stands before a method that has @reward, but a method can have only one"
+        TypeError, match="@success decorates a method that already has @reward, but a method can have only one"
     ):
 
         class Doubled(Counter):
@@ -612,7 +612,7 @@ class Failing(Counter):
 @pytest.mark.parametrize(
     ("goal", "why"),
     [
-        ("none", "Failing.reset returned NoneType: it returns the first message as text"),
+        ("none", "Failing.reset returned NoneType: it must return the first message as text"),
         ("object", "Failing.reset returned messages that cannot be sent as JSON: TypeError"),
         ("infra", "the simulator is gone"),
         ("", "Failing.reset failed: KeyError: 'goal'"),
@@ -678,11 +678,11 @@ class Unjudged(Counter):
     ("what", "why"),
     [
         ("nan", "returned nan"),
-        ("text", "returned no number: a reward is a number .* and not str '1'"),
-        ("bytes", "returned no number: .* and not bytes b'1'"),
-        ("several", "returned no number: .* and not Several"),
-        ("huge", "returned no number: .* and not int 1000"),
-        ("unshown", "returned no number: .* and not Unshown"),
+        ("text", "returned no number: a reward must be a number .* not str '1'"),
+        ("bytes", "returned no number: .* not bytes b'1'"),
+        ("several", "returned no number: .* not Several"),
+        ("huge", "returned no number: .* not int 1000"),
+        ("unshown", "returned no number: .* not Unshown"),
         ("raises", "failed: ZeroDivisionError"),
     ],
 )
@@ -820,11 +820,11 @@ class Unshown:
         ("board", '{"cells":[[0.0,0.0],[[1,0],[0,1]]],"score":0.5,"moves":3}', False),
         ("picture", "[0. 0. 0. ... 0. 0. 0.]", False),
         ("leave", "RuntimeError: it raised SystemExit(2)", True),
-        ("cancel", "RuntimeError: it raised a CancelledError, but nobody had cancelled it", True),
-        ("cancel_again", "RuntimeError: it raised a CancelledError, but nobody had cancelled it", True),
+        ("cancel", "RuntimeError: it raised a CancelledError, but it had not been cancelled", True),
+        ("cancel_again", "RuntimeError: it raised a CancelledError, but it had not been cancelled", True),
         ("give_up", "RuntimeError: it raised Quit('here')", True),
         ("give_up_too", "RuntimeError: it raised Quit('there')", True),
-        ("speechless", "Speechless: its text cannot be made (KeyError)", True),
+        ("speechless", "Speechless: its text is not available: str() raised KeyError", True),
         ("unshown", "KeyError: 'name'", True),
         ("several", "TypeError: it returned count, which cannot be shown to the model: return a list or a text", True),
         (

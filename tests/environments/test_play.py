@@ -278,7 +278,7 @@ async def test_roles_of_a_multi_model_episode_are_played_by_the_models_of_their_
         await Rollout(Debate, transport=ScriptedModel()).multi_model(
             TASK, MultiModel(credentials={"speaker": CREDENTIALS})
         )
-    with pytest.raises(TypeError, match="only a class with `play` has agents for the roles"):
+    with pytest.raises(TypeError, match="a multi-model episode needs a class with `play`"):
         await Rollout(Counter, transport=ScriptedModel()).multi_model(Task(metadata={"goal": 1}), multi)
 
 

@@ -582,7 +582,7 @@ async def test_a_function_that_gives_two_episodes_the_same_instance_is_refused_w
     model.hangs = True
     first = asyncio.create_task(played(model, lambda: instance))
     await model.asked.wait()
-    with pytest.raises(WrongClass, match="has given two episodes the same instance: make another one at each call"):
+    with pytest.raises(WrongClass, match="returned the same instance for two episodes: make a new one at each call"):
         await played(ScriptedModel(), lambda: instance)
     assert instance.closed == 0, "it belongs to the first one"
     first.cancel()
@@ -624,7 +624,7 @@ async def test_a_function_that_hangs_while_it_makes_an_environment_is_given_up()
 def test_a_class_that_is_no_environment_and_an_instance_are_refused_at_once() -> None:
     with pytest.raises(WrongClass, match="cannot be used as an environment"):
         Rollout(int)
-    with pytest.raises(TypeError, match=r"an instance of Counter.*give the class"):
+    with pytest.raises(TypeError, match=r"an instance of Counter.*pass the class"):
         Rollout(Counter())
 
 

@@ -152,7 +152,7 @@ async def test_episodes_that_infrastructure_has_lost_are_claimed_again(
     assert [output.reward for output in outputs if output] == [-0.5, -0.5]
     assert lost == {"ResetFailed": 2}
     assert (
-        "the group of task t1 has 2 of 2 episodes: 2 by ResetFailed were lost, and 2 of these replaced" in caplog.text
+        "the group of task t1 has 2 of 2 episodes: 2 by ResetFailed were lost, of which 2 were replaced" in caplog.text
     )
     await served.until(lambda engine: not engine.open)
     reasons = [closed.aborted for closed in served.engine.closed.values()]
@@ -168,7 +168,7 @@ async def test_replacing_has_a_budget_and_what_is_missing_is_said(
         outputs, lost = await grouped(served, kind, replace_infra=1)
     assert sorted(output is None for output in outputs) == [False, True]
     assert lost == {"ResetFailed": 2}
-    assert "has 1 of 2 episodes: 2 by ResetFailed were lost, and 1 of these replaced" in caplog.text
+    assert "has 1 of 2 episodes: 2 by ResetFailed were lost, of which 1 were replaced" in caplog.text
 
 
 async def test_an_agent_that_fails_by_itself_is_not_replaced(client: AsyncSwarmClient) -> None:
@@ -235,7 +235,7 @@ async def test_a_group_whose_environment_server_is_killed_is_completed_with_fres
             await again.end()
     assert [output.reward for output in outputs if output] == [1.0, 1.0, 1.0]
     assert lost == {"EnvironmentLost": 2}
-    assert "has 3 of 3 episodes: 2 by EnvironmentLost were lost, and 2 of these replaced" in caplog.text
+    assert "has 3 of 3 episodes: 2 by EnvironmentLost were lost, of which 2 were replaced" in caplog.text
     await served.until(lambda engine: not engine.open)
     reasons = {episode: closed.aborted for episode, closed in served.engine.closed.items()}
     assert {episode for episode, reason in reasons.items() if reason == AbortReason.INFRA} == held

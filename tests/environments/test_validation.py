@@ -124,7 +124,7 @@ async def test_threads_tasks_files_and_processes_that_are_left_are_named() -> No
         "files on the disk (/",
     )
     for what in (*kinds, "files on the disk (/"):
-        assert f"After `close` it leaves behind 1 {what}" in said
+        assert f"After `close`, it leaves behind 1 {what}" in said
 
 
 class Chance(Counter):
@@ -166,9 +166,9 @@ async def test_a_gold_solution_that_solves_nothing_is_found() -> None:
     first, second, third = (await problems(Unsolved))["gold"]
     assert first.startswith("A call of the gold solution failed: the arguments are wrong: amount: ")
     assert second == "The gold solution is not a success."
-    assert third == ("The gold solution has the reward -0.5, and doing nothing -0.5, so there is nothing to learn.")
+    assert third == ("The gold solution has the reward -0.5, but doing nothing has -0.5, so there is nothing to learn.")
     assert (await problems(NoSolution))["plays"][0].startswith(
-        "It cannot be played: NoSolution.gold returned list, or has other things in it: it returns a list of "
+        "It cannot be played: NoSolution.gold returned a list that is not a solution: it must return a list of "
     )
     place = f"test_validation.py, line {Broken.reset.__code__.co_firstlineno + 1}"
     assert await problems(Broken) == {

@@ -76,7 +76,7 @@ def test_of_many_steps_some_are_shown_evenly_with_the_first_and_the_last(golden:
 def test_steps_that_were_compacted_away_are_named(golden: LoggedRun) -> None:
     rest = msgspec.structs.replace(golden, steps={2: golden.steps[2]}, started_ns=0)
     text = card("main", rest, 2, MODEL, "tiny")
-    assert "| trained on | 4 episodes in 2 groups; of steps 1 to 1 the log was compacted |" in text
+    assert "| trained on | 4 episodes in 2 groups; steps 1 to 1 were compacted away from the log |" in text
     assert "run started" not in text
 
 
@@ -119,5 +119,5 @@ def test_what_merging_rounds_away_is_said(golden: LoggedRun) -> None:
             yield card("main", golden, 1, ExportedFiles(MODEL.digests, share_lost=share), "tiny")
 
     none, much = texts()
-    assert "rounded away" not in none
-    assert "Merging has rounded away 42.0% of what the adapter adds" in much
+    assert "Merging lost" not in none
+    assert "Merging lost 42.0% of what the adapter adds to rounding" in much

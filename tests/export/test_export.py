@@ -215,7 +215,7 @@ def test_an_engine_or_a_run_that_is_not_there_is_refused_with_those_that_are(
 
 def test_only_an_adapter_can_be_merged_into_float32(whole: Trained, out: Path, capsys: Capture) -> None:
     assert whole.export(out, "--float32") == 2
-    assert "--float32 is for --merged" in capsys.readouterr().err
+    assert "--float32 requires --merged" in capsys.readouterr().err
     assert whole.export(out, "--merged", "--float32") == 2
     assert f"version {STEPS} was published as a whole model" in capsys.readouterr().err
     whole.exported(out, "--merged")

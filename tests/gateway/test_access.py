@@ -446,8 +446,8 @@ def test_beyond_loopback_both_keys_or_a_trusted_network_are_needed(host: str) ->
     admin, client = {"BOMBUS_ADMIN_KEY": ADMIN}, {"BOMBUS_CLIENT_KEY": CLIENT}
     for environment, missing in (
         ({}, "--admin-key-file and --client-key-file"),
-        (admin, "give --client-key-file,"),
-        (client, "give --admin-key-file,"),
+        (admin, "pass --client-key-file,"),
+        (client, "pass --admin-key-file,"),
     ):
         with pytest.raises(Refused, match=missing) as refused:
             keys_for(arguments(host=host), environment)

@@ -108,7 +108,7 @@ def test_what_cannot_be_said_has_a_reason() -> None:
     assert "no token that ends" in why_not_held(request(AS_JSON), TextModel(endless, MODEL).renderer)
     quoted = {"type": "function", "function": {"name": 'say "hi"'}}
     asked = request(Demand("tool_choice", tools=('say "hi"',)), tools=(quoted,), parse_tool_calls=True)
-    assert """the tool 'say "hi"' has characters""" in why_not_held(asked, TEXT.renderer)
+    assert """the tool name 'say "hi"' has characters""" in why_not_held(asked, TEXT.renderer)
 
 
 # ---- who decides --------------------------------------------------------------------------------------------------

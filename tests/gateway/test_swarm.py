@@ -111,7 +111,7 @@ async def test_there_is_nothing_to_compare_a_job_with_while_none_runs(played: Pl
         ("ajet: {data: {train_batch_size: 0}}", ["ajet.data.train_batch_size", "0", "at least 1"]),
         ("ajet: [", ["the job, line 1, column 8: expected the node content, but found the end"]),
         ("bombus: {trainer: {lrr: 1}}", ["bombus.trainer.lrr", "trainer.lr"]),
-        ("bombus: {trainer: {ulysses_parallel_size: 2}}", ["ulysses_parallel_size 2 is refused", "verl splits"]),
+        ("bombus: {trainer: {ulysses_parallel_size: 2}}", ["ulysses_parallel_size 2 is refused", "backend torch"]),
         ("{model_path: tiny, ringattn_parallel_size: 2}", ["ringattn_parallel_size = 2 is refused", "in a ring"]),
         ("{model_path: tiny, enable_lora: true, lora_rank: 0}", ["lora_rank = 0", "at least 1"]),
     ],

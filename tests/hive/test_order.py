@@ -52,15 +52,15 @@ def hive() -> Hive:
     [
         (accepted(5, "5"), f"operation 5 of {MODEL} follows 3"),
         (accepted(4, "1"), f"operation 1 of {MODEL} is accepted twice"),
-        (accepted(1, "0", "other"), "it accepts an operation of other, which is not there"),
-        (completed(4, "9"), f"it completes operation 4 of {MODEL}, which was not accepted"),
+        (accepted(1, "0", "other"), "an operation of other is accepted, but there is no such model"),
+        (completed(4, "9"), f"operation 4 of {MODEL} is completed, but was not accepted"),
         (completed(1, "0"), f"operation 1 of {MODEL} is completed twice"),
         (completed(3, "2"), f"operation 3 of {MODEL} is completed before 2"),
-        (checkpointed(2), f"a recovery checkpoint of {MODEL} has operation 2, which waits"),
-        (checkpointed(9), f"a recovery checkpoint of {MODEL} has operation 9, which cannot be"),
+        (checkpointed(2), f"a recovery checkpoint of {MODEL} covers operation 2, which still waits"),
+        (checkpointed(9), f"a recovery checkpoint of {MODEL} covers operation 9, which is out of range"),
         (
             ev.EpisodesTaken(engine=ENGINE, run=1, client="c1", episodes=("main-1-7",)),
-            "c1 takes main-1-7, which is not there",
+            "c1 takes main-1-7, which is not in the pool",
         ),
     ],
 )
@@ -110,14 +110,14 @@ def taken() -> GroupHarness:
             ev.BatchHandedOut(engine=ENGINE, run=1, number=2, groups=(3,)),
             "batch 2 is handed out before batch 1 is delivered",
         ),
-        (ev.BatchDelivered(engine=ENGINE, run=1, number=2), "batch 2 of run 1 is delivered, which is not handed out"),
+        (ev.BatchDelivered(engine=ENGINE, run=1, number=2), "batch 2 of run 1 is delivered, but is not handed out"),
         (
             ev.GroupsGivenUp(engine=ENGINE, run=1, number=1, groups=(1, 3), why="w"),
-            "group 3 is given up, which is not in what was lost",
+            "group 3 is given up, but is not in that batch or the queue",
         ),
         (
             ev.GroupsGivenUp(engine=ENGINE, run=1, number=0, groups=(1,), why="w"),
-            "group 1 is given up, which is not in what was lost",
+            "group 1 is given up, but is not in that batch or the queue",
         ),
         (
             ev.BatchReady(engine=ENGINE, run=1, step=1, groups=(), config_digest="", taken=(2,)),

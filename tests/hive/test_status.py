@@ -124,7 +124,7 @@ def test_gateways_that_read_the_model_differently_are_named_in_one_sentence() ->
         "\n  warning: gateways have read the model of this run in 2 ways: "
         "g1 (bombus 1.0) has template 3fa91c2e, tool calls: hermes, reasoning: <think>; "
         "g2  (bombus 1.1) has template 77d0ab12, tool calls: hermes, reasoning: <think>. "
-        "Install the same versions of bombus, jinja2 and tokenizers for each of them, then start the engine again.\n"
+        "Install the same versions of bombus, jinja2 and tokenizers for all of them, then restart the engine.\n"
     ) in render_status(hive)
     data = json.loads(json.dumps(status_dict(hive)))["engines"][0]
     assert data["disagreement"].startswith("gateways have read the model of this run in 2 ways")
@@ -273,8 +273,8 @@ def test_a_run_of_operations_shows_what_they_computed_and_its_episodes() -> None
     story = operating(3)
     text = render_status(hive_of(story))
     assert "(serving 2 models, 1 operation waiting, 4 episodes running)" in text
-    assert "    loss 1.25 for each of 600 tokens, gradient's norm 1.7\n" in text
-    assert "episodes: 4 running, 0 ended that wait to be taken (0 B), 24 taken\n" in text
+    assert "    loss 1.25 per token over 600 tokens, gradient norm 1.7\n" in text
+    assert "episodes: 4 running, 0 ended, waiting to be taken (0 B), 24 taken\n" in text
     assert "main-1-28            ann-laptop" in text
     assert "collection:" not in text
     last = story.events[-1]

@@ -81,7 +81,7 @@ def test_a_taken_port_and_a_data_folder_below_a_file_are_missing(tmp_path: Path)
         taken.listen()
         found = by_name(examine_machine(tmp_path / "file" / "data", "127.0.0.1", taken.getsockname()[1]))
     assert found["port"].state == State.MISSING
-    assert "choose another with --port" in found["port"].todo
+    assert "choose another --port" in found["port"].todo
     assert found["data folder"].state == State.MISSING
     assert "Not a directory" in found["data folder"].detail
 
@@ -129,7 +129,7 @@ def streams_of(folder: Path, nats: str = "", **streams: Any) -> list[Finding]:
 def test_new_streams_need_their_limits_on_the_disk(tmp_path: Path) -> None:
     (found,) = streams_of(tmp_path / "not" / "yet", calls_bytes_max="100MB", blobs_bytes_max="100MB")
     assert (found.what, found.state) == ("streams", State.OK)
-    assert found.detail.startswith("1 replica; 4.8 GB are reserved, of ")
+    assert found.detail.startswith("1 replica; reserves 4.8 GB of ")
     (found,) = streams_of(tmp_path, calls_bytes_max="900TB")
     assert found.state == State.MISSING
     assert found.todo.startswith("lower the streams' sizes (--inbox-bytes-max, ")

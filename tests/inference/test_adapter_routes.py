@@ -123,7 +123,7 @@ async def test_wrong_requests_are_refused_with_a_sentence(tmp_path: Path) -> Non
         b'{"address": 3}': "the body is not",
         json.dumps({"address": address, "folder": "relative"}).encode(): "the full path of a folder",
         json.dumps({"address": "x", "folder": str(tmp_path)}).encode(): "64 hexadecimal digits",
-        json.dumps({"address": UNKNOWN, "folder": str(tmp_path / "adapter")}).encode(): f"and not {UNKNOWN}",
+        json.dumps({"address": UNKNOWN, "folder": str(tmp_path / "adapter")}).encode(): f"not {UNKNOWN}",
         json.dumps({"address": UNKNOWN, "folder": str(tmp_path / "none")}).encode(): "cannot be served",
     }
     async with serving_model(tmp_path) as (_, client, _):

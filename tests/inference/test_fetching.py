@@ -313,6 +313,6 @@ def test_a_delta_of_another_model_is_refused_and_changes_nothing(tmp_path: Path)
     new = {name: value.detach() + 1 for name, value in old.items()}
     _, second = write_versions(tmp_path, [old, new])
     before = {name: value.detach().clone() for name, value in small.named_parameters()}
-    with pytest.raises(EngineFault, match="not this model's"):
+    with pytest.raises(EngineFault, match="does not fit this model's"):
         fitting_patches(dict(small.named_parameters()), read_patches(Path(second.where) / DELTA_FILE, COMPUTE))
     assert all(torch.equal(before[name], value) for name, value in small.named_parameters())

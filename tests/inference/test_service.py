@@ -128,7 +128,7 @@ async def test_a_replica_at_every_address_says_by_which_it_is_reached(
         compute=COMPUTE,
         http=ServerSettings(host="0.0.0.0"),
     )
-    refused = r"0\.0\.0\.0:\d+ stands for every address.*give --advertise-url http://HOST:\d+, or"
+    refused = r"0\.0\.0\.0:\d+ stands for every address.*pass --advertise-url http://HOST:\d+, or"
     with pytest.raises(Refused, match=refused):
         await service.run(everywhere)
     running = asyncio.create_task(service.run(everywhere.model_copy(update={"advertise_url": "http://worker-3:8000"})))

@@ -86,7 +86,7 @@ async def test_an_operation_that_is_completed_twice_is_found(bus: Bus) -> None:
     assert newest is not None
     again = next(event for event in log if isinstance(event, ev.OperationCompleted))
     await append(bus, again, int(newest.headers[EPOCH]), int(newest.headers[INBOX]))
-    with pytest.raises(LogCorrupted, match=r"cannot be: operation 1 of .*:train:0 is completed twice"):
+    with pytest.raises(LogCorrupted, match=r"is impossible: operation 1 of .*:train:0 is completed twice"):
         await upkeep.verify(bus)
 
 

@@ -45,7 +45,7 @@ def test_a_field_that_a_task_lacks_is_refused_with_those_it_has() -> None:
         check_fields(command, [TASK, other])
     assert refused.value.why == (
         "--agent has the field {issue}, which task b does not have; it has folder, prompt, task_id, workspace. Write "
-        "{{issue}} where the command itself needs {issue}"
+        "{{issue}} if the command itself needs {issue}"
     )
 
 
@@ -80,7 +80,7 @@ def test_a_program_that_no_episode_could_run_is_refused(tmp_path: Path) -> None:
     assert "plain.sh cannot be run: it is not executable" in why("./plain.sh")
     assert "bare.sh cannot be run: it has no first line" in why("./bare.sh")
     assert "its first line ends with a carriage return" in why("./windows.sh")
-    assert "names the interpreter '/no/such/shell', which is not here" in why("./other.sh")
+    assert "names the interpreter '/no/such/shell', which this machine cannot run" in why("./other.sh")
     assert why(f"{tmp_path}") == f"--reward: {tmp_path} cannot be run: it is not a file"
     assert why("../check.sh") == (
         "--reward: ../check.sh is outside the workspace, but episodes run in copies of the workspace: give an "

@@ -55,7 +55,7 @@ def test_a_preset_is_chosen_by_the_programs_name_or_by_its_own() -> None:
     assert preset_of("./wrapper.sh", "codex") is PRESETS["codex"]
     assert preset_of("./wrapper.sh") is None
     assert preset_of("claude", "none") is None
-    with pytest.raises(Refused, match="there is no preset 'cluade': there are aider, claude"):
+    with pytest.raises(Refused, match="there is no preset 'cluade': use one of aider, claude"):
         preset_of("x", "cluade")
 
 
@@ -162,7 +162,7 @@ def test_a_prompt_is_taken_for_neither_an_option_nor_a_command_of_the_harness() 
     assert [claude.prompt(text) for text in ("- fix", "/clear", "fix -x")] == [" - fix", " /clear", "fix -x"]
     tasks = [AgentTask(task_id="a", prompt="/clear")]
     claude.check_prompts(tasks)
-    with pytest.raises(Refused, match="task a begins with a slash, which this harness takes for a command"):
+    with pytest.raises(Refused, match="task a begins with a slash, so this harness would treat it as a command"):
         qwen.check_prompts(tasks)
 
 

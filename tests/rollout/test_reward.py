@@ -35,9 +35,9 @@ def test_a_number_in_the_last_line_wins_over_the_exit_code(exit_code: int, outpu
         (126, "", "could not start"),
         (-9, "", "ended by signal 9"),
         (-9, "cases run:\n41\n", "the reward command was ended by signal 9"),
-        (137, "0.5", "what the reward command ran was ended by signal 9"),
+        (137, "0.5", "a program that the reward command ran was ended by signal 9"),
         (137, "", "ended by signal 9"),
-        (0, "1763850000000", "last line is 1763850000000, but a reward is at most 1e"),
+        (0, "1763850000000", "last line is 1763850000000, but must be at most 1e"),
         (0, "-1e300", "last line is -1e300"),
         (0, "nan", "last line is nan"),
         (0, "1e999", "last line is 1e999"),
@@ -59,7 +59,7 @@ def test_a_command_that_did_not_judge_is_an_infrastructure_failure(exit_code: in
     ],
 )
 def test_what_is_nearly_a_number_has_not_judged(exit_code: int, line: str) -> None:
-    with pytest.raises(InfraError, match=re.escape(f"last line is {line!r}: print the reward alone in the last line")):
+    with pytest.raises(InfraError, match=re.escape(f"last line is {line!r}: print the reward alone on the last line")):
         reward_of(exit_code, f"judging\n{line}\n")
 
 

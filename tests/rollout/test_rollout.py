@@ -350,7 +350,7 @@ async def test_an_agent_that_failed_while_the_hive_was_away_is_not_rewarded(
         tally = await running
     assert tally.lost.total() == lost
     if lost:
-        assert "the hive was away while the agent ran, and the agent failed (exit code 1)" in str(tally.lost)
+        assert "the hive was unreachable while the agent ran, and the agent failed (exit code 1)" in str(tally.lost)
 
 
 class Outage(httpx.AsyncHTTPTransport):

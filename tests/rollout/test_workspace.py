@@ -187,14 +187,14 @@ def test_a_repository_whose_files_are_elsewhere_is_refused(
     )
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "another"))
     if is_refused:
-        with pytest.raises(Refused, match=r"or its files \(core.worktree\) elsewhere"):
+        with pytest.raises(Refused, match=r"or working tree \(core.worktree\) is elsewhere"):
             check_workspace(repository, tmp_path)
     else:
         assert check_workspace(repository, tmp_path) == repository
 
 
 def test_what_agents_have_printed_is_not_kept_where_others_read_it(tmp_path: Path, repository: Path) -> None:
-    with pytest.raises(Refused, match="agents would read what others have printed"):
+    with pytest.raises(Refused, match="agents could read the output of other agents"):
         check_workspace(repository, tmp_path, repository / "out")
 
 

@@ -748,7 +748,7 @@ def test_an_agents_address_is_refused_with_that_of_the_hive() -> None:
 
 async def test_an_engine_that_the_hive_does_not_have_is_asked_for(url: str) -> None:
     async with AsyncSwarmClient(url, engine="nosuch") as client:
-        with pytest.raises(BadRequest, match=r"has no http://\S+/e/nosuch/claim_episodes .* one of its engines"):
+        with pytest.raises(BadRequest, match=r"has no http://\S+/e/nosuch/claim_episodes .* have this engine"):
             await client.begin_episode()
 
 

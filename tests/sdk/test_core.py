@@ -445,9 +445,9 @@ def test_an_engine_that_trains_another_model_is_not_joined() -> None:
     with pytest.raises(OtherModel) as caught:
         driver.run(driver.core.auto_sync_train_config_and_start_engine({}))
     assert str(caught.value) == (
-        "The engine at http://hive:10086 keeps running its current job, which is not yours: model.path is 'tiny', "
-        "not 'smollm2'; trainer.lr is 0.1, not 0.2. To train yours, stop the engine first, with client.stop_engine() "
-        "or `bombus stop`."
+        "The engine at http://hive:10086 keeps running its current job, which differs from yours: model.path is "
+        "'tiny', not 'smollm2'; trainer.lr is 0.1, not 0.2. To train yours, stop the engine first, with "
+        "client.stop_engine() or `bombus stop`."
     )
 
 

@@ -39,9 +39,9 @@ def test_a_number_is_one_whatever_library_it_is_of(given: Any) -> None:
     "given", ["0.5", b"1", [0.5], {"a": 1}, np.array([0.5, 1]), torch.zeros(2), object(), 1j, None]
 )
 def test_what_is_not_one_number_is_refused_with_the_forms_that_are(given: Any) -> None:
-    with pytest.raises(ValueError, match=r"a reward is a number \(int, float or bool.* and not"):
+    with pytest.raises(ValueError, match=r"a reward must be a number \(int, float or bool.* not"):
         reward_number(given)
-    with pytest.raises(ValueError, match="a reward is a number"):
+    with pytest.raises(ValueError, match="a reward must be a number"):
         RolloutScores(reward=given)
 
 
@@ -53,10 +53,10 @@ def test_an_episode_may_have_a_reward_for_each_call() -> None:
 
 @pytest.mark.parametrize("given", ["0.5", ["0.5"], {"c1": "1"}, object()])
 def test_an_outcome_of_another_form_is_refused_wherever_it_is_given(given: Any) -> None:
-    with pytest.raises(ValidationError, match="a reward is a number"):
+    with pytest.raises(ValidationError, match="a reward must be a number"):
         WorkflowOutput(reward=given)
-    with pytest.raises(BadReward, match=r"the agent returned no outcome: a reward is a number"):
+    with pytest.raises(BadReward, match=r"neither an outcome nor a reward: a reward must be a number"):
         checked_output(given)
     if type(given) is not object:
-        with pytest.raises(Refused, match="a reward is a number"):
+        with pytest.raises(Refused, match="a reward must be a number"):
             parse(WorkflowOutputBody, json.dumps({"reward": given}).encode())

@@ -165,9 +165,9 @@ def test_a_prompt_may_be_any_value_that_is_not_made_a_chat(tmp_path: Path) -> No
     ("line", "why"),
     [
         ("{", "line 1 is not a prompt"),
-        ('{"input": null}', "it has no 'input'; --input-key names another field"),
-        ('{"prompt": "a"}', "--input-key names another field"),
-        ('{"input": "a", "metadata": []}', "--metadata-key names another field"),
+        ('{"input": null}', "it has no 'input'; choose another field with --input-key"),
+        ('{"prompt": "a"}', "choose another field with --input-key"),
+        ('{"input": "a", "metadata": []}', "choose another field with --metadata-key"),
         ("", "has no prompt"),
     ],
 )

@@ -216,7 +216,7 @@ async def test_a_sample_that_a_filter_removes_is_not_trained(served: GatewayHive
     said: list[str] = []
     (report,) = await played(options, said.append)
     assert (report.removed, report.rewards) == (1, [1.0, 1.0])
-    assert "of 3 samples of a prompt 1 are not trained unless others are removed" in said[0]
+    assert "1 of 3 samples of a prompt are not trained on unless others are removed" in said[0]
     await served.until(lambda engine: len(engine.pool) == 2 and not engine.open)
 
 
@@ -227,9 +227,7 @@ async def test_a_group_that_is_too_small_once_samples_are_removed_is_dropped_and
     served.replica.otherwise = says(ANSWER)
     path = f"{HOOKS}:{'removes_the_first' if 'filter' in option else 'generate_and_remove_every_other'}"
     options = options_of(served, model, tmp_path, num_rollout=9, **{option: path})
-    why = (
-        r"8 groups in a row were lost.*1 samples are left after 1 were removed, and the engine trains only groups of 2"
-    )
+    why = r"8 groups in a row were lost.*has 1 samples left after 1 were removed, but the engine trains only on groups"
     async with driving(options) as driver:
         with pytest.raises(BombusError, match=why):
             await asyncio.wait_for(driver.run(), 60)
@@ -304,7 +302,7 @@ async def test_groups_that_are_dropped_are_said_while_the_batch_is_not_full(
     said: list[str] = []
     await played(options_of(served, model, tmp_path, dynamic_sampling_filter_path=zero), said.append)
     assert said[:2] == [
-        f"so far in rollout 0: 0 groups, mean reward -, {count} dropped (zero_std_0.0); going on" for count in (1, 2)
+        f"so far in rollout 0: 0 groups, mean reward -, {count} dropped (zero_std_0.0); continuing" for count in (1, 2)
     ]
 
 
@@ -378,7 +376,7 @@ async def test_samples_that_a_hook_has_made_are_saved_with_their_group(
     (tmp_path / "train.jsonl").write_text('{"prompt": 0}')
     said: list[str] = []
     await played(options, said.append)
-    assert said[0] == f"{save} leaves out what no file can hold: metadata.environment (object)"
+    assert said[0] == f"{save} leaves out values that no file can hold: metadata.environment (object)"
     ((first, second),) = groups_of(load_rollout(Path(save)))
     assert (first.prompt, first.metadata, first.status.value) == ("task 1", {"turns": 1}, "completed")
     assert [(one.group_index, one.index) for one in (first, second)] == [(0, 0), (0, 1)]
@@ -417,7 +415,7 @@ async def test_a_filter_that_raises_is_named_and_ends_the_run(
 async def test_what_cannot_be_done_here_ends_the_run_at_once(served: GatewayHive, model: str, tmp_path: Path) -> None:
     served.replica.otherwise = says(ANSWER)
     path = f"{HOOKS}:asks_for_what_is_not_there"
-    with pytest.raises(Refused, match="offered with strict_box_verify=True alone"):
+    with pytest.raises(Refused, match="offered only with strict_box_verify=True"):
         await played(options_of(served, model, tmp_path, custom_rm_path=path))
     await served.until(lambda engine: not engine.open)
     assert len(served.replica.requests) <= 2, "nothing is played again"

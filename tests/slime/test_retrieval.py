@@ -51,7 +51,7 @@ async def test_what_does_not_fit_is_refused_in_words(url: str) -> None:
         for unreadable in UNREADABLE:
             answer = await http.post(url, content=unreadable)
             assert (answer.status_code, "does not fit" in answer.text) == (400, True)
-    assert "POST /retrieve is" in str(await ask(url + "/x", {}, 404))
+    assert "use POST /retrieve" in str(await ask(url + "/x", {}, 404))
 
 
 async def test_a_body_over_the_limit_is_refused_and_the_connection_goes_on(url: str) -> None:

@@ -54,5 +54,5 @@ def test_the_last_box_has_to_hold_the_very_answer(solution: str, pred: str | Non
 
 
 def test_the_rules_for_units_are_refused_with_what_to_do() -> None:
-    with pytest.raises(Refused, match=r"with strict_box_verify=True alone.*Put a copy of that file beside the hook"):
+    with pytest.raises(Refused, match=r"only with strict_box_verify=True.*Put a copy of that file beside the hook"):
         score_of_box("Answer: 42", "42")

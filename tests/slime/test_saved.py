@@ -167,7 +167,7 @@ def test_what_takes_code_to_read_is_refused_by_its_name(
     held: object, named: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     torch.save({"samples": [{"metadata": held}]}, tmp_path / "r.pt")
-    with pytest.raises(Refused, match=f"{named}.*, which takes code: save plain values"):
+    with pytest.raises(Refused, match=f"{named}.* would run code: save plain values"):
         load_rollout(tmp_path / "r.pt")
     assert not capfd.readouterr().out
 

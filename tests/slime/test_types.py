@@ -149,10 +149,10 @@ def test_what_an_episode_cannot_say_of_a_sample_is_counted() -> None:
 @pytest.mark.parametrize(
     ("reward", "why"),
     [
-        (None, "and not NoneType None$"),
+        (None, "not NoneType None$"),
         (float("nan"), "not a finite number$"),
-        ("1", "and not str '1'$"),
-        ({"score": 1.0}, "--reward-key NAME takes one of several"),
+        ("1", "not str '1'$"),
+        ({"score": 1.0}, "choose one of several with --reward-key NAME"),
     ],
 )
 def test_a_reward_that_is_no_number_is_refused(reward: object, why: str) -> None:

@@ -226,7 +226,7 @@ async def test_a_data_set_whose_environment_is_broken_is_given_up_and_the_others
     told: list[EvalScore] = []
     tasks = [Task(task_id=f"x{number}") for number in range(FAILURES_IN_A_ROW_MAX + 4)]
     lost = EvalSet(name="lost", tasks=tasks, rollout=Rollout(broken))
-    said = r"16 episodes of lost in a row failed, .*the simulator did not start \(.*\); 4 more of it were not played"
+    said = r"16 episodes of lost in a row failed, .*the simulator did not start \(.*\); 4 more of its episodes were"
     with pytest.raises(ServerFailed, match=said):
         await Evaluation(client, told.append, at_once=1, claim=18).play([lost, counting("good")])
     assert [(score.tasks, score.reward) for score in told] == [
@@ -462,7 +462,7 @@ async def test_a_pass_that_fails_is_told_and_the_next_version_is_evaluated(
     code, _, errors = await ended(evaluator)
     assert code == 130, errors
     assert "bombus eval: version 0: 16 episodes of held_out in a row failed, the last one with: " in errors
-    assert "The next version is evaluated all the same." in errors
+    assert "The next version will still be evaluated." in errors
 
 
 async def test_a_background_evaluator_ends_with_the_run(

@@ -130,5 +130,5 @@ def test_names_and_draws_that_there_are_not_are_refused() -> None:
         open_tasks("reasoning_gym:leg_counting", {"x": "1"})
     with pytest.raises(Refused, match="0 tasks cannot be drawn"):
         TaskDraw(size=0)
-    with pytest.raises(Refused, match="the seed 1000 is refused"):
+    with pytest.raises(Refused, match="the seed is 1000: it must be from 0 to 999"):
         TaskDraw(size=1, seed=1000)

@@ -98,7 +98,7 @@ def test_why_calls_are_asked_again_is_told_at_once(capsys: pytest.CaptureFixture
     with model_server(is_busy_at_first) as url:
         assert main(["run", "--task", LEGS, "--engine", url, "-n", "2", "--at-once", "1"]) == 0
     printed = capsys.readouterr()
-    assert printed.err.splitlines() == ["bombus run: the server answered 503: the scripted model refuses; asking again"]
+    assert printed.err.splitlines() == ["bombus run: the server answered 503: the scripted model refuses; retrying"]
     assert "scripted: 2 episodes in" in printed.out
 
 
@@ -133,7 +133,7 @@ def test_the_patience_with_a_server_begins_with_its_first_failure_and_ends_with_
     for why in ("a", "b", "c"):
         lenient.asked_again(why)
     assert lenient.gave_up == ""
-    assert told == [f"{why}; asking again" for why in ("it is busy", "it is away", "it is busy", "a", "b")]
+    assert told == [f"{why}; retrying" for why in ("it is busy", "it is away", "it is busy", "a", "b")]
 
 
 def test_only_failures_in_a_row_end_a_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,7 +156,7 @@ def test_only_failures_in_a_row_end_a_run(capsys: pytest.CaptureFixture[str]) ->
         (["--task", LEGS, "--engine", "http://127.0.0.1:1", "-n", "0"], "-n 0 is refused"),
         (["--task", LEGS, "--engine", "http://[::1"], "--engine 'http://[::1' is refused: it is not an address"),
         (["--task", "chess", "--engine", "http://127.0.0.1:1"], "there are no tasks 'chess'"),
-        (["--task", "mine.jsonl", "--engine", "http://127.0.0.1:1"], "own are played by `bombus eval --env`"),
+        (["--task", "mine.jsonl", "--engine", "http://127.0.0.1:1"], "To play your own tasks, use `bombus eval --env`"),
         (["--task", LEGS, "--engine", "http://127.0.0.1:1", "--set", "x"], "--set"),
     ],
 )

@@ -191,7 +191,7 @@ except Exception as error:
 """
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
-    assert "the program ends" in ended.stdout
+    assert "the program is ending" in ended.stdout
     assert list(tmp_path.iterdir()) == []
 
 

@@ -116,9 +116,9 @@ def test_a_marker_around_texts_that_is_not_a_token_is_refused() -> None:
     with pytest.raises(EngineFault) as no:
         check_text(files(TURNS + "<|eot_id|>", added_tokens=tokens(*CHATML)), model())
     assert str(no.value) == (
-        "the tokenizer of 'some/model' does not fit its chat template, which writes '<|eot_id|>': that is not one of "
-        "its tokens; correct its files, set model.tokenizer to the model's own, or set model.chat_template to a "
-        "template that fits"
+        "the tokenizer of 'some/model' does not fit its chat template: the template writes '<|eot_id|>', which is not "
+        "a token; correct the tokenizer's files, set model.tokenizer to the model's own, or set model.chat_template to "
+        "a template that fits"
     )
     answers = TURNS + "{% if messages | length > 1 %}<|after|>{% endif %}"
     with pytest.raises(EngineFault, match=r"writes '<\|after\|>'"):

@@ -150,7 +150,7 @@ def test_a_jobs_processes_are_those_of_all_machines(tmp_path: Path) -> None:
             ["4", "--nproc-per-node", "8"],
             "processes is 8 on each of 4 machines, but its job's trainer.processes is 128",
         ),
-        (["3"], "its job's trainer.processes is 128, which 3 machines cannot share"),
+        (["3"], "its job's trainer.processes is 128, which cannot be divided evenly"),
         (["1"], "its job's trainer.processes is 128, but one machine starts at most 64"),
     ):
         with pytest.raises(Refused, match=why):
@@ -160,7 +160,7 @@ def test_a_jobs_processes_are_those_of_all_machines(tmp_path: Path) -> None:
 def test_ranks_of_the_torch_backend_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text("engines: {main: {trainer: {backend: torch}}}")
-    with pytest.raises(Refused, match=r"engines.main.trainer.backend is torch: ranks are verl's"):
+    with pytest.raises(Refused, match=r"engines.main.trainer.backend is torch, but must be verl"):
         layout_of(parsed("--config", str(file)))
 
 

@@ -177,7 +177,7 @@ def test_a_different_model_is_reported_and_the_bytes_do_not_agree(
         assert finished.run("train", "--step", "1") == 1
     said = capsys.readouterr().out
     assert "the model as loaded here differs from version 0" in said
-    assert "step 1 does not agree: version 1 is sha256 " in said
+    assert "step 1 does not match: on the log it has sha256 " in said
     assert "the machine that made the step is not known, as there is no checkpoint of it" in said
 
 
@@ -257,7 +257,7 @@ def test_a_branch_with_another_loss_has_its_defaults() -> None:
             "--set lrr is unknown; did you mean bombus.trainer.lr?",
         ),
         (["--from", "1", "--to", "2", "--out", "OUT", "--set", "lr=7"], "--set lr = 7 is refused: it takes a number"),
-        (["--from", "1", "--to", "2", "--out", "OUT", "--set", "collection.batch_size=7"], "it takes trainer settings"),
+        (["--from", "1", "--to", "2", "--out", "OUT", "--set", "collection.batch_size=7"], "pass a trainer setting"),
         (["--from", "1", "--to", "2", "--out", "FULL"], "is not empty: name another --out"),
     ],
 )
@@ -292,6 +292,6 @@ def test_batch_writes_a_file_and_says_what_is_in_it(
     assert load_samples(out) == finished.samples
     assert "4 samples of 4 episodes, 20 trained tokens, mean reward 0.500" in capsys.readouterr().out
     assert finished.run("batch", "2", "--out", str(tmp_path / "batch.csv")) == 2
-    assert "takes a file ending in .pt or .parquet" in capsys.readouterr().err
+    assert "must be a file ending in .pt or .parquet" in capsys.readouterr().err
     assert finished.engines.is_dir()
     assert finished.samples[0].metadata["bombus"]["engine"] == ENGINE

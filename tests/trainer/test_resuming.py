@@ -158,7 +158,7 @@ async def test_a_checkpoint_of_other_weights_at_the_same_path_ends_the_run_and_s
     tiny_model_folder(stage.folder / "model", hidden_size=16)
     await stage.restart()
     await stage.follower.wait_for(lambda _: bool(stage.engine.failure), WAIT_S)
-    assert "the checkpoint is of another model" in stage.engine.failure
+    assert "the checkpoint belongs to another model" in stage.engine.failure
     assert stage.engine.failure.endswith(LOADED)
     await stage.start(stage.job(resume="never"))
     await stage.until(Phase.ROLLING, version=0)

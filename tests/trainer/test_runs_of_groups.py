@@ -162,9 +162,9 @@ async def test_a_group_that_would_be_trained_otherwise_than_it_was_meant_is_refu
     groups_stage.stage.train()
     await groups_stage.begin()
     for refused, why in (
-        ({"ref_logprobs": [[0.0] * 4] * 2}, "ref_logprobs is not taken by this run's own trainer"),
+        ({"ref_logprobs": [[0.0] * 4] * 2}, "ref_logprobs is not accepted by this run's own trainer"),
         ({"group_overrides": {"lr": 1.0}}, "group_overrides.lr is not known to this run's own trainer"),
-        ({"masks": [[1] * 4] * 2}, "masks[0][0] is 1: a mask is -100"),
+        ({"masks": [[1] * 4] * 2}, "masks[0][0] is 1: a mask must be -100"),
     ):
         answer = await groups_stage.post("/scored_data", group(1) | refused, 400)
         assert why in answer["detail"]

@@ -216,7 +216,7 @@ async def test_a_model_that_cannot_be_loaded_ends_the_run_with_one_sentence(stag
     job = stage.job()
     await stage.start(job.model_copy(update={"model": job.model.model_copy(update={"path": "/nowhere/at/all"})}))
     await stage.follower.wait_for(lambda _: bool(stage.engine.failure), WAIT_S)
-    assert stage.engine.failure == "there is no model at /nowhere/at/all: a model's folder has a config.json"
+    assert stage.engine.failure == "there is no model at /nowhere/at/all: a model's folder must have a config.json"
 
 
 async def test_an_update_that_is_not_finite_is_left_out_and_too_many_such_steps_in_a_row_suspend_the_run(
@@ -337,7 +337,7 @@ async def test_a_job_that_names_a_path_elsewhere_for_debug_rollout_data_is_refus
     await stage.start(stage.job(save_debug_rollout_data="/etc/rollout_{rollout_id}.pt"))
     await stage.follower.wait_for(lambda _: bool(stage.engine.failure), WAIT_S)
     assert stage.engine.failure == (
-        "trainer.save_debug_rollout_data = '/etc/rollout_{rollout_id}.pt' is refused: it takes a path below the run's "
+        "trainer.save_debug_rollout_data = '/etc/rollout_{rollout_id}.pt' is refused: the path must be below the run's "
         "folder; start the trainer with --debug-root to allow others"
     )
 

@@ -125,7 +125,7 @@ def test_losses_and_advantages_of_verls_registries_are_chosen_by_name(found: dic
 
 def test_an_unknown_name_is_refused_with_all_known_ones(found: dict[str, Any]) -> None:
     said = found["algorithms"]
-    assert said["unknown loss"].startswith("trainer.loss = 'clever' is not in verl's registry: it has ")
+    assert said["unknown loss"].startswith("trainer.loss = 'clever' is not in verl's registry, which has ")
     assert "gspo" in said["unknown loss"]
     assert "reinforce_plus_plus" in said["unknown estimator"]
     refusal = "trainer.adv_estimator = 'gae' is refused: it needs values, gamma, lam, which this trainer does not"

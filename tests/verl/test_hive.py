@@ -143,7 +143,7 @@ def test_a_loss_that_verl_does_not_have_ends_the_run_in_one_sentence(one: tuple[
     head, _ = one
     with SwarmClient(head.url) as client:
         client.sync_train_config(job(loss="clever"))
-        with pytest.raises(WrongPhase, match=r"loss = 'clever' is not in verl's registry: it has"):
+        with pytest.raises(WrongPhase, match=r"loss = 'clever' is not in verl's registry, which has"):
             client.start_engine()
         status, reply = client.get_engine_status()
         assert status == "ENGINE.OFFLINE"

@@ -186,7 +186,7 @@ async def test_plain_logprobs_need_room_for_one_more_token(stage: Stage) -> None
     assert (len(made.tokens), made.finish) == (2, "length")
     fault = (await stage.ask(body(CONTEXT - 1))).fault
     assert fault is not None
-    assert (fault.code, f"takes {CONTEXT - 1} with its completion" in fault.why) == ("prompt_too_long", True)
+    assert (fault.code, f"takes {CONTEXT - 1} for prompt and completion" in fault.why) == ("prompt_too_long", True)
 
 
 async def test_vllm_and_our_engine_agree_on_an_adapter(stage: Stage, tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def test_an_adapter_whose_base_is_not_known_or_not_there_is_refused(base: Path, 
         resolve_model(str(folder), cache=tmp_path / "cache")
     config = json.loads((folder / ADAPTER_CONFIG).read_text())
     (folder / ADAPTER_CONFIG).write_text(json.dumps({**config, "base_model_name_or_path": None}))
-    with pytest.raises(EngineFault, match="does not say which model it is for"):
+    with pytest.raises(EngineFault, match="does not name its base model"):
         resolve_model(str(folder), cache=tmp_path / "cache")
 
 

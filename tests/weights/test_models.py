@@ -100,7 +100,7 @@ def test_a_folder_with_broken_weights_is_refused(tmp_path: Path) -> None:
     [
         (
             {"model_type": "t5"},
-            r"architecture \(t5\) cannot be loaded: transformers .* has no causal language model of it",
+            r"architecture \(t5\) cannot be loaded: transformers .* has no causal language model for it",
         ),
         ({"model_type": "made-up"}, r"architecture \(made-up\) cannot be loaded: transformers \S+ does not know it$"),
         (

@@ -1,9 +1,9 @@
 """Compact the log: once it is over 60 % full, the leader removes its oldest events, behind two verified snapshots.
 
-Nothing is removed before a process of its own (`preparing`) has folded the log from its first event up to two snapshots
-and found that both are that fold, and has written to the archive, where there is one, what will be removed. A leader
-that was deposed and does not know it removes nothing that its successor needs: the events are before a snapshot which
-is on the log for everybody, and recovery begins at that one or at a newer one.
+Events are removed only after a separate process (`preparing`) has folded the log from its first event up to two
+snapshots, has found that both match that fold, and has written the events to the archive, if there is one. A leader
+that was deposed and does not know it removes nothing that its successor needs: the events are before a snapshot that
+any process can load, and recovery begins at that one or at a newer one.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from bombus_coordinator.snapshotter import Snapshotter
 log = logging.getLogger(__name__)
 
 START = 0.6  # of the stream: above it, events are removed
-KEEP = 0.4  # of the stream: about so much is left
+KEEP = 0.4  # of the stream: about this much is left
 PERIOD_S = 10.0
 RETRY_S, RETRY_S_MAX = 60.0, 960.0  # after a failure, twice as long after each further one
 PREPARE_S_MAX = 3600.0
@@ -37,7 +37,7 @@ END_S = 2.0  # allowed for each of SIGTERM and SIGKILL
 
 
 class Compaction(msgspec.Struct, frozen=True, kw_only=True):
-    """How a leader compacts its log. `url` is that of the bus, `archive` a folder for what is removed."""
+    """How a leader compacts its log. `url` is that of the bus, `archive` a folder for the removed events."""
 
     url: str
     archive: Path | None = None
@@ -57,12 +57,12 @@ def is_long(events: StreamState) -> bool:
 
 
 def usable(events: StreamState, positions: Sequence[int], damaged: Collection[int] = ()) -> list[int]:
-    """Return the snapshots behind which something can be removed, of `positions` in ascending order."""
+    """Return the snapshots, of `positions` in ascending order, before which events can be removed."""
     return [each for each in positions if events.first_seq < each <= events.last_seq and each not in damaged]
 
 
 def cut_of(events: StreamState, positions: Sequence[int]) -> Cut | None:
-    """Return where to cut a log that is too long, of usable positions. None where they are fewer than two.
+    """Return where to cut a log that is too long, given its usable snapshots. None if there are fewer than two.
 
     The cut is at the oldest snapshot that leaves no more than `KEEP` of the stream, or else at the newest but one.
     """
@@ -76,7 +76,7 @@ def cut_of(events: StreamState, positions: Sequence[int]) -> Cut | None:
 
 
 async def run(bus: Bus, settings: Compaction, hive: Callable[[], Hive], taking: Snapshotter) -> None:
-    """Compact the log whenever it is too long, until cancelled. What came of it goes to the inbox.
+    """Compact the log whenever it is too long, until cancelled. The outcome is sent to the inbox.
 
     `taking` takes the snapshots.
     """
@@ -88,7 +88,7 @@ async def run(bus: Bus, settings: Compaction, hive: Callable[[], Hive], taking: 
             if await compactor.attempt():
                 pause_s = settings.retry_s
                 continue
-        except BombusError as error:  # a leader whose log is long can work on for hours
+        except BombusError as error:  # a leader can work for hours with a log that is too long
             log.warning("the log could not be compacted: %s", error)
             continue
         await asyncio.sleep(pause_s)
@@ -116,19 +116,19 @@ class Compactor:
         positions = usable(events, await snapshots.positions(self._bus), self._damaged)
         cut = cut_of(events, positions)
         if cut is None:
-            # With new work refused there may be no events that would make a snapshot due. The one of this message is.
+            # If new work is refused, there may be no event that makes a snapshot due: the event of this message does.
             self._taking.pace.ask()
-            await self._tell(CompactionTried(id="", why=f"it has {len(positions)} of 2 good snapshots to stop at"))
+            await self._tell(CompactionTried(id="", why=f"it has only {len(positions)} of 2 good snapshots needed"))
             return True
         self._taking.held = {cut.at, cut.until}
         found = await prepared(self._settings, self._bus.subjects.hive, cut)
         if found.gone:
-            return True  # it was removed when a newer one was stored: choose among those that are left
+            return True  # a snapshot was removed when a newer one was stored: choose again from the others
         self._damaged |= set(found.damaged)
         if found.why:
             log.warning("the log is %.0f %% full and was not compacted: %s", 100 * events.fill, found.why)
             await self._tell(CompactionTried(id="", why=found.why))
-            return bool(found.damaged)  # the next attempt chooses among the others, and need not wait
+            return bool(found.damaged)  # the next attempt chooses other snapshots, and need not wait
         if not await self._leads():
             return False
         faults.reached(Point.COMPACTION_PURGING)
@@ -149,7 +149,7 @@ class Compactor:
 
 
 async def prepared(settings: Compaction, hive: str, cut: Cut) -> Prepared:
-    """Have a separate process verify the snapshots and archive what will be removed."""
+    """Have a separate process verify the snapshots and archive the events to remove."""
     wanted = Preparation(
         url=settings.url,
         hive=hive,

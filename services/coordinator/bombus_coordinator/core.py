@@ -1,7 +1,7 @@
 """The coordinator's pure core: one message in, decisions out. No clock, no I/O, no randomness.
 
-`Core` folds every decision into its own state as it makes it, and decides the next message on that. The shell appends
-the decisions to the log. If it cannot, it discards this object and folds the log again.
+`Core` folds every decision into its own state as it makes it, and bases the next decision on that. The shell appends
+the decisions to the log. If that fails, it discards this object and folds the log again.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -35,7 +35,7 @@ from bombus_coordinator.rules.trajectories import batches, registering
 from bombus_coordinator.rules.waiting import share_of
 
 NOTED_MAX = 1000  # calls in one `calls.noted`
-NOTE_BYTES_MAX = 1024  # of one of them; gateways write a third of it at most
+NOTE_BYTES_MAX = 1024  # of one of these calls; gateways write at most a third of it
 ID_CHARS_MAX = 256  # of a message that becomes a dead letter
 EVENT_BYTES_MAX = 8 << 20
 _TOO_LARGE = (
@@ -68,7 +68,7 @@ class Core:
         self._noted_seq = 0
 
     def open_epoch(self, leader: str, calls_bytes_max: int = 0, trajectories_bytes_max: int = 0) -> Decision:
-        """Decide the first event of a new leader (R4). Nobody counts as silent for longer (R5)."""
+        """Decide the first event of a new leader (R4), from which on all silence is counted anew (R5)."""
         opened = ev.EpochOpened(
             at_ns=self.hive.now_ns,
             epoch=self.hive.epoch + 1,
@@ -79,14 +79,14 @@ class Core:
         return self._fold(Decision(events=(opened,)), 0).decision
 
     def note_lost(self, lost: Iterable[ev.StreamWentBack]) -> Decision:
-        """Decide that streams have lost their ends, as a new leader has found (R6)."""
+        """Record which streams a new leader has found to have lost their ends (R6)."""
         return self._fold(Decision(events=tuple(lost)), 0).decision
 
     def receive(self, message: inbox.AnyMessage, seq: int, at_ns: int) -> Iterator[PendingDecision]:
         """Decide the inbox message at `seq`, which the server stamped `at_ns`.
 
-        The first decision is the message's own. Those after it could be derived again from the fold, so nothing is
-        lost when an append is cut off after any of them.
+        The first decision is the message's own. The later ones could be derived again from the fold, so nothing is lost
+        if an append is cut off after any of them.
         """
         self.live.arrived(seq, at_ns)
         if isinstance(message, inbox.CallRecorded):
@@ -99,8 +99,8 @@ class Core:
     def flush(self) -> Iterator[PendingDecision]:
         """Note the calls recorded since the last decision, in one event for each engine (R9).
 
-        They are one decision: all of them answer one inbox position, after which the next leader continues, so that an
-        append must not be cut between two engines.
+        The events form one decision, so that an append is never cut between two engines: all of them answer the one
+        inbox position after which the next leader continues.
         """
         noted, self._noted = self._noted, {}
         if not noted:
@@ -114,7 +114,7 @@ class Core:
         yield self._fold(decision, self._noted_seq)
 
     def dead_letter(self, message: inbox.AnyMessage, seq: int, at_ns: int, why: str) -> Iterator[PendingDecision]:
-        """Decide nothing but that this message is left out: deciding it failed, by a fault of ours."""
+        """Record that a message is left out because deciding it failed, through a bug of ours."""
         self.live.arrived(seq, at_ns)
         yield from self._dead_letter(message, seq, why)
 
@@ -131,15 +131,15 @@ class Core:
         yield self._fold(Decision(events=(event,), replies=(reply,)), seq)
 
     def recover(self) -> Iterator[Decision]:
-        """Decide the transitions that are due already: a crash may have cut them off after a decision."""
+        """Decide the transitions that are already due: a crash may have cut them off from an earlier decision."""
         for engine in list(self.hive.engines.values()):
             for pending in self._safely(engine, transitions.settle(engine, self.live)):
                 yield pending.decision
 
     def _fold(self, decision: Decision, answers: int) -> PendingDecision:
-        """Fold a decision, in which multi-model episodes are aborted as wholes.
+        """Fold a decision, extended to abort the partners of the multi-model episodes that it aborts.
 
-        Raises `Refused`, having folded nothing, when one of its events is too large.
+        Raises `Refused`, before folding anything, if one of its events is too large.
         """
         decision = multi_model_outcomes.completed(self.hive, decision)
         bodies = tuple(map(ev.encode_event, decision.events))
@@ -166,7 +166,7 @@ class Core:
         self.live.refusing, self.live.refusing_groups = self.hive.refusing, self.hive.refusing_groups
 
     def _count_open(self, event: ev.Event) -> None:
-        """Tell an event, before it is folded, to what follows the open episodes besides the state."""
+        """Update the live state that tracks open episodes, before an event is folded."""
         if isinstance(event, ev.EpisodeClaimed):
             self.live.opened(event.engine, share_of(event), len(event.episodes))
             if event.touches:
@@ -183,17 +183,17 @@ class Core:
             yield self._fold(decision, self.live.seq)
 
     def _safely(self, engine: EngineState, decisions: Decisions) -> Iterator[PendingDecision]:
-        """Fold what follows from the state. An event that is too large suspends the run: it would come again."""
+        """Fold decisions that follow from the state. An event that is too large suspends the run: it would recur."""
         try:
             yield from self._folded(decisions)
         except Refused as error:
             yield from self._folded(engines.suspend(engine, self.live, error.why))
 
     def _note(self, message: inbox.CallRecorded, seq: int) -> Iterator[PendingDecision]:
-        """Keep a call until the next decision. As many as fit into an event are noted at once."""
+        """Keep a call until the next decision, or until there are as many as fit into one event."""
         size = len(inbox.encode_message(message))
         if size > NOTE_BYTES_MAX:
-            yield from self._dead_letter(message, seq, f"it has {size} bytes, and a call at most {NOTE_BYTES_MAX}")
+            yield from self._dead_letter(message, seq, f"it has {size} bytes, but a call has at most {NOTE_BYTES_MAX}")
             return
         self._noted_seq = seq
         key = (message.engine, message.run)
@@ -245,7 +245,7 @@ class Core:
         return _RULES[type(message)](engine, self.live, message)
 
     def _follow(self, changed: Iterable[str]) -> Iterator[PendingDecision]:
-        """Make what follows in the engines that have changed, and in those that change with them by multi-model
+        """Decide what follows in the engines that have changed, and in those linked to them by multi-model claims or
         episodes."""
         left = dict.fromkeys(self._with_neighbours(changed))
         while left:
@@ -258,7 +258,7 @@ class Core:
                 yield pending
 
     def _with_neighbours(self, engines: Iterable[str]) -> list[str]:
-        """Return engines, with those of multi-model claims that wait for one of them: such a claim may wait no more."""
+        """Return engines, and those of multi-model claims that wait for one of them: these may be granted now."""
         names = [name for name in engines if name != ev.HIVE]
         sets = [each for each in self.live.multi_model if not set(names).isdisjoint(each)]
         return [*names, *(name for each in sets for name in each)]

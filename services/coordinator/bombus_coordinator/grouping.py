@@ -1,8 +1,8 @@
 """Make rollout groups of ended episodes (R16), in a run whose job says so (`collection.episode_groups`).
 
-As soon as a task has `num_repeat` ended episodes, the leader reads their calls, stores the group, and says so. The core
-takes the episodes from the pool and queues the group in one event, so what is made twice counts once. An episode that
-cannot be in a group is left out of it.
+As soon as a task has `num_repeat` ended episodes, the leader reads their calls, stores the group, and reports it. The
+core removes the episodes from the pool and queues the group in one event, so a group that is made twice counts once. An
+episode that cannot be in a group is left out of it.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from bombus.hive.trajectories.training import why_not_trained
 log = logging.getLogger(__name__)
 
 PERIOD_S = 0.5
-AGAIN_S = 30.0  # after which a group is made again that the core has not queued
+AGAIN_S = 30.0  # after which a group that the core has not queued is rebuilt
 
 
 class EpisodeGrouper:
@@ -39,8 +39,8 @@ class EpisodeGrouper:
         self._hive = hive
         self._calls = BusCallReader(bus)
         self._parts = Parts(bus, bus.subjects.trajectories_stream)
-        self._jobs: dict[str, tuple[str, RunConfig | None]] = {}  # by engine, as it is on the log and as it is read
-        self._made: dict[str, float] = {}  # when each episode, by the first of its group, was last made one
+        self._jobs: dict[str, tuple[str, RunConfig | None]] = {}  # by engine: the job's text on the log, and the job
+        self._made: dict[str, float] = {}  # by the first episode of each group: when the group was last made
 
     async def make(self, now_s: float) -> None:
         """Make the groups that are complete. Raises `BusUnavailable`."""
@@ -54,13 +54,13 @@ class EpisodeGrouper:
                         await self._make(engine, job, episodes)
 
     def _job(self, engine: EngineState) -> RunConfig | None:
-        """Return the job of an engine that runs, None where this release cannot read it."""
+        """Return the active job of an engine, None if this release cannot read it."""
         text = "" if engine.active is None else engine.active.config
         if self._jobs.get(engine.name, ("",))[0] != text:
             try:
                 job = RunConfig.from_json(text)
             except Refused as refusal:
-                log.error("cannot group the episodes of engine %s: its job: %s", engine.name, refusal.why)
+                log.error("cannot group the episodes of engine %s: cannot read its job: %s", engine.name, refusal.why)
                 job = None
             self._jobs[engine.name] = (text, job)
         return self._jobs.get(engine.name, ("", None))[1]
@@ -95,7 +95,7 @@ class EpisodeGrouper:
     async def _group(
         self, engine: EngineState, job: RunConfig, episodes: Sequence[Completed]
     ) -> tuple[RolloutGroup | None, str]:
-        """Return the group of those episodes that can be in one, or why that is impossible."""
+        """Return the group of all episodes that can be in one, or why there is no group."""
         trainer = engine.trajectories.trainer
         tokens_max = trainer.max_token_len if trainer is not None and engine.makes_steps else 0
         played: list[EpisodeSequences] = []
@@ -129,7 +129,7 @@ class EpisodeGrouper:
 
 
 def _holder(engine: EngineState, episodes: Sequence[Completed]) -> str:
-    """Return whose share a group counts toward: its first episode's."""
+    """Return the holder whose share a group counts toward: that of its first episode."""
     closed = engine.closed.get(episodes[0].episode)
     return "" if closed is None else closed.holder
 

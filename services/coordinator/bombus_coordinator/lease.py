@@ -34,7 +34,7 @@ class Lease:
 
     @property
     def held(self) -> bool:
-        """Return False as soon as another may have it. This reads the clock: the process may have been stopped."""
+        """Return False as soon as another process may hold it. Reads the clock: this process may have been stopped."""
         return asyncio.get_running_loop().time() < self._until
 
     async def wait(self, timeout_s: float) -> None:
@@ -59,14 +59,14 @@ class Lease:
             return False
 
     async def keep(self) -> None:
-        """Renew the lease until cancelled, and take it again when it was lost and is free."""
+        """Renew the lease until cancelled, and take it again if it was lost and is free."""
         while True:
             if not await self.acquire() and not self.held:
                 log.warning("the lease is lost; decisions pause until it is reacquired")
             await asyncio.sleep(RENEW_S)
 
     async def release(self) -> None:
-        """Give the lease back, so that a standby does not have to wait for its end."""
+        """Give the lease back, so that a standby does not have to wait until it expires."""
         self._until = 0.0
         stream = lease_stream(self._bus.subjects)
         try:
@@ -100,7 +100,7 @@ class Lease:
         return True
 
     async def _make_bucket(self) -> None:
-        """Make the bucket of leases again, in case it was deleted by hand."""
+        """Recreate the bucket of leases, in case it was deleted by hand."""
         try:
             await self._bus.ensure_leases()
         except (BusUnavailable, ServerRefused) as error:

@@ -1,7 +1,7 @@
 """Find what streams have lost, in a power cut or because an older copy of one was put in its place (R6).
 
-Streams tell on each other: an event names the inbox message that it answers, and calls by sequence and digest; a tick
-and a snapshot name an event. What is missing was there once.
+Streams refer to each other: an event names the inbox message that it answers, and calls by sequence and digest; a tick
+and a snapshot name an event. A message that is named but missing was lost.
 """
 
 import logging
@@ -23,7 +23,7 @@ INBOX, EVENTS, CALLS = "inbox", "events", "calls"
 
 
 class FoundStreams(msgspec.Struct, frozen=True):
-    """`answered` is the inbox message after which to go on, `inherited` the newest one that is there already."""
+    """`answered` is the inbox message after which to continue, `inherited` the newest one that exists already."""
 
     answered: MessagePlace
     inherited: int
@@ -31,9 +31,9 @@ class FoundStreams(msgspec.Struct, frozen=True):
 
 
 async def find(bus: Bus, fold: Fold, log_end: int = 0) -> FoundStreams:
-    """Compare the streams with the fold of the whole log, which had an event `log_end` once.
+    """Compare the streams with the fold of the whole log, which once had an event `log_end`.
 
-    Each loss is returned once: not if the log says it already.
+    A loss that the log has already recorded is not returned again.
     """
     lost: list[StreamWentBack] = []
     hive = fold.hive
@@ -53,9 +53,9 @@ async def find(bus: Bus, fold: Fold, log_end: int = 0) -> FoundStreams:
 async def answered_and_kept(bus: Bus, position: int) -> MessagePlace:
     """Return the newest inbox message that an event answers and that is still there.
 
-    `position` is that of the last event, whose message is gone. Sequences rise from event to event, but for the places
-    where the log says that the inbox went back: the search begins at the last of them. Without any such event, it is
-    the message before the first one that is there.
+    `position` is that of the last event, whose message is gone. Sequences rise from event to event, except where the
+    log says that the inbox went back: the search begins at the last of these places. If there is no such message,
+    return the place before the first inbox message that exists.
     """
     events, stream = bus.subjects.events_stream, bus.subjects.inbox_stream
     first = (await bus.state(events)).first_seq
@@ -78,8 +78,8 @@ async def answered_and_kept(bus: Bus, position: int) -> MessagePlace:
 
 
 async def lost_calls(bus: Bus, hive: Hive) -> StreamWentBack | None:
-    """Return that calls went back, if some that are still needed are lost and the log does not say so yet."""
-    first = (await bus.state(bus.subjects.calls_stream)).first_seq  # what was before it was purged, not lost
+    """Return the loss of calls, if some that are still needed are gone and the log does not say so yet."""
+    first = (await bus.state(bus.subjects.calls_stream)).first_seq  # earlier calls were purged, not lost
     refs = sorted({ref for ref in calls_held_by(hive) if ref.seq >= first}, key=lambda ref: ref.seq)
     said = hive.went_back.get(CALLS)
     if not refs or (said is not None and said.known == refs[-1].seq) or await _is_kept(bus, refs[-1]):
@@ -96,6 +96,6 @@ async def lost_calls(bus: Bus, hive: Hive) -> StreamWentBack | None:
 async def _is_kept(bus: Bus, ref: CallRef) -> bool:
     try:
         decode_record((await bus.get(bus.subjects.calls_stream, ref.seq)).data, ref)
-    except (LogCorrupted, ServerRefused):  # of a sequence that cannot be: anybody may publish nonsense
+    except (LogCorrupted, ServerRefused):  # as for an impossible sequence: any client may publish nonsense
         return False
     return True

@@ -1,9 +1,9 @@
 """Store again the bodies of rollout groups that would keep their stream from being purged (R16).
 
 A stream can be purged only up to the oldest body that is needed, so one group that fits no batch would keep everything
-after it. Where a few such groups have waited a long time in a stream that is over half full, the leader copies their
-bodies to its end, and says where they are now. The last batch is moved too, once it was delivered or was handed out
-long ago: it is kept until its trainer asks for another. A copy that nobody names is purged like any other body.
+after it. If a few such groups have waited a long time in a stream that is over half full, the leader copies their
+bodies to its end, and records their new places. The last batch is moved too, once it was delivered or was handed out
+long ago: it is kept until its trainer asks for another. A copy that no group names is purged like any other body.
 """
 
 import logging
@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 
 LOOKED_AT_MAX = 16_384  # groups: the most that one batch has
 GROUPS_MAX = 1_000  # moved at once
-BYTES_MAX = 16 << 20  # at once; all that are to be moved are at most half of what is left of the stream
-WORTH = 4  # times the bytes that are copied are expected to be purged for them
+BYTES_MAX = 16 << 20  # moved at once; all bodies to move take at most half of the stream's free space
+WORTH = 4  # times the copied bytes must be expected to be purged in return
 
 
 class _Movable(NamedTuple):
@@ -46,9 +46,9 @@ class BodyMover:
         self._parts = Parts(bus, bus.subjects.trajectories_stream)
 
     async def move(self, below: int, stream: StreamState) -> None:
-        """Move the oldest bodies of those before `below`, if much can be purged for little that is copied.
+        """Move the oldest bodies before `below`, if copying little allows much to be purged.
 
-        Raises `BusUnavailable`, also where the stream is full.
+        Raises `BusUnavailable`, including if the stream is full.
         """
         hive = self._hive()
         chosen = worth_moving(hive, below, stream)
@@ -83,10 +83,10 @@ class BodyMover:
 
 
 def worth_moving(hive: Hive, below: int, stream: StreamState) -> list[_Movable]:
-    """Return the oldest bodies without which most can be purged, none where that is too little for what is copied.
+    """Return the oldest bodies whose move allows the most to be purged, none if that is too little for the copying.
 
-    Nothing after a body that is needed where it is can be purged, whatever is moved. Where they are many, the first of
-    them are returned: the others are moved the next time, by the same reckoning.
+    Nothing after a body that is needed and cannot be moved can be purged. If the bodies are many, only the first are
+    returned: the others are moved the next time, by the same calculation.
     """
     older = (
         _Movable(group.body.first, engine.name, number, group.holder, group.body)
@@ -107,7 +107,7 @@ def worth_moving(hive: Hive, below: int, stream: StreamState) -> list[_Movable]:
         if copied > room:
             break
         kept = min(below, stays, found[number].first if number < len(found) else below)
-        if copied * WORTH <= min(spare, mean * (kept - stream.first_seq)):  # a holder may have released its part of it
+        if copied * WORTH <= min(spare, mean * (kept - stream.first_seq)):  # a holder may have released part of it
             worth = number
     sizes = accumulate(each.body.size for each in found[:worth])
     at_once = sum(size <= BYTES_MAX for size in sizes)

@@ -1,7 +1,7 @@
 """Check that events can be removed from the log, and archive them, in a separate process next to the leader.
 
 Folding a large part of the log takes seconds of computing and the memory of a second state, neither of which the leader
-has to spare. The process reads what is wanted from stdin and writes to stdout what came of it. It removes nothing.
+has to spare. The process reads a `Preparation` from stdin and writes a `Prepared` to stdout. It removes nothing.
 """
 
 import asyncio
@@ -27,9 +27,9 @@ _BY_HAND = "; `bombus log compact` removes the oldest events without checking or
 
 
 class Preparation(msgspec.Struct, frozen=True, kw_only=True):
-    """The events before the snapshot at event `cut` are to be removed; that at `until` is a later one.
+    """The events before the snapshot at event `cut` are to be removed; the snapshot at `until` is a later one.
 
-    `archive` is the folder in which they are kept, "" for none.
+    `archive` is the folder in which the events are archived, "" for none.
     """
 
     url: str
@@ -40,9 +40,9 @@ class Preparation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a preparation. `why` says why nothing may be removed, "" if it may.
+    """The outcome of a preparation. `why` says why the events may not be removed, "" if they may.
 
-    `damaged` are the positions of snapshots that cannot be used; `gone`: one is not there any more.
+    `damaged` has the positions of snapshots that cannot be used; `gone` says that one no longer exists.
     """
 
     why: str = ""
@@ -74,7 +74,7 @@ async def prepare(wanted: Preparation) -> Prepared:
 
 
 async def _fault(bus: Bus, position: int) -> str:
-    """Return why nothing can be removed before this snapshot, "" where it is good. Raises `BlobMissing`."""
+    """Return why nothing can be removed before this snapshot, "" if it is good. Raises `BlobMissing`."""
     try:
         snapshot = await snapshots.load(bus, position)
     except BlobMissing:
@@ -85,7 +85,7 @@ async def _fault(bus: Bus, position: int) -> str:
 
 
 async def _archived(bus: Bus, archive: Path) -> int:
-    """Return up to where the log is archived. Raises `OSError` when nothing can be written there."""
+    """Return the position up to which the log is archived. Raises `OSError` if the archive is not writable."""
     archive.mkdir(mode=0o700, parents=True, exist_ok=True)
     remove_drafts(archive, bus.subjects.hive)
     probe = archive / f".writable-{os.getpid()}"
@@ -97,7 +97,7 @@ async def _archived(bus: Bus, archive: Path) -> int:
 async def _verified(bus: Bus, wanted: Preparation, archived: int) -> Snapshot:
     """Fold the log up to event `until`, and compare both snapshots. Return the state from which the archive continues.
 
-    Raises `LogCorrupted`, also when not every event that is to be removed could be folded.
+    Raises `LogCorrupted` if a snapshot does not match, or if not every event to remove can be folded.
     """
     first = (await bus.state(bus.subjects.events_stream)).first_seq
     start = await snapshots.oldest(bus)
@@ -119,7 +119,7 @@ async def _verified(bus: Bus, wanted: Preparation, archived: int) -> Snapshot:
 
 
 async def _compare(bus: Bus, check: LogCheck, begun_by: int) -> None:
-    """Compare the snapshot at which a check of the log is now. `begun_by` is the version that has made its start."""
+    """Compare a check of the log with the snapshot at its position. `begun_by` is the version that made its start."""
     snapshot = await load_snapshot(bus, check.position)
     if snapshot.fold != FOLD:
         raise LogCorrupted(f"another version has since written the snapshot at event {check.position}")
@@ -128,11 +128,11 @@ async def _compare(bus: Bus, check: LogCheck, begun_by: int) -> None:
     except LogCorrupted as error:
         if begun_by == FOLD:
             raise
-        raise LogCorrupted(f"{error}, of which another version made the beginning{_BY_HAND}") from error
+        raise LogCorrupted(f"{error}; another version made the snapshot that the fold began at{_BY_HAND}") from error
 
 
 def main() -> None:
-    """Read a `Preparation` from stdin, carry it out, and write what came of it to stdout."""
+    """Read a `Preparation` from stdin, carry it out, and write a `Prepared` to stdout."""
     die_with_parent()
     os.nice(10)
     wanted = msgspec.json.decode(sys.stdin.buffer.read(), type=Preparation)

@@ -53,9 +53,9 @@ class Fold:
             self.answered = group[-1].answers
 
     async def catch_up(self, bus: Bus) -> None:
-        """Fold everything that is on the log now, and learn what its last event answers.
+        """Fold everything that is on the log now, and note which inbox message its last event answers.
 
-        Raises `StreamEndLost` when the log is shorter than this fold.
+        Raises `StreamEndLost` if the log is shorter than this fold.
         """
         newest = await bus.last(bus.subjects.events_stream)
         end = (await bus.state(bus.subjects.events_stream)).last_seq if newest is None else newest.seq
@@ -64,7 +64,7 @@ class Fold:
         if newest is None:
             return
         if newest.seq == self.position:
-            self.answered = newest.answers  # a snapshot has no digest
+            self.answered = newest.answers  # with its digest, which a snapshot lacks
             return
         async with Reader(bus, bus.subjects.events_stream, self.position + 1) as reader:
             while self.position < newest.seq:
@@ -83,9 +83,9 @@ async def stand_by(bus: Bus, lease: Lease) -> Fold:
 
 
 async def check_compacted(bus: Bus, fold: Fold) -> None:
-    """Return if a fold was overtaken by a compaction, and has to begin again at a snapshot.
+    """Return if a fold was overtaken by a compaction, and so has to begin again at a snapshot.
 
-    Raises `LogCorrupted` otherwise: then the log has a gap.
+    Otherwise the log has a gap: raises `LogCorrupted`.
     """
     if (await bus.state(bus.subjects.events_stream)).first_seq <= fold.position + 1:
         raise LogCorrupted(f"the event log has a gap: event {fold.position + 1} is missing")

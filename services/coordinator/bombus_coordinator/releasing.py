@@ -1,15 +1,15 @@
 """Purge bodies: the leader removes from `ops` and `trajectories` what the log says is no longer needed (R12).
 
-A body is stored before the operation or the group that names it is accepted, so nothing tells which of the newest
-messages are needed. Those of the last ten minutes are left alone, or of the last minute where rollout groups fill more
-than half of their stream. Beyond them the core says on the log what is released, and refuses what has an older body
-from then on: its sender stores it again. Only then is it purged.
+A body is stored before the operation or the group that names it is accepted, so it is not known which of the newest
+messages are needed. Those of the last ten minutes are left alone, or of the last minute if rollout groups fill more
+than half of their stream. Of the older messages, the core records on the log which are released. From then on it
+refuses operations and groups with an older body, whose senders store it again. Only then are the messages purged.
 
-A queued group keeps all bodies after its own, in an overfull stream those of its holder alone, which have a subject of
-their own. There the few that have waited for long are stored once more (`moving`).
+A queued group keeps all bodies after its own; in an overfull stream only those of its holder, which have a separate
+subject. There the few bodies that have waited for long are stored once more (`moving`).
 
-After a power cut on one replica the stream may end earlier and use sequences again (R6). Then what is released goes
-back to its end.
+After a power cut on one replica the stream may end earlier and reuse sequences (R6). Then the released range is
+shortened to the stream's end.
 """
 
 import asyncio
@@ -35,9 +35,9 @@ from bombus_coordinator.rules.trajectories import batches
 log = logging.getLogger(__name__)
 
 PERIOD_S = 10.0
-GRACE_S = 600.0  # between the end of a body's storing and its operation
-OVERFULL_GRACE_S = 60.0  # of rollout groups, which come at any rate: full in ten minutes, they would all be refused
-OVERFULL = 0.5  # of the stream: above it, what lies between needed messages is purged too
+GRACE_S = 600.0  # from the time a body is stored until its operation is accepted
+OVERFULL_GRACE_S = 60.0  # for rollout groups, which may fill their stream in ten minutes and would then all be refused
+OVERFULL = 0.5  # of the stream: above it, unneeded messages between needed ones are purged too
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class KeptBodies:
     floors: Callable[[Hive, Subjects], dict[str, int]]  # of its subjects, and under "" of the whole stream
     stored: type[OperationsStored] | type[TrajectoriesStored]
     release: Callable[[Hive, Live, Any], Decisions]
-    overfull_grace_s: float  # the grace where the stream is overfull
+    overfull_grace_s: float  # the grace if the stream is overfull
 
 
 def _of_models(hive: Hive, subjects: Subjects) -> dict[str, int]:
@@ -70,7 +70,7 @@ TRAJECTORIES = KeptBodies("trajectories", _of_holders, TrajectoriesStored, batch
 
 
 class Releaser:
-    """Reports to the core how far a stream has been for long, and purges what it releases."""
+    """Reports to the core up to where a stream's messages are old enough, and purges those that it releases."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Releaser:
         self._hive = hive
         self._grace_s = grace_s
         self._clock = clock
-        self._ends: deque[tuple[float, int]] = deque()  # when the stream ended where
+        self._ends: deque[tuple[float, int]] = deque()  # times, and where the stream ended then
         self._mover = BodyMover(bus, hive)
         self._purged: dict[str, int] = {}  # by subject
         self._count = 0
@@ -123,7 +123,7 @@ class Releaser:
         return {subject: below for subject, below in floors.items() if not subject or below > floors[""]}
 
     async def purge(self, released: dict[str, int]) -> None:
-        """Purge what was released. Only what the log has may be given here."""
+        """Purge released messages. The log must already say that they are released."""
         for subject, below in released.items():
             if below > self._purged.get(subject, 1):
                 await self._bus.purge_below(self._stream, below, subject or ">")
@@ -139,8 +139,8 @@ async def run(
 ) -> None:
     """Release and purge periodically until cancelled.
 
-    `hive` may be ahead of the log. What it releases is purged a period later, and only if `stored`, the inbox position
-    up to which everything is decided and on the log, has increased.
+    `hive` may be ahead of the log. The messages that it releases are purged a period later, and only if `stored`, the
+    inbox position up to which everything is decided and on the log, has increased.
     """
     releaser = Releaser(bus, hive, bodies=bodies)
     while True:

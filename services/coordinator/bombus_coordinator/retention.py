@@ -1,4 +1,4 @@
-"""Purge calls: the leader removes, for each engine and each holder, those that can no longer be needed (R12).
+"""Purge calls: the leader removes, for each engine and each holder, the calls that can no longer be needed (R12).
 
 Why nothing is purged that is needed later: a call is stored before it is noted, and an episode's key exists only once
 its claim is on the log. So all calls of an episode come after every call that was noted before its claim, including
@@ -30,14 +30,14 @@ log = logging.getLogger(__name__)
 
 PERIOD_S = 10.0
 FILL_FOR_REPLAY = 0.5  # of the stream: above it, calls kept only for replay are purged
-SHARE_MIN = 0.125  # of these calls at once, so that the stream is not above this mark again soon
+SHARE_MIN = 0.125  # of these calls are purged at once, so that the stream is not soon above FILL_FOR_REPLAY again
 
 
 NO_HOLDERS: Mapping[tuple[str, str], "Floor"] = {}
 
 
 class Floor(msgspec.Struct, frozen=True):
-    """Sequences of an engine's calls: those before `needed` are not trained, those before `kept` not even replayed."""
+    """Sequences of an engine's calls: those before `needed` are not trained on, those before `kept` not replayed."""
 
     kept: int
     needed: int
@@ -45,7 +45,7 @@ class Floor(msgspec.Struct, frozen=True):
 
 def floor(engine: EngineState) -> Floor:
     """Return the floor of this state and of every state that may follow it."""
-    before = sum(step.batch.step < engine.begun for step in engine.steps)  # of the run before, from which it goes on
+    before = sum(step.batch.step < engine.begun for step in engine.steps)  # of the run that this one continues
     made = min(engine.steps_needed, engine.step - engine.begun + before)  # other steps are kept for replay alone
     held = [engine.newest_call, *engine.steps_from[len(engine.steps_from) - made :]]
     held += [episode.calls_from for episode in engine.open.values()]
@@ -62,10 +62,10 @@ def floors_of(hive: Hive) -> dict[str, Floor]:
 
 
 def floors_of_holders(hive: Hive) -> dict[tuple[str, str], Floor]:
-    """Return the floor of each holder's calls on each engine, by which nobody keeps the calls of others (pins.py).
+    """Return the floor of each holder's calls on each engine, so that no holder keeps the calls of others (pins.py).
 
-    An engine whose state is that of an earlier release does not know of all that is needed whose it is. Then everything
-    is kept for everybody.
+    If an engine's state is from an earlier release, it may not say whose calls are needed. Then the engine's floor
+    applies to all of its holders.
     """
     return {
         (name, holder): Floor(kept=min(whole.kept, needed), needed=needed)
@@ -101,7 +101,7 @@ async def run(bus: Bus, hive: Callable[[], Hive], stored: Callable[[], int], per
 
 
 class Purge:
-    """Purges calls, and remembers up to where those of each engine, and of each holder on it, are purged."""
+    """Purges calls, and remembers up to where the calls of each engine, and of each holder on it, are purged."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -110,7 +110,7 @@ class Purge:
     async def below(
         self, floors: Mapping[str, Floor], of_holders: Mapping[tuple[str, str], Floor] = NO_HOLDERS
     ) -> None:
-        """Purge what is not kept and, while the stream is overfull, the oldest part of what is kept only for replay."""
+        """Purge calls below `kept` and, while the stream is overfull, the oldest part of those kept only for replay."""
         if not floors:
             return
         stream = self._bus.subjects.calls_stream
@@ -129,7 +129,7 @@ class Purge:
         self._purged = {subject: max(least, position) for subject, position in purged.items()}
         if not overfull:
             return
-        # They share the stream. Purging the calls of one of them costs the server a search: only do it when needed.
+        # Engines share the stream. To purge the calls of one, the server has to search: only do it if needed.
         for subject, target in targets.items():
             if target > self._purged[subject]:
                 await self._bus.purge_below(stream, target, subject)
@@ -139,5 +139,5 @@ class Purge:
 def _target(floor: Floor, purged: int, share: float, last: int) -> int:
     """Return the sequence below which to purge, including `share` of the calls kept only for replay."""
     if floor.needed > last:
-        return 0  # the stream has lost its end: what is there now may be new
+        return 0  # the stream has lost its end: the calls after it may be new
     return max(floor.kept, purged + ceil(share * max(0, floor.needed - purged)))

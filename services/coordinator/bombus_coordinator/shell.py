@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 GROUP_MAX = 512  # inbox messages decided in one append
 REPLIES_MAX = 100_000  # commands whose answer is still to be sent
-GATHER_S = 0.1  # for which calls wait for others
+GATHER_S = 0.1  # for which calls wait for more calls
 TICK_S = TICK_NS / 1e9
 TRIM_S = 10.0
 RETRY_S = 1.0
@@ -56,7 +56,7 @@ EVENT_BYTES = 300  # what subject and headers add to an event, roughly
 
 
 class Undecidable(BombusError):
-    """Raised when deciding an inbox message failed by a fault of ours. The state in memory may be spoilt."""
+    """Raised when deciding an inbox message failed through a bug of ours. The state in memory may be inconsistent."""
 
 
 class Housekeeping(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,10 +72,10 @@ class Housekeeping(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Memory(msgspec.Struct):
-    """What a process remembers from one term as leader to the next.
+    """The state that a process keeps from one term as leader to the next.
 
-    `dead_letters` has the inbox messages that could not be decided, by sequence, and why. `log_end` is an event that
-    the log had before it lost its end, 0 where it has not.
+    `dead_letters` maps the sequences of inbox messages that could not be decided to the reasons. `log_end` is an event
+    that the log had before it lost its end, 0 if it has not lost it.
     """
 
     dead_letters: dict[int, str] = {}
@@ -144,7 +144,7 @@ class Coordinator:
                 tasks.create_task(self._lease.keep())
 
     async def leave(self) -> None:
-        """Store a snapshot after `lead()` has ended, which spares the next leader its fold."""
+        """Store a snapshot after `lead()` has ended, so that the next leader folds less."""
         led = self.leading.is_set() and self._is_stored
         await self._snapshots.stop(self._snapshot() if led else None)
 
@@ -177,7 +177,7 @@ class Coordinator:
     async def _open_epoch(self, found: lost_ends.FoundStreams) -> None:
         """Append `epoch.opened` alone: if another leader has written meanwhile, the fence refuses it (R4).
 
-        Then say what streams have lost, after which the inbox is read from another place (R6).
+        Then record what streams have lost, if anything; the inbox is then read from another place (R6).
         """
         subjects = self.bus.subjects
         shared = [await self.bus.state(each) for each in (subjects.calls_stream, subjects.trajectories_stream)]
@@ -193,7 +193,7 @@ class Coordinator:
         await self._append_own(self.core.recover())
 
     async def _append_own(self, decisions: Iterable[Decision]) -> None:
-        """Append decisions that no message has asked for."""
+        """Append decisions that no message caused."""
         await self._append([(PendingDecision(decision, self._answered.seq), "") for decision in decisions])
 
     async def _may_decide(self) -> None:
@@ -227,10 +227,10 @@ class Coordinator:
                     self._snapshots.take(self._snapshot())
 
     async def _read_group(self, reader: Reader) -> list[Stored]:
-        """Return what has arrived. If it is nothing but calls, gather more for a moment first.
+        """Return the messages that have arrived. If they are only calls and touches, gather more for a moment first.
 
-        Nobody waits for their event, and a single one notes all of them: it has some 200 bytes of headers, which is
-        more than a call takes in it.
+        No client waits for the event that notes calls, and one event can note many: its headers have some 200 bytes,
+        which is more than a call takes in it.
         """
         group = await reader.read(GROUP_MAX)
         if not self._are_patient(group):
@@ -258,7 +258,7 @@ class Coordinator:
             try:
                 message = inbox.decode_message(stored.data)
             except msgspec.MsgspecError as error:
-                # Anybody with access may publish nonsense, which must not stop the hive.
+                # Any client with access may publish nonsense, which must not stop the hive.
                 log.warning("inbox message %d cannot be decoded and is skipped: %s", stored.seq, error)
                 continue
             reply_to = stored.headers.get(REPLY, "")
@@ -279,7 +279,7 @@ class Coordinator:
             return list(self.core.dead_letter(message, stored.seq, stored.time_ns, why))
         try:
             return list(self.core.receive(message, stored.seq, stored.time_ns))
-        except Exception as error:  # whatever it is, the next message has to be read
+        except Exception as error:  # whatever it is, the next messages have to be read
             log.exception("inbox message %d could not be decided: %s", stored.seq, ev.kind_of(message))
             self._memory.dead_letters[stored.seq] = f"{type(error).__name__}: {error}"[:WHY_CHARS_MAX]
             raise Undecidable(f"inbox message {stored.seq}: {self._memory.dead_letters[stored.seq]}") from error
@@ -289,9 +289,9 @@ class Coordinator:
         trim(self._reply_to, REPLIES_MAX)
 
     async def _append(self, pending: Sequence[tuple[PendingDecision, str]]) -> None:
-        """Append what was decided. While the bus is away or full this waits and retries: nothing is lost.
+        """Append decisions. While the bus is away or the log full, wait and retry: nothing is lost.
 
-        Nobody should wait for an answer while the log is full, which may be for long.
+        While the log is full, which may be for long, tell clients not to wait for an answer.
         """
         outgoing: list[list[Outgoing]] = []
         seq = self._last
@@ -314,7 +314,7 @@ class Coordinator:
                 self._event_id = log_id(self.bus, outgoing[-1][-1])
                 self._snapshots.pace.wrote(sum(len(each.body) + EVENT_BYTES for events in outgoing for each in events))
                 return
-            except StreamFull as error:  # after a while, in which it has tried again and again
+            except StreamFull as error:  # raised after many retries
                 log.warning("decisions wait for the log: %s", error)
                 await self.bus.inbox.say_undecided(str(error))
             except BusUnavailable as error:
@@ -383,7 +383,7 @@ class Coordinator:
     async def _trim(self) -> None:
         """Drop inbox messages that were decided a while ago (R12).
 
-        Raises `StreamEndLost` when the stream went back: then what is there under these numbers is not decided.
+        Raises `StreamEndLost` if the stream went back: then other messages, not decided yet, have these sequences.
         """
         stream = self.bus.subjects.inbox_stream
         decided: Stored | None = None
@@ -400,7 +400,7 @@ class Coordinator:
                 log.warning("the inbox could not be trimmed: %s", error)
 
     async def _look_for_calls(self) -> None:
-        """Raise `StreamEndLost` when needed calls are gone after a reconnection. Readers see it of other streams."""
+        """Raise `StreamEndLost` if needed calls are gone after a reconnection. Readers detect it for other streams."""
         back = asyncio.Event()
         stop_listening = self.bus.on_reconnect(back.set)
         try:

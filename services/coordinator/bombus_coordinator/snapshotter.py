@@ -11,23 +11,23 @@ from bombus.errors import BombusError
 log = logging.getLogger(__name__)
 
 EVENTS = 20_000  # between two snapshots; folding them takes a fifth of a second
-SHARE = 16  # of the stream's size: with large events, so much of it is between two snapshots
+SHARE = 16  # with large events, 1 / SHARE of the stream's size is between two snapshots
 LAST_S = 5.0  # allowed for the snapshot when the leader stops
 
 
 class SnapshotPace:
-    """Says when a snapshot is due: after `every` so many events, or when they fill a sixteenth of their stream."""
+    """Says when a snapshot is due: after `every` events, or when the new events fill a sixteenth of their stream."""
 
     def __init__(self, every: int = EVENTS) -> None:
-        self.newest = 0  # position of the newest that is stored
-        self._taken = 0  # position of the newest that was taken, stored or not
+        self.newest = 0  # position of the newest stored snapshot
+        self._taken = 0  # position of the newest snapshot taken, stored or not
         self._every = every
         self._bytes = 0.0  # written since then
         self._bytes_max = float("inf")
         self._asked = False
 
     def note(self, position: int, events: StreamState) -> None:
-        """Note that there is already a snapshot at `position` of a log that looks like this."""
+        """Note that there is already a snapshot at `position`; `events` is the state of the log's stream."""
         self.newest = self._taken = position
         since = min(max(0, events.last_seq - position), events.messages)
         self._bytes = events.bytes * since / max(1, events.messages)
@@ -35,11 +35,11 @@ class SnapshotPace:
             self._bytes_max = events.max_bytes / SHARE
 
     def wrote(self, size: int) -> None:
-        """Note that so many bytes were added to the log."""
+        """Note that `size` bytes were added to the log."""
         self._bytes += size
 
     def ask(self) -> None:
-        """Ask for a snapshot as soon as one event is not in the newest: a full log gets no more of them."""
+        """Request a snapshot as soon as the newest one lacks an event: a full log may not get any more events."""
         self._asked = True
 
     def is_due(self, position: int) -> bool:
@@ -49,7 +49,7 @@ class SnapshotPace:
         return since > 0 and (since >= self._every or self._bytes >= self._bytes_max)
 
     def took(self, position: int) -> None:
-        """Note that a snapshot was taken at `position`. If it cannot be stored, one can be asked for at once."""
+        """Note that a snapshot was taken at `position`. If it cannot be stored, another can be requested at once."""
         self._taken = position
         self._bytes = 0.0
         self._asked = False
@@ -64,7 +64,7 @@ class Snapshotter:
 
     def __init__(self, bus: Bus, every: int = EVENTS) -> None:
         self.pace = SnapshotPace(every)
-        self.held: Collection[int] = ()  # positions of snapshots that are not removed
+        self.held: Collection[int] = ()  # positions of snapshots that must not be removed
         self._bus = bus
         self._storing: asyncio.Task[None] | None = None
 
@@ -78,7 +78,7 @@ class Snapshotter:
         self._storing = asyncio.create_task(self._store(snapshots.encode(snapshot), snapshot.position))
 
     async def stop(self, last: Snapshot | None) -> None:
-        """Wait for the snapshot that is being stored, then store `last`, which saves the next leader its fold."""
+        """Wait for the snapshot that is being stored, then store `last`, so that the next leader folds less."""
         try:
             async with asyncio.timeout(LAST_S):
                 if self._storing is not None:

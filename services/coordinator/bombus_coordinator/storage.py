@@ -1,8 +1,8 @@
 """Watch the fill of the streams and the disk, and refuse new work while one is nearly full (R12, R20).
 
 New work is refused while less than the reserve is left, which is kept for work in progress. It is accepted again once
-one and a half times the reserve is free, so that it does not go back and forth. Nothing is dropped to make room but
-what one key has too much of (rules/crowding.py).
+one and a half times the reserve is free, so that the state does not flap. To make room, only the data of keys that
+exceed their share is dropped (rules/crowding.py).
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from bombus_coordinator.rules.live import Live
 
 log = logging.getLogger(__name__)
 
-PERIOD_S = 1.0  # so that clients are told within two
+PERIOD_S = 1.0  # so that clients learn of it within two seconds
 RESERVE = 0.1  # of a stream
 FREE_AGAIN = 1.5  # times the reserve
 DISK = "the disk"
@@ -34,12 +34,12 @@ INODES = "the disk's inodes"
 INODES_RESERVE = 1024
 _ADVICE = {
     "inbox": "It is trimmed as soon as the coordinator has caught up.",
-    "events": "It is compacted when it is over 60 % full, unless that is switched off or fails, which `bombus status` "
-    "would say.",
+    "events": "It is compacted when it is over 60 % full, unless compaction is switched off or fails, which `bombus "
+    "status` shows.",
     "calls": "It is trimmed as steps are made.",
     "ops": "It is trimmed as operations are executed and saved, and as sessions end.",
     "trajectories": "It is trimmed as batches are handed out.",
-    "blobs": "It has snapshots of the log, tokenizers, and weights published as objects.",
+    "blobs": "It holds snapshots of the log, tokenizers, and weights published as objects.",
     DISK: "Free space where the bus keeps its data.",
     INODES: "Remove files where the bus keeps its data: no more can be created, however many bytes are free.",
 }
@@ -59,11 +59,11 @@ def seen(hive: Hive, live: Live, place: StorageSeen) -> Decisions:
         is_stream = place.what not in (DISK, INODES)
         name = f"stream {place.what}" if is_stream else place.what
         text = str if place.what == INODES else byte_size
-        left = f"{text(max(0, place.size - place.used))} of {text(place.size)} were left"
-        again = f"New work is taken again once {text(int(FREE_AGAIN * place.reserve))} are free."
+        left = f"only {text(max(0, place.size - place.used))} of {text(place.size)} were left"
+        again = f"New work is accepted again once {text(int(FREE_AGAIN * place.reserve))} are free."
         raised = f" Or raise its limit with {limit_flag(place.what)}." if is_stream else ""
         oldest = _oldest_group(hive) if place.what == ROLLOUT_GROUPS else ""
-        why = f"Storage is nearly full: of {name} {left}. {again} {_ADVICE.get(place.what, '')}{raised}{oldest}"
+        why = f"Storage is nearly full: {left} of {name}. {again} {_ADVICE.get(place.what, '')}{raised}{oldest}"
         filled = ev.StorageFilled(at_ns=live.now_ns, what=place.what, used=place.used, size=place.size, why=why)
         yield Decision(events=(filled,))
     else:
@@ -72,7 +72,7 @@ def seen(hive: Hive, live: Live, place: StorageSeen) -> Decisions:
 
 
 def _oldest_group(hive: Hive) -> str:
-    """Return which queued group keeps the stream of rollout groups from being trimmed, empty where none is queued."""
+    """Return a sentence about the oldest queued group, which keeps its stream from being trimmed; "" if none is."""
     queued = [
         (group.body.first, engine.name, number, group)
         for engine in hive.engines.values()
@@ -85,8 +85,8 @@ def _oldest_group(hive: Hive) -> str:
     sender = "no environment" if group.environment is None else f"environment {group.environment}"
     which = f"group {number} of engine {engine} ({group.sequences} sequences, of {sender})"
     return (
-        f" Of what its key has stored, nothing after {which} is trimmed before a batch takes it. `bombus status` says "
-        "why groups are in none; a new /register drops them."
+        f" Nothing that its key stored after {which} is trimmed until a batch takes that group. `bombus status` says "
+        "why no batch takes the queued groups; a new /register drops them."
     )
 
 
@@ -97,7 +97,8 @@ async def watch(
     disk_reserve: int = DISK_RESERVE_BYTES,
     period_s: float = PERIOD_S,
 ) -> None:
-    """Report to the inbox every change of what is full, until cancelled. `disk` is a folder on the server's disk."""
+    """Report to the inbox whenever a place becomes full or free, until cancelled. `disk` is a folder on the server's
+    disk."""
     count = 0
     while True:
         try:
@@ -115,7 +116,7 @@ async def _measure(bus: Bus, disk: Path | None, disk_reserve: int) -> AsyncItera
         usage = shutil.disk_usage(disk)
         yield StorageSeen(id="", what=DISK, used=usage.total - usage.free, size=usage.total, reserve=disk_reserve)
         inodes = os.statvfs(disk)
-        if inodes.f_files:  # some file systems have as many as they have room for
+        if inodes.f_files:  # some file systems have no limit of inodes
             reserve = min(INODES_RESERVE, int(RESERVE * inodes.f_files))
             used = inodes.f_files - inodes.f_favail
             yield StorageSeen(id="", what=INODES, used=used, size=inodes.f_files, reserve=reserve)

@@ -1,8 +1,8 @@
 """`bombus replay what-if`: replay the facts of a run under other rules. Which batches would have been made, and when?
 
-Episodes end and clients agree when they did. The coordinator's own rules (`transitions.settle`) make batches of them in
-a hive in which nothing takes time: an open episode holds up no batch, and a step is trained and its weights are loaded
-at once, so rolling never stops.
+Episodes end and clients agree at the recorded times. The coordinator's own rules (`transitions.settle`) make batches of
+them in a hive in which nothing takes time: no batch waits for an open episode, and each step is trained and its weights
+are loaded at once, so rolling never stops.
 """
 
 import argparse
@@ -96,7 +96,7 @@ class Instant:
         self._claimed: dict[str, int] = {}  # open episodes, with the policy version at their claim
 
     def apply(self, event: AnyEvent, position: int) -> None:
-        """Take in the next fact of the log."""
+        """Apply the next event of the log."""
         match event:
             case ev.EpisodeClaimed():
                 self._claimed |= dict.fromkeys(event.episodes, self._engine.version)
@@ -117,7 +117,7 @@ class Instant:
         self.result.left = len(self._engine.pool)
 
     def _with_simulated_age(self, event: ev.EpisodeEnded) -> ev.EpisodeEnded:
-        """Return the event with tokens sampled under the version that was the newest at its claim in this hive."""
+        """Return the event as if its tokens were sampled from the version that was newest at its claim in this hive."""
         outcomes = tuple(
             msgspec.structs.replace(outcome, oldest=self._claimed.pop(outcome.episode, self._engine.version))
             for outcome in event.outcomes
@@ -125,7 +125,7 @@ class Instant:
         return msgspec.structs.replace(event, outcomes=outcomes)
 
     def _settled(self, live: Live, position: int) -> bool:
-        """Make all transitions that are due. Return whether a batch is left to be trained."""
+        """Make all transitions that are due. Return whether there is a batch to train on."""
         for decision in settle(self._engine, live):
             for event in decision.events:
                 self._evolve(event, position)
@@ -157,7 +157,7 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def compare(source: Source, engine: str, run: int | None, changes: dict[str, object]) -> Compared:
-    """Compare a run, by default the last, with what it would have been with `changes` to its rules.
+    """Compare a run, by default the last, with the same run under rules with these `changes`.
 
     Raises `NotOnLog` when there is no such run, or when the log no longer reaches back to its start; `BadUsage` for
     rules that no engine accepts.

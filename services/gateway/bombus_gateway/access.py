@@ -23,12 +23,12 @@ from bombus.machine.hive_keys import HiveKeys
 from bombus_gateway.keys import KeyClaims, Keys
 
 PATH_KEY = "/k/"
-SDK_PREFIX = b"tml-"  # Tinker's client sends no key that does not begin so: it may stand before one
+SDK_PREFIX = b"tml-"  # Tinker's client accepts only keys that begin with this, so it may precede a hive's key
 
-FOREIGN_SITES = ("cross-site", "same-site")  # in Sec-Fetch-Site, of browsers
+FOREIGN_SITES = ("cross-site", "same-site")  # values of Sec-Fetch-Site, a header that browsers send
 
 HeaderPair = tuple[bytes, bytes]
-RawHeaders = Iterable[HeaderPair]  # as ASGI has them
+RawHeaders = Iterable[HeaderPair]  # as ASGI passes them
 HeaderMap = dict[bytes, bytes]
 
 
@@ -41,7 +41,7 @@ class Access(StrEnum):
 
 @dataclass(frozen=True)
 class KeyHolder:
-    """Whom a key is for, by its name, and its caps (`NamedKey` says of what); 0: no cap. `admin` is the hive's own."""
+    """The holder of a key: the key's name and caps (see `hive_keys.NamedKey`; 0 is no cap). `admin`: the admin key."""
 
     name: str = ""
     open_max: int = 0
@@ -51,16 +51,16 @@ class KeyHolder:
 
     @property
     def share(self) -> str:
-        """Return for whose share something of this holder counts."""
+        """Return the name of the share that this holder's requests and episodes count against."""
         return share_name(self.name, self.admin)
 
 
-NOBODY = KeyHolder()  # the holder of a client key without a name, or of none
+NOBODY = KeyHolder()  # the sender of a request with an unnamed client key, or with no key
 OPERATOR = KeyHolder(admin=True)
 
 
 def without_path_key(scope: Scope) -> Scope:
-    """Move the key of a request to `/k/<key>/...` into a header, so that it can no longer be read from a path."""
+    """Move the key of a request to `/k/<key>/...` into a header, so that the path no longer contains it."""
     key, slash, rest = scope["path"].removeprefix(PATH_KEY).partition("/")
     headers = [*scope["headers"], (b"x-api-key", key.encode())]
     bare = {name: value for name, value in scope.items() if name != "raw_path"}
@@ -68,11 +68,11 @@ def without_path_key(scope: Scope) -> Scope:
 
 
 class Guard(SecurityBase):
-    """Guards the routes of one kind: as a dependency of FastAPI's routes, and by `refusal` for the others.
+    """Guards the routes of one kind of access: FastAPI's routes as a dependency, all others through `refusal`.
 
-    The admin key opens client routes too. Where only a client key is set, control routes need it: they must not be
-    easier to use than client routes. A route without a key is open, except to web pages of other sites.
-    `changing_get`: a GET that changes something. It is closed to links of other sites too.
+    The admin key opens client routes too. If only a client key is set, control routes need that one: they must not be
+    easier to use than client routes. A route that needs no key is open to all but web pages of other sites.
+    `changing_get` marks a GET route that changes something: links from other sites are refused too.
     """
 
     def __init__(self, access: Access, keys: HiveKeys, public_url: str, changing_get: bool = False) -> None:
@@ -84,7 +84,7 @@ class Guard(SecurityBase):
         self._known = {keys.admin.encode(): OPERATOR, **self._opening} if keys.admin else self._opening
         self._public_url = public_url.rstrip("/")
         self._changing_get = changing_get
-        # For the OpenAPI document that FastAPI makes.
+        # For the OpenAPI document that FastAPI generates.
         self.scheme_name = f"{'admin' if access == Access.CONTROL else 'client'}_key"
         self.model = HTTPBearer(description="needed if the hive has one")
 
@@ -108,17 +108,17 @@ class Guard(SecurityBase):
         )
 
     def holder(self, headers: RawHeaders) -> KeyHolder:
-        """Return whose key a request has shown, which may pass; `NOBODY` for a key without a name, and for none."""
+        """Return the holder of the key in an accepted request; `NOBODY` for an unnamed key, and for no key."""
         return _found(_presented(headers), self._known) or NOBODY
 
     def _foreign_page(self, headers: RawHeaders) -> Refused | None:
         """Refuse web pages of other sites.
 
-        A route without a key trusts its machine or network, and browsers there run pages of strangers, which can post
-        to this route, or let a name of their own point to it. Browsers name the page's site in `Origin`; other clients
-        do not send that header. For an image or a link browsers leave it out: they say in `Sec-Fetch-Site` that the
-        page is another site's where the hive is on their own machine, and in `Referer` which page it is. A person who
-        follows a link sees a page that the other site cannot read, so a link may lead to what changes nothing.
+        A route that needs no key trusts its machine or network. But browsers there run other sites' pages, which can
+        post to this route, or point a domain name of theirs at it. Browsers send the page's site in `Origin`; other
+        clients do not send that header. Browsers omit it for images and links: if the hive is on their own machine,
+        they send in `Sec-Fetch-Site` that the page is from another site, and they send the page in `Referer`. The
+        other site cannot read a page that is opened by a link, so links are allowed to routes that change nothing.
         """
         named = {name: value.decode("latin-1") for name, value in headers}
         origin = named.get(b"origin", "")
@@ -134,13 +134,13 @@ class Guard(SecurityBase):
         page = f"A web page from {origin[:200]!r}" if origin else "A web page from another site"
         return Refused(
             Code.BAD_KEY,
-            f"{page} may not use this hive. If it is the hive's own, start the gateway with that address as "
-            "--public-url; to let others in, give the hive keys.",
+            f"{page} may not use this hive. If that is the hive's own address, start the gateway with it as "
+            "--public-url; to let other sites in, give the hive keys.",
         )
 
 
 class EpisodeGuard:
-    """Verifies episodes' keys at the APIs of one engine, or with `any_engine` those of all engines."""
+    """Verifies episodes' keys at the APIs of one engine. With `any_engine`, it accepts keys for every engine."""
 
     def __init__(self, keys: Keys, engine: str, any_engine: bool) -> None:
         self._keys = keys
@@ -158,9 +158,9 @@ class EpisodeGuard:
 
 
 def episode_key(headers: Mapping[bytes, bytes]) -> str:
-    """Return the episode's key that a request presents, as a bearer or in `x-api-key`; some clients send both headers.
+    """Return the episode's key of a request, from its bearer token or `x-api-key`; some clients send both headers.
 
-    Raises `Refused` BAD_KEY when there is none.
+    Raises `Refused` BAD_KEY if there is neither.
     """
     presented = [key.decode("latin-1") for key in _presented(headers.items()) if key]
     if not presented:
@@ -171,7 +171,7 @@ def episode_key(headers: Mapping[bytes, bytes]) -> str:
 
 
 def _client_holders(keys: HiveKeys) -> dict[str, KeyHolder]:
-    """Return the holders of the keys that open client routes, by key; none where these routes need no key."""
+    """Return the holders of the keys that open client routes, by key; empty if these routes need no key."""
     if not keys.for_clients:
         return {}
     named = {
@@ -182,7 +182,7 @@ def _client_holders(keys: HiveKeys) -> dict[str, KeyHolder]:
 
 
 def _found(presented: Sequence[bytes], among: Mapping[bytes, KeyHolder]) -> KeyHolder | None:
-    """Return whose of several keys was presented."""
+    """Return the holder of the first of these keys that was presented; None if none was."""
     matching = (holder for key, holder in among.items() for each in presented if hmac.compare_digest(each, key))
     return next(matching, None)
 
@@ -200,13 +200,13 @@ def _presented(headers: RawHeaders) -> list[bytes]:
 
 
 def _origin_of(page: str) -> str:
-    """Return the origin of a page's address, empty for none."""
+    """Return the origin of a page's address; empty for an empty address."""
     scheme, _, rest = page.partition("://")
     return f"{scheme}://{rest.partition('/')[0]}" if page else ""
 
 
 def _is_own_page(origin: str, host: str) -> bool:
-    """Whether a page has the origin that its request goes to, and that is not a name that strangers could use."""
+    """Return whether a page's origin is the host of its request, and is not a domain name, which could be rebound."""
     try:
         page = urlsplit(origin)
         if page.hostname != "localhost":

@@ -34,9 +34,9 @@ log = logging.getLogger(__name__)
 class GatewayApp(FastAPI):
     """FastAPI, with a table of paths (`hot`) that are answered before its middleware and routing.
 
-    A model call costs less than FastAPI's own work around it. `below` has what answers the other paths that begin with
-    a prefix; the first that fits counts. Requests to `uncounted` paths take no place among the open ones: signs of
-    life, of this gateway and of clients, which are not dead because they are busy.
+    FastAPI's own work would cost more than a model call itself. `below` holds the applications for all other paths
+    with a given prefix; the first match answers. Requests to `uncounted` paths do not count as open: these are health
+    checks and heartbeats, which must be answered even if the gateway is full.
     """
 
     gateway: Gateway
@@ -68,7 +68,7 @@ class GatewayApp(FastAPI):
             self.requests.leave(request)
 
     async def routed(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer by FastAPI's own routes."""
+        """Answer through FastAPI's own routes."""
         await super().__call__(scope, receive, send)
 
     def _mounted(self, path: str) -> ASGIApp | None:
@@ -76,20 +76,20 @@ class GatewayApp(FastAPI):
         return found or next((below for prefix, below in self.below if path.startswith(prefix)), None)
 
     def openapi(self) -> dict[str, Any]:
-        """Return the OpenAPI document. It takes 0.1 s for each engine to make, so this is for a thread."""
+        """Return the OpenAPI document. Building it takes 0.1 s for each engine, so call this in a thread."""
         if self.openapi_schema is None:
-            from bombus_gateway.openapi import openapi_document  # with all that the page alone needs
+            from bombus_gateway.openapi import openapi_document  # loaded late: only this document needs it
 
             self.openapi_schema = openapi_document(self.title, self.description, self.gateway)
         return self.openapi_schema
 
 
 def create_app(gateway: Gateway) -> GatewayApp:
-    """Make the app with the APIs of each engine under `/e/<engine>`, and those of the first one at the root too."""
+    """Return the app: each engine's APIs are under `/e/<engine>`, and the first engine's at the root too."""
     app = GatewayApp(
         title="bombus",
         description="Train language models with the agent harness that you have: change `base_url` and `api_key`.",
-        openapi_url=None,  # it would be made on the event loop, and FastAPI's own page loads scripts from elsewhere
+        openapi_url=None,  # FastAPI would build it on the event loop, and its page loads scripts from other sites
     )
     app.gateway = gateway
     app.calls = calls = Calls(gateway)
@@ -117,7 +117,7 @@ def create_app(gateway: Gateway) -> GatewayApp:
         app.hot[f"{prefix}/v1/messages"] = anthropic.messages
         app.hot[f"{prefix}/v1/messages/count_tokens"] = anthropic.count_tokens
         app.hot[f"{prefix}/v1/embeddings"] = openai.embeddings
-        for place in (prefix, f"{prefix}/v1"):  # vLLM has them at the root
+        for place in (prefix, f"{prefix}/v1"):  # vLLM serves them at the root
             app.hot[f"{place}/tokenize"] = openai.tokens.tokenize
             app.hot[f"{place}/detokenize"] = openai.tokens.detokenize
         agents = EpisodeGuard(gateway.keys, engine, any_engine=not prefix)
@@ -165,7 +165,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def bug(_: Request, error: Exception) -> JSONResponse:
-        """Answer with a code, by which clients tell a fault that will come again from a server that is being stopped.
+        """Answer with an error code, so that clients can tell a bug from a server that is being stopped.
 
         The server logs the traceback.
         """

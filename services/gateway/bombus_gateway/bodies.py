@@ -1,6 +1,6 @@
-"""The gate of all request bodies: how large they may be, each and together, so that large ones do not block others.
+"""Reads all request bodies and limits how large each may be; large ones are decoded in threads and block no others.
 
-Every API reads its bodies here, after it has checked the key, and says with `BodyLimits` what its routes take.
+Every API reads its bodies here, after it has checked the key; its `BodyLimits` state what its routes accept.
 """
 
 from collections.abc import Callable
@@ -25,11 +25,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class BodyLimits:
-    """What the bodies of a route may hold; 0: as much as fits into their bytes.
+    """What the bodies of a route may contain. If a limit is 0, only `bytes_max` applies.
 
-    With a `depth` of 0, whoever decodes a body checks how deep it is. `names` are those of all objects, and `lists`
-    counts objects too. A body that `may_be_binary` is JSON all the same unless it says that it is protobuf. One of up
-    to `inline_bytes` is read at once, and a larger one in a thread.
+    With a `depth` of 0, the body's decoder checks the nesting. `names` counts the names in all objects, and `lists`
+    counts objects too. A body that `may_be_binary` is read as JSON unless its content type is protobuf. A body of up
+    to `inline_bytes` is decoded on the event loop, a larger one in a thread.
     """
 
     bytes_max: int
@@ -46,9 +46,9 @@ class BodyLimits:
             raise Refused(Code.TOO_LARGE, f"The body is over the limit of {self.bytes_max} bytes; {self.fewer}.")
 
     def checked(self, body: bytes) -> bytes:
-        """Return JSON, of which nothing was decoded yet. Raises `Refused`: TOO_LARGE, or MALFORMED if it is too deep.
+        """Return the JSON `body` if it is within the limits. Raises `Refused`: TOO_LARGE, or MALFORMED if too deep.
 
-        A list, a name or a value takes two bytes at least, so those of a small body are not counted.
+        Nothing is decoded. A list, a name or a value takes at least two bytes, so in a small body they are not counted.
         """
         counted = {"lists and objects": self.lists, "names": self.names, "values": self.values}
         if (not self.depth or is_flat(body)) and not any(0 < most < len(body) // 2 for most in counted.values()):
@@ -84,7 +84,7 @@ TRAJECTORIES = BodyLimits(
 
 
 class BodyGate:
-    """Reads the bodies of one gateway's requests. `calls` are the limits of a model call's, and of a sample's."""
+    """Reads the bodies of one gateway's requests. `calls` are the limits for model calls, `samples` for samples."""
 
     def __init__(self, workers: Workers, call_bytes_max: int) -> None:
         self.calls = BodyLimits(call_bytes_max, depth=0, fewer="send less text", inline_bytes=READ_BYTES_MAX)
@@ -92,17 +92,17 @@ class BodyGate:
         self._workers = workers
 
     async def small(self, request: Request) -> bytes:
-        """Return the body of a client's request to a route that takes no data. Raises `Refused`."""
+        """Return the body of a client's request to a route that accepts no data. Raises `Refused`."""
         return await self.read(request, SMALL, bytes)
 
     async def read(self, request: Request, bounds: BodyLimits, decode: Callable[[bytes], _T]) -> _T:
-        """Return what `decode` makes of the body of a client's request. Raises `Refused`, and what `decode` raises."""
+        """Return the decoded body of a client's request. Raises `Refused`, and whatever `decode` raises."""
         return await self.decoded(dict(request.scope["headers"]), request.receive, bounds, decode, CLIENTS)
 
     async def decoded(
         self, headers: HeaderMap, receive: Receive, bounds: BodyLimits, decode: Callable[[bytes], _T], turn: str
     ) -> _T:
-        """Return what `decode` makes of a body that is within its bounds: of a large one in a thread, at its `turn`."""
+        """Return the decoded body if it is within its bounds. A large body is decoded in a thread, at its `turn`."""
         body = await self.unpacked(headers, receive, bounds, turn)
         is_json = not (bounds.may_be_binary and is_protobuf(headers.get(b"content-type", b"").decode("latin-1")))
 
@@ -112,13 +112,13 @@ class BodyGate:
         return await self._workers.run(turn, len(body), work, bounds.inline_bytes)
 
     async def unpacked(self, headers: HeaderMap, receive: Receive, bounds: BodyLimits, turn: str) -> bytes:
-        """Return the bytes of a body without its compression. Only their number was checked. Raises `Refused`."""
+        """Return the bytes of a body, decompressed. Only its size has been checked. Raises `Refused`."""
         body = await received(headers, receive, bounds)
         encoding = headers.get(b"content-encoding", b"").decode("latin-1")
         return body if encoding in ("", "identity") else await self._unpacked(encoding, body, bounds, turn)
 
     async def _unpacked(self, encoding: str, body: bytes, bounds: BodyLimits, turn: str) -> bytes:
-        """Return a body without its compression. A few bytes may be a large body, so it is tried how many they are."""
+        """Return a body, decompressed: in a thread unless both the compressed and the decompressed body are small."""
         if len(body) <= bounds.inline_bytes:
             try:
                 return _unpacked(encoding, body, bounds.inline_bytes)
@@ -130,13 +130,13 @@ class BodyGate:
 
 
 def _unpacked(encoding: str, body: bytes, bytes_max: int) -> bytes:
-    """Return a body without its compression, of which no more is made than `bytes_max`. Raises `Refused`."""
+    """Return a body, decompressed. Raises `Refused`: TOO_LARGE as soon as it exceeds `bytes_max`."""
     unpack = inflated if "gzip" in encoding.lower() else decompressed
     return unpack(encoding, body, bytes_max)
 
 
 async def received(headers: HeaderMap, receive: Receive, bounds: BodyLimits) -> bytes:
-    """Return the bytes of a body as they came. Raises `Refused`: TOO_LARGE, before more is read, or MALFORMED."""
+    """Return the bytes of a body as received. Raises `Refused`: TOO_LARGE at the limit, or MALFORMED if cut off."""
     parts: list[bytes] = []
     size, more = 0, True
     bounds.check_size(int(headers.get(b"content-length", b"0")))  # the server has checked that it is a number

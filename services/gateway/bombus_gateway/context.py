@@ -1,4 +1,4 @@
-"""What all APIs of a gateway share."""
+"""The state that all APIs of a gateway share."""
 
 import logging
 from collections.abc import Sequence
@@ -19,12 +19,15 @@ from bombus_gateway.settings import GatewaySettings
 
 log = logging.getLogger(__name__)
 
-POSITION_S = 5.0  # in which the event of a command comes back
+POSITION_S = 5.0  # how long to wait until this gateway's fold has the event of a command
 
 
 @dataclass
 class Gateway:
-    """Made once, in `service.running`. `ready` turns true when the log as it was at the start is folded (R18)."""
+    """A gateway's shared parts, created once, in `service.running`.
+
+    `ready` becomes true when the log as it was at the start is folded (R18).
+    """
 
     settings: GatewaySettings
     bus: Bus
@@ -45,22 +48,22 @@ class Gateway:
         self.bodies = BodyGate(self.workers, self.settings.body_mb_max << 20)
 
     async def check_ready(self, _: object = None) -> None:
-        """Raise `BusUnavailable` until the log as it was at the start is folded (R18): a check of plain routes."""
+        """Raise `BusUnavailable` until the log as it was at the start is folded (R18). A `Check` for plain routes."""
         if not self.ready:
             raise BusUnavailable("this gateway is still reading the log")
 
     def key_of(self, request: Request) -> KeyHolder:
-        """Return whose key a request has shown, which a guard let pass."""
+        """Return the holder of the key in a request that a guard has accepted."""
         return self.clients.holder(request.scope["headers"])
 
     def holder_of(self, request: Request) -> str:
-        """Return the name of the key that a request has shown, "" where it has none: it may use everything then."""
+        """Return the name of the request's key; "" if it has no name or there is none, which may use everything."""
         return self.key_of(request).name
 
     async def carry_out(self, command: Message, limit_s: float | None = None, traceparent: str = "") -> AnyAnswer:
-        """Carry out a command. After it, this gateway's own reads show its effect.
+        """Carry out a command. Afterwards this gateway's own reads show its effect.
 
-        Its answer must come within `limit_s`, by default the bus' timeout. Raises `Refused` and `BusUnavailable`.
+        The answer must arrive within `limit_s`, by default `bus_timeout_s`. Raises `Refused` and `BusUnavailable`.
         """
         limit_s = self.settings.bus_timeout_s if limit_s is None else limit_s
         answer = await self.bus.inbox.request(command, limit_s, traceparent=traceparent)
@@ -72,16 +75,16 @@ class Gateway:
 
     @property
     def mounts(self) -> list[tuple[str, str]]:
-        """The prefixes of paths, each with the engine that it leads to. The first engine is at the root too."""
+        """The path prefixes, each with the engine served there. The first engine is served at the root too."""
         engines = self.settings.engines
         return [("", engines[0]), *((f"/e/{engine}", engine) for engine in engines)]
 
     def engines_at(self, engine: str, any_engine: bool) -> tuple[str, ...]:
-        """Return the engines of an API: its own, or at the root all of them."""
+        """Return the engines that an API serves: only its own, or all of them at the root."""
         return tuple(self.settings.engines) if any_engine else (engine,)
 
     def model_names(self, engines: Sequence[str]) -> list[str]:
-        """Return the names by which the models of engines are known: those in their jobs, and the engines' own."""
+        """Return the names of the models of these engines: for each, the model of its job and the engine's own name."""
         names: list[str] = []
         for engine in engines:
             state = self.follower.hive.engine(engine)
@@ -90,7 +93,10 @@ class Gateway:
         return list(dict.fromkeys(names))
 
     def check_model_name(self, engines: Sequence[str], name: str) -> None:
-        """Harnesses have model names written into them: any name is taken, unless the settings are strict."""
+        """Raise `Refused` UNKNOWN_MODEL for an unknown name if the settings are strict.
+
+        By default any name is accepted, because many harnesses have theirs hard-coded.
+        """
         if self.settings.strict_model_names and name not in self.model_names(engines):
             raise Refused(
                 Code.UNKNOWN_MODEL,

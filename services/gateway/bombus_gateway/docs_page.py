@@ -1,7 +1,6 @@
-"""`/docs`: the routes of a gateway as one page of HTML, made from its OpenAPI document.
+"""`/docs`: the routes of a gateway as one HTML page, made from its OpenAPI document.
 
-It has no script and loads nothing, so it also works where there is no network, and runs nobody else's code beside the
-hive.
+The page has no script and loads nothing, so it works without a network, and runs no third-party code.
 """
 
 import json
@@ -23,7 +22,7 @@ summary b { display: inline-block; width: 4rem; color: #8a6100 }
 
 
 def docs_page(document: Mapping[str, Any]) -> str:
-    """Return the page of an OpenAPI document. The routes of an engine, which repeat those at the root, are left out."""
+    """Return the page for an OpenAPI document. Routes under `/e/`, which repeat those at the root, are left out."""
     info = document["info"]
     groups: dict[str, list[str]] = {}
     for path, operations in document["paths"].items():

@@ -1,4 +1,4 @@
-"""Reports how this gateway reads the model of each run, so that the status shows it, and whether gateways differ."""
+"""Reports each run's conversation format as this gateway reads it, so that the status shows where gateways differ."""
 
 import asyncio
 import importlib.metadata
@@ -21,9 +21,9 @@ _SEND_S = 5.0
 
 
 class FormatReports:
-    """Sends each format missing from the log until it arrives.
+    """Sends each format that the log lacks until the log has it.
 
-    The message of a run always has the same id. So the bus keeps one of those that are sent while none is decided.
+    The message for a run always has the same id, so the bus keeps only one of them until the coordinator decides it.
     """
 
     def __init__(self, gateway: Gateway, models: EngineModels) -> None:
@@ -31,24 +31,24 @@ class FormatReports:
         self._models = models
         self._sender = uuid.uuid4().hex
         self._name = f"{socket.gethostname()}-{os.getpid()} (bombus {importlib.metadata.version('bombus')})"
-        self._tried: dict[str, int] = {}  # by engine: the run whose model was read, or cannot be
+        self._tried: dict[str, int] = {}  # by engine: the run whose model was read, or cannot be read
 
     async def run(self) -> None:
-        """Read the models of the gateway's engines when their runs boot, and report them, until cancelled."""
+        """Read the model of each engine when its run boots, and report its format, until cancelled."""
         while True:
             await asyncio.sleep(CHECK_S)
             if self._gateway.ready:
                 await self.check()
 
     async def check(self) -> None:
-        """Read the models that are not read yet, and report what is missing from the log."""
+        """Read the models that have not been read yet, and report the formats that the log lacks."""
         for name in self._gateway.settings.engines:
             await self._read(self._gateway.follower.hive.engine(name))
         for name, (run, found) in list(self._models.formats.items()):
             await self._report(name, run, found)
 
     async def _read(self, engine: EngineState) -> None:
-        """Load the model of an engine as soon as the log names its files: its first call then need not wait for it."""
+        """Load the model of an engine as soon as the log names its files, so that its first call need not wait."""
         run, weights = engine.run, engine.weights
         if engine.phase == Phase.OFFLINE or weights is None or not weights.weights.tokenizer:
             return
@@ -57,9 +57,9 @@ class FormatReports:
         try:
             await self._models.text_model(engine)
         except Refused as error:
-            log.warning("a model is not read yet", extra={"engine": engine.name, "why": error.why})
+            log.warning("a model cannot be read yet", extra={"engine": engine.name, "why": error.why})
             return
-        except Exception as error:  # a model's files may fail in any way; a call that needs them is told why
+        except Exception as error:  # loading may raise anything; a call that needs the model gets the reason
             why = f"{type(error).__name__}: {error}"
             log.error("a model cannot be read", extra={"engine": engine.name, "why": why})
         self._tried[engine.name] = run
@@ -73,4 +73,4 @@ class FormatReports:
         try:
             await self._gateway.bus.inbox.send(message, timeout_s=_SEND_S)
         except (BusUnavailable, Refused) as error:
-            log.warning("could not report how a model is read", extra={"engine": name, "why": str(error)})
+            log.warning("the format of a model could not be reported", extra={"engine": name, "why": str(error)})

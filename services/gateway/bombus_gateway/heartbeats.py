@@ -1,4 +1,4 @@
-"""Signs of life of episodes and clients, and confirmations of claims: gathered, and sent on in few messages."""
+"""Collects heartbeats of episodes and clients, and confirmations of claims, and sends them on in few messages."""
 
 import asyncio
 import logging
@@ -19,9 +19,10 @@ TOUCHES_MAX = 10_000  # episodes or claims in one message
 
 
 class Heartbeats:
-    """Sends one message a second for each engine with the episodes that are alive, sooner for claims (R5, R13).
+    """Sends the live episodes of each engine in one message a second, and confirmed claims sooner (R5, R13).
 
-    Another one, in every second, has the clients that are alive, which belong to no engine.
+    A separate message a second lists the live clients, which belong to no engine. `hears_clients` returns whether
+    this gateway receives their heartbeats.
     """
 
     def __init__(self, bus: Bus, hears_clients: Callable[[], bool]) -> None:
@@ -55,7 +56,7 @@ class Heartbeats:
         self._confirmed.setdefault(engine, []).append(claim)
 
     def opened(self, engine: str, episode: str) -> None:
-        """Report this episode as alive until as many of its calls are `closed`."""
+        """Count an open call of this episode, which is reported as alive until all of its calls are `closed`."""
         self._open[engine][episode] += 1
         self.touch(engine, episode)
 
@@ -66,7 +67,7 @@ class Heartbeats:
             del calls[episode]
 
     async def run(self) -> None:
-        """Send what was gathered, until cancelled."""
+        """Send what was collected, until cancelled."""
         beat = 0
         beats = round(HEARTBEAT_S / CONFIRM_S)
         while True:
@@ -78,7 +79,7 @@ class Heartbeats:
                 await self.flush()
 
     async def beat(self) -> None:
-        """Tell which clients are alive, and, if so, that this gateway can hear them."""
+        """Report the live clients. Even an empty report says that this gateway is ready to hear from clients."""
         if not self._hears_clients():
             return
         clients, self._clients = tuple(self._clients), set()
@@ -107,6 +108,6 @@ class Heartbeats:
         try:
             await self._bus.inbox.send(touch, timeout_s=_SEND_S)
         except (BusUnavailable, Refused) as error:
-            # Open calls are touched again a second later.
+            # Only confirmations must be kept: open calls are reported anew a second later.
             self._confirmed.setdefault(touch.engine, []).extend(touch.confirmed)
             log.warning("heartbeats could not be sent", extra={"engine": touch.engine, "why": str(error)})

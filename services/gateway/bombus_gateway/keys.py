@@ -1,8 +1,8 @@
-"""What a claim hands out, signed with the hive's secret, so that any gateway verifies it without a look-up.
+"""Keys, episode ids and links, signed with the hive's secret so that any gateway can verify them without a look-up.
 
 An episode's key is for its agent: `sk-bombus-`, the claims, and an HMAC of them. The id of a claimed episode is for the
-client that claimed it: the episode's name on the log, a dot, and an HMAC of the name. A link to a checkpoint is what it
-leads to, and an HMAC of that. Replicas let in gateways by a key that is made of the same secret.
+client that claimed it: the episode's name on the log, a dot, and an HMAC of the name. A link to a checkpoint is its
+target and an HMAC of that. Replicas admit gateways by a key that is derived from the same secret.
 """
 
 import binascii
@@ -18,8 +18,8 @@ from bombus.hive.generation import replica_key
 
 MAC_BYTES = 16
 KEY_CHARACTERS_MAX = 512
-VERIFIED_MAX = 4096  # keys that are remembered
-_CLAIMED = b"claimed episode "  # no key's claims begin with this, so that one HMAC is never taken for the other
+VERIFIED_MAX = 4096  # keys whose claims are cached
+_CLAIMED = b"claimed episode "  # no key's claims begin with this, so that the two HMACs cannot be confused
 _LINK = b"link "  # nor with this
 LINK_CHARACTERS_MAX = 2048
 
@@ -44,7 +44,7 @@ class Keys:
             raise ValueError(f"the secret that signs keys has {len(secret)} bytes: at least {MAC_BYTES} are needed")
         self._secret = secret
         self.for_replicas = replica_key(secret)
-        self._verified: dict[str, KeyClaims] = {}  # what was signed stays so; whether it has expired is looked at anew
+        self._verified: dict[str, KeyClaims] = {}  # a signature stays valid; the expiry is checked each time
 
     def sign(self, engine: str, run: int, episode: str, expires_ns: int) -> str:
         claims = msgspec.msgpack.encode(KeyClaims(engine, run, episode, expires_ns))
@@ -62,7 +62,7 @@ class Keys:
 
     def _signed_claims(self, key: str) -> KeyClaims:
         if not key.startswith(KEY_PREFIX) or len(key) > KEY_CHARACTERS_MAX:
-            raise Refused(Code.BAD_KEY, f"This is not an episode's key: it starts with {KEY_PREFIX!r}. {_CLAIM}")
+            raise Refused(Code.BAD_KEY, f"This is not an episode's key, which starts with {KEY_PREFIX!r}. {_CLAIM}")
         text = key[len(KEY_PREFIX) :]
         try:
             signed = urlsafe_b64decode(text + "=" * (-len(text) % 4))
@@ -74,9 +74,9 @@ class Keys:
         return _decoder.decode(claims)
 
     def claimed_id(self, episode: str) -> str:
-        """Return the id under which an episode is handed out to the client that claimed it.
+        """Return the id of an episode that its claim returns to the client.
 
-        Only who has it may end, abort, touch and replay the episode. Its agent has the key, which does not tell it.
+        It is needed to end, abort, touch and replay the episode. The agent cannot derive it from the episode's key.
         """
         secret = urlsafe_b64encode(self._mac(_CLAIMED + _bytes(episode))).rstrip(b"=").decode()
         return f"{episode}{SECRET_MARK}{secret}"
@@ -96,11 +96,11 @@ class Keys:
         return episode
 
     def sign_link(self, target: bytes) -> str:
-        """Return a link's text, which no one else can make: whoever has it may follow it without a key."""
+        """Return the text of a link to `target`. It cannot be forged, and following it needs no key."""
         return urlsafe_b64encode(target + self._mac(_LINK + target)).rstrip(b"=").decode()
 
     def linked(self, link: str) -> bytes:
-        """Return where a link leads. Raises `Refused` BAD_KEY unless this hive signed it."""
+        """Return the target of a link. Raises `Refused` BAD_KEY unless this hive signed it."""
         try:
             signed = urlsafe_b64decode(link + "=" * (-len(link) % 4)) if len(link) <= LINK_CHARACTERS_MAX else b""
         except (binascii.Error, ValueError):

@@ -1,4 +1,4 @@
-"""The open requests of a gateway: their places, and memory for their bodies. Both are shared by keys."""
+"""Limits the open requests of a gateway and the memory for their bodies, with a fair share of both for each key."""
 
 import time
 from collections import Counter
@@ -13,7 +13,7 @@ from bombus_gateway.access import RawHeaders, episode_key
 from bombus_gateway.context import Gateway
 from bombus_gateway.settings import GatewaySettings
 
-CONNECTIONS_FOR_A_CALL = 2  # a client keeps some open without a call
+CONNECTIONS_FOR_A_CALL = 2  # clients keep some connections open without a call
 
 
 def connections_of(settings: GatewaySettings) -> int:
@@ -22,16 +22,16 @@ def connections_of(settings: GatewaySettings) -> int:
 
 
 def places_of(settings: GatewaySettings) -> int:
-    """Return how many requests may be open before each key has only its share: a quarter of the connections is left.
+    """Return how many requests may be open before each key is held to its share. A quarter of the connections is spare.
 
-    Calls have a limit of their own, which has to be met first where this process may have files open for so many.
+    Calls have a separate limit, which must be reached first if this process may open files for that many.
     """
     connections = connections_of(settings)
     return max(min(settings.open_calls_max, connections // CONNECTIONS_FOR_A_CALL) + 1, connections * 3 // 4)
 
 
 class OpenRequest:
-    """One open request, how many bytes of its body have come, and for whose share it counts, once that is known."""
+    """One open request: the bytes received of its body and, once known, the share that it counts against."""
 
     __slots__ = ("bytes", "headers", "share")
 
@@ -44,8 +44,8 @@ class OpenRequest:
 class OpenRequests:
     """Counts requests until they are answered, and the bytes of their bodies.
 
-    `share_of` says by a request's headers for whose share it counts. It is called only when there is no room left for
-    all: until then nobody has to know whose a request is.
+    `share_of` returns, from a request's headers, the name of the share that the request counts against. It is called
+    only when the places or the memory have run out.
     """
 
     def __init__(self, places: int, bytes_max: int, share_of: Callable[[RawHeaders], str]) -> None:
@@ -59,7 +59,7 @@ class OpenRequests:
         self._held_by: Counter[str] = Counter()
 
     def enter(self, headers: RawHeaders) -> OpenRequest:
-        """Count a request until it leaves. Raises `Refused` OVERLOADED when there is no place for it."""
+        """Count a request until `leave` is called. Raises `Refused` OVERLOADED if there is no place for it."""
         request = OpenRequest(headers)
         if self._open < self._places:
             self._unknown.add(request)
@@ -83,13 +83,13 @@ class OpenRequests:
             self._held_by[request.share] -= request.bytes
 
     async def received(self, request: OpenRequest, receive: Receive) -> Message:
-        """Receive and count a part of a request's body. Raises `Refused` OVERLOADED when there is no memory for it."""
+        """Receive and count a part of a request's body. Raises `Refused` OVERLOADED if there is no memory for it."""
         message = await receive()
         size = len(message.get("body", b""))
         if size and self._held + size > self._bytes_max:
             self._look_up()
             if not has_share(self._held_by, request.share or "", self._bytes_max, size):
-                why = f"The requests in progress hold {self._bytes_max >> 20} MiB, the limit; try again in a moment."
+                why = f"The requests in progress hold the limit of {self._bytes_max >> 20} MiB; try again in a moment."
                 raise Refused(Code.OVERLOADED, why)
         self._held += size
         request.bytes += size
@@ -98,7 +98,7 @@ class OpenRequests:
         return message
 
     def _look_up(self) -> None:
-        """Find for whose shares the open requests count."""
+        """Find the shares that the open requests count against."""
         for request in self._unknown:
             request.share = self._share_of(request.headers)
             self._open_of[request.share] += 1
@@ -107,12 +107,12 @@ class OpenRequests:
 
 
 def share_by_key(gateway: Gateway) -> Callable[[RawHeaders], str]:
-    """Return what says for whose share a request counts: of the key that it shows, or that claimed its episode."""
+    """Return a function from headers to a share: that of the request's key, or of the key that claimed its episode."""
     return lambda headers: gateway.clients.holder(headers).share or _owner_of_episode(gateway, headers)
 
 
 def _owner_of_episode(gateway: Gateway, headers: RawHeaders) -> str:
-    """Return the name of the key that claimed the open episode whose key a request shows; "" where there is none."""
+    """Return the name of the key that claimed the open episode of a request; "" if it has none."""
     try:
         claims = gateway.keys.verify(episode_key(dict(headers)), time.time_ns())
     except Refused:

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape, for the APIs that speak one of OpenAI's dialects. Pure."""
+"""Errors in OpenAI's format, for the APIs that use one of OpenAI's dialects. Pure."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +21,7 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 
 
 def error_fields(error: Refused, parameters: Mapping[str, str]) -> dict[str, Any]:
-    """Return what OpenAI says of an error. `parameters` has its names for fields of a `CompletionRequest`."""
+    """Return the fields of OpenAI's error object. `parameters` maps `CompletionRequest` fields to OpenAI's names."""
     kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
     code = _CODES.get(error.code, str(error.code))
     param = in_short(_parameter(error, parameters) or "") or None

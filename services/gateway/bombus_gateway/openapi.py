@@ -1,4 +1,4 @@
-"""The OpenAPI document of a gateway, made when somebody reads it. What this imports is loaded only then."""
+"""The OpenAPI document of a gateway, built on the first request for it. This module is imported only then."""
 
 from typing import Any
 

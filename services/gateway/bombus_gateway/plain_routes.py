@@ -1,6 +1,6 @@
-"""Routes that are not in the OpenAPI document: handlers that read their requests themselves.
+"""Plain Starlette routes, whose handlers read their requests themselves.
 
-As FastAPI's own, each would be analysed whenever a gateway starts, for parameters and models that it does not have.
+If they were FastAPI's own, it would analyse each at every start, for parameters and models that they do not have.
 """
 
 from collections.abc import Awaitable, Callable, Iterable
@@ -14,11 +14,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 Handler = Callable[[Request], Awaitable[Response]]
-Check = Callable[[Request], Awaitable[None]]  # raises what the application answers in place of the handler
+Check = Callable[[Request], Awaitable[None]]  # raises an error, which is answered in place of the handler's response
 
 
 class JsonResponse(JSONResponse):
-    """JSON as msgspec writes it, of structs too."""
+    """A JSON response encoded by msgspec, so that structs may be its content."""
 
     def render(self, content: Any) -> bytes:
         return msgspec.json.encode(content)
@@ -31,7 +31,7 @@ class PlainRoute(NamedTuple):
 
 
 def checked(routes: Iterable[PlainRoute], *checks: Check) -> list[PlainRoute]:
-    """Return these routes with checks of each request, in their order, before its handler."""
+    """Return these routes with checks that run in order before the handler of each request."""
 
     async def answer(handler: Handler, request: Request) -> Response:
         for check in checks:
@@ -48,5 +48,5 @@ def below(prefix: str, routes: Iterable[PlainRoute]) -> list[PlainRoute]:
 def add_plain(app: FastAPI, routes: Iterable[PlainRoute]) -> None:
     for method, path, handler in routes:
         route = Route(path, handler, methods=[method])
-        route.methods = {method}  # without HEAD, as all other routes
+        route.methods = {method}  # without HEAD, like all other routes
         app.router.routes.append(route)

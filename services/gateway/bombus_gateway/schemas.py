@@ -1,6 +1,6 @@
-"""Parts of the OpenAPI document, for the routes that are answered outside FastAPI.
+"""Builds parts of the OpenAPI document for the routes that are answered outside FastAPI.
 
-The fields of requests come from the structs that decode them; what is said by hand is more than these know.
+The fields of requests come from the structs that decode them; what the structs do not express is added by hand.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,12 +12,12 @@ from msgspec import Meta
 from bombus_gateway.limits import NAME_CHARACTERS
 
 JsonSchema = dict[str, Any]
-Described = Any  # a schema, or a type of Python that has one
+Described = Any  # a schema, or a Python type that msgspec has a schema for
 
 SOME_TEXT = Annotated[str, Meta(min_length=1)]
 NAME = Annotated[str, Meta(min_length=1, max_length=NAME_CHARACTERS)]
 
-CHOICES_OF_TOOLS = ("auto", "none", "required")  # which OpenAI has beside objects
+CHOICES_OF_TOOLS = ("auto", "none", "required")  # the strings that OpenAI allows besides objects
 
 BEARER, X_API_KEY = "episode_key", "episode_x_api_key"
 _AGENTS_KEYS = {
@@ -28,7 +28,7 @@ _REFUSALS = ("400", "401", "403", "404", "405", "413", "503")
 
 
 def schema_of(described: Described) -> JsonSchema:
-    """Return the schema of a type, or a schema as it is, with its definitions in the places where they are named."""
+    """Return the schema of a type, or a given schema, with each `$ref` replaced by its definition."""
     schema: JsonSchema = described if isinstance(described, dict) else msgspec.json.schema(described)
     definitions = schema.get("$defs", {})
 
@@ -45,7 +45,7 @@ def schema_of(described: Described) -> JsonSchema:
 
 
 def object_of(*optional: str, **fields: Described) -> JsonSchema:
-    """Describe an object that has all of these fields but the optional ones."""
+    """Describe an object with these fields, all required except for the `optional` ones."""
     required = [name for name in fields if name not in optional]
     properties = {name: schema_of(field) for name, field in fields.items()}
     return {"type": "object", "required": required, "properties": properties}
@@ -64,7 +64,7 @@ def one_of(*values: str) -> JsonSchema:
 
 
 def request_of(kind: type[msgspec.Struct], left_out: Sequence[str] = (), **by_hand: JsonSchema) -> JsonSchema:
-    """Describe what a struct decodes. `by_hand` has more of its fields, and all of what is decoded elsewhere."""
+    """Describe the object that a struct decodes. `by_hand` adds to its fields, and adds those decoded elsewhere."""
     fields = [field for field in msgspec.structs.fields(kind) if field.name not in left_out]
     described = by_hand | {field.name: _field(field) | by_hand.get(field.name, {}) for field in fields}
     required = {field.name for field in fields if field.required}
@@ -72,7 +72,7 @@ def request_of(kind: type[msgspec.Struct], left_out: Sequence[str] = (), **by_ha
 
 
 def _field(field: msgspec.structs.FieldInfo) -> JsonSchema:
-    """Describe a field; null counts as not given."""
+    """Describe a field. The schema does not allow null, which counts as not given."""
     if field.type is msgspec.Raw:
         return {}
     schema = schema_of(field.type)
@@ -89,12 +89,12 @@ def named(schema: str) -> JsonSchema:
 
 
 def answered(description: str, schema: str, event: JsonSchema | None = None) -> JsonSchema:
-    """Describe an answer by the name of its schema. That of a model call may come in events instead."""
+    """Describe an answer by the name of its schema. A model call's answer may be a stream of `event` instead."""
     content = _json(named(schema))
     if event is None:
         return {"description": description, "content": content}
     content["text/event-stream"] = {"itemSchema": event}
-    overridden = {"schema": schema_of(str), "description": "the names of what was asked for and is not done"}
+    overridden = {"schema": schema_of(str), "description": "names of what the request asked for and did not get"}
     return {"description": description, "content": content, "headers": {"x-bombus-overridden": overridden}}
 
 
@@ -112,7 +112,7 @@ def _json(schema: JsonSchema) -> JsonSchema:
 
 
 class DescribedAPI(NamedTuple):
-    """What routes have in common: their tag, the keys that open them, any of which will do, and their refusals."""
+    """What the routes of an API have in common: their tag, their keys (any one opens them), their refusals' schema."""
 
     tag: str
     keys: Sequence[str]
@@ -121,9 +121,9 @@ class DescribedAPI(NamedTuple):
     def route(
         self, summary: str, answer: JsonSchema | None, body: JsonSchema | None = None, place: str = ""
     ) -> JsonSchema:
-        """Describe a route. `place` is the part of its path that names something.
+        """Describe a route. `place` is the name of the variable in its path, if any.
 
-        `answer` is that to a request which is not refused, None where all are.
+        `answer` describes the successful response; None if the route refuses every request.
         """
         responses = {**({} if answer is None else {"200": answer}), **dict.fromkeys(_REFUSALS, self.refusal)}
         found: JsonSchema = {"tags": [self.tag], "summary": summary, "responses": responses}
@@ -138,7 +138,7 @@ class DescribedAPI(NamedTuple):
 def add_routes(
     document: JsonSchema, prefixes: Sequence[str], routes: Mapping[str, JsonSchema], **schemas: JsonSchema
 ) -> None:
-    """Add routes, which are given by their paths, to an OpenAPI document below each of the prefixes."""
+    """Add schemas, and routes by path, to an OpenAPI document. The routes are added under each of the prefixes."""
     components = document.setdefault("components", {})
     components.setdefault("schemas", {}).update(schemas)
     components.setdefault("securitySchemes", {}).update(_AGENTS_KEYS)

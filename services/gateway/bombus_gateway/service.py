@@ -28,9 +28,9 @@ CATCH_UP_S = 600.0
 
 
 async def run(settings: GatewaySettings) -> None:
-    """Serve until cancelled or a part breaks.
+    """Serve until cancelled or until one of the gateway's tasks fails.
 
-    Raises `BusUnavailable` when there is no bus or no hive, `Refused` when it cannot listen where it should.
+    Raises `BusUnavailable` if there is no bus or no hive, `Refused` if it cannot listen at the configured address.
     """
     telemetry.configure("gateway")
     with listen(settings.host, settings.port, settings.reuse_port) as bound:
@@ -39,12 +39,12 @@ async def run(settings: GatewaySettings) -> None:
             try:
                 await asyncio.wait({server})
             finally:
-                # New calls go to another gateway while the open ones end, and claims stop waiting.
+                # While the open calls end, new ones are sent to other gateways, and claims stop waiting.
                 gateway.ready = False
 
 
 def serving(app: GatewayApp, bound: socket.socket) -> AbstractAsyncContextManager[asyncio.Task[None]]:
-    """Serve the app while the block runs; calls that are open `drain_s` seconds after it are recorded as cut off."""
+    """Serve the app while the block runs. Calls still open `drain_s` seconds after its end are recorded as cut off."""
     settings = app.calls.settings
     limits = HttpLimits(connections=connections_of(settings))
     named = (settings.host, host_of(settings.public_url), *settings.host_names)
@@ -56,7 +56,7 @@ def serving(app: GatewayApp, bound: socket.socket) -> AbstractAsyncContextManage
 async def running(settings: GatewaySettings) -> AsyncIterator[tuple[GatewayApp, Gateway]]:
     """Run a gateway that folds the log, without serving its app, while the block runs.
 
-    The block is given the app and the gateway, and is cancelled when a part breaks.
+    The block gets the app and the gateway, and is cancelled if one of the gateway's tasks fails.
     """
     async with await Bus.connect(settings.bus_url, settings.hive, name="gateway") as bus:
         await bus.until_streams_exist()
@@ -81,7 +81,7 @@ async def running(settings: GatewaySettings) -> AsyncIterator[tuple[GatewayApp, 
 
 
 async def _become_ready(gateway: Gateway) -> None:
-    """Wait until the log is folded. Before that the gateway cannot refuse keys of ended episodes (R18)."""
+    """Wait until the log is folded. Before that the gateway cannot refuse the keys of ended episodes (R18)."""
     await gateway.follower.caught_up(CATCH_UP_S)
     gateway.ready = True
     log.info("the gateway is ready", extra={"position": gateway.follower.position})

@@ -1,4 +1,4 @@
-"""The settings of a gateway, each declared once: `cli` makes the command line from these fields."""
+"""The settings of a gateway. Each is declared once: `cli` generates the command line from these fields."""
 
 from typing import Annotated
 
@@ -26,7 +26,7 @@ class GatewaySettings(GatewayOptions):
         description="may be given several times: each has its own routes; the first one's are also at the root",
     )
     public_url: Annotated[str, Flag(metavar="URL", default="what a client's request says")] = Field(
-        default="", description="scheme://host:port as clients see it, behind a proxy"
+        default="", description="behind a proxy: scheme://host:port as clients see it"
     )
     strict_model_names: bool = Field(
         default=False, description="refuse calls for a model that is neither the job's nor the engine's name"
@@ -62,7 +62,7 @@ class GatewaySettings(GatewayOptions):
         ge=1,
         le=1 << 20,
         description="memory for the bodies of all requests in progress, in MiB; once it is used up, each key still "
-        "gets its share, and more is answered 503",
+        "gets its share, and requests beyond that are answered 503",
     )
     episode_mb_max: Annotated[int, Flag(name="--episode-mb", metavar="MB")] = Field(
         default=256, ge=1, le=1 << 20, description="what the calls of one episode may take in the log, in MiB"
@@ -71,7 +71,7 @@ class GatewaySettings(GatewayOptions):
         default=512,
         ge=0,
         le=1 << 20,
-        description="memory for conversations, in MiB; those that do not fit are read from the log again",
+        description="memory for conversations, in MiB; those that do not fit are re-read from the log",
     )
     log_fill_max: Annotated[float, Flag(name="--call-log-fill", metavar="SHARE")] = Field(
         default=0.9, gt=0, le=1, description="how full the log of calls may be before calls are answered 503"

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def settings_of(arguments: argparse.Namespace) -> InferenceSettings:
-    """Raises `Refused(BAD_CONFIG)`."""
+    """Return the settings that the arguments give. Raises `Refused(BAD_CONFIG)`."""
     return settings_from(InferenceSettings, arguments, flags={"": "--url"})
 
 

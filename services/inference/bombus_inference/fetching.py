@@ -56,7 +56,7 @@ class FetchedWeights:
 
 
 class Fetcher:
-    """Fetches the weights of one replica. Files that are not the trainer's own go to a cache of the newest version.
+    """Fetches the weights of one replica. Files outside the trainer's folder go to a cache of the newest version.
 
     With `adapters`, adapters are passed on as they are. Otherwise they are merged into their base model.
     """
@@ -76,7 +76,7 @@ class Fetcher:
         """Return the version that `ready` names, complete and with the digest that the log gives.
 
         A delta that cannot be used is replaced by a full copy from the run's trainer, whose epoch is `trainer_epoch()`.
-        Raises `EngineFault` if that cannot be had either.
+        Raises `EngineFault` if that is not available either.
         """
         weights = ready.weights
         if weights.format == ADAPTER_FORMAT and weights.adapter_of is not None:
@@ -117,13 +117,13 @@ class Fetcher:
             ) from error
         if weights.sha256 and found != weights.sha256:
             self._discard(weights, folder)
-            raise EngineFault(f"{folder / name} has sha256 {found}, the log says {weights.sha256}: not loaded")
+            raise EngineFault(f"{folder / name} has sha256 {found}, but the log says {weights.sha256}: not loaded")
         return folder
 
     async def _request_full_copy(self, weights: Weights, trainer_epoch: Callable[[], int], why: str) -> None:
         """Have the trainer write a full copy. Raises `EngineFault`.
 
-        The request is repeated: a trainer answers only when it has finished, and one that died may be restarted.
+        The request is repeated: a trainer answers only when it has finished, and a dead trainer may be restarted.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + FULL_COPY_S
@@ -208,14 +208,14 @@ class Fetcher:
         return folder
 
     async def _fetch(self, stem: str, folder: Path, file_name: str) -> None:
-        """Fetch a version's objects, waiting for the bus as long as it is away."""
+        """Fetch a version's objects, waiting for the bus while it is unavailable."""
         while True:
             try:
                 return await fetch_objects(Blobs(self._bus), stem, folder, file_name)
             except LogCorrupted as error:
                 raise EngineFault(str(error)) from error
             except BusUnavailable as error:
-                log.warning("weights wait for the bus: %s", error)
+                log.warning("waiting for the bus to fetch weights: %s", error)
 
     def _discard(self, weights: Weights, folder: Path) -> None:
         """Remove fetched weights that are wrong, so that they are fetched again next time."""
@@ -223,17 +223,17 @@ class Fetcher:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _empty_folder(self, ready: WeightsReady) -> Path:
-        """Return the folder to build a version in, without what an earlier attempt left there."""
+        """Return the folder to build a version in, after removing what an earlier attempt left there."""
         into = self._cache_folder() / f"run-{ready.run}-version-{ready.version}"
         shutil.rmtree(into, ignore_errors=True)
         return into
 
     def _cache_folder(self) -> Path:
-        """Return this process's cache. It is created after removing those of processes that were killed."""
+        """Return this process's cache. Before creating it, remove the caches of processes that were killed."""
         if self._cache is None:
             private_folder(self._root)
             _remove_orphans(self._root)
-            draft = Path(tempfile.mkdtemp(prefix=f".{_CACHES}", dir=self._root))  # not an orphan until it is locked
+            draft = Path(tempfile.mkdtemp(prefix=f".{_CACHES}", dir=self._root))  # no orphan until it is locked
             self._lock = os.open(draft / _LOCK, os.O_CREAT | os.O_RDWR)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             self._cache = draft.rename(self._root / draft.name.removeprefix("."))

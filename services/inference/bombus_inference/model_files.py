@@ -64,11 +64,11 @@ def read_shapes(path: Path) -> Shapes:
 
 
 def check_same_shapes(before: Shapes, path: Path) -> None:
-    """Raise `EngineFault` unless the file at `path` has these tensors. vLLM only warns, and then serves a mixture."""
+    """Raise `EngineFault` unless the file at `path` has these tensors. vLLM only warns and then serves a mixture."""
     after = read_shapes(path)
     missing = [name for name in before if name not in after]
     if missing:
         raise EngineFault(f"the new weights lack {len(missing)} tensors, such as {missing[0]}")
     for name, shape in before.items():
         if after[name] != shape:
-            raise EngineFault(f"{name} is {list(after[name])}, the model wants {list(shape)}")
+            raise EngineFault(f"{name} is {list(after[name])}, but the model's is {list(shape)}")

@@ -1,10 +1,10 @@
-"""`/generate`, `/adapters`, `/health` and `/metrics` as a plain ASGI app; a router would cost more than a call.
+"""`/generate`, `/adapters`, `/health` and `/metrics` as a plain ASGI app, since a router would cost more than a call.
 
-`GatewaysOnly` stands before it. `/health` alone needs no key, and says no more than whether weights are served.
+`GatewaysOnly` checks the key before it. Only `/health` needs no key, and it says only whether weights are served.
 
 `POST /adapters` takes `{"address": ..., "folder": ...}`: the SHA-256 of an adapter's `adapter_model.safetensors` in
-hex, and a folder that this replica sees. It may be sent again. `GET /adapters` lists what is loaded, and
-`DELETE /adapters/ADDRESS` unloads one.
+hex, and a folder that this replica sees. It may be repeated. `GET /adapters` lists the loaded adapters, and `DELETE
+/adapters/ADDRESS` unloads one.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class _BodyTooLarge(Exception):
 
 
 class AdapterPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where an adapter is: its address, and a folder in peft's layout."""
+    """The location of an adapter: its address, and a folder in peft's layout."""
 
     address: str
     folder: str
@@ -52,7 +52,7 @@ _places = msgspec.json.Decoder(AdapterPlace)
 
 
 class _Reply:
-    """The deliveries of one request that were not sent yet."""
+    """The deliveries of one request that have not been sent yet."""
 
     __slots__ = ("_chunks", "_disconnected", "_waiter", "done", "fault")
 
@@ -90,7 +90,7 @@ class _Reply:
 
 
 class App:
-    """Serves one backend over HTTP. `make` creates it, given the function to call with its deliveries."""
+    """Serves one backend over HTTP. `make` creates it, given a callback for its deliveries."""
 
     def __init__(self, settings: ServerSettings, engine: str, replica: str, make: MakeBackend) -> None:
         self.settings = settings
@@ -218,7 +218,7 @@ class App:
             body = await reply.take(until_done=False)
 
     async def _answer_json(self, send: AsgiSend, answering: Awaitable[object]) -> None:
-        """Answer with JSON, or with the code and the sentence of a refusal."""
+        """Answer with JSON, or with the code and reason of a refusal."""
         try:
             answer = await answering
         except ClientDisconnected:
@@ -263,9 +263,9 @@ class App:
 
 
 class GatewaysOnly:
-    """An ASGI application before a replica's: it lets in whoever sends the hive's key for replicas, and no web page.
+    """An ASGI application in front of a replica's: it admits only requests with the hive's replica key, no web pages.
 
-    What is asked of a replica is recorded by gateways alone, and they alone keep clients' adapters apart.
+    Only gateways record the requests to replicas, and only they keep clients' adapters apart.
     """
 
     def __init__(self, app: AsgiApp, key: str) -> None:
@@ -291,8 +291,8 @@ class GatewaysOnly:
         found = "no key was sent" if given is None else "another key was sent"
         return Refused(
             Code.BAD_KEY,
-            f"This replica answers the gateways of its hive: it needs the hive's key for replicas, but {found}. Sample "
-            "through a gateway. An operator gets the key by `bombus inference --show-key`, and sends it as "
+            f"This replica answers only the gateways of its hive: it needs the hive's key for replicas, but {found}. "
+            "Sample through a gateway. An operator gets the key with `bombus inference --show-key` and sends it as "
             "`Authorization: Bearer <key>`.",
         )
 

@@ -29,7 +29,7 @@ from bombus_inference.settings import InferenceSettings
 
 log = logging.getLogger(__name__)
 
-CONNECTIONS_FOR_A_REQUEST = 2  # gateways keep some open without a request
+CONNECTIONS_FOR_A_REQUEST = 2  # gateways keep some connections open between requests
 LOAD_ATTEMPTS = 3  # before the replica reports that it cannot load a version
 LOAD_RETRY_MAX_S = 60.0
 
@@ -70,7 +70,7 @@ class ReplicaService:
         self._instance = f"{self.name}-{secrets.token_hex(4)}"
 
     async def run(self) -> None:
-        """Follow the log and serve until cancelled. Raises what broke the backend."""
+        """Follow the log and serve until cancelled. Raises the exception that broke the backend."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._follower.run())
@@ -86,7 +86,7 @@ class ReplicaService:
 
     async def _leave(self) -> None:
         leaves = ReplicaLeaves(id=f"{self._instance}-leaves", engine=self._settings.engine, replica=self.name)
-        with contextlib.suppress(BusUnavailable):  # without this message the replica lapses
+        with contextlib.suppress(BusUnavailable):  # without this message, the hive removes the replica after a while
             await self._bus.inbox.send(leaves, timeout_s=2.0)
 
     # ---- what is to be served ---------------------------------------------------------------------------------
@@ -144,9 +144,9 @@ class ReplicaService:
     # ---- weights ----------------------------------------------------------------------------------------------
 
     async def _load(self, ready: WeightsReady) -> None:
-        """Load weights and report it. While that fails, keep trying and report why: a mount may come back.
+        """Load weights and report it. If that fails, keep trying and report why, since a mount may come back.
 
-        A version that is overtaken meanwhile is given up, since its files may be gone.
+        A version that is superseded in the meantime is abandoned, since its files may be gone.
         """
         failures = reports = 0
         while self._wanted() is ready:
@@ -167,7 +167,7 @@ class ReplicaService:
                 failures = 0
 
     def _retry_s(self, failures: int) -> float:
-        """Return how long to wait after so many failures: the setting, then twice as long after each."""
+        """Return how long to wait after `failures`: the setting up to `LOAD_ATTEMPTS`, then doubling each time."""
         doubled = 2.0 ** min(max(failures - LOAD_ATTEMPTS, 0), 16)
         return min(self._settings.load_retry_s * doubled, LOAD_RETRY_MAX_S)
 
@@ -177,7 +177,7 @@ class ReplicaService:
         return None if replica is None else replica.quarantined
 
     async def _is_released(self, ready: WeightsReady, wait_s: float) -> bool:
-        """Wait before the next attempt, or until other weights are wanted or a quarantine ends; return the last."""
+        """Wait for the next attempt, other weights, or the end of a quarantine; return whether a quarantine ended."""
         was_quarantined = self._quarantine is not None
 
         def is_released() -> bool:
@@ -230,7 +230,7 @@ class ReplicaService:
         await self.app.backend.load(policy, self._report_stage)
         seconds = round(loop.time() - started, 3)
         log.info("serving version %d after %.3f s", version, seconds, extra={"run": run, "version": version})
-        self._loads += 1  # loading a version again after losing it is a fact of its own
+        self._loads += 1  # reloading a version after losing it is a separate fact
         loaded = WeightsLoadedFact(
             id=f"{self._instance}-{run}-loaded-{version}-{self._loads}",
             engine=self._settings.engine,
@@ -259,13 +259,13 @@ class ReplicaService:
     # ---- messages ---------------------------------------------------------------------------------------------
 
     async def _report_stage(self, stage: str) -> None:
-        """Report a stage for `engine_status_detail` while the engine boots. If the bus is away it is dropped."""
+        """Report a stage for `engine_status_detail` while the engine boots. It is dropped if the bus is unavailable."""
         reached = StageReached(id=secrets.token_hex(8), engine=self._settings.engine, run=self._engine.run, stage=stage)
         with contextlib.suppress(BusUnavailable):
             await self._bus.inbox.send(reached, timeout_s=1.0)
 
     async def _stay_alive(self) -> None:
-        """Send an alive message regularly. If the bus is away it is dropped: it would be stale when the bus is back."""
+        """Send alive messages regularly. One is dropped if the bus is unavailable, since it would be stale later."""
         while True:
             self._alives += 1
             alive = ReplicaAlive(
@@ -287,7 +287,7 @@ class ReplicaService:
 
 
 async def advertised_url(bus: Bus, settings: InferenceSettings, bound: socket.socket) -> str:
-    """Return the address by which gateways reach this replica. Raises `Refused` where nothing says which."""
+    """Return the address at which gateways reach this replica. Raises `Refused` if it cannot be determined."""
     url = settings.advertise_url or url_of(bound)
     own = await bus.own_address()
     reached = url_for_others(url, own)
@@ -295,14 +295,14 @@ async def advertised_url(bus: Bus, settings: InferenceSettings, bound: socket.so
         raise Refused(
             Code.BAD_CONFIG,
             f"{url} stands for every address of this machine, and the connection to the bus, which comes from {own}, "
-            "does not show by which of them gateways reach this replica: give --advertise-url "
+            "does not show at which of them gateways reach this replica: pass --advertise-url "
             f"http://HOST:{bound.getsockname()[1]}, or listen at one address with --host",
         )
     return reached
 
 
 async def run(settings: InferenceSettings) -> None:
-    """Serve an engine of a hive until cancelled. Raises `BusUnavailable` without a bus, or what broke the engine."""
+    """Serve an engine of a hive until cancelled. Raises `BusUnavailable` without a bus, or the backend's exception."""
     telemetry.configure("inference")
     bound = listen(settings.http.host, settings.http.port)
     async with await Bus.connect(settings.bus_url, settings.hive, name=f"inference-{settings.engine}") as bus:
@@ -312,7 +312,7 @@ async def run(settings: InferenceSettings) -> None:
         replica = ReplicaService(bus, settings, url)
         try:
             limits = HttpLimits(connections=CONNECTIONS_FOR_A_REQUEST * settings.http.requests_max)
-            # On the way out it lets open requests finish.
+            # On exit, it lets open requests finish.
             named = (settings.http.host, host_of(url), *settings.http.host_names)
             app = OwnHostsOnly(GatewaysOnly(replica.app, key), bound, named)
             async with http_server(app, bound, settings.http.drain_s, limits=limits):

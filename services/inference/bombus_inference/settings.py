@@ -83,7 +83,7 @@ class ComputeSettings(BaseModel):
         default=None,
         ge=2,
         le=1 << 23,
-        description="the longest sequence, prompt and answer; 0: the job's, as far as the cache allows",
+        description="the longest sequence, prompt and answer; 0: the job's, or less if the cache is too small",
     )
     max_running: MaxRunning = Field(default=128, description="sequences decoded at once")
     max_waiting: Annotated[int, Flag(metavar="N")] = Field(
@@ -106,7 +106,7 @@ class ComputeSettings(BaseModel):
 
     @property
     def precision(self) -> str:
-        """The type to compute in when neither these settings nor a job set one."""
+        """The type to compute in: `dtype`, or float32 if it is not set."""
         return self.dtype or "float32"
 
     @property
@@ -114,7 +114,7 @@ class ComputeSettings(BaseModel):
         return self.kv_cache_bytes or KV_CACHE_BYTES
 
     def length_within(self, *limits: int) -> int:
-        """Return the least of these limits and of `max_model_len`, where that is set."""
+        """Return the least of these limits and of `max_model_len`, if that is set."""
         return min(limits if self.max_model_len is None else (*limits, self.max_model_len))
 
 
@@ -134,11 +134,11 @@ class VllmSettings(BaseModel):
         default=None, gt=0, le=1, description="of each GPU's memory, more than 0 and at most 1"
     )
     max_loras: MaxLoras = Field(
-        default=4, description="adapters of a run of operations in one batch; each takes GPU memory"
+        default=4, description="adapters of an operations run in one batch; each takes GPU memory"
     )
     max_lora_rank: MaxLoraRank = Field(
         default=64,
-        description="the highest rank of adapters of a run of operations; the memory for them is that of this rank",
+        description="the highest rank of adapters in an operations run; each takes the memory of this rank",
     )
     start_s: Annotated[float, Flag(name="--vllm-start-timeout", metavar="SECONDS")] = Field(
         default=900.0, gt=0, le=86_400, description="until vLLM must be ready"
@@ -174,7 +174,7 @@ class OpenAISettings(BaseModel):
 
 
 class ServerSettings(BaseModel):
-    """Where a replica listens, and how many requests it takes."""
+    """The address at which a replica listens, and the number of requests that it accepts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -23,7 +23,7 @@ class StatusLine(Panel):
 
 
 class Banner(StatusLine):
-    """The hive and engine on the left; the link, position and time on the right."""
+    """Shows the hive and engine on the left; the link, position and time on the right."""
 
     def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
         left = Text(" ⬢ bombus ", f"bold {pal.AMBER}")
@@ -52,7 +52,7 @@ class Banner(StatusLine):
 
 
 class KeyBar(StatusLine):
-    """The keys. While the view is held, its place in the past; while the bus is away, the reason."""
+    """Shows the keys; while the view is held, its place in the past; while the bus is away, the reason."""
 
     def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
         viewer = self.viewer

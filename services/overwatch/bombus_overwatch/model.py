@@ -55,7 +55,7 @@ def _tails() -> dict[EventGroup, deque[LoggedEvent]]:
 
 
 class ModelHistory(msgspec.Struct):
-    """What the operations of one model have computed. `losses` are for each token, of a forward_backward each."""
+    """The results of one model's operations. `losses` has the mean loss per token of each forward_backward."""
 
     losses: deque[float] = msgspec.field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
     grad_norms: deque[float] = msgspec.field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
@@ -63,10 +63,10 @@ class ModelHistory(msgspec.Struct):
 
 
 class EngineHistory(msgspec.Struct, kw_only=True):
-    """The history of one engine. Everything but the tails starts again with each run."""
+    """The history of one engine. Everything but the tails is reset when a run starts."""
 
     tails: dict[EventGroup, deque[LoggedEvent]] = msgspec.field(default_factory=_tails)
-    # Of training episodes, by the policy version at their claim, or by the number of what they have sampled from.
+    # Of training episodes, by the policy version at their claim, or by the number of the model they sampled from.
     rewards: dict[int, EvalStats] = {}
     samplers: dict[str, int] = {}  # saved models, numbered in the order in which the first of their episodes ended
     samplers_seen: int = 0
@@ -170,7 +170,7 @@ def _ended(history: EngineHistory, event: ev.EpisodeEnded, engine: EngineState) 
 
 
 def _played_with(history: EngineHistory, event: ev.EpisodeEnded, episode: str, engine: EngineState) -> int:
-    """Return the version that an ended episode belongs to: in a run of operations the number of its saved model."""
+    """Return the version that an ended episode belongs to: in an operations run, the number of its saved model."""
     completed = engine.pool.get(episode)
     if not engine.clients_take_episodes or completed is None:
         return event.version

@@ -20,7 +20,7 @@ Cell = tuple[str, str]  # a character and its colour
 
 
 class RewardPanel(Panel):
-    """A line for training, diamonds for held-out tasks."""
+    """Shows a line for training, and diamonds for held-out tasks."""
 
     def retitle(self, screen: Screen) -> None:
         self.border_title = f"Reward by {'saved model' if screen.rewards.by_sampler else 'policy version'}"
@@ -40,7 +40,7 @@ class RewardPanel(Panel):
 
 
 def _of_episodes(rollouts: Sequence[StepRollouts]) -> str:
-    """Return how often the episodes of the newest sealed batch succeeded, where they say so, and their length."""
+    """Return the success rate of the newest sealed batch's episodes, if they report it, and their mean length."""
     if not rollouts:
         return ""
     newest = rollouts[-1]
@@ -62,7 +62,7 @@ def _legend(rewards: RewardCurves, width: int) -> Text:
 
 
 def _data_sets(rewards: RewardCurves, width: int) -> Text:
-    """Return the held-out reward of each data set in one line, of as many as there is room for."""
+    """Return the held-out rewards of the data sets in one line, cut off if there is no room for all."""
     return Text(fit("  ".join(f"{name} {figure(mean)}" for name, mean in rewards.data_sets), width), pal.AMBER)
 
 

@@ -43,8 +43,8 @@ class StageRow:
 
 @dataclass(frozen=True)
 class EpisodeRow:
-    """An open episode, or a claim of multi-model ones: then `episode` has the sums over their engines, which it
-    names."""
+    """An open episode, or a claim of multi-model episodes: then `episode` names their engines and has the sums over
+    them."""
 
     episode: OpenEpisode
     used: float  # of its idle limit: 1.0 is the limit
@@ -57,7 +57,7 @@ class EpisodeRow:
 
 @dataclass(frozen=True)
 class ModelRow:
-    """A model of a client of training operations. `loss` is for each token, `tokens_s` of those that it trains on."""
+    """A model of a client of training operations. `loss` is per token, `tokens_s` the rate at which it is trained."""
 
     model: ModelStatus
     loss: float | None
@@ -66,10 +66,10 @@ class ModelRow:
 
 @dataclass(frozen=True)
 class RewardCurves:
-    """Mean rewards by policy version. `train` has the versions that are complete, `now_mean` is of the current one.
+    """Mean rewards by policy version. `train` has the complete versions, `now_mean` is that of the current one.
 
-    In a run of training operations (`by_sampler`) they are by saved model, numbered as their episodes ended.
-    `data_sets` are the means of the newest version that was evaluated.
+    In an operations run (`by_sampler`) they are by saved model, numbered in the order of their first ended episodes.
+    `data_sets` has the means for each data set of the newest version that was evaluated.
     """
 
     train: tuple[tuple[int, float], ...]
@@ -82,7 +82,7 @@ class RewardCurves:
 
 @dataclass(frozen=True)
 class TrainingSummary:
-    """`model` is that of the curves in a run of training operations, "" in one that has batches."""
+    """`model` names the model that the curves belong to in an operations run; it is "" in a run with batches."""
 
     epoch: int
     step_in_flight: int | None
@@ -95,7 +95,7 @@ class TrainingSummary:
     grad_norm: tuple[float, ...]
     staleness: float | None
     merge_share: float | None  # of calls that extended an earlier one token for token
-    others: tuple[tuple[str, float], ...]  # what its episodes have reported, and the last step's other metrics
+    others: tuple[tuple[str, float], ...]  # metrics reported by its episodes, and the last step's other metrics
     model: str = ""
 
 

@@ -83,7 +83,7 @@ class Timeline:
         return self.live.position
 
     def moved(self, position: int, events: int) -> int:
-        """Return the position so many events later, or earlier if negative, within the events that are kept."""
+        """Return the position `events` events later, or earlier if negative, within the events that are kept."""
         positions = [self.oldest, *(kept for chunk in self._chunks for kept in chunk.positions)]
         index = bisect_left(positions, position) + events
         return positions[min(max(index, 0), len(positions) - 1)]

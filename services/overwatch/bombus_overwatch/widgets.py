@@ -34,7 +34,7 @@ STAGE_MARKS = {
 
 
 class Panel(Widget):
-    """A box with a title. `lines` returns rich text for the available size; what does not fit is cut off."""
+    """A box with a title. `lines` returns rich text for the available size; the excess is cut off."""
 
     def __init__(self, title: str = "", id: str | None = None, classes: str = "panel") -> None:
         super().__init__(id=id, classes=classes)
@@ -68,7 +68,7 @@ class Panel(Widget):
 class PhaseBar(Panel):
     """Shows the phase of the engine, for how long it has been in it, and what it waits for.
 
-    Once a gateway has read the model, a third line says how.
+    Once a gateway has read the model, a third line shows the format that it found.
     """
 
     def retitle(self, screen: Screen) -> None:
@@ -108,7 +108,7 @@ class PhaseBar(Panel):
 
 
 class Notice(Panel):
-    """Shows in full why the run is suspended or failed, or what is wrong with some of its services; else hidden."""
+    """Shows in full why the run is suspended or failed, or what is wrong with its services; hidden otherwise."""
 
     def retitle(self, screen: Screen) -> None:
         status = screen.status
@@ -126,20 +126,20 @@ class Notice(Panel):
 
 
 def _warning(status: EngineStatus) -> str:
-    """Return what is wrong with replicas, gateways, rewards or calls while the run goes on."""
+    """Return what is wrong with replicas, gateways, rewards or calls while the run continues."""
     apart = [f"{each.replica} is quarantined: {each.quarantined}" for each in status.replicas if each.quarantined]
     return ". ".join(filter(None, [*apart, status.silent, status.disagreement, incomplete_text(status)]))
 
 
 def _serves(screen: Screen) -> bool:
-    """Return whether a run of training operations is on, which has models and no batches."""
+    """Return whether an operations run is active, which has models and no batches."""
     status = screen.status
     is_on = status is not None and status.phase not in (Phase.BOOTING, Phase.OFFLINE)
     return is_on and status is not None and status.clients_take_episodes
 
 
 class ModelsPanel(Panel):
-    """Shows the models of a run of training operations, in the place of the collection that it does not have."""
+    """Shows the models of an operations run, in place of the collection panel."""
 
     def retitle(self, screen: Screen) -> None:
         self.display = _serves(screen)

@@ -1,1 +1,1 @@
-"""The torch trainer: batches from the log in, optimizer steps and weights out."""
+"""The trainer: it reads batches from the log, makes optimizer steps and publishes weights."""

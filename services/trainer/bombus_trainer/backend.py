@@ -1,4 +1,4 @@
-"""The interface between the trainer service and what trains: torch in this process, or verl's engine on some ranks."""
+"""The interface between the trainer service and its backends: torch or verl's engine, on one rank or several."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,11 +20,11 @@ T = TypeVar("T")
 
 
 class Interrupted(Exception):
-    """Raised when a step was stopped between two micro-batches. Gradients and perhaps updates of it remain."""
+    """Raised when a step is stopped between two micro-batches. Its gradients, and perhaps some updates, remain."""
 
 
 class BackendLost(EngineFault):
-    """Raised when a rank has failed where others did not, or is gone: only a new process can continue."""
+    """Raised when only a new process can continue: a rank is gone, ranks failed differently, or the device failed."""
 
 
 class TrainerBackend(Protocol):
@@ -47,9 +47,9 @@ class TrainerBackend(Protocol):
     def train_step(
         self, groups: list[EpisodeGroup], step: int, interrupted: Callable[[], bool] = lambda: False
     ) -> dict[str, float]:
-        """Train on a batch and return the step's metrics. A batch without any signal changes nothing.
+        """Train on a batch and return the step's metrics. A batch without anything to train on changes nothing.
 
-        `backends.steps.StepBackend` makes the step, of what each backend computes.
+        `backends.steps.StepBackend` implements this on top of what each backend computes.
 
         An update whose loss or gradient is not finite is left out: parameters and optimizer stay as they are, and the
         metric `updates_left_out` counts it. Raises `Interrupted` when `interrupted()` is true between two
@@ -62,25 +62,24 @@ class TrainerBackend(Protocol):
         ...
 
     def restore(self, path: Path, digest: str) -> None:
-        """Go on from a checkpoint.
+        """Load the state of a checkpoint.
 
-        Raises `CheckpointLost` when it is missing or damaged, `EngineFault` when it is of another model or backend.
+        Raises `CheckpointLost` if it is missing or damaged, `EngineFault` if it belongs to another model or backend.
         """
         ...
 
     def outline(self, part: ModelPart = ModelPart.MODEL) -> Outline: ...
 
     def read_weights(self, use: Callable[[Tensors], T], part: ModelPart = ModelPart.MODEL) -> T:
-        """Pass the current weights to `use`: whole tensors, each computed when its turn comes.
+        """Pass the current weights to `use` as whole tensors, each computed only when `use` reaches it.
 
-        Training is not disturbed. Parts other than the model exist only with LoRA.
+        Training is not affected. Parts other than the model exist only with LoRA.
         """
         ...
 
 
 class OperationBackend(Protocol):
-    """The models of training clients on one base, see `operations.executor.OperationExecutor`. Make one call at a
-    time."""
+    """Training clients' models on one base, see `operations.executor.OperationExecutor`. Make one call at a time."""
 
     @property
     def models(self) -> dict[str, int]: ...
@@ -108,7 +107,7 @@ class OperationBackend(Protocol):
 
 
 BaseLoader = Callable[[RunConfig, ExecutorSettings], OperationBackend]
-"""Loads a job's model as the base of training operations. Raises `EngineFault` for what this trainer cannot do."""
+"""Loads a job's model as the base of training operations. Raises `EngineFault` if this trainer cannot do that."""
 
 Loader = Callable[[RunConfig], TrainerBackend]
-"""Loads a job's model at step 0. Raises `EngineFault` for what this trainer cannot do."""
+"""Loads a job's model at step 0. Raises `EngineFault` if this trainer cannot train it."""

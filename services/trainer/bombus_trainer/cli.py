@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--backend",
         choices=("torch", VERL),
         default="torch",
-        help="what it can train with: verl runs in its own environment (default: %(default)s)",
+        help="the training backend; verl runs in its own environment (default: %(default)s)",
     )
 
 
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _continue_in_verls_environment(arguments: argparse.Namespace, options: TrainerOptions) -> None:
-    """Replace this process by the same trainer under the Python that has verl."""
+    """Replace this process with the same trainer, run by the Python that has verl."""
     try:
         python = environment_python(VERL)
     except EngineFault as error:

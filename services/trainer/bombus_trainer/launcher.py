@@ -1,7 +1,8 @@
 """`python -m bombus_trainer.launcher`: start a hive whose trainer has its ranks on several machines.
 
-It runs all processes of a hive but the trainer. In mode auto it also runs torchrun for this machine, which is node 0;
-in mode connect it prints the command for every machine. All of them connect to the bus: rank 0 is the trainer.
+It runs all processes of a hive except the trainer. In mode auto it also runs torchrun on this machine, as node 0, and
+prints the command for each other machine; in mode connect it prints the commands for all machines. Rank 0 is the
+trainer on the bus, and the other ranks follow it.
 """
 
 import argparse
@@ -51,7 +52,7 @@ RANK_FLAGS: Overrides = {
 }
 MACHINE_FLAGS: Overrides = {
     "gateway.host": Flag(
-        name="--api-host", metavar="HOST", help="where the gateway listens", default="the cluster file's, or 127.0.0.1"
+        name="--api-host", metavar="HOST", help="the gateway's address", default="the cluster file's, or 127.0.0.1"
     ),
     "gateway.port": Flag(
         name="--api-port",
@@ -59,19 +60,17 @@ MACHINE_FLAGS: Overrides = {
         help="the gateway's port; 0: any free port, which is printed",
         default="the cluster file's, or 10086",
     ),
-    "trainer.device": Flag(
-        choices=("cpu", "cuda"), help="the ranks' device", default="the cluster file's trainer's, or cpu"
-    ),
+    "trainer.device": Flag(choices=("cpu", "cuda"), help="the ranks' device", default="the cluster file's, or cpu"),
     "trainer.threads": Flag(
         metavar="N",
         help="threads of torch on the CPU; 0: torchrun's choice",
-        default="the cluster file's trainer's, or 0",
+        default="the cluster file's, or 0",
     ),
     **TRAINER_FLAGS,
 }
 HIVE_FLAGS: Overrides = {
     "hive": Flag(metavar="NAME", help="the hive's name", default="the cluster file's, or main", read=name_of("hive")),
-    "nats": Flag(metavar="URL", help="an external NATS server", default="our own, for this machine"),
+    "nats": Flag(metavar="URL", help="an external NATS server", default="one that it starts, for this machine only"),
     "data_dir": Flag(metavar="DIR", help="a folder that all machines share"),
 }
 FLAGS = {**RANK_FLAGS, **MACHINE_FLAGS, **HIVE_FLAGS}
@@ -82,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--mode",
         choices=(AUTO, CONNECT),
         default=AUTO,
-        help="auto runs the ranks of this machine, node 0; connect prints the commands for all (default: %(default)s)",
+        help="auto runs this machine's ranks, as node 0; connect prints the commands for all (default: %(default)s)",
     )
     parser.add_argument("--config", type=Path, metavar="FILE.yaml", help="a cluster file, or the job to start with")
     parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="how many machines (default: %(default)s)")
@@ -116,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--debug-root",
         type=Path,
         metavar="DIR",
-        help="where jobs may name files for save_debug_rollout_data (default: only below the folder of their run)",
+        help="folder below which jobs may write debug rollout data (default: only below the folder of their run)",
     )
     parser.add_argument(
         "--engine", type=name_of("engine"), default="main", help="the engine that is trained (default: %(default)s)"
@@ -141,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def layout_of(arguments: argparse.Namespace) -> tuple[Layout, TrainerPart]:
-    """Return what this machine runs, and the trainer's part for each machine. Raises `Refused(BAD_CONFIG)`."""
+    """Return this machine's layout, and the trainer's configuration on each machine. Raises `Refused(BAD_CONFIG)`."""
     check_counts(arguments, {"nnodes": NODES_MAX, "nproc_per_node": PROCESSES_MAX, "master_port": 65_535})
     check_range("--operation-timeout", arguments.operation_timeout, 1, TIMEOUT_S_MAX)
     name = arguments.engine
@@ -153,7 +152,7 @@ def layout_of(arguments: argparse.Namespace) -> tuple[Layout, TrainerPart]:
     trainer = engine.trainer
     assert trainer is not None  # put there by the flags
     if trainer.backend != "verl":
-        raise Refused(Code.BAD_CONFIG, f"engines.{name}.trainer.backend is {trainer.backend}: ranks are verl's")
+        raise Refused(Code.BAD_CONFIG, f"engines.{name}.trainer.backend is {trainer.backend}, but must be verl")
     if arguments.mode == CONNECT:
         engines = {**cluster.engines, name: engine.model_copy(update={"trainer": None})}
         cluster = cluster.model_copy(update={"engines": engines})
@@ -177,7 +176,7 @@ def layout_of(arguments: argparse.Namespace) -> tuple[Layout, TrainerPart]:
 
 
 def _with_flags(plain: Tree, arguments: argparse.Namespace) -> Tree:
-    """Return the document with the values of the flags, which are about the trainer and the gateway."""
+    """Return the document, overridden with the flags about the trainer, the gateway and the hive."""
     typed = typed_overrides(arguments, FLAGS)
     engine = plain["engines"][arguments.engine]
     trainer = put_over({"backend": "verl", **(engine.get("trainer") or {})}, typed["trainer"])
@@ -190,7 +189,7 @@ def _with_flags(plain: Tree, arguments: argparse.Namespace) -> Tree:
 
 
 def worker_line(layout: Layout, trainer: TrainerPart, engine: str, nats: str, node: int) -> str:
-    """Return the command to type on the machine of that number."""
+    """Return the command to type on machine number `node`."""
     assert layout.rendezvous is not None
     gpus = [f"CUDA_VISIBLE_DEVICES={','.join(map(str, trainer.devices))}"] if trainer.devices else []
     own = shlex.join(["cat", str(_url_file(layout).absolute())])
@@ -208,17 +207,17 @@ async def run(layout: Layout, trainer: TrainerPart, arguments: argparse.Namespac
 
 
 async def _introduce(layout: Layout, trainer: TrainerPart, arguments: argparse.Namespace) -> None:
-    """Print the commands for other machines, and report when the trainer is ready."""
+    """Print the commands to type on machines, and report when the trainer is ready."""
     nats = layout.cluster.nats or await _own_bus(_url_file(layout))
     elsewhere = range(1, arguments.nnodes) if arguments.mode == AUTO else range(arguments.nnodes)
     if elsewhere:
-        say("in verl's environment (`bombus install verl`) of each machine, type:", flush=True)
+        say("type on each machine, in verl's environment (`bombus install verl`):", flush=True)
         if layout.cluster.nats and has_login(nats):
-            say(f"(with the address of the bus in {VARIABLE}, as it has a password)", flush=True)
+            say(f"(first set {VARIABLE} to the address of the bus, which contains a password)", flush=True)
     for node in elsewhere:
         say(worker_line(layout, trainer, arguments.engine, nats, node), flush=True)
     if arguments.mode == CONNECT and not layout.cluster.nats:
-        say("node 0 talks to the bus, which listens only on this machine: run it here, or give --nats", flush=True)
+        say("node 0 needs the bus, which listens only on this machine: run node 0 here, or pass --nats", flush=True)
     async with await _connected(nats, layout.cluster.hive) as bus:
         await bus.until_streams_exist()
         follower = Follower(bus)
@@ -238,12 +237,12 @@ async def _introduce(layout: Layout, trainer: TrainerPart, arguments: argparse.N
 
 
 def _url_file(layout: Layout) -> Path:
-    """Return the file in which the supervisor writes where its own server listens."""
+    """Return the file to which the supervisor writes the address of its NATS server."""
     return layout.data_dir / URL_FILE.name
 
 
 async def _own_bus(url_file: Path) -> str:
-    """Wait until the supervisor has written down where its server listens."""
+    """Wait until the supervisor has written the address of its NATS server, and return it."""
     while not await asyncio.to_thread(url_file.is_file):
         await asyncio.sleep(POLL_S)
     return url_file.read_text().strip()

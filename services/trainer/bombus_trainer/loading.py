@@ -32,7 +32,7 @@ LENGTH_BY_DEFAULT = RunConfig().rollout.max_model_len
 def load_backend(job: RunConfig, options: TrainerOptions, ranks: Ranks | None = None) -> TrainerBackend:
     """Load the job's model at step 0 into the job's backend, on all `ranks` (None: this process alone).
 
-    Raises `EngineFault` when there is no such model, or it cannot be trained in this process.
+    Raises `EngineFault` if there is no such model, or if this process cannot train it.
     """
     settings = TrainerSettings.of_job(job, options.device, options.bin_tokens)
     ranks = ranks or Ranks.alone()
@@ -60,12 +60,12 @@ def _check_processes(job: RunConfig, ranks: Ranks) -> None:
     if job.trainer.processes not in (0, ranks.size):
         raise EngineFault(
             f"trainer.processes is {job.trainer.processes}, but this trainer was started with {ranks.size}: "
-            "set it to 0, or start the trainer with as many"
+            f"set it to 0, or start the trainer with {job.trainer.processes} processes"
         )
 
 
 def load_executor(settings: TrainerSettings, allow_download: bool = False, ranks: Ranks | None = None) -> Executor:
-    """Load the job's model at step 0. Raises `EngineFault` when there is none, or it is not the torch backend's."""
+    """Load the job's model at step 0. Raises `EngineFault` if there is none, or its backend is not torch."""
     job = settings.job
     if job.trainer.backend != "torch":
         raise EngineFault(f"trainer.backend is {job.trainer.backend}, but this can only be done with the torch backend")
@@ -78,7 +78,7 @@ def load_base(
 ) -> OperationExecutor:
     """Load the job's model as the base of training operations, on all `ranks` (None: this process alone).
 
-    Torch executes them, whichever backend the job has for its own steps. Raises `EngineFault` when there is no model.
+    The torch backend executes them, whichever backend the job names. Raises `EngineFault` if there is no such model.
     """
     ranks = ranks or Ranks.alone()
     _check_processes(job, ranks)
@@ -89,19 +89,19 @@ def load_base(
 
 
 def base_files(job: RunConfig, options: TrainerOptions) -> dict[str, bytes]:
-    """Return the files of the tokenizer for the job's model. Raises `EngineFault` where no gateway could use them."""
+    """Return the files of the tokenizer for the job's model. Raises `EngineFault` if no gateway could use them."""
     return text_files(job, _folder(job, options.allow_download), options.allow_download)
 
 
 def check_model(folder: Path, tokens: int) -> None:
-    """Raise `EngineFault` unless the torch backend trains the model in `folder` on sequences of `tokens`."""
+    """Raise `EngineFault` unless the torch backend can train the model in `folder` on sequences of `tokens` tokens."""
     lengths = {"max_prompt_length": 1, "max_response_length": 1, "max_response_length_in_one_turn": 1}
     job = RunConfig.model_validate({"rollout": {**lengths, "max_model_len": tokens}, "trainer": {"overlong_buffer": 1}})
     PolicyModel.load(folder, TrainerSettings.of_job(job))
 
 
 def _folder_to_load(job: RunConfig, allow_download: bool) -> Path:
-    """Return the folder of the job's model, and say that its weights are loaded now: it is silent until they are."""
+    """Return the folder of the job's model, and log that loading begins, as nothing else is logged until it ends."""
     folder = _folder(job, allow_download)
     size = byte_size(sum(file.stat().st_size for file in folder.glob("*.safetensors")))
     log.info("loading %s, %s of weights: this takes seconds to minutes, depending on their size", job.model.path, size)
@@ -111,7 +111,7 @@ def _folder_to_load(job: RunConfig, allow_download: bool) -> Path:
 def _folder(job: RunConfig, allow_download: bool) -> Path:
     dtype = "bfloat16" if job.model.dtype == "auto" else job.model.dtype
     folder = resolve_model(job.model.path, dtype=dtype, seed=job.model.seed % SEEDS, allow_download=allow_download)
-    if job.rollout.max_model_len != LENGTH_BY_DEFAULT:  # which gives way to the model's context
+    if job.rollout.max_model_len != LENGTH_BY_DEFAULT:  # the default is reduced to the model's context
         check_context(load_config(folder), job.rollout.max_model_len)
     return folder
 
@@ -119,7 +119,7 @@ def _folder(job: RunConfig, allow_download: bool) -> Path:
 def text_files(job: RunConfig, folder: Path, allow_download: bool = False) -> dict[str, bytes]:
     """Return the files of the tokenizer for the model in `folder`, with the job's chat template.
 
-    Raises `EngineFault` when they do not fit the model, or when no gateway could use them.
+    Raises `EngineFault` if they do not fit the model, or if no gateway could use them.
     """
     name = job.model.tokenizer
     other = resolve_tokenizer(name, allow_download=allow_download) if name else None
@@ -131,6 +131,6 @@ def text_files(job: RunConfig, folder: Path, allow_download: bool = False) -> di
 
 
 def pack_tokenizer(files: Mapping[str, bytes]) -> tuple[str, bytes]:
-    """Return the object that gateways read a tokenizer from: its name, made from its digest, and its bytes."""
+    """Return the name (with its digest) and the bytes of the object from which gateways read the tokenizer."""
     blob = msgspec.msgpack.encode(dict(sorted(files.items())))
     return f"tokenizer-{sha256(blob).hexdigest()}", blob

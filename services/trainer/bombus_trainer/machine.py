@@ -1,4 +1,4 @@
-"""Describe the machine, which decides the last bits of a sum: the same step elsewhere may give other bytes."""
+"""Describe the machine. It determines the last bits of sums, so the same step elsewhere may give other bytes."""
 
 import platform
 from pathlib import Path
@@ -11,7 +11,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 def this_machine(device: str) -> str:
     """Describe this machine, such as `cpu: AMD EPYC 9654 (AVX512), torch 2.13.0, 2 threads`.
 
-    Where the descriptions are equal, the bytes should be too.
+    If two descriptions are equal, the bytes of a step should be too.
     """
     if device == "cpu":
         unit = f"{_cpu_model()} ({torch.backends.cpu.get_cpu_capability()})"

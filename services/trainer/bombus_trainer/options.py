@@ -1,4 +1,4 @@
-"""The options of a trainer process: whose steps it makes, where it writes, and what its machine can bear."""
+"""The options of a trainer process: its engine, its folders, and the limits of its machine."""
 
 import argparse
 import json
@@ -16,23 +16,24 @@ OBJECTS_FULL_EVERY = 16
 
 
 class TrainerOptions(TrainerMachineOptions):
-    """`folder` holds checkpoints and weights; unless these go by objects, replicas must see it under the same path.
+    """`folder` holds checkpoints and weights.
 
-    Jobs may write their debug rollout data below `debug_root`. `retry_s` is the pause after the first failure of a
-    step, doubled up to `retry_s_max`. A superseded trainer asks every `presence_s` whether its successor is alive. A
-    model of a run of operations gets a checkpoint to go on from after `checkpoint_s`, or `checkpoint_bytes` of
-    operations.
+    Replicas must see it under the same path, unless weights are published through the object store. Jobs may write
+    their debug rollout data below `debug_root`. `retry_s` is the pause after a step's first failure; it doubles with
+    each further one, up to `retry_s_max`. A superseded trainer checks every `presence_s` whether its successor is
+    alive. In an operations run, a model gets a recovery checkpoint after `checkpoint_s`, or after `checkpoint_bytes`
+    of operations.
     """
 
     engine: Annotated[EngineName, Flag(metavar="NAME", help="the engine it works for", read=name_of("engine"))] = "main"
     folder: Annotated[
-        Path, Flag(metavar="DIR", help="checkpoints and weights; replicas see it under the same path")
+        Path, Flag(metavar="DIR", help="checkpoints and weights; replicas must see it under the same path")
     ] = Field(default=Path(".bombus/engines"), validate_default=True)
     debug_root: Annotated[
         Path | None,
         Flag(
             metavar="DIR",
-            help="jobs may write their debug rollout data anywhere below (default: only below the folder of their run)",
+            help="folder below which jobs may write debug rollout data (default: only below the folder of their run)",
         ),
     ] = None
     device: Device = "cpu"
@@ -49,7 +50,7 @@ class TrainerOptions(TrainerMachineOptions):
         Flag(
             name="--load-patience",
             metavar="SECONDS",
-            help="how long a failing load is retried before the run is suspended; a faulty job ends it at once",
+            help="how long a failing load is retried before the run is suspended; a fault of the job ends it at once",
         ),
     ] = Field(default=300.0, ge=0.0, le=86_400.0)
     retry_s: Annotated[float, NoFlag()] = Field(default=1.0, gt=0.0, le=600.0)
@@ -60,22 +61,21 @@ class TrainerOptions(TrainerMachineOptions):
 
     @property
     def silence_s(self) -> float:
-        """After what silence the hive takes this trainer for gone: before its supervisor ends it; 0: after a day."""
+        """How long this trainer may be silent before the hive considers it gone: half of `stall_s`; 0: a day."""
         return self.stall_s / 2
 
     @property
     def full_every(self) -> int:
-        """How many versions one full copy serves.
+        """How many versions are published per full copy; all others are deltas.
 
-        In a folder 1, unless the operator says otherwise: there hashing a version costs more than reading it, so deltas
-        save nothing.
+        In a folder it is 1 by default: there hashing a version costs more than reading it, so deltas save nothing.
         """
         return self.weights_full_every or (1 if self.weights_by == "folder" else OBJECTS_FULL_EVERY)
 
     @field_validator("folder")
     @classmethod
     def _folder_is_absolute(cls, folder: Path) -> Path:
-        """The log names files in it: they must be found from any working directory."""
+        """Make the path absolute: files that the log names must be found from any working directory."""
         return folder.absolute()
 
 
@@ -87,16 +87,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--options",
         type=_json_object,
         metavar="JSON",
-        help="options as one object, as `bombus up` gives them to its trainers; they override the other flags",
+        help="options as one JSON object, as `bombus up` passes them to its trainers; they override the other flags",
     )
 
 
 def options_of(arguments: argparse.Namespace) -> TrainerOptions:
-    """Return the options that were typed. Raises `Refused(BAD_CONFIG)`."""
+    """Return the options given on the command line. Raises `Refused(BAD_CONFIG)`."""
     given: dict[str, Any] = arguments.options or {}
     unknown = sorted(given.keys() - TrainerOptions.model_fields.keys())
     if unknown:
-        raise Refused(Code.BAD_CONFIG, f"--options has no {', '.join(unknown)}: run it with the same version of bombus")
+        raise Refused(
+            Code.BAD_CONFIG,
+            f"--options has unknown fields, {', '.join(unknown)}: start the trainer with the bombus that wrote them",
+        )
     return settings_from(TrainerOptions, arguments, given)
 
 

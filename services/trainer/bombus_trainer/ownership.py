@@ -22,7 +22,7 @@ from bombus_trainer.options import TrainerOptions
 log = logging.getLogger(__name__)
 
 OPEN_S = 30.0
-LOOK_S = 1.0  # how often a trainer that waits for the log looks whether there was a new connection
+LOOK_S = 1.0  # how often a trainer that waits for the log checks for a new connection
 
 
 class RunOver(Exception):
@@ -30,19 +30,19 @@ class RunOver(Exception):
 
 
 class RunOwnership:
-    """One trainer's hold on its engine's runs, one run after the other. `follow()` must run as its own task.
+    """One trainer's ownership of its engine's runs, one run after the other. `follow()` must run as its own task.
 
-    A trainer that was superseded stands aside only for as long as its successor answers. Safety does not depend on
-    that: facts of an older trainer epoch are ignored, so an answer that comes too late costs an attempt, never a step.
-    With a fixed patience instead, two live trainers would never finish a step that takes longer than that.
+    A superseded trainer stands aside only while its successor answers pings. Safety does not depend on that: facts of
+    an older trainer epoch are ignored, so an answer that comes too late costs an attempt, never a step. If it waited
+    for a fixed time instead, two live trainers would never finish a step that takes longer than that.
     """
 
     def __init__(self, bus: Bus, options: TrainerOptions, name: str) -> None:
         self.run = 0  # the run that we own, or owned last
         self.epoch = 0  # the trainer epoch in which we opened it; 0: not opened yet
         self.over = threading.Event()  # read by the training thread between micro-batches
-        self.doing: Callable[[], str] = str  # what the trainer works on
-        self.removed: set[str] = set()  # the names of callers' checkpoints whose folders can go
+        self.doing: Callable[[], str] = str  # describes the trainer's current work
+        self.removed: set[str] = set()  # callers' checkpoints whose folders can be deleted
         self.batch_trace = ""  # trace context of the episode end that completed the newest batch
         self._bus = bus
         self._options = options
@@ -64,7 +64,7 @@ class RunOwnership:
         await self._follower.caught_up()
 
     async def next_run(self) -> None:
-        """Wait for a run that we have not owned yet, and take it. One without a job has no model of ours."""
+        """Wait for a run that we have not owned yet, and own it. Runs without a policy or operations are skipped."""
         await self._follower.wait_for(lambda _: self._is_new(self.engine))
         self.run = self.engine.run
 
@@ -75,7 +75,7 @@ class RunOwnership:
         return self.engine.phase != Phase.OFFLINE and self.engine.run == self.run
 
     def is_over(self) -> bool:
-        """Return whether the run has ended for this trainer. A later epoch than ours belongs to another trainer."""
+        """Return whether the run has ended, or another trainer has opened it since (in a later epoch than ours)."""
         superseded = self.epoch > 0 and self.engine.trainer_epoch > self.epoch
         return superseded or not self.is_running()
 
@@ -91,7 +91,7 @@ class RunOwnership:
             self.over.set()
 
     async def wait(self, holds: Callable[[EngineState], bool], timeout_s: float | None = None) -> None:
-        """Wait until `holds` is true of the engine. Raises `RunOver` when the run ends first, `TimeoutError`."""
+        """Wait until `holds(engine)`. Raises `RunOver` if the run ends first, `TimeoutError` after `timeout_s`."""
         await self._follower.wait_for(lambda _: self.is_over() or holds(self.engine), timeout_s)
         self.check()
 
@@ -109,11 +109,11 @@ class RunOwnership:
     # ---- opening it and giving it up --------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Become the run's trainer. From here on facts of the trainer before us are ignored. Raises `RunOver`."""
+        """Become the run's trainer. From then on, facts of earlier trainers are ignored. Raises `RunOver`."""
         self.epoch = 0
         self.over.clear()
         opens = TrainerOpens(
-            id=f"{self._name}-{self.run}-{secrets.token_hex(4)}",  # each opening has an epoch of its own
+            id=f"{self._name}-{self.run}-{secrets.token_hex(4)}",  # each opening has its own epoch
             engine=self._options.engine,
             run=self.run,
             trainer=self._name,
@@ -128,7 +128,7 @@ class RunOwnership:
                 log.warning("opening run %d: %s", self.run, error)
                 await self.pause(self._options.retry_s)
             except Refused as refused:
-                log.info("run %d is not to be trained: %s", self.run, refused.why)
+                log.info("run %d cannot be opened: %s", self.run, refused.why)
                 raise RunOver from None
         assert isinstance(answer, Done)
         await self._follower.wait_position(answer.position, OPEN_S)
@@ -138,7 +138,7 @@ class RunOwnership:
         self.check()
 
     async def stand_aside(self) -> None:
-        """Wait until the run has ended, or the trainer that opened it after us is gone."""
+        """Wait until the run has ended, or until the trainer that opened it after us is gone."""
         if self.is_running():
             reached(Point.TRAINER_SUPERSEDED)
         patience_s = self._options.presence_s
@@ -153,7 +153,7 @@ class RunOwnership:
                     return
 
     async def _answer_pings(self, epoch: int) -> None:
-        """Answer for this trainer epoch until the connection is closed.
+        """Answer pings to this trainer epoch until the connection is closed.
 
         A process that is gone has no subscription, and one that hangs does not answer.
         """
@@ -164,7 +164,7 @@ class RunOwnership:
         await self._bus.client.subscribe(self._bus.subjects.trainer(self._options.engine, epoch), cb=answer)
 
     async def _is_alive(self, epoch: int, timeout_s: float) -> bool:
-        """Return whether the trainer of that epoch answers within `timeout_s`. True while the bus itself is away."""
+        """Return whether the trainer of that epoch answers within `timeout_s`. True if the bus itself is down."""
         try:
             await self._bus.requests.request(
                 self._bus.subjects.trainer(self._options.engine, epoch), timeout_s=timeout_s
@@ -176,14 +176,14 @@ class RunOwnership:
     # ---- facts ------------------------------------------------------------------------------------------------
 
     async def send(self, fact: Message) -> None:
-        """Put a fact into the inbox, however long the bus is away. Raises `RunOver` when the run ends meanwhile."""
+        """Put a fact into the inbox, retrying while the bus is down. Raises `RunOver` if the run ends first."""
         await self._bus.inbox.send_when_back(fact, lambda: self.pause(self._options.retry_s))
 
     async def say(self, fact: Message, shows: Callable[[EngineState], bool], said: Point | None = None) -> None:
-        """Put a fact into the inbox and wait until the log shows it. Raises `RunOver` when the run ends first.
+        """Put a fact into the inbox and wait until the log shows it. Raises `RunOver` if the run ends first.
 
-        After each new connection it is sent again, under its id: a power cut may have taken it with the end of the
-        inbox (R6).
+        After each reconnection the fact is resent under the same id: a power cut may have lost the end of the inbox
+        (R6).
         """
         while True:
             connections = self._connections
@@ -197,5 +197,5 @@ class RunOwnership:
                     pass
 
     def id(self, what: str) -> str:
-        """Return the id of a fact, which is the same however often it is sent."""
+        """Return the id of a fact. It is the same each time the fact is sent."""
         return f"{self._options.engine}-{self.run}-{self.epoch}-{what}"

@@ -1,9 +1,8 @@
-"""Calls on all ranks of a trainer: the leader announces them, the others follow, no rank waits for a failed one.
+"""Make calls on all ranks of a trainer: the leader announces them, the others follow, and none waits for a failed one.
 
-Between operations the others wait at torch's store, for hours if need be; the timeout of the process group applies only
-within an operation. After each, every rank reports its outcome. When all report the same failure (a damaged
-checkpoint) they can go on. When one has failed in its own way, others may be in the middle of an exchange: then all
-processes end.
+Between calls the other ranks wait on torch's store, for hours if need be; the process group's timeout applies only
+during a call. After each call, every rank reports its outcome. If all report the same failure (such as a damaged
+checkpoint), they can continue. Otherwise some ranks may be in the middle of a collective: then all processes end.
 """
 
 import logging
@@ -31,13 +30,13 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 LOAD, LOAD_BASE, STOP = "load", "load_base", "stop"
-GRACE_S = 10.0  # for the others to report, once one has failed
+GRACE_S = 10.0  # how long the others may take to report, once one has failed
 POLL_S = 60.0
-RankCall = tuple[str, tuple[object, ...]]  # a method of what is loaded, and its arguments
+RankCall = tuple[str, tuple[object, ...]]  # a method of the loaded backend, and its arguments
 
 
 class Board:
-    """The store that all ranks reach, where operations are announced and their outcomes reported."""
+    """The store shared by all ranks, in which calls are announced and their outcomes reported."""
 
     def __init__(self, store: Store, ranks: Ranks, grace_s: float = GRACE_S) -> None:
         self.ranks = ranks
@@ -52,7 +51,7 @@ class Board:
         self.ranks.share(call)
 
     def next(self) -> RankCall:
-        """Wait for the next call, however long that takes. Called by the others."""
+        """Wait for the next call, however long that takes. Called by the other ranks."""
         self._number += 1
         while not self._arrives(f"call/{self._number}", POLL_S):
             pass
@@ -63,12 +62,12 @@ class Board:
         self._store.set(f"outcome/{self._number}/{self.ranks.rank}", "" if failure is None else f"!{_words(failure)}")
 
     def outcome(self, rank: int, patience_s: float) -> str | None:
-        """Return what went wrong at a rank ("": nothing), or None when it has not reported in time."""
+        """Return the error that a rank has reported ("" if it succeeded), or None if it does not report in time."""
         key = f"outcome/{self._number}/{rank}"
         return self._store.get(key).decode().removeprefix("!") if self._arrives(key, patience_s) else None
 
     def forget(self) -> None:
-        """Remove a call that all ranks have made from the store, which would grow with each of them."""
+        """Remove the current call, which all ranks have made, so that the store does not grow with each call."""
         for key in (f"call/{self._number}", *(f"outcome/{self._number}/{rank}" for rank in range(self.ranks.size))):
             self._store.delete_key(key)
 
@@ -81,7 +80,7 @@ class Board:
 
 
 class Leader:
-    """Loads what spans all ranks. `load` and `load_base` load this rank's part."""
+    """Loads backends that span all ranks. `load` and `load_base` load this rank's part."""
 
     def __init__(self, board: Board, load: Loader, load_base: BaseLoader, timeout_s: float) -> None:
         self._board = board
@@ -91,7 +90,7 @@ class Leader:
         self._lost: BackendLost | None = None
 
     def load(self, job: RunConfig) -> TrainerBackend:
-        """Load a job on all ranks. Raises `EngineFault` as `load` does, `BackendLost`."""
+        """Load a job on all ranks. Raises `EngineFault`, `BackendLost`."""
         return _LeaderBackend(self, self.run((LOAD, (job,)), lambda: self._load(job)))
 
     def load_base(self, job: RunConfig, executor: ExecutorSettings) -> OperationBackend:
@@ -99,14 +98,14 @@ class Leader:
         return _LeaderOperations(self, self.run((LOAD_BASE, (job, executor)), lambda: self._load_base(job, executor)))
 
     def run(self, call: RankCall, ours: Callable[[], T]) -> T:
-        """Make a call on all ranks; `ours` is this rank's part. Raises what all have raised, or `BackendLost`."""
+        """Make a call on all ranks; `ours` is this rank's part. Raises the error that all raised, or `BackendLost`."""
         if self._lost is not None:
             raise self._lost
         failure: Exception | None = None
         try:
             self._board.announce(call)
             value = ours()
-        except Exception as error:  # whatever it is, the others have to learn of it
+        except Exception as error:  # any error must be reported to the other ranks
             failure = error
         self._board.report(failure)
         patience_s = self._timeout_s if failure is None else self._board.grace_s
@@ -124,12 +123,12 @@ class Leader:
         try:
             if self._lost is None:
                 self._board.announce((STOP, ()))
-        except RuntimeError as error:  # they were stopped too, and were faster
+        except RuntimeError as error:  # they were stopped too, and ended first
             log.info("the other ranks have already ended: %s", error)
 
 
 class _LeaderBackend:
-    """A backend of several ranks, as the leader's service sees it."""
+    """A backend on several ranks, as the leader's service sees it."""
 
     def __init__(self, leader: Leader, ours: TrainerBackend) -> None:
         self._leader = leader
@@ -170,7 +169,7 @@ class _LeaderBackend:
 class _LeaderOperations:
     """The models of training clients on all ranks, as the leader's service sees them.
 
-    Each rank has all models, so what only reads is asked of the leader's, and the leader alone removes files.
+    Each rank holds all models, so reads need only the leader's backend, and the leader alone removes files.
     """
 
     def __init__(self, leader: Leader, ours: OperationBackend) -> None:
@@ -222,8 +221,8 @@ class _LeaderOperations:
 def follow(board: Board, load: Loader, load_base: BaseLoader) -> None:
     """Follow the leader's calls until it stops this rank.
 
-    Raises `BackendLost` when this rank fails and the leader does not. By then it has left the process group, so that
-    the others do not wait for it.
+    Raises `BackendLost` if this rank fails and the leader reports no outcome within the grace period. By then this
+    rank has left the process group, so that the others do not wait for it.
     """
     loaders: dict[str, Callable[..., object]] = {LOAD: load, LOAD_BASE: load_base}
     backend: object = None

@@ -1,6 +1,6 @@
-"""What the processes that train together exchange.
+"""Collective operations between the processes that train together.
 
-Gradients use torch's default process group, NCCL on GPUs. Everything else uses gloo, on the CPU.
+Gradients use torch's default process group, NCCL on GPUs. Everything else uses a gloo group, on the CPU.
 """
 
 import pickle
@@ -20,7 +20,7 @@ LEADER = 0
 
 
 class Ranks:
-    """This process, `rank` of `size`. All ranks call every method, and each call blocks until all have."""
+    """This process as rank `rank` of `size`. All ranks must call each method, and a call blocks until all have."""
 
     def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None) -> None:
         self.rank = rank
@@ -33,7 +33,7 @@ class Ranks:
 
     @classmethod
     def of_group(cls, timeout: timedelta) -> "Ranks":
-        """Return the ranks of torch's default process group, which has to exist."""
+        """Return the ranks of torch's default process group, which must exist."""
         return cls(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", timeout=timeout))
 
     @property
@@ -57,14 +57,14 @@ class Ranks:
         return cast(list[T], held)
 
     def of_all(self, work: Callable[[], T]) -> list[T]:
-        """Return what `work` returns on each rank, by rank. Where it fails on one, its error is raised on all."""
+        """Return the result of `work` on each rank, by rank. If it fails on one rank, its error is raised on all."""
         if self._group is None:
             return [work()]
         found = self.gather(_outcome(work))
         return [_value(each) for each in found]
 
     def by_leader(self, work: Callable[[], T]) -> T:
-        """Return on every rank what `work` returns on the leader, or raise what it raises there."""
+        """Run `work` on the leader alone. Return its result, or raise its error, on every rank."""
         if self._group is None:
             return work()
         return _value(self.share(_outcome(work) if self.leads else None))
@@ -95,7 +95,7 @@ def _outcome(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
     except Exception as error:  # whatever it is, every rank raises it
         try:
             pickle.loads(pickle.dumps(error))
-        except Exception:  # an error of another library may not survive that
+        except Exception:  # an error of another library may not survive pickling
             return None, RuntimeError(f"{type(error).__name__}: {error}")
         return None, error
 

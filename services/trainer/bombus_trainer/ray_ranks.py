@@ -1,7 +1,7 @@
-"""`python -m bombus_trainer.ray_ranks`: a trainer's ranks as tasks of a Ray cluster, which finds machines for them.
+"""`python -m bombus_trainer.ray_ranks`: run a trainer's ranks as tasks of a Ray cluster, which places them on machines.
 
-Each task runs the same worker that torchrun would have started. When one ends, all end, and this process with them:
-its supervisor has to start it again.
+Each task runs the worker that torchrun would otherwise start. When one task ends, all end, and so does this process:
+its supervisor must restart it.
 """
 
 import argparse

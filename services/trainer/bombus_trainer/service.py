@@ -48,16 +48,16 @@ from bombus_trainer.versions import Versions
 
 log = logging.getLogger(__name__)
 
-LOAD_SHARE = 0.75  # but no longer than this share of the time to boot, after which the run would be over
+LOAD_SHARE = 0.75  # the largest share of the time to boot that a load may take; the run ends when that time is over
 NO_CHECKPOINT = Saved("", "")
 MADE_AGAIN, DIFFERS = "steps_made_again", "made_again_differs"  # metrics of the first step after a crash
-NONFINITE_STEPS = "nonfinite_steps"  # a metric: steps in a row, up to this one, of which an update was left out
+NONFINITE_STEPS = "nonfinite_steps"  # a metric: how many steps in a row, up to this one, left out an update
 
 
 class Trainer:
     """Trains one engine's runs, one after the other, until cancelled.
 
-    Everything that it needs to go on after a crash is on the log, or in the checkpoint that the log names.
+    Everything that it needs to continue after a crash is on the log, or in the checkpoint that the log names.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class Trainer:
         self._reports = RunReports(options, self._ownership)
         self._attempt = 0
         self._tokenizer = ""
-        self._waited_s = 0.0  # how long for the newest batch
+        self._waited_s = 0.0  # how long it waited for the newest batch
         self._restored = 0  # the step of the checkpoint from which the model was loaded
-        self._made_again: dict[str, float] = {}  # metrics of what came after it, for the next step
+        self._made_again: dict[str, float] = {}  # metrics about the steps retrained after it, for the next step
         self._debug: DebugRollouts | None = None
         self._watch = Watch(bus, options, self._ownership)
 
@@ -111,9 +111,9 @@ class Trainer:
     # ---- a run ------------------------------------------------------------------------------------------------
 
     async def _train_run(self) -> None:
-        """Load the model, publish what is missing from the log, and make outstanding steps; start over after a failure.
+        """Load the model, publish missing weights, and make outstanding steps; start over after a failure.
 
-        A run of operations is served until it is over.
+        An operations run is served by an `OperationServer` until it ends.
         """
         ownership = self._ownership
         await ownership.open()
@@ -146,7 +146,7 @@ class Trainer:
         self._waited_s = perf_counter() - start
 
     async def _check_finite(self) -> None:
-        """Suspend the run when too many steps in a row, up to the newest on the log, had losses that are not finite."""
+        """Suspend the run if too many steps in a row, up to the newest on the log, had updates that were not finite."""
         engine = self._ownership.engine
         if engine.active is None:
             return
@@ -199,7 +199,7 @@ class Trainer:
         return executor
 
     async def _catch_up(self, executor: TrainerBackend) -> TrainerBackend:
-        """Make the steps between the checkpoint and the newest step on the log again, and compare their weights."""
+        """Retrain the steps after the checkpoint, up to the newest on the log, and compare that one's weights."""
         ownership = self._ownership
         engine, over = ownership.engine, ownership.over
         newest = 0 if engine.step_done is None else engine.step_done.step
@@ -207,10 +207,10 @@ class Trainer:
         for step in steps_after(engine.steps, self._restored, newest) or ():
             number, recorded = step.batch.step, step.done.metrics if step.done is not None else {}
             log.warning("step %d is retrained, from the checkpoint of step %d", number, self._restored)
-            await self._reports.stage(f"making step {number} again", f"again-{number}")
+            await self._reports.stage(f"retraining step {number}", f"again-{number}")
             groups = read_whole(await self._read(executor, step.batch), step.batch, recorded)
             again = partial(executor.train_step, groups, number, over.is_set)
-            await in_thread(Kind.STEP, f"step {number}, made again", again)
+            await in_thread(Kind.STEP, f"retraining step {number}", again)
             reached(Point.TRAINER_STEP_MADE_AGAIN)
             self._made_again[MADE_AGAIN] = self._made_again.get(MADE_AGAIN, 0.0) + 1.0
             if engine.weights is not None and engine.weights.version == number:
@@ -220,13 +220,13 @@ class Trainer:
         return executor
 
     def _compare(self, ready: WeightsReady, sha256: str) -> None:
-        """Note whether a retrained step has the weights that the log names."""
+        """Record whether a retrained step has the same weights as on the log."""
         differs = sha256 != ready.weights.sha256
         self._made_again[DIFFERS] = float(differs)
         if differs:
             log.error(
-                "step %d, retrained, has other weights than version %d on the log (sha256 %s and %s): sums in another "
-                "order, on another machine or with other --threads, or kernels that are not deterministic",
+                "retraining step %d gave other weights than version %d on the log (sha256 %s and %s): either sums were "
+                "computed in another order (another machine, other --threads), or kernels are not deterministic",
                 *(ready.version, ready.version, sha256, ready.weights.sha256),
             )
 
@@ -238,7 +238,7 @@ class Trainer:
         self._tokenizer = name
 
     async def _publish_missing_weights(self, executor: TrainerBackend, versions: Versions) -> None:
-        """Publish version 0, or that of a completed step whose weights never reached the log."""
+        """Publish version 0, or the version of a completed step whose weights never reached the log."""
         engine = self._ownership.engine
         newest = 0 if engine.step_done is None else engine.step_done.step
         if engine.version < newest:
@@ -266,7 +266,7 @@ class Trainer:
     # ---- a step -----------------------------------------------------------------------------------------------
 
     async def _step(self, executor: TrainerBackend, batch: BatchReady) -> None:
-        """Make one attempt: train, save a checkpoint, report it. Whatever this raises, the step may be repeated."""
+        """Make one attempt: train, save a checkpoint if due, report it. After any error the step may be retried."""
         self._attempt += 1
         ownership = self._ownership
         reached(Point.TRAINER_BATCH_FOUND)
@@ -295,7 +295,7 @@ class Trainer:
             await in_thread(Kind.REMOVAL, "removing old checkpoints", remove)
             reached(Point.TRAINER_CHECKPOINTS_PRUNED)
         shown = [f"{name} {metrics[name]:.4g}" for name in ("reward_mean", "loss") if name in metrics]
-        log.info("step %d: %s", batch.step, ", ".join(shown) or "nothing was trained")
+        log.info("step %d: %s", batch.step, ", ".join(shown) or "nothing to train on")
 
     async def _train(self, executor: TrainerBackend, batch: BatchReady) -> dict[str, float]:
         start = perf_counter()
@@ -324,7 +324,7 @@ class Trainer:
         return metrics
 
     async def _read(self, executor: TrainerBackend, batch: BatchReady) -> ReadBatch:
-        """Read the calls of a batch, or the rollout groups that it was made of. Raises `BusUnavailable`."""
+        """Read the calls of a batch, or the rollout groups that it consists of. Raises `BusUnavailable`."""
         engine = self._ownership.engine
         if batch.taken:
             bodies = Parts(self._bus, self._bus.subjects.trajectories_stream)
@@ -336,7 +336,7 @@ class Trainer:
         return await read_batch(BusCallReader(self._bus), batch, max_staleness, auxiliary_calls=auxiliary_calls)
 
     async def _give_up(self, batch: BatchReady, read: ReadBatch) -> None:
-        """Say which rollout groups of a batch are lost, so that retraining this step leaves them out too."""
+        """Report which rollout groups of a batch are lost, so that retraining this step leaves them out too."""
         lost = tuple(
             LostGroup(number, group.body.first)
             for place, (number, group) in enumerate(zip(batch.taken, batch.rollout_groups, strict=True))
@@ -369,7 +369,7 @@ class Trainer:
     # ---- failures ---------------------------------------------------------------------------------------------
 
     async def _report_failure(self, error: Exception, failures: int, attempts: int) -> None:
-        """Report a failure: of a step, which the coordinator counts, or outside of one."""
+        """Report a failed step, which the coordinator counts; outside a step, suspend the run if failures persist."""
         ownership = self._ownership
         batch = ownership.engine.batch
         waits = lacks_room(error)
@@ -394,7 +394,7 @@ class Trainer:
             await ownership.say(broke, lambda engine: _counts(engine) != before)
 
     def _checkpoint_every(self, executor: TrainerBackend) -> int:
-        """Return after how many steps there is a checkpoint: as registered for rollout groups, or as the job says."""
+        """Return the number of steps between checkpoints, as registered for rollout groups or as set by the job."""
         registered = self._registered()
         interval = 0 if registered is None else registered.save_checkpoint_interval
         return interval if interval > 0 else executor.settings.config.checkpoint_every
@@ -403,7 +403,7 @@ class Trainer:
         return self._directory("checkpoints") / checkpoint_folder(self._registered())
 
     def _registered(self) -> TrainerRegistered | None:
-        """Return what this trainer was registered with, where it is the one that takes batches of rollout groups."""
+        """Return this trainer's registration for batches of rollout groups, or None if it does not train on them."""
         engine = self._ownership.engine
         return engine.trajectories.trainer if engine.makes_steps else None
 
@@ -432,7 +432,7 @@ def _has_made(engine: EngineState, step: int) -> bool:
 
 
 def _counts(engine: EngineState) -> tuple[int, int]:
-    """Return two counts of which a failed step changes one, also when the run was suspended and resumed since."""
+    """Return two counts, one of which a failed step changes even if the run was suspended and resumed since."""
     return engine.step_failures, engine.suspensions
 
 

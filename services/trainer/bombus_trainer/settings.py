@@ -10,14 +10,14 @@ from bombus.config.parts import Device
 from bombus.config.trainer import TrainerConfig
 from bombus.operations import AdapterSpec
 
-ADAM_EPSILON = 1e-8  # torch's own
-CPU_BIN_TOKENS = 4096  # the most that a micro-batch holds on a CPU, unless its operator allows more
+ADAM_EPSILON = 1e-8  # torch's default
+CPU_BIN_TOKENS = 4096  # the most tokens of a micro-batch on a CPU, unless the operator allows more
 
 
 class TrainerSettings(BaseModel):
-    """Everything that decides what a step computes. What a job can set is declared only in `RunConfig`.
+    """All settings that determine what a step computes. Those that a job can set are declared only in `RunConfig`.
 
-    `bin_tokens` are the most tokens of a micro-batch, within the job's `max_tokens_per_bin` and this machine's memory.
+    `bin_tokens` is the most tokens of a micro-batch, limited by the job's `max_tokens_per_bin` and this machine.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -29,9 +29,9 @@ class TrainerSettings(BaseModel):
 
     @classmethod
     def of_job(cls, job: RunConfig, device: str = "cpu", bin_tokens_max: int = 0) -> Self:
-        """Make the settings of a job on this machine, where a micro-batch of `bin_tokens_max` fits.
+        """Return a job's settings on this machine, on which micro-batches of up to `bin_tokens_max` tokens fit.
 
-        0 leaves the size of micro-batches to the job, on a CPU up to `CPU_BIN_TOKENS`.
+        0 leaves the size of micro-batches to the job, on a CPU only up to `CPU_BIN_TOKENS`.
         """
         wanted = job.trainer.max_tokens_per_bin
         fitting = bin_tokens_max or (CPU_BIN_TOKENS if device == "cpu" else wanted)
@@ -44,27 +44,27 @@ class TrainerSettings(BaseModel):
 
     @property
     def estimator(self) -> Estimator:
-        """Our estimator of advantages; GRPO where the job names one of verl's, see `verl_adv_estimator`."""
+        """Our estimator of advantages; GRPO if the job names one of verl's, see `verl_adv_estimator`."""
         return named(Estimator, self.config.adv_estimator) or Estimator.GRPO
 
     @property
     def loss(self) -> Loss:
-        """Our policy loss; the clipped one where the job names one of verl's, see `verl_policy_loss`."""
+        """Our policy loss; the clipped one if the job names one of verl's, see `verl_policy_loss`."""
         return named(Loss, self.config.loss) or Loss.CLIPPED
 
     @property
     def verl_adv_estimator(self) -> str:
-        """The job's estimator where it is not one of ours: a name in verl's registry. Otherwise empty."""
+        """The job's estimator if it is one of verl's, by its name in verl's registry; otherwise empty."""
         return "" if named(Estimator, self.config.adv_estimator) else self.config.adv_estimator
 
     @property
     def verl_policy_loss(self) -> str:
-        """The job's loss where it is not one of ours: a name in verl's registry. Otherwise empty."""
+        """The job's loss if it is one of verl's, by its name in verl's registry; otherwise empty."""
         return "" if named(Loss, self.config.loss) else self.config.loss
 
     @property
     def adapter(self) -> AdapterSpec | None:
-        """The adapter that is trained; None: all weights are."""
+        """The adapter to train; None if all weights are trained."""
         config = self.config
         if not config.lora_rank:
             return None
@@ -78,15 +78,15 @@ class TrainerSettings(BaseModel):
 
     @property
     def constant_length(self) -> int:
-        """The tokens that each episode counts for with the aggregation `constant`: Dr. GRPO's divisor."""
+        """The number of tokens that each episode counts as with the aggregation `constant`: Dr. GRPO's divisor."""
         return self.job.rollout.max_response_length
 
     @property
     def adam_epsilon(self) -> float:
-        """Adam's epsilon, on the scale of the gradient.
+        """Adam's epsilon, scaled like the gradient.
 
-        With the aggregation `constant` both are smaller by the same divisor, which Adam then cancels: otherwise the
-        epsilon would be larger than the gradient where answers are short and the divisor is 15,000.
+        With the aggregation `constant`, both are divided by `constant_length`, which cancels out in Adam's update. An
+        unscaled epsilon would be larger than the gradient when answers are short and the divisor is 15,000.
         """
         constant = self.config.loss_aggregation is Aggregation.CONSTANT
         return ADAM_EPSILON / self.constant_length if constant else ADAM_EPSILON
@@ -98,5 +98,5 @@ class TrainerSettings(BaseModel):
 
     @property
     def trains_every_token(self) -> bool:
-        """Whether tokens without an advantage are trained too, by a KL term or an entropy bonus."""
+        """Whether tokens without an advantage are trained on too, because of a KL term or an entropy bonus."""
         return self.config.kl_coef > 0.0 or self.config.entropy_coef > 0.0

@@ -1,4 +1,4 @@
-"""`python -m bombus_trainer.torchrun`: torchrun with all its arguments, which does not outlive its supervisor."""
+"""`python -m bombus_trainer.torchrun`: run torchrun with the same arguments, and end when the supervisor ends."""
 
 import os
 import sys

@@ -38,14 +38,14 @@ from bombus_trainer.recovery.progress import Kind, in_thread
 log = logging.getLogger(__name__)
 
 OBJECT_BYTES_MAX = 10**9  # the largest model that may go through the object store
-COPIES = 3  # that the store has to hold: two versions, and the next
+COPIES = 3  # versions that the store must have room for: the newest two, and the next
 
 
 class Versions:
-    """The versions that the trainer of one epoch publishes; there is one `Versions` for each opening of a run.
+    """The versions published in one trainer epoch; each opening of a run has its own `Versions`.
 
-    Each version has a directory below `root`, whether replicas read it there or not. Within the `async with` block it
-    answers replicas that cannot assemble the newest version from deltas and request a full copy.
+    Each version has a directory below `root`, whether or not replicas read it from there. Within the `async with`
+    block this answers replicas that cannot assemble the newest version from deltas and request a full copy.
     """
 
     def __init__(self, bus: Bus, options: TrainerOptions, root: Path, run: int, trainer_epoch: int) -> None:
@@ -55,10 +55,10 @@ class Versions:
         self._run = run
         self._epoch = trainer_epoch
         self._held = HostCopy()
-        self._executor: TrainerBackend | None = None  # which exported the held version
+        self._executor: TrainerBackend | None = None  # the backend that exported the held version
         self._adapter_base: Weights | None = None  # the model below the adapters, once replicas can find it
         self._booted = False  # a version was published or recalled: requests can be answered
-        self._full_until = 0  # a delta was not worth it: none is tried before this version
+        self._full_until = 0  # no delta is tried before this version, as the last one was too large
         self._lock = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
@@ -77,7 +77,7 @@ class Versions:
         return self._options.weights_by == "objects"
 
     async def check(self, source: WeightsSource) -> None:
-        """Raise `EngineFault` when this model is too large for the way in which the trainer publishes."""
+        """Raise `EngineFault` if the model is too large for the object store and the trainer publishes there."""
         if not self._stored:
             return
         check_fits(source.outline().bytes, (await self._bus.state(blob_stream(self._bus.subjects))).max_bytes)
@@ -106,13 +106,13 @@ class Versions:
             return await self._store(await in_thread(Kind.WEIGHTS, "writing the base", write))
 
     async def _publish_base(self, executor: TrainerBackend, newest: WeightsReady | None) -> Weights:
-        """Return the model that adapters apply to: that of the newest version if it is still there and the same."""
+        """Return the model below the adapters: the newest version's if it exists and is the same, else publish it."""
         published = None if newest is None else newest.weights.adapter_of
         if published is not None and (self._directory(published.where) / FULL_FILE).exists():
             digest = partial(digest_of, executor, part=ModelPart.BASE)
             if await in_thread(Kind.WEIGHTS, "the digest of the model", digest) == published.sha256:
                 return published
-            log.warning("the model as loaded here is not the base of the run's adapters: it is published again")
+            log.warning("the model as loaded here is not the base of the run's adapters: publishing a new base")
         write = partial(export_base, executor, self._root, self._epoch)
         return await self._store(await in_thread(Kind.WEIGHTS, "writing the model below the adapters", write))
 
@@ -139,7 +139,7 @@ class Versions:
         return (self._held.version, self._held.sha256) == (ready.version, ready.weights.sha256)
 
     async def _store(self, weights: Weights) -> Weights:
-        """Copy a version into the object store if replicas read it there. Return its weights as the log names them."""
+        """Copy a version into the object store if replicas read it from there. Return its `Weights` for the log."""
         if not self._stored:
             return weights
         directory = Path(weights.where)
@@ -157,7 +157,7 @@ class Versions:
         """The prefix of this run's object names."""
         return f"weights/{self._options.engine}/run-{self._run}/"
 
-    # ---- what is kept -----------------------------------------------------------------------------------------
+    # ---- removal ----------------------------------------------------------------------------------------------
 
     async def prune(self, named: Iterable[WeightsReady | None]) -> None:
         """Remove every version except `named` and the versions that they build on."""
@@ -170,7 +170,7 @@ class Versions:
                 await self._prune_objects({PurePath(where).name for where in wheres})
 
     def _chain(self, weights: Weights) -> list[Weights]:
-        """Return the versions that one is made of. Of a trainer on another machine only the last is known."""
+        """Return these weights and the versions that they build on, as far as those are on this machine."""
         try:
             return chain(weights, self._directory)
         except EngineFault as fault:
@@ -178,7 +178,7 @@ class Versions:
             return [weights]
 
     def _directory(self, where: str) -> Path:
-        """Return our directory of the version that the log names `where`."""
+        """Return our directory for the version at `where` on the log."""
         return self._root / PurePath(where).name
 
     async def _prune_objects(self, kept: set[str]) -> None:
@@ -194,7 +194,7 @@ class Versions:
     # ---- full copies on demand --------------------------------------------------------------------------------
 
     async def recall(self, executor: TrainerBackend, newest: WeightsReady | None) -> None:
-        """After a restart, hold the newest version again, which `executor` has, if it was published as a delta."""
+        """After a restart, hold a host copy of the newest version, from `executor`, if it was published as a delta."""
         await self._hold(executor, newest)
         self._booted = True
 
@@ -215,7 +215,7 @@ class Versions:
             await self._bus.answer(message.reply, await self._give(message.data))
 
     async def _give(self, requested: bytes) -> Answer:
-        """Write the full file of the requested version, which is named as on the log."""
+        """Write the full file of a requested version, which the request names by its `where` on the log."""
         where = requested.decode(errors="replace")
         try:
             async with self._lock:
@@ -223,13 +223,13 @@ class Versions:
         except Refused as refused:
             return Refusal(code=refused.code, why=refused.why)
         except (BombusError, OSError) as error:  # sent to the replica, which reports it
-            log.exception("no full copy of %s", where)
+            log.exception("cannot write a full copy of %s", where)
             return Refusal(code=Code.INTERNAL, why=f"the trainer could not write it: {error}")
         return Done()
 
     async def _complete(self, where: str) -> None:
         directory, executor = self._directory(where), self._executor
-        # A name that is too long for a file is not among them either.
+        # Listing the directory also rejects names that are too long for a file.
         is_ours = self._root.is_dir() and directory in self._root.iterdir()
         if not is_ours or not (directory / FULL_FILE).exists():
             version = f"version-{self._held.version:08d}-"
@@ -249,7 +249,7 @@ class Versions:
 def check_fits(size: int, room: int) -> None:
     """Raise `EngineFault` when weights of `size` bytes do not fit an object store of `room` bytes.
 
-    A `room` of 0 or less is no limit.
+    A `room` of 0 or less means no limit.
     """
     if size > OBJECT_BYTES_MAX:
         raise EngineFault(

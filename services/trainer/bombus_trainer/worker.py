@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         complain(f"bombus_trainer.worker: {error.why}")
         return 2
     os.environ[PARENT_VARIABLE] = str(os.getppid())
-    die_with_parent(signal.SIGKILL)  # when torchrun dies, so does this process, even where it is stopped
+    die_with_parent(signal.SIGKILL)  # when torchrun dies, so does this process, even if it is stopped
     rank = os.environ["RANK"]
     logs.configure("trainer", arguments.log_level, hive=arguments.hive, engine=options.engine, rank=rank)
     if options.threads:
@@ -65,7 +65,7 @@ def run(url: str, hive: str, options: TrainerOptions) -> int:
     if not board.ranks.leads:
         try:
             follow(board, load_here, load_base_here)
-        except (BackendLost, RuntimeError) as error:  # torch has many errors for a leader that is gone
+        except (BackendLost, RuntimeError) as error:  # torch raises many kinds of errors if the leader is gone
             log.error("rank %d ends: %s", board.ranks.rank, error)
             return 1
         return 0

@@ -1,1 +1,1 @@
-"""What sets architectures of transformers apart, and whether engine and trainer compute them faithfully."""
+"""How architectures in transformers differ, and checks that the engine and the trainer compute them correctly."""

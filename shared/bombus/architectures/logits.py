@@ -1,4 +1,4 @@
-"""From hidden states to logits: a matrix, and in some families a bias, a scale and a soft cap."""
+"""Compute logits from the output layer: some families scale them or apply a soft cap."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LogitsForm:
-    """Logits are cap tanh(scale z / cap) of the output layer's z, without the tanh where there is no cap."""
+    """The logits for output z of the output layer: cap tanh(scale z / cap), or scale z if there is no cap."""
 
     scale: float = 1.0
     cap: float | None = None
 
     @classmethod
     def of(cls, config: "PretrainedConfig") -> "LogitsForm":
-        """Read it from the fields of a configuration: Cohere's factor, Granite's divisor, Gemma's cap."""
+        """Read the form from a configuration: Cohere's factor, Granite's divisor, Gemma's cap."""
         text = config.get_text_config()
         scale = getattr(text, "logit_scale", None) or 1.0
         divisor = getattr(text, "logits_scaling", None) or 1.0

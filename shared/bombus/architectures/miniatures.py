@@ -1,7 +1,7 @@
-"""A tiny model with random weights of the same architecture as another: what computes it computes the other.
+"""Build a tiny model with random weights and the architecture of another: code that computes it computes the other too.
 
-Everything that makes a family what it is stays: kinds of layers, caps, scales, sinks, rotary embeddings, groups of
-heads. Widths and counts shrink, and so do windows, so that a short probe reaches beyond them.
+A miniature keeps everything that characterises a family: kinds of layers, caps, scales, sinks, rotary embeddings,
+groups of heads. Widths, counts and windows shrink, so that a short probe is longer than the windows.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,8 +23,8 @@ PARAMETERS_MAX = 50_000_000
 WINDOW = 16
 CONTEXT = 512
 HEAD_DIM = 8
-SPREAD = 0.2  # of the weights: distributions far from uniform, so that mistakes show
-NUDGE = 0.1  # of biases, norms, sinks and buffers, which are otherwise born as zeros or ones
+SPREAD = 0.2  # std of the weights, so that output distributions are far from uniform and errors show
+NUDGE = 0.1  # std of noise added to biases, norms, sinks and buffers, which are initialised to zeros or ones
 
 SIZES = {
     "vocab_size": 96,
@@ -100,13 +100,13 @@ AT_MOST = {
 }
 COUNTS_OF_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 PER_LAYER = "per_layer_config"
-# Where a family's numbers depend on each other in ways of its own.
+# Sizes for families whose numbers depend on each other in special ways.
 OF_FAMILY: Mapping[str | None, Mapping[str, Any]] = {
     "dots3_note_text": {"head_dim": 32, "qk_nope_head_dim": 16},
     "mamba2": {"num_heads": 8},
     "reformer": {"axial_pos_shape": [16, 32], "axial_pos_embds_dim": [8, 24], "attention_head_size": HEAD_DIM},
 }
-TIED_LAYERS = ("zamba",)  # families whose layers of a kind have the same weights, and which need two of them for it
+TIED_LAYERS = ("zamba",)  # families that share weights among layers of a kind, so that two of each kind are needed
 
 
 def miniature_config(config: "PretrainedConfig") -> "PretrainedConfig":
@@ -119,17 +119,17 @@ def miniature_config(config: "PretrainedConfig") -> "PretrainedConfig":
 
 
 def write_miniature(config: "PretrainedConfig", folder: Path, seed: int = 0) -> None:
-    """Write a small random model of `config`'s architecture. Raises `EngineFault` where its code cannot make one."""
+    """Write a small random model of `config`'s architecture. Raises `EngineFault` if its code cannot make one."""
     with _trying(config):
         small = miniature_config(config)
         _miniature(small, seed).save_pretrained(folder)
-        small.save_pretrained(folder)  # of some families the model has only the part of it that concerns text
+        small.save_pretrained(folder)  # in some families, the model's own config is only the text part of it
 
 
 def miniature(config: "PretrainedConfig", attn: str, seed: int = 0) -> "PreTrainedModel":
     """Return a small random model of `config`'s architecture, in evaluation mode, with the attention function `attn`.
 
-    Raises `EngineFault` where its code cannot make one.
+    Raises `EngineFault` if the family's code cannot make one.
     """
     with _trying(config):
         model = _miniature(miniature_config(config), seed).eval()
@@ -153,7 +153,7 @@ def _miniature(small: "PretrainedConfig", seed: int) -> "PreTrainedModel":
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(small).parameters())
     if size > PARAMETERS_MAX:
-        raise EngineFault(f"it would still have {size} parameters")
+        raise EngineFault(f"even the small model would have {size} parameters")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(small, dtype=torch.float32)
@@ -168,7 +168,7 @@ def _miniature(small: "PretrainedConfig", seed: int) -> "PreTrainedModel":
 
 
 def empty_model(config: "PretrainedConfig") -> "PreTrainedModel":
-    """Make a model of `config` for float32 without its weights: on the meta device they take no memory.
+    """Make a float32 model of `config` without its weights: on the meta device they take no memory.
 
     Raises `EngineFault` if transformers cannot create it.
     """
@@ -222,9 +222,10 @@ def _count_of_layers(document: Mapping[str, Any]) -> int:
 
 
 def _kept_layers(document: Mapping[str, Any], before: int) -> list[int]:
-    """Return the layers that stay: the first of each kind, as the lists with an entry for each layer tell them apart.
+    """Return the layers to keep: the first of each kind.
 
-    Layers that take their keys from others are a kind of their own.
+    Layers are of one kind if they agree in every list with an entry per layer. Layers that share the keys of others are
+    a separate kind.
     """
     columns = [value for value in document.values() if isinstance(value, list) and len(value) == before]
     tail = before - (document.get("num_kv_shared_layers") or 0)
@@ -238,7 +239,7 @@ def _kept_layers(document: Mapping[str, Any], before: int) -> list[int]:
 
 
 def _per_layer(document: Mapping[str, Any], small: Mapping[str, Any], kept: list[int]) -> dict[str, dict[str, Any]]:
-    """Return what single layers have instead of the numbers of all, in the same proportion to them as before."""
+    """Return the settings that override the general ones in single layers, scaled down in the same proportion."""
     given = {int(layer): instead for layer, instead in document[PER_LAYER].items()}
     return {
         str(place): {
@@ -270,7 +271,7 @@ def _number(name: str, value: Any, document: Mapping[str, Any]) -> Any:
 
 
 def _rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Shorten what has a number for each pair of a head's elements."""
+    """Shorten the lists of rotary parameters that have a number for each pair of a head's elements."""
     small: dict[str, Any] = {}
     for name, value in parameters.items():
         if isinstance(value, dict):

@@ -1,6 +1,6 @@
-"""The check at load: a model is served and trained only if the result is that of transformers' own forward pass.
+"""The check when a model is loaded: serve or train it only if our results equal those of transformers' forward pass.
 
-What a family is called decides nothing. Whatever its code raises on the way is a refusal too, in one sentence.
+The family's name plays no part in it. An exception in the family's code becomes a refusal too, in one sentence.
 """
 
 import logging
@@ -20,26 +20,30 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PROBE_TOKENS = 48  # without windows and large blocks
+PROBE_TOKENS = 48  # for models without windows and large blocks
 BEYOND_WINDOW = 24  # tokens of the probe after the longest window has begun to slide
-COMPARED_MAX = 96  # the last tokens of a line, which are those beyond the windows
-# The differences in nats that rounding explains: on average, and of all logprobs in float32 or of 90 % of them in half
-# precision. There a rounding can make a token choose another expert: of right random miniatures in bfloat16 the worst
-# of 190 logprobs was off by 0.94 (mixtral), 0.71 (olmoe) and 1.23 (gpt_oss), which is as far as transformers' own two
-# attentions are from each other. 90 % of them were within 0.14, and the mean was 0.06 at most.
+COMPARED_MAX = 96  # the last tokens of a line, which lie beyond the windows
+# The differences in nats that rounding explains: MEAN_MAX for the mean, BULK_MAX for all logprobs in float32, or for
+# 90 % of them in half precision. In half precision, rounding can route a token to another expert. In correctly computed
+# random miniatures in bfloat16, the worst of 190 logprobs was off by 0.94 (mixtral), 0.71 (olmoe) and 1.23 (gpt_oss),
+# as much as transformers' own two attentions differ from each other. 90 % were within 0.14, and the mean was at most
+# 0.06.
 MEAN_MAX = {torch.float32: 2e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 BULK_MAX = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.06}
 BULK = 0.9
-GRADIENTS_MAX = 1e-2  # the difference of gradients in float32 that rounding explains, as a part of their norm
+GRADIENTS_MAX = 1e-2  # the difference of gradients in float32 that rounding explains, as a fraction of their norm
 SCALES_OF_POSITIONS = ("dynamic", "longrope")  # kinds of rotary embedding that depend on the longest sequence
 
 
 @contextmanager
 def refusing(config: "PretrainedConfig", what: str) -> Iterator[None]:
-    """Turn what is raised within into an `EngineFault` that names the architecture. `what`: served or trained."""
+    """Turn any exception in the block into an `EngineFault` that names the architecture.
+
+    `what` is "served" or "trained".
+    """
     try:
         yield
-    except Exception as error:  # a family's own code may raise anything, and none of it may end in a traceback
+    except Exception as error:  # a family's own code may raise anything, but users should not get a traceback
         raise EngineFault(_refusal(config, what, _sentence(error))) from error
 
 
@@ -50,14 +54,14 @@ def _refusal(config: "PretrainedConfig", what: str, why: str) -> str:
 
 
 def _sentence(error: Exception) -> str:
-    """Return an error in one line."""
+    """Return an error's message on one line."""
     if isinstance(error, EngineFault):
         return " ".join(str(error).split())
     return f"its own code fails with this attention ({in_one_line(error)})"
 
 
 def context_of(config: "PretrainedConfig") -> int:
-    """Return the longest sequence in tokens. Raises `EngineFault` when the configuration does not state it."""
+    """Return the longest sequence in tokens. Raises `EngineFault` if the configuration does not state it."""
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(context, int) or context < 1:
         raise EngineFault(
@@ -68,9 +72,9 @@ def context_of(config: "PretrainedConfig") -> int:
 
 
 def sequence_limit(config: "PretrainedConfig", wanted: int) -> int:
-    """Return how long sequences may be: `wanted` tokens, or the model's context if that is less, which is logged.
+    """Return the longest allowed sequence: `wanted` tokens, or the model's context if that is shorter (then log it).
 
-    Raises `EngineFault` for a model that cannot have sequences of that length, see `check_positions`.
+    Raises `EngineFault` for a model that does not support sequences of that length, see `check_positions`.
     """
     context = context_of(config)
     if context < wanted:
@@ -94,9 +98,9 @@ def check_context(config: "PretrainedConfig", wanted: int) -> None:
 
 
 def check_positions(config: "PretrainedConfig", limit: int) -> None:
-    """Raise `EngineFault` where the length of a sequence would change the embeddings of its earlier tokens.
+    """Raise `EngineFault` if the length of a sequence would change the position embeddings of its earlier tokens.
 
-    Keys in a cache were made before the sequence had its length. `limit` is that of the longest sequence.
+    Cached keys were computed before the sequence had its final length. `limit` is the length of the longest sequence.
     """
     text = config.get_text_config()
     for rope in _parameter_groups(getattr(text, "rope_parameters", None) or {}):
@@ -111,19 +115,19 @@ def check_positions(config: "PretrainedConfig", limit: int) -> None:
 
 
 def _parameter_groups(parameters: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the parameters of each kind of layer: a configuration has one set of them, or one for each kind."""
+    """Return the sets of parameters in a configuration, which has one for all layers or one for each kind of layer."""
     nested: list[Mapping[str, Any]] = [value for value in parameters.values() if isinstance(value, dict)]
     return nested or [parameters]
 
 
 def probe_tokens(config: "PretrainedConfig", limit: int, least: int = PROBE_TOKENS) -> int:
-    """Return how long a probe must be to show every window that a sequence of `limit` tokens can be longer than."""
+    """Return how long a probe must be to exceed every window that is shorter than a sequence of `limit` tokens."""
     windows = [window for window in _windows(config.get_text_config().to_dict()) if window < limit]
     return min(max(least, *(window + BEYOND_WINDOW for window in windows), 0), limit, context_of(config))
 
 
 def _windows(document: Mapping[str, Any]) -> Iterator[int]:
-    """Yield every number whose name says that attention is cut there."""
+    """Yield every number in a configuration whose name says that it limits attention."""
     for name, value in document.items():
         if isinstance(value, dict):
             yield from _windows(value)
@@ -132,7 +136,7 @@ def _windows(document: Mapping[str, Any]) -> Iterator[int]:
 
 
 def cuts_attention(name: str) -> bool:
-    """Whether the field `name` of a configuration is the length of a window or chunk of attention."""
+    """Return whether the field `name` of a configuration is the length of an attention window or chunk."""
     return name != "max_window_layers" and ("window" in name or "chunk_size" in name)
 
 
@@ -144,7 +148,7 @@ def probe_sequences(vocabulary: int, tokens: int) -> list[Tensor]:
 
 
 def uneven_sequences(vocabulary: int, window: int) -> list[Tensor]:
-    """Return long answers to a short prompt and short answers to a long one: what they share ends before `window`."""
+    """Return two long answers to a prompt of 4 tokens, and two short answers to a prompt longer than `window`."""
     lines = []
     for prompt, answer in ((4, 2 * window), (3 * window, 4)):
         trunk = np.arange(prompt)
@@ -153,7 +157,7 @@ def uneven_sequences(vocabulary: int, window: int) -> list[Tensor]:
 
 
 def reference_logprobs(model: "PreTrainedModel", line_T: Tensor) -> Tensor:
-    """Return the logprobs of a line's last tokens, as transformers' own attention computes them alone, on the CPU."""
+    """Return the logprobs of a line's last tokens, computed with transformers' own attention, moved to the CPU."""
     ours = model.config._attn_implementation
     count = compared(line_T)
     model.set_attn_implementation("eager")
@@ -166,12 +170,12 @@ def reference_logprobs(model: "PreTrainedModel", line_T: Tensor) -> Tensor:
 
 
 def compared(line_T: Tensor) -> int:
-    """Return how many of a line's last tokens are compared."""
+    """Return how many of a line's last tokens to compare."""
     return min(len(line_T) - 1, COMPARED_MAX)
 
 
 def check_gradients(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
-    """Raise `EngineFault` where the gradients of all parameters differ from transformers' by more than rounding."""
+    """Raise `EngineFault` if the gradients of all parameters differ from transformers' by more than rounding."""
     apart, size = (
         torch.stack([each.norm() for each in gradients]).norm()
         for gradients in ([one - other for one, other in zip(ours, theirs, strict=True)], theirs)
@@ -193,7 +197,7 @@ class Disagreement:
 
     worst: float
     mean: float
-    bulk: float  # what 90 % of them are within
+    bulk: float  # the 90th percentile
 
     @classmethod
     def between(cls, ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Self:
@@ -201,7 +205,7 @@ class Disagreement:
         return cls(float(apart.max()), float(apart.mean()), float(apart.quantile(BULK)))
 
     def check(self, dtype: torch.dtype) -> None:
-        """Raise `EngineFault` where it is more than rounding to `dtype` explains."""
+        """Raise `EngineFault` if the difference is larger than rounding to `dtype` explains."""
         most = self.worst if dtype == torch.float32 else self.bulk
         if not (most <= BULK_MAX[dtype] and self.mean <= MEAN_MAX[dtype]):
             raise EngineFault(

@@ -1,7 +1,7 @@
-"""How a model's layer turns queries and keys into weights: read from what it passes to its attention function.
+"""How a layer turns queries and keys into attention weights, read from the arguments of its attention function.
 
-transformers calls an attention function of ours with the keyword arguments of its own backends. What changes the result
-is honoured, and what is unknown is refused: an argument that is ignored would be a model that is silently wrong.
+transformers calls our attention function with the keyword arguments of its own backends. Arguments that change the
+result are applied, and unknown ones are refused: ignoring one would make the model silently wrong.
 """
 
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from bombus.errors import EngineFault
 
-# What changes no result here: no dropout in an RL policy, causality as ours, outputs that nobody reads, positions that
-# are applied before.
+# Arguments that do not change results here: dropout, which an RL policy does not use, outputs that are not read, and
+# positions that were applied before.
 WITHOUT_EFFECT = frozenset(
     {
         "cache_position",
@@ -30,10 +30,10 @@ WITHOUT_EFFECT = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What a layer does with the product of a query and a key before the softmax.
+    """How a layer turns the product of a query and a key into an attention weight.
 
     A token sees the last `window` tokens, itself included; all of them if that is None. `softcap` c turns a score s
-    into c tanh(s / c). `sinks_H` has a score of each head that takes its share of the weights and gives no value.
+    into c tanh(s / c). `sinks_H` is an extra score for each head that takes part in the softmax but has no value.
     """
 
     scaling: float
@@ -43,16 +43,16 @@ class Scoring:
 
     @property
     def fused(self) -> bool:
-        """Whether a fused kernel can compute it, which never holds all scores."""
+        """Return whether a fused kernel, which never holds all scores, can compute it."""
         return self.softcap is None and self.sinks_H is None
 
     def capped(self, scores: Tensor) -> Tensor:
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
 
     def shares(self, scores: Tensor, heads_first: int = 0) -> Tensor:
-        """Return the softmax over the last dimension, less what the sinks take.
+        """Return the softmax over the last dimension, without the share of the sinks.
 
-        The dimensions of `scores` from `heads_first` on start with those that make up the query heads.
+        Dimensions `heads_first` and `heads_first` + 1 of `scores` together make up the query heads.
         """
         if self.sinks_H is None:
             return torch.softmax(scores, dim=-1)
@@ -65,7 +65,7 @@ class Scoring:
 def read_scoring(
     query: Tensor, attention_mask: Tensor | None, scaling: float | None, options: Mapping[str, object]
 ) -> Scoring:
-    """Read the keyword arguments of an attention function. Raises `EngineFault` for one that is not understood."""
+    """Read the keyword arguments of an attention function. Raises `EngineFault` for an unknown or unsupported one."""
     if attention_mask is not None:
         raise EngineFault("its layers attend through a mask of their own")
     left = {name: value for name, value in options.items() if value is not None and name not in WITHOUT_EFFECT}
@@ -73,7 +73,7 @@ def read_scoring(
     if left.pop("is_causal", True) is not True:
         raise EngineFault("its layers attend in both directions")
     if left:
-        raise EngineFault(f"its attention takes {', '.join(sorted(left))}, which is not known here")
+        raise EngineFault(f"its attention is passed {', '.join(sorted(left))}, which is not known here")
     assert window is None or isinstance(window, int)
     assert softcap is None or isinstance(softcap, float | int)
     assert sinks is None or isinstance(sinks, Tensor)
@@ -81,7 +81,10 @@ def read_scoring(
 
 
 def hidden(back: Tensor, window: int | None) -> Tensor:
-    """Return which keys a query does not see, given how many tokens each is before it: later ones, and far ones."""
+    """Return which keys a query does not see: later ones, and `window` or more tokens earlier ones.
+
+    `back` is how many tokens each key is before the query.
+    """
     return back < 0 if window is None else (back < 0) | (back >= window)
 
 

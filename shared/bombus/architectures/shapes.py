@@ -1,4 +1,4 @@
-"""What each layer of a model keeps of a token, found by asking the layers instead of the configuration."""
+"""Find the shape of each layer's cache for one token by running the layers, instead of reading the configuration."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ NOT_PASSED_ON = "its layers do not pass on the arguments that an attention funct
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """A layer's cache of one token: keys [kv_heads, key_dim] and values [kv_heads, value_dim]."""
+    """The shape of a layer's cache for one token: keys [kv_heads, key_dim] and values [kv_heads, value_dim]."""
 
     kv_heads: int
     key_dim: int
@@ -28,7 +28,7 @@ class LayerShape:
 
 
 class ShapeRecorder:
-    """Stands in for what an attention function of ours computes with, while a model's layers show their shapes."""
+    """Records the shapes of a model's layers, in place of the state that our attention function normally gets."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
@@ -46,9 +46,9 @@ class ShapeRecorder:
 
 
 def layer_shapes(model: "PreTrainedModel", argument: str) -> list[LayerShape]:
-    """Return what each layer keeps of a token. Raises `EngineFault` for layers that are not attention.
+    """Return the shape of each layer's cache for one token. Raises `EngineFault` if a layer is not attention.
 
-    `argument` is the keyword with which the model's attention function takes a `ShapeRecorder`.
+    `argument` is the keyword by which the model's attention function receives a `ShapeRecorder`.
     """
     recorder = ShapeRecorder()
     ids = torch.zeros((1, 1), dtype=torch.long, device=next(model.parameters()).device)

@@ -1,7 +1,7 @@
 """Append decisions to the event log: many in flight at once, each fenced by what it must follow (R2, R4).
 
-What is stored is always a prefix of the decisions, cut between two of them. After any failure the log's last event says
-how many are stored, or that another coordinator leads.
+The log always holds a prefix of the decisions, never a part of one. After any failure the log's last event shows how
+many are stored, or that another coordinator leads.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 BATCH_MESSAGES_MAX = 1_000  # the server's limit
 ACK_WAIT_S = 3.0
-FULL_S = 1.0  # for which a full log may be about to be compacted
+FULL_S = 1.0  # how long a compaction of a full log may take
 _PAUSE_S = 0.05
 _PAUSE_MAX_S = 1.0
 
@@ -54,11 +54,11 @@ AtomicWrite = Sequence[Outgoing]  # stored as a whole: one event, or a batch of 
 async def append(bus: Bus, decisions: Sequence[Sequence[Outgoing]], expected_last: int, timeout_s: float = 30.0) -> int:
     """Append the events of `decisions` after event `expected_last`; return the new last sequence once all are stored.
 
-    Each decision is stored as a whole or not at all. After a failure the same call may be made again over the same bus:
-    what is already stored is recognised. The first append of an epoch is its `epoch.opened`, alone. Raises `Deposed`
-    when another coordinator has written, `BusUnavailable` when the log cannot be reached within `timeout_s`,
-    `StreamFull` when it is full for longer than a compaction under way may take,
-    `StreamEndLost` when it is shorter than `expected_last`, `ValueError` for a decision of more than 1,000 events.
+    Each decision is stored as a whole or not at all. After a failure the same call may be repeated over the same bus:
+    events that are already stored are recognised. The first append of an epoch is its `epoch.opened`, alone. Raises
+    `Deposed` when another coordinator has written, `BusUnavailable` when the log cannot be reached within `timeout_s`,
+    `StreamFull` when it is full for longer than a compaction under way may take, `StreamEndLost` when it is shorter
+    than `expected_last`, `ValueError` for a decision of more than 1,000 events.
     """
     rest = [decision for decision in decisions if decision]
     for decision in rest:
@@ -92,7 +92,7 @@ async def append(bus: Bus, decisions: Sequence[Sequence[Outgoing]], expected_las
 
 
 async def _attempt(bus: Bus, decisions: Sequence[Sequence[Outgoing]], last: int) -> BombusError | None:
-    """Send everything. Return the first failure, or None when all is stored where it should be."""
+    """Send everything. Return the first failure, or None when every event is stored at its expected position."""
     if len(decisions) == 1:
         return await _append_step(bus, [decisions[0]], last, {})  # the expected sequence is fence enough
     try:
@@ -140,7 +140,7 @@ async def _append_step(
     An expected sequence alone does not fence the writes after the first: when another coordinator has appended as many
     events as the refused writes before it held, it matches by accident. So each write also carries `fence`, which
     requires that the last `epoch.opened` is still ours. (Naming the event before by its message id would work on one
-    replica; on three, nats-server 2.15 takes the mismatch for a write error and stops the stream.)
+    replica; on three, nats-server 2.15 treats the mismatch as a write error and stops the stream.)
     """
     acks: list[tuple[int, asyncio.Future[PubAck]]] = []
     failure: BombusError | None = None
@@ -162,7 +162,7 @@ async def _append_step(
 
 
 async def _outcomes(acks: Sequence[asyncio.Future[PubAck]]) -> list[PubAck | BombusError]:
-    """Wait for all acknowledgements, and return each or its failure. `asyncio.gather` would be called back for each."""
+    """Wait for all acknowledgements; return each or its failure. `asyncio.gather` needs a callback for each."""
     results: list[PubAck | BombusError] = []
     try:
         for ack in acks:
@@ -196,7 +196,7 @@ async def _send(bus: Bus, write: AtomicWrite, fence: Mapping[str, str]) -> async
 
 
 async def _count_stored(bus: Bus, decisions: Sequence[Sequence[Outgoing]], expected_last: int) -> int:
-    """Return how many of these decisions are on the log after `expected_last`, by a leader read of its last event."""
+    """Return how many of these decisions are on the log after `expected_last`, from a leader read of its last event."""
     epoch = int(decisions[0][0].headers[EPOCH])
     stored = await bus.last(bus.subjects.events_stream)
     last = 0 if stored is None else stored.seq
@@ -218,7 +218,7 @@ async def _count_stored(bus: Bus, decisions: Sequence[Sequence[Outgoing]], expec
 
 
 async def _epoch_fence(bus: Bus, epoch: int) -> EpochFence:
-    """Return where this epoch was opened and how many replicas the log has. Read once per epoch and after failures."""
+    """Return the epoch's opening position and the log's replicas, which are read once per epoch and after failures."""
     if bus.epoch_fence is None or bus.epoch_fence.epoch != epoch:
         opened = await bus.last(bus.subjects.events_stream, _epoch_subject(bus))
         if opened is not None and int(opened.headers.get(EPOCH, "0")) > epoch:

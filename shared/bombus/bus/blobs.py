@@ -20,7 +20,7 @@ from bombus.hive.decoding import decoded
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = 1 << 20  # less where the server takes only smaller messages
+CHUNK_BYTES = 1 << 20  # less if the server accepts only smaller messages
 STALL_S = 10.0
 
 
@@ -46,7 +46,7 @@ def _digest(data: bytes) -> str:
 
 
 def _name_in(token: str) -> str | None:
-    """Return the name of an object in the last part of its subject, None where somebody else has written there."""
+    """Return the object's name in the last part of its subject, or None if another program has written there."""
     try:
         return base64.urlsafe_b64decode(token).decode()
     except ValueError:
@@ -62,10 +62,10 @@ class Blobs:
         self._stream = blob_stream(bus.subjects)
 
     async def put(self, name: str, data: bytes) -> None:
-        """Store an object, replacing an older one of this name.
+        """Store an object, replacing an older one of the same name.
 
-        The chunks are stored first, then the description that makes them an object. The chunks of the older object
-        are removed last.
+        The chunks are stored first, then the description that makes them an object. The chunks of the older object are
+        removed last.
         """
         nuid = secrets.token_hex(11)
         before = await self._replaced(name)
@@ -122,7 +122,7 @@ class Blobs:
         return data
 
     async def delete(self, name: str) -> None:
-        """Remove an object, its description first. Do nothing when there is none of this name."""
+        """Remove an object, its description first. Do nothing if it does not exist."""
         meta = await self._replaced(name)
         await self._purge(self._meta_subject(name))
         if meta is not None:

@@ -1,7 +1,8 @@
 """Read a long part of a stream fast: over its own connection, with a dedicated parser.
 
-nats-py spends some 10 us on a message with headers, this under 2. It handles only the plain case. At anything else it
-stops, and the caller continues after the last message in the usual way: it makes reading faster, never wrong.
+nats-py spends some 10 us on a message with headers, this under 2. It handles only the plain case and stops at anything
+else; the caller then continues after the last message in the usual way, so it can only make reading faster, never
+wrong.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ _NS = 1_000_000_000
 
 
 class BulkStopped(Exception):
-    """Something unexpected arrived, which the message names. Everything read before it is good."""
+    """Something unexpected arrived, which the error message names. Everything read before it is valid."""
 
 
 class StreamRange(msgspec.Struct, frozen=True):
@@ -116,7 +117,7 @@ class _Puller:
         return self._next > self._range.last
 
     def request_more(self) -> None:
-        """Keep two requests in flight, for no more than the range."""
+        """Keep two requests in flight, which cover no more than the range."""
         wanted = self._range
         while self._credit <= CREDIT_MESSAGES and (left := wanted.last + 1 - self._next - self._credit) > 0:
             request = {
@@ -145,7 +146,7 @@ class _Puller:
         return group
 
     def _take(self, data: bytes, group: list[Stored]) -> int:
-        """Put the messages in `data` into `group`; return where the first incomplete one begins."""
+        """Put the messages in `data` into `group`; return the offset of the first incomplete one."""
         find, seq, ack_head, complete_up_to, at = data.find, self._next, self._ack_head, len(data) - 2, 0
         self._need = 0
         # Search for one byte, not for two, which takes twice as long.
@@ -172,7 +173,7 @@ class _Puller:
                 ack_head = self._ack_head = self._ack_head_of(words[3])
             ack = words[3][ack_head:].split(b".")  # sequence in the stream, in the consumer, time, ...
             if int(ack[0]) != seq:
-                raise BulkStopped(f"{ack[0].decode()} came where {seq} was expected")
+                raise BulkStopped(f"{ack[0].decode()} came, but {seq} was expected")
             headers = LazyHeaders(data[start:body]) if body > start else NO_HEADERS
             group.append(Stored(seq, words[1].decode(), data[body:end], headers, int(ack[2])))
             seq += 1
@@ -201,4 +202,4 @@ class _Puller:
         unused = parse_headers(head).get("Nats-Pending-Messages")
         if status[:3] not in (b"404", b"408", b"409") or unused is None:
             raise BulkStopped(f"status {status.decode('utf-8', 'replace')}")
-        self._credit -= int(unused)  # the request has ended, by time or by bytes
+        self._credit -= int(unused)  # the request has reached its limit of time or bytes

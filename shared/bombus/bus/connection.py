@@ -55,16 +55,16 @@ logger = logging.getLogger(__name__)
 
 CANCEL_AGAIN_S = 0.1
 LOOK_AGAIN_S = 0.02
-LOOK_S = 1.0  # for a port to say that it is closed
+LOOK_S = 1.0  # for a closed port to refuse a connection
 DEFAULT_PORT = 4222
 PENDING_BYTES_MAX = 8 << 20
 GET_MESSAGES_IN_FLIGHT = 64
 GET_BYTES_IN_FLIGHT = 16 << 20  # under the 64 MB that the server holds for a connection before it cuts it off
-GET_BYTES_FIRST = GET_BYTES_IN_FLIGHT // 4  # what each message is taken for until the first has come
-GET_ROOM_S = 60.0  # for those of other readers to come
+GET_BYTES_FIRST = GET_BYTES_IN_FLIGHT // 4  # the assumed size of each message until the first has arrived
+GET_ROOM_S = 60.0  # for other readers' messages to arrive
 GETS_WAITING_MAX = 10_000
 SECRET_BYTES = 32
-PAYLOAD_BYTES_MIN = 64 << 10  # below it not even headers, events and snapshots go through
+PAYLOAD_BYTES_MIN = 64 << 10  # below it, not even headers, events and snapshots fit
 STREAMS_WAIT_S = 60.0  # for another service to make them
 SECRET_ATTEMPTS = 40
 _SAFE_SUBJECT = re.compile(r"^[A-Za-z0-9_$-]+(\.[A-Za-z0-9_$-]+)*\Z")
@@ -74,7 +74,7 @@ _NOT_IN_A_TOKEN = re.compile(r"[^A-Za-z0-9_-]")
 class Bus:
     """A connection to the bus of one hive, made by `Bus.connect`.
 
-    It reconnects forever; what cannot wait for that raises `BusUnavailable`. `publisher` publishes into streams,
+    It reconnects forever; calls that cannot wait for that raise `BusUnavailable`. `publisher` publishes into streams,
     `inbox` sends facts and commands to the coordinator, `requests` sends requests to the server.
     """
 
@@ -101,7 +101,7 @@ class Bus:
     ) -> Self:
         """Connect to `url` (several servers with commas between). `name` shows in the server's monitoring.
 
-        Raises `BusUnavailable` when no server answers within `timeout_s`; unless `patient`, at once where nothing
+        Raises `BusUnavailable` when no server answers within `timeout_s`; unless `patient`, immediately if nothing
         listens. Raises `Refused` when the server takes only tiny messages or the URL cannot be read, `ValueError` for a
         bad hive name.
         """
@@ -155,7 +155,7 @@ class Bus:
             if not isinstance(error, (TimeoutError, OSError, Error)):
                 raise
             raise BusUnavailable(
-                f"no NATS server at {without_login(url)} let us in within {timeout_s:g} s "
+                f"no NATS server at {without_login(url)} accepted the connection within {timeout_s:g} s "
                 f"({errors.last or error}); is it running, and are the user and password right?"
             ) from error
         await _check_payload(client)
@@ -173,11 +173,11 @@ class Bus:
 
     @property
     def is_closed(self) -> bool:
-        """Return whether it was closed, by us or by a server that does not let us in again."""
+        """Return whether it was closed, by us or by a server that refuses to let us reconnect."""
         return bool(self._client.is_closed)
 
     async def close(self) -> None:
-        """Close at once. Whatever still waits for an acknowledgement fails with `BusUnavailable`."""
+        """Close at once. Messages that still wait for an acknowledgement fail with `BusUnavailable`."""
         self.publisher.close()
         await _close(self._client)
 
@@ -190,8 +190,8 @@ class Bus:
     async def answer(self, reply: str, answer: Answer) -> None:
         """Send an answer to `reply`, the subject in a request's `Bombus-Reply` header.
 
-        It is delivered at most once; a sender that misses it sends its request again. In place of an answer over the
-        server's size limit goes a refusal that says so.
+        It is delivered at most once; a sender that misses it repeats its request. An answer over the server's size
+        limit is replaced by a refusal that says so.
         """
         if not _SAFE_SUBJECT.match(reply):
             logger.warning("a command asks for its answer at %r, which is not a subject", reply[:100])
@@ -225,11 +225,11 @@ class Bus:
     # ---- streams ----------------------------------------------------------------------------------------------
 
     async def ensure_streams(self, limits: StreamLimits = AS_THEY_ARE) -> None:
-        """Create the hive's streams and buckets, and change existing ones to `limits`, where these are given.
+        """Create the hive's streams and buckets, and change existing ones to the `limits` that are given.
 
         Several services may do so at once. Raises `BusUnavailable` when the servers lack the storage for the limits or
-        are too few for the replicas, `Refused` when a stream holds more than its new limit, and when one server alone
-        is asked for replicas.
+        are too few for the replicas, `Refused` when a stream holds more than its new limit, or when replicas are
+        requested from a single server.
         """
         for config in stream_configs(self.subjects, limits):
             name = config["name"]
@@ -242,7 +242,7 @@ class Bus:
         deadline = asyncio.get_running_loop().time() + timeout_s
         while True:
             try:
-                await self.state(secret_stream(self.subjects))  # the last but one to be made
+                await self.state(secret_stream(self.subjects))  # created second to last
                 return
             except (BusUnavailable, ServerRefused) as error:
                 if asyncio.get_running_loop().time() > deadline:
@@ -276,7 +276,7 @@ class Bus:
                 await self._create(config)
 
     async def _create(self, config: Mapping[str, Any]) -> bool:
-        """Create a stream; return False when one of this name exists."""
+        """Create a stream; return False if its name is in use."""
         name, body = config["name"], json.dumps(config).encode()
         call = ApiCall(f"stream {name}", f"STREAM.CREATE.{name}", decode_info, body, accept=NAME_IN_USE)
         reply = await self.requests.api(call)
@@ -294,7 +294,7 @@ class Bus:
     async def purge_below(self, stream: str, seq: int, subject: str = ">") -> int:
         """Remove every message (on `subject`) before `seq`; return how many there were."""
         if seq <= 1:
-            return 0  # the server takes a purge without a position as a purge of everything
+            return 0  # the server treats a purge without a position as a purge of everything
         only = {} if subject == ">" else {"filter": subject}  # with a filter it takes much longer
         body = json.dumps({"seq": seq, **only}).encode()
         call = ApiCall(f"purge of {stream}", f"STREAM.PURGE.{stream}", decode_purge, body)
@@ -319,7 +319,7 @@ class Bus:
         return stored
 
     async def is_kept(self, stream: str, place: MessagePlace) -> bool:
-        """Return whether a stream still has a message, or has had it until it was purged: whether it kept its end."""
+        """Return whether a stream still has a message or had it until it was purged, so that its end was not lost."""
         state = await self.state(stream)
         if not state.first_seq <= place.seq <= state.last_seq:
             return place.seq < state.first_seq
@@ -329,9 +329,9 @@ class Bus:
             return False
 
     async def get_many(self, stream: str, seqs: Sequence[int]) -> list[Stored]:
-        """Return the messages at `seqs`, in that order, by many requests at once. Raises as `get` does.
+        """Return the messages at `seqs`, in that order, with many requests in flight. Raises as `get` does.
 
-        All readers of this connection share one bound on what is in flight.
+        All readers of this connection share one bound on the requests in flight.
         """
         found: dict[int, Stored] = {}
         wanted = deque(dict.fromkeys(seqs))
@@ -357,14 +357,14 @@ class Bus:
             await asyncio.gather(*running, return_exceptions=True)
 
     def _start_get(self, stream: str, seq: int, size: int) -> asyncio.Task[Stored]:
-        """Get a message for which there is room of `size` bytes, and give that back afterwards."""
+        """Get a message for which `size` bytes of the window were acquired, and release them afterwards."""
         task = asyncio.create_task(self.get(stream, seq))
         task.add_done_callback(lambda _: self._getting.release(size))
         return task
 
     async def secret(self, name: str) -> bytes:
-        """Return the hive's secret of this name: 32 random bytes, made by the first caller, or the first after it was
-        deleted from its bucket.
+        """Return the hive's secret `name`: 32 random bytes, made by the first caller, or the first after it was deleted
+        from its bucket.
         """
         subject = f"$KV.{self.subjects.secrets_bucket}.{name}"
         if not _SAFE_SUBJECT.match(name):
@@ -393,11 +393,11 @@ class Bus:
 
     @property
     def client(self) -> Any:
-        """Return nats-py's client, for what this class has no method for."""
+        """Return nats-py's client, for calls that this class has no method for."""
         return self._client
 
     def on_reconnect(self, notify: Callable[[], None]) -> Callable[[], None]:
-        """Call `notify` after each reconnection and when the connection is closed; return how to stop this."""
+        """Call `notify` after each reconnection and when the connection closes; return a function that stops this."""
         self._on_reconnect.add(notify)
         return lambda: self._on_reconnect.discard(notify)
 
@@ -428,7 +428,7 @@ class Bus:
 
 
 class _ErrorLog:
-    """Log the connection's errors, and one that repeats itself, as each failed attempt does, as a warning only once."""
+    """Logs the connection's errors; a repeated one, such as that of a failed attempt, is a warning only once."""
 
     def __init__(self) -> None:
         self.last = ""
@@ -447,7 +447,7 @@ class _ErrorLog:
 
 
 async def _look_for_server(url: str) -> None:
-    """Raise `BusUnavailable` where nothing listens at the ports of these servers."""
+    """Raise `BusUnavailable` if nothing listens at the ports of these servers."""
     for each in url.split(","):
         parts = urlsplit(each if "//" in each else f"//{each}")
         try:
@@ -456,7 +456,7 @@ async def _look_for_server(url: str) -> None:
             writer.close()
         except ConnectionRefusedError:
             continue
-        except OSError:  # a name that is not known yet, say: the client finds out
+        except OSError:  # such as a name that is not known yet: the client finds out
             pass
         return
     raise BusUnavailable(f"no NATS server listens at {without_login(url)}")
@@ -469,7 +469,7 @@ async def _connect(client: Any, **options: Any) -> None:
 
 
 async def _close(client: Any) -> None:
-    with suppress(OSError):  # what was still to be sent when the connection was lost
+    with suppress(OSError):  # of data that was still unsent when the connection was lost
         await client.close()
     await _end(client._reconnection_task)
 
@@ -477,8 +477,8 @@ async def _close(client: Any) -> None:
 async def _end(task: asyncio.Task[Any] | None) -> None:
     """Cancel one of the client's tasks until it ends.
 
-    An attempt to connect that fails in the moment of its cancellation hides it (`asyncio.wait_for` of Python 3.11), and
-    the client would run forever, and keep its process from ending.
+    If an attempt to connect fails just as it is cancelled, the cancellation is lost (`asyncio.wait_for` in Python
+    3.11), and the client would run forever and keep its process from ending.
     """
     if task is asyncio.current_task():
         return
@@ -493,7 +493,7 @@ async def _check_payload(client: Client) -> None:
         await _close(client)
         raise Refused(
             Code.BAD_CONFIG,
-            f"the NATS server takes messages of up to {client.max_payload} bytes (its max_payload), and bombus "
+            f"the NATS server takes messages of up to {client.max_payload} bytes (its max_payload), but bombus "
             f"needs at least {PAYLOAD_BYTES_MIN}: set max_payload: {PAYLOAD_BYTES} in its configuration",
         )
 
@@ -501,7 +501,7 @@ async def _check_payload(client: Client) -> None:
 def _tell_small_payload(limit: int) -> None:
     if limit < PAYLOAD_BYTES:
         logger.warning(
-            "the NATS server takes messages of up to %s (its max_payload), and bombus expects %s: larger "
+            "the NATS server takes messages of up to %s (its max_payload), but bombus expects %s: larger "
             "calls and batches are refused until max_payload: %d is in the server's configuration",
             byte_size(limit),
             byte_size(PAYLOAD_BYTES),

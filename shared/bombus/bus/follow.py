@@ -23,11 +23,11 @@ class Follower:
     """Keeps `hive`, the fold of all events up to `position`. Start `run()` as a task; it ends when cancelled.
 
     `on_event(position, event)` is called after each event is folded, and must not block. With `on_start`, every event
-    that is kept is folded, and `on_start` is called first with the position and the state that they follow. Without it,
+    still on the log is folded, and `on_start` is first called with the position and the state before them. Without it,
     the fold begins at the newest snapshot.
 
-    An event that only a newer release understands is left out, with a warning: this fold decides nothing, and whoever
-    decides refuses what it may not do. A reader that must not continue without it is `strict`.
+    An event that only a newer release understands is skipped with a warning: nothing is decided from this fold, and the
+    coordinator refuses what is not allowed. A reader that must not skip events is `strict`.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Follower:
         return "" if self._newest is None else self._newest.headers.get(TRACEPARENT, "")
 
     async def run(self) -> None:
-        """Fold until cancelled. Raises `LogCorrupted` at an event that cannot be read; `strict`, `NewerEvent` too."""
+        """Fold until cancelled. Raises `LogCorrupted` at an unreadable event and, if `strict`, `NewerEvent`."""
         while True:
             await self._start()
             self._wake()  # the snapshot may be of the last event
@@ -63,7 +63,7 @@ class Follower:
             log.warning("the log was compacted beyond event %d: continuing from a snapshot", self.position)
 
     async def _start(self) -> None:
-        """Load the state that precedes the first event to be read. Wait for as long as the bus is away."""
+        """Load the state that precedes the first event to be read, waiting while the bus is unavailable."""
         while True:
             try:
                 start = await snapshots.start_of(self._bus, from_first=self._on_start is not None)
@@ -77,7 +77,7 @@ class Follower:
             self._on_start(start.position, deepcopy(start.hive))
 
     def _fold(self, group: Sequence[Stored]) -> bool:
-        """Fold a group. Return False when the events between our position and it are gone."""
+        """Fold a group. Return False if the events between our position and the group are gone."""
         for stored in group:
             if stored.seq != self.position + 1:
                 return False
@@ -92,7 +92,7 @@ class Follower:
         return True
 
     def _read(self, stored: Stored) -> AnyEvent | None:
-        """Return an event, or nothing for one that is left out."""
+        """Return an event, or None if it is skipped."""
         try:
             return read_event(stored)
         except NewerEvent as error:
@@ -138,9 +138,9 @@ class Follower:
 
 
 def read_event(stored: Stored) -> AnyEvent:
-    """Decode the event of a message. Raises `NewerEvent` where it is a whole one that this version does not know.
+    """Decode the event of a message. Raises `NewerEvent` if it is intact but this version does not know it.
 
-    Raises `LogCorrupted` for bytes that are none.
+    Raises `LogCorrupted` if the bytes are not an event.
     """
     try:
         return decode_event(stored.data)

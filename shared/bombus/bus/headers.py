@@ -6,7 +6,7 @@ from bombus.errors import Code, Refused
 
 EPOCH = "Bombus-Epoch"  # on events: the epoch of the coordinator that wrote it (R4)
 INBOX = "Bombus-Inbox"  # on events: the inbox sequence that it answers (R2)
-INBOX_DIGEST = "Bombus-Inbox-Digest"  # on events: the digest of that message, whose sequence may be used again (R6)
+INBOX_DIGEST = "Bombus-Inbox-Digest"  # on events: the digest of that message, whose sequence may be reused (R6)
 TIME = "Bombus-Time"  # on events that were copied from another log: when they were written there, in nanoseconds
 REPLY = "Bombus-Reply"  # on commands: the core NATS subject for the answer
 TRACEPARENT = "traceparent"  # W3C trace context
@@ -34,13 +34,13 @@ def header_bytes(headers: Mapping[str, str]) -> int:
 
 
 def check_size(limit: int, what: str, body: bytes, headers: Mapping[str, str]) -> None:
-    """Raise `Refused` for a message over the server's limit, which counts headers: it would end the connection.
+    """Raise `Refused` for a message that, with headers, is over the server's limit: it would end the connection.
 
-    `what` names the message in the sentence.
+    `what` names the message in the error.
     """
     characters = sum(map(len, headers)) + sum(map(len, headers.values()))
     if len(body) + _BLOCK_BYTES + _LINE_BYTES * len(headers) + _UTF8_BYTES * characters <= limit:
-        return  # as nearly always, and this is found faster than the size
+        return  # the usual case, which is faster to check than the exact size
     if len(body) + (extra := header_bytes(headers)) > limit:
         raise Refused(
             Code.TOO_LARGE,

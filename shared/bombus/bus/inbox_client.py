@@ -1,4 +1,4 @@
-"""The inbox as its senders see it: facts go into the stream, and commands come back with an answer on core NATS.
+"""The inbox's client side: facts are put into the stream, and so are commands, whose answers come over core NATS.
 
 One subscription serves all commands of a connection that wait for their answers. Core NATS delivers at most once, so a
 command without an answer is put into the inbox again: the same command id gets the same answer (R3).
@@ -43,7 +43,7 @@ class InboxClient:
         await self._client.subscribe(self._subjects.undecided, cb=self._on_undecided)
 
     async def send(self, message: Message, *, traceparent: str = "", timeout_s: float = 10.0) -> int:
-        """Put a fact into the inbox, once for its id, and return its sequence there."""
+        """Put a fact into the inbox, only once for each id, and return its sequence there."""
         ack = await self._publisher.publish(
             self._subjects.inbox(kind_of(message)),
             encode_message(message),
@@ -54,9 +54,9 @@ class InboxClient:
         return ack.seq
 
     async def send_when_back(self, message: Message, pause: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Put a fact into the inbox, however long the bus is away.
+        """Put a fact into the inbox, waiting for as long as the bus is unavailable.
 
-        `pause` is awaited after each failed attempt; raising from it gives the fact up.
+        `pause` is awaited after each failed attempt; if it raises, the fact is not sent.
         """
         while True:
             try:
@@ -71,7 +71,7 @@ class InboxClient:
         """Put a command into the inbox and return the coordinator's answer.
 
         Raises `Refused` when the answer is a refusal, `BusUnavailable` when there is none within `timeout_s`, or as
-        soon as the leader says that it decides nothing for now. The command may be decided later all the same.
+        soon as the leader says that it decides nothing for now. The command may still be decided later.
         """
         if len(self._pending) >= PENDING_MAX:
             raise Refused(Code.OVERLOADED, f"{PENDING_MAX} commands are waiting for answers; try again later")
@@ -94,7 +94,7 @@ class InboxClient:
         return answer
 
     def connection_back(self) -> None:
-        """Send every pending command again: its answer may have been lost meanwhile."""
+        """Resend every pending command, whose answer may have been lost while the connection was down."""
         for answered in self._pending.values():
             if not answered.done():
                 answered.set_result(None)
@@ -124,7 +124,7 @@ class InboxClient:
                 return answer
 
     async def say_undecided(self, why: str) -> None:
-        """Tell all who wait for an answer, over any connection, that nothing is decided for now, and why."""
+        """Tell all callers that wait for an answer, on any connection, that nothing is decided for now, and why."""
         try:
             await self._client.publish(self._subjects.undecided, why.encode())
         except Error as error:

@@ -26,13 +26,13 @@ logger = logging.getLogger(__name__)
 MESSAGES_MAX = 4096  # in flight at once
 BYTES_MAX = 32 << 20
 SWEEP_S = 0.1
-HEADER_ROOM_BYTES = 4096  # kept for headers where they are not known yet
+HEADER_ROOM_BYTES = 4096  # reserved for headers that are not known yet
 _OVERHEAD_BYTES = 256
 _NO_RESPONDER = "no stream takes this subject, or it has no leader now"
 
 
 class _Entry(msgspec.Struct, eq=False):
-    """A message that waits for its acknowledgement. `failure` is why it has none yet, where that is known."""
+    """A message that waits for its acknowledgement. `failure` is why it has none yet, if known."""
 
     subject: str
     body: bytes
@@ -48,7 +48,7 @@ class _Entry(msgspec.Struct, eq=False):
 
     @property
     def late(self) -> BombusError:
-        """What to raise when its time is up."""
+        """The error to raise when its time is up."""
         why = f"{self.subject}: no acknowledgement within {self.timeout_s:g} s"
         return BusUnavailable(why) if self.failure is None else self.failure
 
@@ -89,7 +89,7 @@ class Publisher:
         headers: Mapping[str, str] | None = None,
         timeout_s: float = 10.0,
     ) -> PubAck:
-        """Store one message and return where. It is sent again under `msg_id` until it is acknowledged.
+        """Store one message and return its position. It is resent under `msg_id` until it is acknowledged.
 
         Raises `BusUnavailable` when there is no acknowledgement within `timeout_s` or the stream is full,
         `WrongSequence` when an expected sequence in `headers` does not hold, `Refused` when it is over the server's
@@ -106,7 +106,7 @@ class Publisher:
         headers: Mapping[str, str] | None = None,
         timeout_s: float = 10.0,
     ) -> asyncio.Future[PubAck]:
-        """Send as `publish` does, and return a future of the acknowledgement: for many in flight at once.
+        """Send as `publish` does, and return a future for the acknowledgement, so that many can be in flight at once.
 
         Messages of one task go out in the order of its calls. This waits only for room in the window.
         """
@@ -121,7 +121,7 @@ class Publisher:
         headers: Mapping[str, str] | None = None,
         timeout_s: float = 10.0,
     ) -> asyncio.Future[PubAck]:
-        """Send as `submit` does, but never again: the future fails with `AckLost` as soon as the connection breaks."""
+        """Send as `submit` does, but only once: the future fails with `AckLost` as soon as the connection breaks."""
         return await self._submit(subject, body, {MSG_ID: msg_id, **(headers or {})}, timeout_s, repeat=False)
 
     async def _submit(
@@ -156,7 +156,7 @@ class Publisher:
         return entry.future
 
     async def send_without_ack(self, subject: str, body: bytes, headers: Mapping[str, str]) -> None:
-        """Send without waiting for anything: for all but the last message of an atomic batch, which answers for it."""
+        """Send without waiting for an acknowledgement, of which an atomic batch gets only one, for its last message."""
         check_size(self._client.max_payload, subject, body, headers)
         try:
             await self._client.publish(subject, body, headers=headers)
@@ -186,7 +186,7 @@ class Publisher:
                 self._finish(token, entry, AckLost(f"{entry.subject}: the connection broke"))
 
     def connection_back(self) -> None:
-        """Send every waiting message again, in order: it may never have left, or its acknowledgement may be lost."""
+        """Resend every waiting message, in order: it may never have been sent, or its acknowledgement may be lost."""
         self._resend(list(self._waiting.items()))
 
     def close(self) -> None:
@@ -261,7 +261,7 @@ class Publisher:
         for token, entry in entries:
             if token not in self._waiting:
                 continue
-            try:  # the server that it was submitted to may be another one now, or have another limit
+            try:  # the connection may be to another server by now, or the server may have another limit
                 check_size(self._client.max_payload, entry.subject, entry.body, entry.headers)
             except Refused as refused:
                 self._finish(token, entry, refused)

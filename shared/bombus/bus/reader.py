@@ -1,10 +1,10 @@
 """Read a stream from a position on: every message once, in order, across restarts of the server.
 
 This uses an ephemeral pull consumer without acknowledgements. nats-py's `fetch` pays a timer for each message and its
-ordered consumer drops messages silently; here they come by callback against credits, their delivery sequence is
-checked, and a new consumer continues after the last good message upon any gap, error status or silence. It has a new
-name: in a cluster, the server that has just died may still own the old one. Many messages that are there when reading
-begins are read by `bulk`.
+ordered consumer drops messages silently; here they arrive by callback against credits, their delivery sequence is
+checked, and upon any gap, error status or silence a new consumer continues after the last message received in order. It
+has a new name: in a cluster, the server that has just died may still own the old one. A large backlog is read by
+`bulk`.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ HEARTBEAT_S = 0.5
 SILENCE_S = 2.0
 CREATE_S = 0.5  # allowed for making a consumer, doubled with each attempt up to CREATE_S_MAX
 CREATE_S_MAX = 2.0
-BULK_MESSAGES = 5_000  # as many as this are worth a connection of their own
+BULK_MESSAGES = 5_000  # from this many on, a separate connection pays off
 INACTIVE_S = 30.0
 _PAUSE_S = 0.05
 _NS = 1_000_000_000
@@ -47,11 +47,11 @@ _MESSAGE_ROOM_BYTES = 64 << 10  # subject, reply and headers of a message of the
 class Reader:
     """Reads the messages of `stream` from `start_seq` on, or from the first that is still kept.
 
-    `after` is the message before it, where that is known: then the stream has to have it, as it has to have each that
-    was read (R6).
+    `after` is the message before it, if known: the stream must have it, as it must have every message that was read
+    (R6).
 
-    Use it with `async with`, or call `close`. One task reads at a time. What is read ahead is bounded (15,000
-    messages, 24 MB): while `read` is not called, no more is requested.
+    Use it with `async with`, or call `close`. One task reads at a time. Reading ahead is bounded (15,000 messages, 24
+    MB): beyond that, nothing is requested until `read` is called.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Reader:
         self.stream = stream
         self._bus = bus
         self._filter = filter_subject
-        self._last = start_seq - 1  # the last stream sequence taken in
+        self._last = start_seq - 1  # the last stream sequence received
         self._before = MessagePlace(self._last) if after is None else after
         self._newest: Stored | None = None  # the last message, None before the first
         self._buffer: list[Stored] = []
@@ -87,8 +87,8 @@ class Reader:
     async def read(self, max_messages: int = CREDIT_MESSAGES) -> list[Stored]:
         """Wait for at least one message and return those that have arrived, in order. A cancelled read loses nothing.
 
-        Raises `StreamEndLost` when the stream has lost what was read last, `BusUnavailable` when the bus was
-        closed, `ServerRefused` when there is no such stream. While the bus is only disconnected, it waits.
+        Raises `StreamEndLost` when the stream has lost the message that was read last, `BusUnavailable` when the bus
+        was closed, `ServerRefused` when there is no such stream. While the bus is only disconnected, it waits.
         """
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep())
@@ -164,7 +164,7 @@ class Reader:
             return
         unused = headers.get("Nats-Pending-Messages")
         if status in ("404", "408", "409") and unused is not None:
-            self._credit -= int(unused)  # the request has ended, by time or by bytes
+            self._credit -= int(unused)  # the request has reached its limit of time or bytes
             self._wake.set()
             return
         self._give_up(f"status {status} {headers.get('Description', '')}")
@@ -210,7 +210,7 @@ class Reader:
             await self._unsubscribe(subscription)
 
     async def _read_backlog(self) -> None:
-        """Read what is there already in bulk, if it is much. However that ends, a consumer continues after it."""
+        """Read the backlog in bulk if it is large. However that ends, a consumer continues after it."""
         server = self._bus.client.connected_url
         if self._filter is not None or server is None:
             return
@@ -244,7 +244,7 @@ class Reader:
             await self._wake.wait()
 
     async def _make_consumer(self) -> None:
-        """Make a consumer that starts after the last message. Wait for as long as the bus cannot be reached.
+        """Make a consumer that starts after the last message, waiting while the bus cannot be reached.
 
         Each attempt makes a consumer under another name: when a cluster has assigned one to a server that has just
         died, its name is taken and nothing answers for it until that server is back.
@@ -289,12 +289,12 @@ class Reader:
         await self._bus.requests.api(ApiCall(what, subject, decode_consumer, body), timeout_s)
 
     async def _delete(self, name: str) -> None:
-        """Delete a consumer now; the server would do so by itself later."""
+        """Delete a consumer now; the server would otherwise do so later."""
         if self._bus.is_connected:
             await self._bus.client.publish(f"$JS.API.CONSUMER.DELETE.{self.stream}.{name}")
 
     async def _check_end(self) -> None:
-        """Raise `StreamEndLost` when the stream went back: the server accepts a position after its end (R6)."""
+        """Raise `StreamEndLost` if the stream has lost its end, since the server accepts a position after it (R6)."""
         place = self._before if self._newest is None else self._newest.place
         if place.seq > 0 and not await self._bus.is_kept(self.stream, place):
             raise StreamEndLost(self.stream, place.seq)

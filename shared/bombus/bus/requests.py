@@ -12,8 +12,8 @@ from bombus.bus.wire import NO_HEADERS, ApiReply, NotNow, ReceivedMessage, error
 from bombus.errors import BusUnavailable
 
 _ReplyT = TypeVar("_ReplyT", bound=ApiReply)
-RETRY_S = 1.0  # a stream that gets a leader does not answer what was sent before
-RETRY_S_MAX = 4.0  # while much else arrives, behind which the answer may be
+RETRY_S = 1.0  # a stream does not answer requests that were sent before it had a leader
+RETRY_S_MAX = 4.0  # while much other data arrives, behind which the answer may be
 MUCH_BYTES = 256 << 10
 _PAUSE_S = 0.05
 
@@ -38,7 +38,7 @@ class ApiCall(msgspec.Struct, Generic[_ReplyT], frozen=True):
 class Requests:
     """Sends the requests of one connection. Answers arrive on `<inbox>.<token>`; the owner calls `connection_back`.
 
-    Use it only for what may be repeated without harm: reads, creations under a fixed name, purges by position.
+    Use it only for requests that may be repeated without harm: reads, creations under a fixed name, purges by position.
     """
 
     def __init__(self, client: Any, inbox: str, timeout_s: float = 10.0) -> None:
@@ -77,7 +77,7 @@ class Requests:
     async def api(self, call: ApiCall[_ReplyT], timeout_s: float | None = None) -> _ReplyT:
         """Make a call of JetStream's API and return the decoded answer.
 
-        Raises what `error_of` makes of an error, a temporary one only once it has lasted for `timeout_s`.
+        Raises the error that `error_of` returns, a temporary one only once it has lasted for `timeout_s`.
         """
         deadline = asyncio.get_running_loop().time() + (self._timeout_s if timeout_s is None else timeout_s)
         while True:
@@ -90,7 +90,7 @@ class Requests:
             await asyncio.sleep(_PAUSE_S)
 
     def connection_back(self) -> None:
-        """Send every pending request again: those sent before will no longer be answered."""
+        """Resend every pending request: the earlier attempts will no longer be answered."""
         for answered in self._pending.values():
             if not answered.done():
                 answered.set_result(None)
@@ -118,9 +118,10 @@ class Requests:
         return answer
 
     async def _answer(self, answered: asyncio.Future[ReceivedMessage | None], until: float) -> ReceivedMessage | None:
-        """Wait for an answer, until the time is up or too little has arrived in a while. Raises `TimeoutError`.
+        """Wait for an answer until the time is up or too little data is arriving. Raises `TimeoutError`.
 
-        To ask again for what is on its way would double it, until the server cuts off a connection that is too slow.
+        Repeating a request whose answer is on its way would double the traffic, until the server cut off the connection
+        as too slow.
         """
         loop = asyncio.get_running_loop()
         while True:

@@ -22,13 +22,13 @@ from bombus.private import private_folder, write_private
 
 HOST = "127.0.0.1"
 USER = "bombus"
-PASSWORD = re.compile(r"[A-Za-z0-9_-]{16,128}")  # for a URL, and for a configuration
+PASSWORD = re.compile(r"[A-Za-z0-9_-]{16,128}")  # valid in a URL and in a configuration
 MAX_PENDING_BYTES = 64 << 20
-MEMORY_LIMIT = "512MiB"  # above which Go collects harder
+MEMORY_LIMIT = "512MiB"  # above which Go collects garbage more often
 _POLL_S = 0.02
 # A stream that could not write stays broken until the server is restarted, even when it could write again.
-ROOM_BYTES = 16 << 20  # that have to fit before: twice the largest message
-AGAIN_S_MAX = 60.0  # before a server is restarted that is broken again
+ROOM_BYTES = 16 << 20  # must fit on the disk before a restart: twice the largest message
+AGAIN_S_MAX = 60.0  # the longest pause before a server that broke again is restarted
 LOG_BYTES_MAX, LOGS_KEPT = 16 << 20, 4
 # What nats-server 2.15 logs when it cannot write, and when it switches JetStream off because of that.
 _BROKEN = (b"critical write error", b"failed to store a msg", b"disabling jetstream", b"will be disabled")
@@ -70,8 +70,8 @@ class EmbeddedServer:
         self._password = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._exited = threading.Event()
-        self.broken = ""  # what the server said when it could not write, "" while it can
-        self._restarts = 0  # since it was last sound for long
+        self.broken = ""  # what the server logged when it could not write, "" while it can
+        self._restarts = 0  # since it last worked for long
         self._started_s = self._broken_s = 0.0
 
     @property
@@ -119,9 +119,9 @@ class EmbeddedServer:
             raise
 
     def needs_restart(self) -> bool:
-        """Return whether the server could not write (see `broken`), for whatever reason, and now could.
+        """Return whether the server failed to write (see `broken`), for whatever reason, but now could.
 
-        One that is broken again soon after a restart is restarted after twice the pause, up to a minute.
+        If it breaks again soon after a restart, the pause before the next restart doubles, up to a minute.
         """
         if not self.broken:
             return False
@@ -134,7 +134,7 @@ class EmbeddedServer:
         return True
 
     def _note(self, line: bytes) -> None:
-        """Learn from a line of the server's log whether it can write."""
+        """Set `broken` if a line of the server's log says that it cannot write."""
         if not self.broken and any(symptom in line.lower() for symptom in _BROKEN):
             self._broken_s = time.monotonic()
             self.broken = line.decode(errors="replace").strip()
@@ -159,7 +159,7 @@ class EmbeddedServer:
             self._exited.wait()
 
     def _spawn(self, command: list[str], lock: IO[bytes]) -> None:
-        """Start the child from a thread that lives as long as it does, because Linux takes the thread for its parent.
+        """Start the child from a thread that lives as long as it does, because Linux treats the thread as its parent.
 
         The child holds the folder's `lock` from here on.
         """
@@ -175,7 +175,7 @@ class EmbeddedServer:
                 self._process = process = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,  # what it says is read here also when the disk takes no log
+                    stdout=subprocess.PIPE,  # read here even if the disk is too full for a log
                     stderr=subprocess.STDOUT,
                     start_new_session=True,  # Ctrl-C goes to the services first; the server is stopped after
                     env=os.environ | {"GOMEMLIMIT": MEMORY_LIMIT},
@@ -245,7 +245,7 @@ jetstream {{
 
 
 class _ServerLog:
-    """The file of a server's log, and the older ones. What a full disk does not take is dropped."""
+    """The file of a server's log, and the older ones. Lines that a full disk cannot hold are dropped."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -281,7 +281,7 @@ class _ServerLog:
 
 
 def _has_room(folder: Path) -> bool:
-    """Return whether a file of the size that a server may need can be made: there are bytes, inodes and quota."""
+    """Return whether a file of `ROOM_BYTES` can be written, for which bytes, inodes and quota must suffice."""
     probe = folder / "room"
     try:
         with probe.open("wb") as file:
@@ -323,7 +323,7 @@ def find_server() -> Path:
 
 
 def _password_in(folder: Path) -> str:
-    """Return the password of a folder's server, which is made with the folder. Call it with the folder's lock."""
+    """Return the password of a folder's server, created if missing. Call it while holding the folder's lock."""
     path = folder / "password"
     if not path.exists():
         write_private(path, secrets.token_urlsafe(24))
@@ -334,7 +334,7 @@ def _password_in(folder: Path) -> str:
 
 
 def _jetstream_answers(port: int, name: str, password: str, timeout_s: float) -> bool:
-    """Return whether JetStream of the server of this name answers, over a bare socket without a client."""
+    """Return whether the JetStream of server `name` answers, using a bare socket without a client."""
     try:
         with socket.create_connection((HOST, port), timeout=min(1.0, timeout_s)) as connection:
             who = {"user": USER, "pass": password, "name": "bombus-ready"}

@@ -1,7 +1,7 @@
-"""Snapshots of a hive's state in the object store. Recovery loads the newest good one and folds the log after it.
+"""Snapshots of a hive's state in the object store. Recovery loads the newest usable one and folds the log after it.
 
-A snapshot names the event at which it ends by sequence and message id. One whose event is not on the log (because the
-log was made anew, or lost its end in a power cut) is ahead of it and is not used (R6).
+A snapshot names the event at which it ends by sequence and message id. If that event is not on the log (because the log
+was recreated, or lost its end in a power cut), the snapshot is ahead of the log and is not used (R6).
 """
 
 import logging
@@ -19,7 +19,7 @@ from bombus.hive.state import FOLD, Hive
 log = logging.getLogger(__name__)
 
 KEPT = 2  # of the newest: recovery begins at one of them (R12)
-PARTS = 3  # of the log, with a snapshot in between at which a compaction can stop
+PARTS = 3  # of the log, each with a snapshot at which a compaction can stop
 _PREFIX = "snapshot-"
 _NUMBER = re.compile(r"[0-9]{16}")
 _MAGIC = b"bombus snapshot\n"
@@ -73,14 +73,14 @@ async def prune(bus: Bus, newest: int = 0, held: Collection[int] = ()) -> None:
 
 
 def needed(positions: Sequence[int], first: int, last: int) -> list[int]:
-    """Return the snapshots to keep of a log of the events `first` to `last`, of `positions` in ascending order.
+    """Return which of the snapshots at the sorted `positions` to keep for a log of the events `first` to `last`.
 
-    They are the newest `KEPT`, the oldest from which all later events can be folded, and of those in between so many
-    that no part of the log, of `PARTS`, is without one: never more than `2 * PARTS + KEPT`.
+    They are the newest `KEPT`, the oldest from which all later events can be folded, and enough of those in between
+    that each of the `PARTS` parts of the log has one: never more than `2 * PARTS + KEPT`.
     """
     own = [position for position in positions if first - 1 <= position <= last]
     apart = (last - first + 1) // PARTS
-    begins = 0 if first == 1 else None  # the log as it was new needs no snapshot
+    begins = 0 if first == 1 else None  # a log that still has its first event needs no snapshot
     kept: list[int] = []
     for number, position in enumerate(own):
         before = kept[-1] if kept else begins
@@ -138,10 +138,10 @@ async def start_of(bus: Bus, from_first: bool = False) -> Snapshot:
 
 
 async def oldest(bus: Bus) -> Snapshot:
-    """Return the state before the first event that is kept, whichever version has stored it.
+    """Return the state before the first event that is kept, whichever version stored it.
 
-    It is an empty one where the log has its first event, and a later one where that state cannot be read. Raises
-    `LogCorrupted` when no snapshot can be read, and `BusUnavailable`.
+    It is empty if the log has its first event, and a later state if that one cannot be read. Raises `LogCorrupted` when
+    no snapshot can be read, and `BusUnavailable`.
     """
     begins_at = (await bus.state(bus.subjects.events_stream)).first_seq
     if begins_at <= 1:

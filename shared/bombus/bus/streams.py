@@ -61,13 +61,13 @@ def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[dict[str, A
 
 
 def changes_of(subjects: Subjects, stream: str, limits: StreamLimits) -> dict[str, int]:
-    """Return what the operator sets of an existing stream, by the names of the server's API."""
+    """Return the settings of a stream that the operator has given, under the names of the server's API."""
     found = {"num_replicas": limits.replicas, "max_bytes": _sizes(subjects, limits).get(stream)}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def limited_streams(subjects: Subjects) -> dict[str, str]:
-    """Return the streams whose size the operator sets, by the short name that settings and messages have for them."""
+    """Return the streams whose size the operator sets, by the short name that settings and messages use."""
     return {
         "inbox": subjects.inbox_stream,
         "events": subjects.events_stream,
@@ -79,7 +79,7 @@ def limited_streams(subjects: Subjects) -> dict[str, str]:
 
 
 def stream_text(state: StreamState) -> str:
-    """Return how full a stream is and how many servers keep it, in words."""
+    """Return a text with a stream's size, limit and replicas."""
     limit = f" of {byte_size(state.max_bytes)}" if state.max_bytes > 0 else ""
     late = f", of which {state.late} offline or not caught up" if state.late else ""
     replicas = "1 replica" if state.replicas == 1 else f"{state.replicas} replicas"
@@ -87,7 +87,7 @@ def stream_text(state: StreamState) -> str:
 
 
 def _sizes(subjects: Subjects, limits: StreamLimits) -> Mapping[str, int]:
-    """Return the size of each stream for which there is one."""
+    """Return the size of each stream for which `limits` has one."""
     given = {name: getattr(limits, f"{short}_bytes_max") for short, name in limited_streams(subjects).items()}
     return {name: size for name, size in given.items() if size is not None}
 

@@ -1,4 +1,4 @@
-"""A bound on what is in flight, in messages and in bytes. A sender that finds it full waits, then is refused (R20)."""
+"""A bound on messages in flight, by number and by bytes. A sender that finds it full waits, then is refused (R20)."""
 
 import asyncio
 from collections import deque
@@ -10,7 +10,7 @@ class Window:
     """A bound served first come, first served. A message larger than `bytes_max` passes when it is alone."""
 
     def __init__(self, messages_max: int, bytes_max: int, waiting_max: int | None = None) -> None:
-        """Make a window in which at most `waiting_max` senders wait: as many as there may be messages, if not given."""
+        """Make a window in which at most `waiting_max` senders wait, by default `messages_max`."""
         if messages_max < 1 or bytes_max < 1:
             raise ValueError(f"a window needs room for 1 message and 1 byte, not {messages_max} and {bytes_max}")
         self.messages_max = messages_max

@@ -18,25 +18,25 @@ NO_PEERS = 10005  # too few servers are known, as when a cluster has just starte
 NO_MESSAGE = 10037
 STREAM_NOT_FOUND = 10059
 NAME_IN_USE = 10058
-NOT_A_CLUSTER = 10074  # one server alone was asked for several replicas
+NOT_A_CLUSTER = 10074  # a single server was asked for several replicas
 STREAM_FULL = 10077
 TOO_LITTLE_STORAGE = 10047
 MESSAGE_TOO_LARGE = 10054
-IN_PROCESS = 10158  # a stream of several replicas has taken the same message id, and has no majority for it yet
+IN_PROCESS = 10158  # a stream of several replicas has received the same message id, and has no majority for it yet
 # A wrong last sequence (10164 on three replicas), and a batch of which a part is stored already.
 WRONG_SEQUENCE = frozenset({10071, 10164, 10201})
 
 
 class WrongSequence(BombusError):
-    """The stream does not end where the writer expected: another wrote to it, or this was written before."""
+    """The stream does not end at the expected position: another writer appended to it, or this was written before."""
 
 
 class AckLost(BusUnavailable):
-    """There is no acknowledgement, as when the connection broke: the message may or may not be stored."""
+    """No acknowledgement came, for instance because the connection broke: the message may or may not be stored."""
 
 
 class StreamFull(BusUnavailable):
-    """The stream takes nothing more until old messages are purged or its limit is raised."""
+    """The stream accepts no more messages until old ones are purged or its limit is raised."""
 
 
 class NotNow(BusUnavailable):
@@ -44,7 +44,7 @@ class NotNow(BusUnavailable):
 
 
 class ServerRefused(BombusError):
-    """The server understood and declined, for a reason that trying again does not change: most likely a bug of ours."""
+    """The server understood and declined, for a reason that a retry does not change: most likely a bug in bombus."""
 
     def __init__(self, what: str, code: int, err_code: int, description: str) -> None:
         super().__init__(f"{what}: {description} ({code}, {err_code})")
@@ -57,7 +57,7 @@ class MessagePlace(msgspec.Struct, frozen=True, gc=False):
     """A message in a stream: its sequence, and a digest that distinguishes it from another one under that sequence
     (R6).
 
-    The digest is "" where it is not known, as on events of versions before it.
+    The digest is "" if it is not known, as on events of versions that wrote none.
     """
 
     seq: int = 0
@@ -75,13 +75,13 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def place(self) -> MessagePlace:
-        """Return where it is stored. Its digest has the time at which it was stored, and a sum of its id and body."""
+        """Return the message's place. Its digest contains the time of storage and a checksum of id and body."""
         checksum = crc32(self.data, crc32(self.headers.get(MSG_ID, "").encode()))
         return MessagePlace(self.seq, f"{self.time_ns:x}{checksum:08x}")
 
     @property
     def written_ns(self) -> int:
-        """Return when this event was written, which for one that was imported is when its first hive stored it."""
+        """Return when this event was written: for an imported event, when its original hive stored it."""
         return int(self.headers.get(TIME, self.time_ns))
 
     @property
@@ -106,7 +106,7 @@ class StreamState(msgspec.Struct, frozen=True):
     bytes: int
     max_bytes: int
     replicas: int
-    late: int = 0  # of the replicas, those that are away or have not caught up
+    late: int = 0  # replicas that are offline or have not caught up
 
     @property
     def fill(self) -> float:
@@ -115,7 +115,7 @@ class StreamState(msgspec.Struct, frozen=True):
 
 
 class EpochFence(msgspec.Struct, frozen=True):
-    """The position of its epoch's `epoch.opened` that an append requires to be the newest, 0 when there is none."""
+    """The position of an epoch's `epoch.opened`, which an append requires to be the newest one; 0 if there is none."""
 
     epoch: int
     opened: int
@@ -216,7 +216,7 @@ class InfoReply(msgspec.Struct, frozen=True):
 
 
 class ConfigReply(msgspec.Struct, frozen=True):
-    """The answer to STREAM.INFO with all of the configuration, which an update has to repeat."""
+    """The answer to STREAM.INFO with all of the configuration, which an update must repeat."""
 
     config: dict[str, Any] = {}
     state: _State = _State()
@@ -241,7 +241,7 @@ _decode_ack = msgspec.json.Decoder(_Ack).decode
 
 
 def ack_of(body: bytes, what: str) -> PubAck | BombusError:
-    """Return the acknowledgement in `body`, or the error to raise. `what` names in it what was published."""
+    """Return the acknowledgement in `body`, or the error to raise. `what` names the published message in the error."""
     ack = _decode_ack(body)
     if ack.error is None:
         return PubAck(ack.seq, ack.duplicate)
@@ -257,7 +257,7 @@ def _limit_flag(subject: str) -> str:
 
 
 def error_of(error: ApiError, what: str) -> BombusError:
-    """Return the server's error as one of ours."""
+    """Return the bombus error for an error of the server."""
     if error.err_code in WRONG_SEQUENCE:
         return WrongSequence(f"{what}: {error.description}")
     if error.err_code == STREAM_FULL:

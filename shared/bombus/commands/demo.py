@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     demo = DemoOf("tiny" if arguments.tiny else model, arguments.seed, secrets.token_hex(4))
     if earlier := open_folder(out, demo):
         demo = earlier
-        say(f"{out} has an earlier demo, which resumes where it stopped")
+        say(f"{out} has an earlier demo, which now resumes")
     try:
         if arguments.tiny:
             turns = [arguments.turns] if arguments.turns else [1, 2]
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a game is trained: its folder, its demo, and the URL of its hive, "" where the demo starts one."""
+    """The place of a game's training: its folder, its demo, and the URL of its hive, "" if the demo starts one."""
 
     folder: Path
     demo: DemoOf
@@ -103,7 +103,7 @@ def _found(model: str) -> str:
         return model
     folder = Path(model).expanduser().absolute()
     if not (folder / "config.json").is_file():
-        raise Refused(Code.BAD_CONFIG, f"there is no model at {folder}: a model's folder has a config.json")
+        raise Refused(Code.BAD_CONFIG, f"there is no model at {folder}: a model's folder must have a config.json")
     return str(folder)
 
 
@@ -225,8 +225,9 @@ def _main(place: _Place, model: str, minutes: float) -> int:
 
 @dataclass(frozen=True)
 class _Demo:
-    """One hive and the training in it. `began` is when the command started, on the monotonic clock; `threads` are
-    torch's on the CPU, 0 for one for each core."""
+    """One hive and the training in it. `began` is when the command started, on the monotonic clock; `threads` is the
+    number of torch's threads on the CPU, 0 for one per core.
+    """
 
     place: _Place
     game: Game
@@ -236,9 +237,9 @@ class _Demo:
     threads: int = 0
 
     def train(self) -> tuple[Curve, Path | None]:
-        """Train what is left to train, in a hive, and keep the weights.
+        """Run the rest of the training, in a hive, and keep the weights.
 
-        Returns the curve, and the folder of the newest weights, None where those are in a hive elsewhere.
+        Returns the curve, and the folder of the newest weights, None if they are in a hive elsewhere.
         """
         curve, kept = load_curve(self.place.folder), self.place.folder / "model"
         if curve is not None and kept.is_dir() and is_over(self.plan, curve, curve.trained_s()):
@@ -256,7 +257,7 @@ class _Demo:
             display.show("starting the hive")
             async with self._hive() as url, AsyncSwarmClient(url) as client:
                 display.show("loading the model")
-                # An abandoned run has open episodes, which nothing plays. The next one begins where it was.
+                # An abandoned run has open episodes, which nothing plays. The next run begins where it stopped.
                 await client.auto_sync_train_config_and_start_engine(self.job, force_restart=earlier is not None)
                 player = Player(client, self.game)
                 training = Training(player, self.plan, Keeper(folder, curve, display), self.began)

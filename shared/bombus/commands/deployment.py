@@ -17,11 +17,11 @@ from bombus.terminal import complain
 
 DEFAULTS: Tree = {"trainer": {}, "inference": [{}]}  # for an engine that no file describes
 
-# What the operator of a trainer's machine decides about it.
+# The options that the operator of a trainer's machine decides.
 TRAINER_FLAGS: Overrides = {
     "trainer.bin_tokens": Flag(
         metavar="N",
-        help="the most tokens in a trainer's micro-batch; 0: on a GPU what the job says, on a CPU at most 4096",
+        help="the most tokens in a trainer's micro-batch; 0: the job's on a GPU, at most 4096 on a CPU",
     ),
     "trainer.allow_download": Flag(
         help="let trainers fetch models from a hub", default="only where the cluster file says so"
@@ -38,10 +38,10 @@ HIVE_FLAGS: Overrides = {
         default="nowhere",
     ),
     "gateway.bases": Flag(
-        help="what training clients mean by the name of a model, once or several times, such as "
+        help="the model behind a name that training clients use, once or several times, such as "
         "meta-llama/Llama-3.2-1B=smollm2",
     ),
-    "gateway.models_max": Flag(help="models of training clients on one engine at once, where memory allows"),
+    "gateway.models_max": Flag(help="models of training clients on one engine at once, if memory allows"),
     "gateway.port": Flag(also="--swarm-port", help="the gateway's port; 0: any free port, which is printed"),
     "data_dir": Flag(metavar="DIR", help="for the log, checkpoints and weights", default=".bombus, in this folder"),
     "nats": Flag(metavar="URL", help="an external NATS server", default="our own is started"),
@@ -86,7 +86,7 @@ def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def deployment(arguments: argparse.Namespace) -> tuple[Cluster, Jobs]:
-    """Return what the file and the flags say; flags override the file. Raises `Refused(BAD_CONFIG)`."""
+    """Return the cluster and jobs of the file and the flags, which override it. Raises `Refused(BAD_CONFIG)`."""
     check_counts(arguments, dict.fromkeys(("gateways", "coordinators", "replicas", "trainer_processes"), PROCESSES_MAX))
     plain, jobs = document(arguments.config, arguments.engine or ["main"], DEFAULTS)
     _choose_engines(plain["engines"], arguments.engine)
@@ -99,7 +99,7 @@ def deployment(arguments: argparse.Namespace) -> tuple[Cluster, Jobs]:
 def document(config: Path | None, names: Sequence[str], engine: Tree) -> tuple[Tree, Jobs]:
     """Return a cluster file, as it is written, and its jobs.
 
-    From a job file, or without a file, make one that has engines of these names, each described by `engine`.
+    For a job file, or without a file, the cluster has engines of these names, each described by `engine`.
 
     Raises `Refused(BAD_CONFIG)`.
     """
@@ -112,7 +112,7 @@ def document(config: Path | None, names: Sequence[str], engine: Tree) -> tuple[T
 
 
 def put_over(part: Tree, flags: Tree) -> Tree:
-    """Return a trainer's or a replica's part with flags put over it. A device other than GPUs removes their numbers."""
+    """Return a trainer's or replica's part, overridden by flags. A device other than a GPU removes the GPU numbers."""
     kept = {key: value for key, value in part.items() if key != "devices" or flags.get("device", "cuda") == "cuda"}
     return {**kept, **flags}
 
@@ -125,7 +125,7 @@ def tell_ignored(jobs: Jobs) -> None:
 
 
 def check_counts(arguments: argparse.Namespace, most: Mapping[str, int]) -> None:
-    """Raise `Refused(BAD_CONFIG)` for a count that was given and is not within 1 to `most`, by its attribute."""
+    """Raise `Refused(BAD_CONFIG)` for a given count outside 1 to its limit. `most` has the limits by attribute."""
     for name, limit in most.items():
         if getattr(arguments, name) is not None:
             check_range(f"--{name.replace('_', '-')}", getattr(arguments, name), 1, limit)
@@ -145,7 +145,7 @@ def _choose_engines(engines: Tree, wanted: list[str] | None) -> None:
 
 
 def _with_flags(plain: Tree, arguments: argparse.Namespace) -> Tree:
-    """Return the document with the flags put over it."""
+    """Return the document, overridden by the flags."""
     typed = typed_overrides(arguments, FLAGS)
     engines = plain["engines"].items()
     return {

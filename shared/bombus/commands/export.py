@@ -29,14 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         nargs="?",
         metavar="VERSION",
-        help="the policy version, which the step of the same number made (default: the newest)",
+        help="the policy version, which the step of the same number produced (default: the newest)",
     )
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="the folder to make; it appears once it is complete"
     )
     parser.add_argument("--force", action="store_true", help="replace an earlier export in DIR")
     parser.add_argument(
-        "--merged", action="store_true", help="of a LoRA run, write the whole model with the adapter merged into it"
+        "--merged", action="store_true", help="for a LoRA run, write the whole model with the adapter merged into it"
     )
     parser.add_argument(
         "--float32",
@@ -63,7 +63,7 @@ class _Found:
 
     @property
     def base_model(self) -> str:
-        """What `from_pretrained` loads the model of the job by."""
+        """The name or folder from which `from_pretrained` loads the job's model."""
         model = self.run.job.model
         dtype = "bfloat16" if model.dtype == "auto" else model.dtype
         return loadable_name(model.path, dtype, model.seed % SEEDS)
@@ -72,8 +72,8 @@ class _Found:
 def _export(arguments: argparse.Namespace) -> None:
     out: Path = arguments.out.absolute()
     if arguments.float32 and not arguments.merged:
-        raise BadUsage("--float32 is for --merged: an adapter is float32, and a whole model is copied as it is")
-    # Files are written outside of the event loop: there Ctrl-C would wait until all of them are.
+        raise BadUsage("--float32 requires --merged: an adapter is float32, and a whole model is copied as it is")
+    # Files are written outside the event loop, in which Ctrl-C would wait until all of them are written.
     with drafted(out, arguments.force) as draft, TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
         found = asyncio.run(_find(arguments, Path(scratch)))
         exported = _write(found, draft, arguments)
@@ -112,7 +112,7 @@ def _tell(found: _Found, exported: ExportedFiles, out: Path) -> None:
 
 
 class CopyReport:
-    """Reports every few seconds how far it is, when a copy takes longer than that."""
+    """Reports progress every few seconds if a copy takes longer than that."""
 
     def __init__(self, every_s: float = PROGRESS_S) -> None:
         self._every_s = every_s

@@ -26,7 +26,7 @@ IMPORT_EPILOG = """example:
 
   bombus log import monday.bombuslog --data /srv/hive     # on another machine, or after the folder was lost
   cp -a monday-engines /srv/hive/engines
-  bombus up --data-dir /srv/hive                          # its run goes on"""
+  bombus up --data-dir /srv/hive                          # its run continues"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_settings_arguments(importing, StreamLimits)
     verifying = subcommands.add_parser(
-        "verify", help="fold it from the beginning, check every event, and compare every snapshot"
+        "verify", help="fold the log from the beginning, check every event, and compare every snapshot"
     )
     add_source_arguments(verifying)
     compacting = subcommands.add_parser(
@@ -88,7 +88,7 @@ async def _verify(source: Source, arguments: argparse.Namespace) -> None:
     if verified.groups:
         say(f"  {verified.groups - len(verified.lost):,} rollout groups are present, {len(verified.lost):,} are lost")
     for lost in verified.lost[:LOST_SHOWN]:
-        say(f"    {lost}; it is given up when a batch would have it")
+        say(f"    {lost}; it is dropped when a batch would use it")
 
 
 async def _compact(source: Source, arguments: argparse.Namespace) -> None:
@@ -116,7 +116,7 @@ async def _export(source: Source, arguments: argparse.Namespace) -> None:
     if kept.groups:
         say(
             f"{kept.groups:,} rollout groups were pushed: the file records which batches took them, but has tokens "
-            "only for those that may still be trained"
+            "only for groups that may still be trained on"
         )
 
 
@@ -128,7 +128,7 @@ async def _import(path: Path, data: Path, limits: StreamLimits) -> None:
     with FileSource.open(path) as source:
         found = await import_log(source, data, limits, progress.note)
         named = "" if source.hive == "main" else f" --hive {source.hive}"
-    say(f"{data}: {found.last - found.first + 1:,} events and {found.calls:,} calls that are still needed are there")
+    say(f"{data}: imported {found.last - found.first + 1:,} events and {found.calls:,} calls that are still needed")
     if not (data / "engines").exists():
         say(
             f"checkpoints and weights are not on a log: copy them from the old data folder to {data / 'engines'}. "
@@ -138,7 +138,7 @@ async def _import(path: Path, data: Path, limits: StreamLimits) -> None:
 
 
 class _Progress:
-    """Reports every few seconds how far it is, on a log that takes longer than that."""
+    """Reports progress every few seconds if a log takes longer than that."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + PROGRESS_S

@@ -1,4 +1,4 @@
-"""`bombus resume`: lets a suspended run, or suspended models, be tried again, once what they failed for is removed."""
+"""`bombus resume`: retries a suspended run, or suspended models, once the cause of the failure is removed."""
 
 import argparse
 import uuid

@@ -17,7 +17,7 @@ from bombus.sdk.job import Job
 from bombus.terminal import complain, say
 
 EPILOG = """\
-Each episode gets a copy of the workspace. There the agent runs with a model of its own: $OPENAI_BASE_URL,
+Each episode gets a copy of the workspace. The agent runs there with its own model: $OPENAI_BASE_URL,
 $OPENAI_API_KEY, $ANTHROPIC_BASE_URL and the like are set, and $BOMBUS_BASE_URL, $BOMBUS_API_KEY, $BOMBUS_MODEL,
 $BOMBUS_PROMPT, $BOMBUS_TASK (JSON) and $BOMBUS_WORKSPACE. Then the reward command runs in the same folder; it finds
 what the agent printed in the file $BOMBUS_OUTPUT. docs/rollout.md has the rest.
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
         metavar="PATH",
-        help="a file with a JSON object in each line: `prompt`, perhaps `task_id`, and fields of your own; or a folder "
+        help="a file with a JSON object per line: `prompt`, perhaps `task_id`, and fields of your own; or a folder "
         "of tasks in Harbor's format, which have their own files, tests and limits",
     )
     parser.add_argument(
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         return task_groups.run(_roll_out(plan, job))
     except EngineOffline as error:
-        complain(f"bombus rollout: {error}", "Start a job first, or name one with --job.")
+        complain(f"bombus rollout: {error}", "Start a job first, or pass one with --job.")
     except (BombusError, TimeoutError) as error:
         complain(*f"bombus rollout: {error}".split("\n"))
     except asyncio.CancelledError:
@@ -91,7 +91,7 @@ async def _roll_out(plan: RolloutPlan, job: Job | None) -> int:
         display = ProgressDisplay()
         rollout = RolloutRun(plan, client, await _repeat(plan, client), display)
         if before := rollout.done_before:
-            say(f"continuing after {before} episodes that --out {options.out} has; name another folder to start over")
+            say(f"continuing after {before} episodes in --out {options.out}; name another folder to start over")
         try:
             await rollout.run()
         finally:
@@ -102,7 +102,7 @@ async def _roll_out(plan: RolloutPlan, job: Job | None) -> int:
 async def _repeat(plan: RolloutPlan, client: AsyncSwarmClient) -> int:
     """Return how many episodes each task gets. A mismatch with the job is reported, and accepted if the run still ends.
 
-    Raises `Refused` for steps that would never be made.
+    Raises `Refused` for a number of steps that would never be reached.
     """
     given = plan.options.n
     if plan.options.eval:

@@ -24,14 +24,14 @@ from bombus.tasks.search.corpus import bundled_documents, read_documents
 from bombus.tasks.search.index import LocalIndex
 from bombus.terminal import complain, say
 
-FILES_MAX = 65_536  # a running sample has four: its port, and a connection to it and to the hive
+FILES_MAX = 65_536  # a running sample opens four: its port, and connections to that and to the hive
 EPILOG = """\
 example:
   bombus slime --prompt-data train.jsonl --input-key prompt --label-key answer --hf-checkpoint models/qwen \\
     --custom-generate-function-path generate_with_search.py:generate \\
     --custom-rm-path generate_with_search.py:reward_func
 
-docs/slime.md says which of slime's names are there, and what is done otherwise.
+docs/slime.md says which of slime's names are supported, and what differs.
 """
 
 
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _allow_files() -> None:
-    """Raise this process's limit of open files, often 1,024, as far as allowed: it would otherwise wait silently."""
+    """Raise this process's limit of open files, often 1,024, up to the hard limit: otherwise it would wait silently."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, FILES_MAX)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -64,7 +64,7 @@ def _allow_files() -> None:
 
 
 async def play(options: SlimeOptions) -> int:
-    """Do what the options say. Returns the exit code."""
+    """Play or push what the options name. Returns the exit code."""
     cancel_at_signals()
     async with AsyncSwarmClient(options.server_url, verbose=False, engine=options.engine) as client:
         if options.load_debug_rollout_data:
@@ -92,7 +92,7 @@ async def play(options: SlimeOptions) -> int:
 
 
 async def _search(options: SlimeOptions) -> LocalServer | None:
-    """Begin to serve what hook files search, where a port is given."""
+    """Start serving the documents that hook files search, if a port is given."""
     if options.search_port is None:
         return None
     documents = read_documents(options.search_documents) if options.search_documents else bundled_documents()
@@ -106,7 +106,7 @@ async def _search(options: SlimeOptions) -> LocalServer | None:
 
 
 def job_of(options: SlimeOptions) -> Job:
-    """Return the job of `--job`, with what the other options say of it."""
+    """Return the job of `--job`, overridden by the other options."""
     return Job(
         base_yaml_config=options.job,
         num_repeat=options.n_samples_per_prompt,

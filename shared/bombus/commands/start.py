@@ -1,4 +1,4 @@
-"""`bombus start`: a coding agent in this terminal, whose model is that of a hive, and a reward at the end."""
+"""`bombus start`: runs a coding agent in this terminal on a hive's model, and asks for the reward at the end."""
 
 import argparse
 import tempfile
@@ -43,9 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--task-id",
         default="",
         metavar="ID",
-        help="sessions of one task are compared with each other (default: a task of its own)",
+        help="sessions of one task are compared with each other (default: a separate task)",
     )
-    parser.add_argument("--eval", action="store_true", help="an evaluation episode, which is not trained")
+    parser.add_argument("--eval", action="store_true", help="an evaluation episode, which is not trained on")
 
 
 def run(arguments: argparse.Namespace) -> int:

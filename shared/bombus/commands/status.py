@@ -58,7 +58,7 @@ async def _look(url: str, name: str) -> tuple[Hive, dict[str, StreamState], dict
 
 
 async def _doing(bus: Bus, hive: Hive) -> dict[str, str]:
-    """Ask the trainers what they work on, which is not on the log. Those that wait are left out."""
+    """Ask the trainers what they work on, which is not on the log. Trainers that are idle are left out."""
     engines = [engine for engine in hive.engines.values() if engine.phase != Phase.OFFLINE and engine.trainer]
     answers = await asyncio.gather(*(_ask(bus, engine) for engine in engines))
     return {engine.name: answer for engine, answer in zip(engines, answers, strict=True) if answer}

@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         say(*planned)
         if has_login(cluster.nats):
-            complain(f"To type these commands, set {VARIABLE} to the address of the bus, which has a password in it.")
+            complain(f"To type these commands, set {VARIABLE} to the address of the bus, which contains a password.")
         return 0
     check_can_start(layout)
     return run_service(Supervisor(layout).run())

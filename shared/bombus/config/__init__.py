@@ -1,1 +1,1 @@
-"""What can be set: jobs, cluster files and command lines, each declared and checked here."""
+"""The settings of jobs, cluster files and command lines, declared and checked."""

@@ -1,6 +1,6 @@
-"""Reads AgentJet's keys below `ajet:`, and verl's own next to them: what each means here, and which are refused.
+"""Reads AgentJet's keys below `ajet:`, and verl's own next to them: the meaning of each here, and which are refused.
 
-A key that decides what is trained is carried out or refused; any other is listed as without effect.
+A key that affects training is applied or refused; any other key is listed as having no effect.
 """
 
 from collections.abc import Iterator, Mapping
@@ -47,7 +47,7 @@ AJET_KEYS: dict[str, str] = {
     "lora.target_modules": "trainer.target_modules",
 }
 _OPTIM = "actor_rollout_ref.actor.optim"
-# verl's own keys, which may stand beside `ajet:` or in its place.
+# verl's own keys, which may be used next to `ajet:` or in its place.
 VERL_KEYS: dict[str, str] = {
     "actor_rollout_ref.model.path": "model.path",
     "actor_rollout_ref.model.tokenizer_path": "model.tokenizer",
@@ -92,13 +92,13 @@ VERL_KEYS: dict[str, str] = {
 }
 KEYS = {**{f"ajet.{key}": ours for key, ours in AJET_KEYS.items()}, **VERL_KEYS}
 
-KL_SWITCHES = ("ajet.trainer_common.use_kl_loss", "actor_rollout_ref.actor.use_kl_loss")  # off: no coefficient counts
-_NOT_IN_REWARD = Only((False,), "rewards are trained as reported; kl_loss_coef puts the divergence in the loss")
+KL_SWITCHES = ("ajet.trainer_common.use_kl_loss", "actor_rollout_ref.actor.use_kl_loss")  # off: kl_loss_coef is ignored
+_NOT_IN_REWARD = Only((False,), "rewards are used as reported; kl_loss_coef adds the divergence to the loss")
 _ADAMW = Only(("AdamW", "adamw"), "the optimizer is AdamW")
 _TORCH = Only(("torch.optim",), "the optimizer is torch's AdamW")
 _IN_STEPS = Only((0, 0.0), "give lr_warmup_steps, a number of steps")
-_ONE_CYCLE = Only((0.5,), "a cosine goes down once")
-# Accepted with the values that change nothing here.
+_ONE_CYCLE = Only((0.5,), "a cosine schedule decays only once")
+# Accepted only with values that change nothing here.
 LIMITED: dict[str, Only] = {
     "ajet.rollout.gamma": Only((1, 1.0), "the rewards of an episode's calls are not discounted"),
     "ajet.rollout.top_p": Only((1, 1.0), "training episodes are sampled from the whole distribution"),
@@ -123,7 +123,7 @@ LIMITED: dict[str, Only] = {
         )
     },
 }
-# Of what decides what is trained, any other key is refused, except those for speed and placement.
+# Any other key with one of these prefixes affects training and is refused, except for those in HARMLESS.
 DECIDES = (
     "ajet.lora.",
     "ajet.model.",
@@ -144,20 +144,21 @@ HARMLESS = {
         "use_prefix_grouper",
     ),
     *("entropy_checkpointing", "checkpoint", "profiler", "shuffle", "data_loader_seed", "rollout_n"),
-    *("lam", "kl_ctrl", "kl_penalty"),  # of critics, and of a divergence in the reward, which are refused
+    *("lam", "kl_ctrl", "kl_penalty"),  # for critics, and for a divergence in the reward, which are refused elsewhere
 }
 _INSTEAD = {
     "clip_ratio": "give clip_ratio_low and clip_ratio_high",
     "ppo_mini_batch_size": "give ajet.trainer_common.mini_batch_num, the optimizer steps of a batch",
 }
 IGNORED: dict[str, str] = {
-    "ajet.trainer_common.n_gpus_per_node": "in the cluster file, `devices` of the trainer and of inference say which "
-    "GPUs they have, and `processes` and `replicas` how many there are",
-    "ajet.trainer_common.nnodes": "the cluster file says what runs on which machine",
+    "ajet.trainer_common.n_gpus_per_node": "in the cluster file, `devices` of the trainer and of inference set which "
+    "GPUs they have, and `processes` and `count` how many processes and replicas there are",
+    "ajet.trainer_common.nnodes": "the cluster file sets which processes run on which machine",
     "ajet.trainer_common.logger": "`bombus overwatch` shows the metrics, and `bombus status --json` has them",
     "ajet.rollout.gpu_memory_utilization": "`bombus inference --help` has the flags of a replica's memory",
 }
-# What `Job` adds for readers that expect all of AgentJet's keys, and how it adds them. Its author gives the others.
+# The keys that `Job` adds for readers that expect all of AgentJet's keys. `EXPECTED` has the values that are not listed
+# as without effect, `PASSED_ON` the values that it adds if its author gives none.
 EXPECTED: dict[str, tuple[object, ...]] = {
     "ajet.enable_swarm_mode": (True,),
     "ajet.backbone": ("verl", "torch"),
@@ -174,7 +175,7 @@ PASSED_ON: dict[str, object] = {
 VERL_TOPS = ("actor_rollout_ref", "algorithm", "data", "trainer")
 _TOPS = ("ajet", *VERL_TOPS)
 _MINUS_ONE_IS_UNSET = {"trainer.warmup_steps", "trainer.total_steps", "trainer.checkpoint_every"}
-_RESUME_MODES = {"disable": "never"}  # AgentJet's and verl's names for what is called otherwise here
+_RESUME_MODES = {"disable": "never"}  # AgentJet's and verl's names -> ours
 
 
 def has_keys(tree: Mapping[str, object]) -> bool:
@@ -183,15 +184,15 @@ def has_keys(tree: Mapping[str, object]) -> bool:
 
 
 def read(tree: Mapping[str, object]) -> tuple[Tree, dict[str, str], list[str]]:
-    """Read a document's keys. Returns our groups, the document's key by our path, and the keys without effect.
+    """Read a document's keys. Return our groups, the document's key for each of our paths, and the keys without effect.
 
-    Raises `Refused(BAD_CONFIG)` naming the key.
+    Raises `Refused(BAD_CONFIG)`, which names the key.
     """
     given: Tree = {}
     names: dict[str, str] = {}
     ignored: list[str] = []
     agentjets = "ajet" in tree
-    kl_is_on = agentjets  # the default of AgentJet; that of verl is off
+    kl_is_on = agentjets  # on by default in AgentJet, off in verl
     for path, value in _leaves({top: tree[top] for top in _TOPS if top in tree} if has_keys(tree) else {}):
         target = KEYS.get(path)
         if path in KL_SWITCHES:
@@ -209,20 +210,20 @@ def read(tree: Mapping[str, object]) -> tuple[Tree, dict[str, str], list[str]]:
     if not kl_is_on:
         trainer.pop("kl_coef", None)
     if trainer.get("min_lr_ratio") == 0 and trainer.get("lr_schedule", "constant") == "constant":
-        del trainer["min_lr_ratio"]  # AgentJet's default: there is nothing that it ends at
+        del trainer["min_lr_ratio"]  # AgentJet's default, which has no effect with a constant schedule
     return given, names, ignored
 
 
 def _check_harmless(path: str, value: object) -> None:
-    """Raise `Refused` for a key that decides what is trained, and for which there is nothing here."""
+    """Raise `Refused` for a key that affects training but has no equivalent here."""
     if path in LIMITED:
         if value is not None and value not in LIMITED[path].values:
             raise bad_config(f"{path} = {shown(value)} is refused: {LIMITED[path].why}")
     elif path.startswith(DECIDES) and value not in (None, False, "", [], {}):
         leaf = next((part for part in path.split(".")[2:] or path.split(".")[1:] if part in HARMLESS), None)
         if leaf is None:
-            todo = _INSTEAD.get(path.rpartition(".")[2], "leave it out, or set what it means below bombus.trainer")
-            raise bad_config(f"{path} = {shown(value)} would change what is trained, and has no meaning here: {todo}")
+            todo = _INSTEAD.get(path.rpartition(".")[2], "leave it out, or use a setting below bombus.trainer")
+            raise bad_config(f"{path} = {shown(value)} would affect training, but has no equivalent here: {todo}")
 
 
 def _agreed(before: object, value: object, name: str, path: str) -> object:
@@ -240,7 +241,7 @@ def _as_ours(field: str, value: object) -> object:
 
 
 def _leaves(tree: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """Yield keys as dotted paths. A subtree without a key that we know comes as one leaf."""
+    """Yield keys as dotted paths. A subtree without any known key is yielded as one leaf."""
     known = [*KEYS, *KL_SWITCHES, *LIMITED]
     inner = {".".join(key.split(".")[:depth]) for key in known for depth in range(1, key.count(".") + 1)}
     todo: list[tuple[str, Mapping[Any, object]]] = [("", tree)]

@@ -1,4 +1,4 @@
-"""The names by which a job chooses its algorithms, and other projects' names for the same (docs/algorithms.md)."""
+"""The names of the algorithms that a job may choose, and their names in other projects (docs/algorithms.md)."""
 
 from enum import StrEnum
 from typing import TypeVar, assert_never
@@ -16,7 +16,7 @@ class Estimator(StrEnum):
 
     @property
     def over_batch(self) -> bool:
-        """Whether advantages are normalized over all tokens of a batch: one group is not enough to compute them."""
+        """Whether advantages are normalized over all tokens of a batch, so that one group is not enough for them."""
         match self:
             case Estimator.REINFORCE_PLUS_PLUS | Estimator.REINFORCE_PLUS_PLUS_BASELINE:
                 return True
@@ -50,7 +50,7 @@ class Loss(StrEnum):
 
 
 class Aggregation(StrEnum):
-    """How the terms of an update are reduced to one number."""
+    """How the terms of an update are reduced to a scalar."""
 
     EPISODE = "episode"
     TOKEN = "token"
@@ -67,7 +67,7 @@ class KlEstimator(StrEnum):
 
     @property
     def importance_weighted(self) -> bool:
-        """Whether a token counts by current / old, so that the estimate is of the policy that is being trained."""
+        """Whether tokens are weighted by current / old, so that the estimate is of the policy that is being trained."""
         match self:
             case KlEstimator.K3_UNBIASED:
                 return True
@@ -78,7 +78,7 @@ class KlEstimator(StrEnum):
 
 
 class Correction(StrEnum):
-    """How the difference between the sampler's logprobs and the trainer's is corrected for."""
+    """How to correct for the difference between the sampler's logprobs and the trainer's."""
 
     NONE = "none"
     TOKEN_TIS = "token_tis"
@@ -89,7 +89,7 @@ class Correction(StrEnum):
 
 
 class Overlong(StrEnum):
-    """What happens to an episode one of whose calls was cut off at a limit of the job."""
+    """How to treat an episode with a call that was cut off at a limit of the job."""
 
     KEEP = "keep"
     MASK = "mask"
@@ -106,13 +106,13 @@ ALIASES: dict[type[StrEnum], dict[str, str]] = {
     },
     KlEstimator: {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "k3+": "k3_unbiased", "low_var_kl+": "k3_unbiased"},
 }
-CRITIC_ESTIMATORS = ("gae", "ppo")  # by verl's name and by slime's
+CRITIC_ESTIMATORS = ("gae", "ppo")  # verl's name and slime's
 
 Algorithm = TypeVar("Algorithm", bound=StrEnum)
 
 
 def named(kind: type[Algorithm], text: str) -> Algorithm | None:
-    """Return the algorithm that `text` names, by our name or an alias; None when it names none.
+    """Return the algorithm that `text` names, by our name or an alias, or None if there is none.
 
     Spellings such as `dr-grpo` and `reinforce++` are accepted.
     """

@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 
 
 class EnginePart(Part):
-    """One engine: a model that is trained and served. `job` is a file, by its path from the folder of this one, or the
-    job itself; with it the engine is configured and started.
+    """One engine: a model that is trained and served. `job` is the job itself or a file, whose path is relative to the
+    folder of the cluster file; with it the engine is configured and started.
 
     An engine without `trainer` or `inference` is trained or served by processes on another machine.
     """
@@ -62,19 +62,19 @@ class Cluster(Part):
     def _replicas_have_servers(self) -> "Cluster":
         if (self.streams.replicas or 1) > 1 and not self.nats:
             raise ValueError(
-                f"streams.replicas {self.streams.replicas} (--stream-replicas) is refused: bombus' own NATS server is "
-                "a single one; give the URLs of a cluster as nats (--nats)"
+                f"streams.replicas {self.streams.replicas} (--stream-replicas) is refused: bombus starts only a single "
+                "NATS server; give the URLs of a cluster as nats (--nats)"
             )
         return self
 
 
 Jobs = dict[str, RunConfig]  # by engine
-OLD_BACKEND = "engine"  # the former name of `inference[].backend`, still read; an engine is the model that is trained
+OLD_BACKEND = "engine"  # the former name of `inference[].backend`, which is still read
 _ONE_MACHINE: Mapping[str, int] = MappingProxyType({})
 
 
 def is_cluster(tree: Mapping[str, Any]) -> bool:
-    """Return whether a document is a cluster file rather than a job. Raises `Refused(BAD_CONFIG)` when it is both."""
+    """Return whether a document is a cluster file, not a job. Raises `Refused(BAD_CONFIG)` if it has keys of both."""
     cluster_keys = [key for key in tree if key in Cluster.model_fields]
     job_keys = [key for key in tree if key in BLOCKS or key in xorl.KEYS]
     if cluster_keys and job_keys:
@@ -86,10 +86,10 @@ def is_cluster(tree: Mapping[str, Any]) -> bool:
 
 
 def parse_cluster(tree: Mapping[str, Any], folder: Path) -> tuple[Cluster, Jobs]:
-    """Return the deployment that a document describes, and its jobs, whose files are looked up from `folder`.
+    """Return the deployment that a document describes, and its jobs. Paths of jobs are relative to `folder`.
 
-    They are not reconciled yet, because flags may still change them: see `reconcile`. Raises `Refused(BAD_CONFIG)` with
-    one sentence.
+    The two are not reconciled yet, because flags may still change them: see `reconcile`. Raises `Refused(BAD_CONFIG)`
+    with one sentence.
     """
     cluster = validated_cluster(tree)
     jobs: Jobs = {}
@@ -105,20 +105,20 @@ def parse_cluster(tree: Mapping[str, Any], folder: Path) -> tuple[Cluster, Jobs]
 def validated_cluster(tree: Mapping[str, Any], flag_of: Callable[[str], str] = lambda place: "") -> Cluster:
     """Return the cluster in a document. Raises `Refused(BAD_CONFIG)`.
 
-    `flag_of` returns the flag that set the value at a place such as `gateway.port`, or nothing.
+    `flag_of` returns the flag that set the value at a place such as `gateway.port`, or "".
     """
     try:
         return Cluster.model_validate_json(json.dumps(_with_backends(tree)))
     except (TypeError, ValueError) as error:
         if isinstance(error, ValidationError):
             raise bad_config(_sentence(error, flag_of)) from error
-        raise bad_config(f"the cluster file is not plain data: {error}") from error
+        raise bad_config(f"the cluster file has a value that is not plain data: {error}") from error
 
 
 def _with_backends(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the document with `backend` wherever a part of `inference` has the key's old name, `engine`.
+    """Return the document with `engine`, the old name of `backend` in parts of `inference`, renamed to `backend`.
 
-    Logs a warning for each. Raises `Refused(BAD_CONFIG)` where both are given.
+    Logs a warning for each. Raises `Refused(BAD_CONFIG)` if both are given.
     """
     engines = tree.get("engines")
     if not isinstance(engines, Mapping):
@@ -144,11 +144,11 @@ def _with_backend(part: Any, place: str) -> Any:
 
 
 def reconcile(cluster: Cluster, jobs: Jobs, machines: Mapping[str, int] = _ONE_MACHINE) -> tuple[Cluster, Jobs]:
-    """Make trainers and their jobs agree on backend and processes: what one leaves open is taken from the other.
+    """Make trainers and their jobs agree on backend and processes: a setting that one leaves open is set by the other.
 
-    `machines` gives, by engine, the number of machines that a trainer runs on, where it is not 1. The trainer's part
-    then describes each machine, and its job's `processes` counts those of all. Raises `Refused(BAD_CONFIG)` where a
-    trainer and its job differ.
+    `machines` maps engines to the number of machines that the trainer runs on, if it is not 1. The trainer's part then
+    describes each machine, and its job's `processes` counts those of all machines. Raises `Refused(BAD_CONFIG)` if a
+    trainer and its job disagree.
     """
     engines, settled = dict(cluster.engines), dict(jobs)
     for name, engine in cluster.engines.items():
@@ -173,7 +173,10 @@ def _reconciled_trainer(name: str, part: TrainerPart, job: RunConfig | None, mac
         total = of_job["processes"]
         here, rest = divmod(total, machines)
         if rest:
-            raise bad_config(f"{place}: its job's trainer.processes is {total}, which {machines} machines cannot share")
+            raise bad_config(
+                f"{place}: its job's trainer.processes is {total}, which cannot be divided evenly over {machines} "
+                "machines"
+            )
         if here > PROCESSES_MAX:
             raise bad_config(
                 f"{place}: its job's trainer.processes is {total}, but one machine starts at most {PROCESSES_MAX}: "
@@ -214,7 +217,7 @@ def _sentence(error: ValidationError, flag_of: Callable[[str], str]) -> str:
 
 
 def _at(location: tuple[int | str, ...]) -> tuple[str, FieldInfo | type[Part] | None]:
-    """Return the dotted name of a location and the field there; for an unknown key, the model that does not have it."""
+    """Return the dotted name of a location and its field or, for an unknown key, the model that lacks it."""
     names: list[str] = []
     model: type[Part] | None = Cluster
     found: FieldInfo | None = None
@@ -222,7 +225,7 @@ def _at(location: tuple[int | str, ...]) -> tuple[str, FieldInfo | type[Part] | 
         if isinstance(part, int):
             names[-1] += f"[{part}]"
         elif model is None:
-            break  # the member of a union that was tried
+            break  # the rest names the member of a union that was tried
         elif part in model.model_fields and not (found is not None and _is_mapping(found.annotation)):
             names.append(part)
             found = model.model_fields[part]

@@ -1,6 +1,6 @@
-"""Reads and writes the document of a job: AgentJet's YAML (`ajet:`), verl's and xorl's keys, our own block (`bombus:`).
+"""Reads and writes job documents: AgentJet's YAML (`ajet:`), verl's and xorl's keys, our own block (`bombus:`).
 
-A mistake in one is a `Refused(BAD_CONFIG)` that names the field, the value and the range.
+A mistake in a document raises `Refused(BAD_CONFIG)`, which names the field, the value and the range.
 """
 
 import json
@@ -37,11 +37,11 @@ LENGTHS = ("max_prompt_length", "max_response_length", "max_response_length_in_o
 
 
 def parse_job(document: str | Mapping[str, Any]) -> RunConfig:
-    """Return the configuration that a document asks for: text in YAML or JSON, or the mapping that it stands for.
+    """Return the configuration in a document, which is text in YAML or JSON, or the parsed mapping.
 
-    Keys below `ajet` are AgentJet's, and verl's may stand beside them. A document without either may have xorl's keys
-    at its top. The groups below `bombus` have our own names and win; `trainer` accepts slime's names too. Any of the
-    four lengths may be given, and the others follow. Raises `Refused(BAD_CONFIG)`.
+    Keys below `ajet` are AgentJet's, and verl's keys may be used next to them. A document without either may have
+    xorl's keys at the top level. The groups below `bombus` use our own names and take precedence; `trainer` accepts
+    slime's names too. Any of the four lengths may be given; the others are derived. Raises `Refused(BAD_CONFIG)`.
     """
     tree = read_document(document) if isinstance(document, str) else _plain_tree(document, "the job")
     given, names, ignored = agentjet.read(tree)
@@ -72,13 +72,13 @@ def _check_it_can_learn(job: RunConfig, names: Mapping[str, str]) -> None:
 
 
 def no_effect(key: str) -> str:
-    """Say that a key of a job has no effect, and what to use instead."""
+    """Return a sentence that says that a key of a job has no effect, and why or what to use instead."""
     why = agentjet.IGNORED.get(key) or xorl.IGNORED.get(key)
     return f"{key} of the job has no effect" + (f": {why}" if why else "")
 
 
 def _flat_keys(tree: Mapping[str, Any]) -> Tree:
-    """Return xorl's keys at the top of a document; a document with AgentJet's keys, or verl's, has none."""
+    """Return xorl's keys at the top level of a document. A document with AgentJet's or verl's keys has none."""
     return {} if agentjet.has_keys(tree) else {str(key): value for key, value in tree.items() if key not in BLOCKS}
 
 
@@ -99,9 +99,9 @@ def own_groups(tree: Mapping[str, Any]) -> Tree:
 
 
 def read_document(text: str, name: str = "the job") -> Tree:
-    """Return the mapping in a text of YAML or JSON. JSON needs no library, other YAML the extra `bombus[yaml]`.
+    """Parse a YAML or JSON text into a mapping. JSON needs no library, other YAML the extra `bombus[yaml]`.
 
-    YAML is taken without anchors, aliases and merge keys, as `plain_yaml` says.
+    YAML with anchors, aliases or merge keys is refused (see `plain_yaml`).
 
     Raises `Refused(BAD_CONFIG)`, or `Refused(TOO_LARGE)` above `JOB_BYTES_MAX`; both name the document as `name`.
     """
@@ -109,7 +109,7 @@ def read_document(text: str, name: str = "the job") -> Tree:
         raise Refused(Code.TOO_LARGE, f"{name}: {len(text)} characters are over the limit of {JOB_BYTES_MAX}")
     try:
         tree = _plain(_json_or_yaml(text, name), name, "")
-        json.dumps(tree, ensure_ascii=False).encode()  # fails for halves of characters
+        json.dumps(tree, ensure_ascii=False).encode()  # fails for lone surrogates
     except (ValueError, OverflowError, RecursionError) as error:  # an impossible date, or brackets nested too deep
         raise bad_config(f"{name}: it cannot be read as YAML: {error}") from error
     if not isinstance(tree, dict):
@@ -128,7 +128,7 @@ def _plain_tree(tree: Mapping[str, Any], name: str) -> Tree:
 
 
 def _plain(value: object, name: str, place: str) -> object:
-    """Return a value with texts as its keys. Raises `Refused(BAD_CONFIG)` for what JSON does not have."""
+    """Return a value with strings as its keys. Raises `Refused(BAD_CONFIG)` for a type that JSON does not have."""
     if isinstance(value, Mapping):
         inside = f"{place}." if place else ""
         return {
@@ -143,7 +143,7 @@ def _plain(value: object, name: str, place: str) -> object:
 
 
 def _text_key(key: object, name: str, place: str) -> str:
-    """Return a key as a text: YAML has numbers and other values as keys too."""
+    """Return a key as a string, since YAML keys may also be numbers and other values."""
     if isinstance(key, str):
         return key
     if key is None or isinstance(key, int | float):
@@ -171,7 +171,7 @@ def _json_or_yaml(text: str, name: str) -> object:
 
 
 def _syntax_error(text: str, name: str, error: Exception) -> str:
-    """Say in one line where a text stops being YAML, and why; PyYAML takes up to eight lines for it."""
+    """Return where and why a text is not valid YAML, in one line; PyYAML's own message has up to eight."""
     mark, why = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     if mark is None:  # a character that YAML does not allow
         before = text[: getattr(error, "position", 0)]
@@ -211,7 +211,7 @@ def _derive_lengths(rollout: Tree) -> None:
 def derive_lengths(given: Mapping[str, int], base: Mapping[str, int] | None = None) -> dict[str, int]:
     """Return all four lengths: those `given` unchanged, the others from `base` (the defaults) as far as they fit.
 
-    Lengths that cannot fit are left for the configuration to refuse.
+    Lengths that cannot fit are returned as they are, and refused when the configuration is validated.
     """
     base = base or {name: RolloutConfig.model_fields[name].default for name in LENGTHS}
     turn = given.get("max_response_length_in_one_turn")
@@ -261,7 +261,7 @@ def _scalar(value: object) -> str:
 
 
 def read_job_file(path: str | Path) -> Tree:
-    """Return the document in a file. Raises `Refused(BAD_CONFIG)` naming the file."""
+    """Read the document in a file. Raises `Refused(BAD_CONFIG)`, which names the file."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError as error:
@@ -269,5 +269,5 @@ def read_job_file(path: str | Path) -> Tree:
     except OSError as error:
         raise bad_config(f"{path}: it cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise bad_config(f"{path}: it is not text in UTF-8 (byte {error.start})") from error
+        raise bad_config(f"{path}: it is not valid UTF-8 (at byte {error.start})") from error
     return read_document(text, str(path))

@@ -1,4 +1,4 @@
-"""Command lines: arguments made from the fields of a settings model, and refusals that name the flag as it is typed."""
+"""Command-line arguments generated from the fields of a settings model, and refusals that name the flag as typed."""
 
 import argparse
 import shlex
@@ -18,7 +18,7 @@ Settings = TypeVar("Settings", bound=BaseModel)
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one sentence, without the list of everything that could be typed."""
+    """A parser whose errors are one sentence, without the list of all arguments."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}; see `{self.prog} --help`\n")
@@ -29,15 +29,15 @@ class Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """Says how a field is given on the command line, where that does not follow from the field itself.
+    """Describes the command-line flag of a field as far as it does not follow from the field itself.
 
     Put it into the field's annotation: `port: Annotated[int, Flag(metavar="N")] = Field(default=0, description=...)`.
 
     - `name` is the flag, such as `--nats`; by default the field's name with dashes. `also` is another name of it.
     - `help` replaces the field's description.
-    - `default` describes the default where its value does not explain itself: "a new name".
-    - `choices` are the values that can be typed, where the field takes others too.
-    - `read` converts the typed text, for each item where the field is a tuple; it raises `argparse.ArgumentTypeError`.
+    - `default` describes the default if its value does not explain itself: "a new name".
+    - `choices` are the values that can be typed, if the field accepts others too.
+    - `read` converts the typed text (each item if the field is a tuple); it raises `argparse.ArgumentTypeError`.
     - `declared_elsewhere`: another function, such as `add_hive_arguments`, adds the argument to the parser.
     """
 
@@ -57,12 +57,12 @@ class Flag:
 
 @dataclass(frozen=True)
 class NoFlag:
-    """Marks a field that the command line does not set; `settings_from` is given its value."""
+    """Marks a field that the command line does not set; its value is passed to `settings_from`."""
 
 
 @dataclass(frozen=True)
 class FlagArgument:
-    """A field that has a flag. `path` is its dotted place in the settings."""
+    """A field that has a flag. `path` is its dotted path in the settings."""
 
     path: str
     field: FieldInfo
@@ -74,11 +74,11 @@ class FlagArgument:
 
     @property
     def destination(self) -> str:
-        """The attribute of the parsed arguments, named by argparse after the flag."""
+        """Return the attribute of the parsed arguments, which argparse names after the flag."""
         return self.name.removeprefix("--").replace("-", "_")
 
     def add_to(self, parser: "argparse._ActionsContainer", *, overrides: bool = False) -> None:
-        """Add the argument. With `overrides` its default is None, so that only a typed flag wins over a file."""
+        """Add the argument. With `overrides`, its default is None, so that only a typed flag overrides a file."""
         default = self.field.get_default(call_default_factory=True, validated_data={})
         given: dict[str, Any] = {"help": self._help(default), "default": None if overrides else default}
         names = (self.name, self.flag.also) if self.flag.also else (self.name,)
@@ -89,7 +89,7 @@ class FlagArgument:
             return
         if get_origin(kind) is tuple:
             kind = _without_annotation(get_args(kind)[0])
-            given |= {"action": "append", "default": None}  # argparse would append to another default
+            given |= {"action": "append", "default": None}  # argparse would append to any other default
         given |= _values(kind) if self.flag.read is None else {"type": self.flag.read}
         given |= {"choices": self.flag.choices} if self.flag.choices else {}
         if self.flag.metavar is not None:
@@ -107,10 +107,10 @@ class FlagArgument:
 
 
 def add_settings_arguments(parser: argparse.ArgumentParser, model: type[BaseModel]) -> None:
-    """Add an argument for each field of a settings model: its flag, type, choices, help and default are the field's.
+    """Add an argument for each field of a settings model, with the field's flag, type, choices, help and default.
 
-    The fields of nested models get arguments too. Those of a nested model whose field has a title stand under that
-    title in the help, with the field's description.
+    The fields of nested models get arguments too. If the field of a nested model has a title, its arguments are listed
+    in the help under that title and the field's description.
     """
     groups: dict[str, argparse._ActionsContainer] = {}
     for argument in _arguments(model):
@@ -130,9 +130,9 @@ def settings_from(
     given: Mapping[str, object] = {},
     flags: Mapping[str, str] = {},
 ) -> Settings:
-    """Make settings from parsed arguments. Raises `Refused(BAD_CONFIG)` with a sentence for each thing that is wrong.
+    """Create settings from parsed arguments. Raises `Refused(BAD_CONFIG)` with a sentence for each problem.
 
-    `given` has values by dotted path, for fields without a flag or in place of what was typed. For `flags` see
+    `given` holds values by dotted path, for fields without a flag or to override typed values. For `flags` see
     `made_of_flags`.
     """
     tree: dict[str, Any] = {}
@@ -158,12 +158,12 @@ def _arguments(model: type[BaseModel], prefix: str = "") -> Iterator[FlagArgumen
 
 
 def flag_in(field: FieldInfo) -> Flag:
-    """Return what a field says of its flag."""
+    """Return the `Flag` in a field's annotation, or an empty one."""
     return next((item for item in field.metadata if isinstance(item, Flag)), Flag())
 
 
 def _values(kind: Any) -> dict[str, Any]:
-    """What argparse is told about the values of a type."""
+    """Return the arguments of `add_argument` that describe the values of a type."""
     if get_origin(kind) is Literal:
         return {"choices": get_args(kind)}
     if isinstance(kind, type) and issubclass(kind, StrEnum):
@@ -172,7 +172,7 @@ def _values(kind: Any) -> dict[str, Any]:
 
 
 def _without_annotation(kind: Any) -> Any:
-    """The X in `Annotated[X, ...]`."""
+    """Return X for `Annotated[X, ...]`, and any other type unchanged."""
     return kind.__origin__ if hasattr(kind, "__metadata__") else kind
 
 
@@ -180,7 +180,7 @@ def _without_annotation(kind: Any) -> Any:
 
 
 def name_of(what: str) -> Callable[[str], str]:
-    """Return a checker for argparse of the name of a hive or an engine."""
+    """Return an argparse type that checks the name of a hive or an engine."""
 
     def checked(name: str) -> str:
         try:
@@ -203,7 +203,7 @@ def flags_of(model: type[BaseModel]) -> dict[str, str]:
 
 
 def typed_flags(settings: BaseModel, *names: str) -> list[str]:
-    """Return the words of a command line that sets these fields, or all, where they do not have their defaults."""
+    """Return the command-line words that set these fields (by default all) if they differ from their defaults."""
     found = {argument.path: argument for argument in _arguments(type(settings))}
     words = []
     for name in names or found:
@@ -218,10 +218,10 @@ def typed_flags(settings: BaseModel, *names: str) -> list[str]:
 
 
 def made_of_flags(model: type[Settings], given: Mapping[str, object], flags: Mapping[str, str] = {}) -> Settings:
-    """Make settings from typed values. Raises `Refused(BAD_CONFIG)` with a sentence for each thing that is wrong.
+    """Create settings from typed values. Raises `Refused(BAD_CONFIG)` with a sentence for each problem.
 
-    A field is named by its flag. `flags` overrides that by the dotted path of a field; under the empty path it has the
-    flag to name for a fault of several fields together.
+    Sentences refer to a field by its flag. `flags` overrides that by the dotted path of a field; its empty path maps to
+    the flag to name if several fields do not fit together.
     """
     try:
         return model.model_validate(given)
@@ -242,7 +242,7 @@ def made_of_flags(model: type[Settings], given: Mapping[str, object], flags: Map
 
 
 def typed(value: object) -> str:
-    """Return a value as it is typed on a command line."""
+    """Return a value as it would be typed on a command line."""
     return shlex.join(str(item) for item in value) if isinstance(value, list | tuple) else shlex.quote(str(value))
 
 

@@ -1,4 +1,4 @@
-"""The base of a configuration's groups of settings, and the words in which a refusal says what a field takes."""
+"""The base class of a configuration's groups of settings, and the wording of refusals."""
 
 import difflib
 import json
@@ -17,7 +17,7 @@ Tree = dict[str, Any]  # a document: nested mappings, lists and scalars
 
 
 def _number(value: object) -> object:
-    """Convert text where a float is wanted: YAML 1.1 reads `1e-6` as text."""
+    """Convert text to a float if possible: YAML 1.1 reads `1e-6` as text."""
     if isinstance(value, str):
         try:
             return float(value)
@@ -35,7 +35,7 @@ class ConfigGroup(BaseModel):
 
 
 def allowed(field: FieldInfo) -> str:
-    """Say what a field takes, such as `it takes a number, at least 0, at most 1`."""
+    """Return a clause about the values that a field accepts, such as `it takes a number, at least 0, at most 1`."""
     signs = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
     bounds = [
         f"{word} {getattr(bound, sign)}"
@@ -57,7 +57,7 @@ def allowed(field: FieldInfo) -> str:
 
 
 def without_none(kind: Any) -> Any:
-    """Return X of `X | None`."""
+    """Return X for `X | None`, and any other type unchanged."""
     kinds = getattr(kind, "__args__", ())
     return next(one for one in kinds if one is not NoneType) if NoneType in kinds else kind
 
@@ -67,14 +67,14 @@ def bad_config(why: str) -> Refused:
 
 
 def shown(value: object) -> str:
-    """Return a value as an error sentence quotes it, in at most 80 characters."""
+    """Return a value as error messages quote it, in at most 80 characters."""
     if isinstance(value, Mapping):
         return "a mapping"
     text = json.dumps(value, default=str) if not isinstance(value, list) else f"a list of {len(value)}"
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-# What people call a setting elsewhere (peft, transformers, TRL, verl, OpenAI), and its name here.
+# Our name of a setting, and its names in other projects (peft, transformers, TRL, verl, OpenAI).
 MEANT: dict[str, tuple[str, ...]] = {
     "lr": ("learning_rate", "learningrate", "step_size", "actor_lr"),
     "lora_rank": ("lora_r", "r", "rank", "lora_dim"),
@@ -108,9 +108,9 @@ MEANT: dict[str, tuple[str, ...]] = {
 
 
 def nearest(name: str, paths: Iterable[str]) -> str | None:
-    """Return which of these settings an unknown name means: by its meaning, else by its spelling.
+    """Return the setting among `paths` that an unknown name most likely means: by `MEANT`, else by its spelling.
 
-    Of several with that last name, the one that is spelled most alike is meant.
+    If several settings match by `MEANT`, return the one with the most similar spelling.
     """
     known = list(paths)
     last = name.rpartition(".")[2].lower().replace("-", "_")

@@ -1,4 +1,4 @@
-"""What one engine trains, and how: a run's whole configuration, checked when it is made."""
+"""The configuration of a run: what one engine trains, and how. It is validated when it is created."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,10 +17,10 @@ from bombus.hive.records import TEMPERATURE_MIN, digest
 
 SHORT_METHOD_PREFIX = "rollout_until_"
 METHODS = frozenset(method.value for method in Method)
-IGNORED_MAX = 200  # keys without effect that a job lists
+IGNORED_MAX = 200  # the most keys without effect that a job lists
 LIST_MAX = 64
-NO_CHAT_TEMPLATE = "none"  # of model.chat_template
-MAPPINGS = ("model.chat_template_kwargs",)  # the fields that take a mapping of scalars
+NO_CHAT_TEMPLATE = "none"  # the value of model.chat_template for no template
+MAPPINGS = ("model.chat_template_kwargs",)  # the fields that accept a mapping of scalars
 
 
 def _method(value: object) -> object:
@@ -36,19 +36,19 @@ CollectionMethod = Annotated[Method, BeforeValidator(_method)]
 
 
 class ModelConfig(ConfigGroup):
-    """`path` is `tiny`, `smollm2`, a folder or a name on the hub. `tokenizer` is the same, and is needed only where the
+    """`path` is `tiny`, `smollm2`, a folder or a name on the hub. So is `tokenizer`, which is needed only if the
     model's folder has none.
 
     The folder of a LoRA run (an export, another adapter of peft, a version that a trainer has published, or the run's
     folder of versions) stands for its base with the adapter merged into it, in the base's precision unless `dtype` is
     `float32`.
 
-    `seed` is the seed of fresh weights and of sampling. `chat_template` is used instead of the model's own: its text,
-    or a file on the trainer's machine; `none` is for jobs with only plain completions, which need no template.
+    `seed` is the seed of fresh weights and of sampling. `chat_template` replaces the model's own template: it is the
+    text of a template, or a file on the trainer's machine; `none` is for jobs that use only plain completions.
 
     `chat_template_kwargs` are variables of the template, such as `enable_thinking`.
-    Requests may give others, or other values, where `rollout.allow_chat_template_kwargs` says so.
-    `tools` is for models whose template has no place for tools: `hermes` describes them in texts of messages.
+    Requests may add or override variables if `rollout.allow_chat_template_kwargs` is set.
+    `tools` is for models whose template does not render tools: `hermes` describes them in the text of messages.
     """
 
     path: str = Field(default="Qwen/Qwen2.5-7B-Instruct", min_length=1, max_length=1024)
@@ -71,30 +71,30 @@ class ModelConfig(ConfigGroup):
 
 
 class RolloutConfig(ConfigGroup):
-    """Lengths are in tokens. `temperature` is for calls that do not give one.
+    """Lengths are in tokens. `temperature` is the default for calls that do not give one.
 
-    `max_response_length` is for all answers of one conversation together, `max_response_length_in_one_turn` for each.
-    `max_prompt_length` is for what comes before the first answer, `max_model_len` for everything.
+    `max_response_length` limits all answers of one conversation together, `max_response_length_in_one_turn` each
+    answer. `max_prompt_length` limits the prompt before the first answer, `max_model_len` prompt and answers together.
 
-    `history` says what holds where the model's chat template drops a part of what was sampled, such as the reasoning of
-    earlier turns: with `template` the next call begins a sequence of its own, with `keep` all of it stays in one.
+    `history` applies if the model's chat template drops a part of what was sampled, such as the reasoning of earlier
+    turns: with `template` the next call begins a new training sequence, with `keep` all of it stays in one sequence.
 
-    `sampling` says what becomes of parameters that would bias the gradient of a training episode (temperature 0, top_p,
-    top_k, min_p, penalties, logit_bias): they are overridden by the job's values, refused, or obeyed all the same.
-    `unsupported` says what happens to what is not supported here, such as a tool of the server or an image: it is left
-    out, or refused. With `relax_parameters` it is left out, but for a part of a training episode's conversation, such
-    as an image, which the model would not see: that is refused. The answer's header `x-bombus-overridden` names what
-    was overridden or left out.
+    `sampling` applies to parameters that would bias the gradient of a training episode (temperature 0, top_p, top_k,
+    min_p, penalties, logit_bias): they are overridden by the job's values, refused, or obeyed nevertheless.
+    `unsupported` applies to request fields that are not supported here, such as a tool of the server or an image: they
+    are left out, or refused. `relax_parameters` leaves them out too, but refuses a part of a training episode's
+    conversation, such as an image, which the model would not see. The response header `x-bombus-overridden` names
+    what was overridden or left out.
 
-    A forced tool call and a format of the answer (JSON, or JSON of a schema) are obeyed in evaluation episodes where a
-    replica of the engine can hold answers to a form, as vLLM's do. Elsewhere they are unsupported, and in training
-    episodes too, unless `sampling` is `obey`: then the constraints are enforced, and the answers are not trained on.
+    A forced tool call and a response format (JSON, or JSON of a schema) are obeyed in evaluation episodes if a replica
+    of the engine supports structured output, as vLLM's do. Otherwise they are unsupported. So they are in training
+    episodes, unless `sampling` is `obey`: then the constraints are enforced, and the answers are not trained on.
 
-    `auxiliary_calls` says what becomes of calls that a harness makes on its own account with the key of an episode,
-    such as a title for the session or a summary when its context is full: with `mask` they are recorded and not
-    trained, with `train` they are calls like all others.
+    `auxiliary_calls` applies to calls that a harness makes for itself with the key of an episode, such as a title for
+    the session or a summary when its context is full: with `mask` they are recorded but not trained on, with `train`
+    they are treated as all other calls.
 
-    `allow_chat_template_kwargs` lets requests give variables to the chat template: see docs/templates.md.
+    `allow_chat_template_kwargs` lets requests pass variables to the chat template: see docs/templates.md.
     """
 
     num_repeat: int = Field(default=4, ge=1, le=4096)
@@ -118,7 +118,7 @@ class RolloutConfig(ConfigGroup):
     @classmethod
     def _can_be_sampled_at(cls, given: float) -> float:
         if 0 < given < TEMPERATURE_MIN:
-            raise ValueError(f"it is 0 for the most likely token, or at least {TEMPERATURE_MIN}")
+            raise ValueError(f"it must be 0 (the most likely token), or at least {TEMPERATURE_MIN}")
         return given
 
     @model_validator(mode="after")
@@ -142,11 +142,12 @@ class CollectionConfig(ConfigGroup):
     With `max_staleness` above 0 episodes continue while a step is computed (docs/asynchronous.md).
     With the methods in which clients agree, syncing weights takes at least `agreed_sync_s`: a client of the swarm
     contract that has agreed polls for that phase every 5 s, and would wait forever if it missed it.
-    `client_silence_s` is for clients that show that they live, as those of bombus do: after so much silence, such as
-    that of a killed process, their episodes are taken away. A program that a debugger stops is silent too.
-    Calls of the newest `replay_steps` steps are kept for replay, fewer when the stream of calls is over half full.
-    With `rollout_groups` the job trains what environments of Atropos score. With `episode_groups` its episodes become
-    rollout groups too: for its own trainer together with `rollout_groups`, else for an outside one (docs/atropos.md).
+    `client_silence_s` is for clients that send heartbeats, as those of bombus do: if these stop for so long, for
+    example because the process was killed, their episodes are aborted. A program stopped in a debugger is silent too.
+    Calls of the newest `replay_steps` steps are kept for replay, fewer if the stream of calls is over half full.
+    With `rollout_groups` the job trains on groups that environments of Atropos have scored. With `episode_groups` its
+    episodes become rollout groups too: for its own trainer if `rollout_groups` is also set, otherwise for an outside
+    trainer (docs/atropos.md).
     """
 
     method: CollectionMethod = Method.ENOUGH_TASKS
@@ -167,8 +168,8 @@ class CollectionConfig(ConfigGroup):
 
 
 class ExperimentConfig(ConfigGroup):
-    """`dir` is kept with the job and has no effect: `--data-dir` of `bombus up`, or `--folder` of a trainer, says where
-    checkpoints go.
+    """`dir` is kept with the job but has no effect: `--data-dir` of `bombus up`, or `--folder` of a trainer, sets the
+    folder of checkpoints.
     """
 
     project_name: str = Field(default="ajet_default_project", min_length=1, max_length=256)
@@ -177,7 +178,7 @@ class ExperimentConfig(ConfigGroup):
 
 
 class RunConfig(ConfigGroup):
-    """The whole configuration of a run. `ignored` lists the keys that were given and have no effect."""
+    """The whole configuration of a run. `ignored` lists the given keys that have no effect."""
 
     model: ModelConfig = ModelConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -187,7 +188,7 @@ class RunConfig(ConfigGroup):
     ignored: tuple[str, ...] = Field(default=(), exclude=True)
 
     def ignoring(self, keys: Sequence[str]) -> "RunConfig":
-        """Return a copy that lists these keys as well, up to `IGNORED_MAX` in all."""
+        """Return a copy that lists these keys too, up to `IGNORED_MAX` in all."""
         return self.model_copy(update={"ignored": (*self.ignored, *keys)[:IGNORED_MAX]})
 
     @model_validator(mode="after")
@@ -203,8 +204,8 @@ class RunConfig(ConfigGroup):
     def _rollout_groups_are_ours(self) -> "RunConfig":
         if self.collection.rollout_groups and self.trainer.backend != "torch":
             raise ValueError(
-                f"bombus.trainer.backend is {self.trainer.backend}, but only the torch backend trains rollout groups: "
-                "set it to torch, or bombus.collection.rollout_groups to false"
+                f"bombus.trainer.backend is {self.trainer.backend}, but only the torch backend trains on rollout "
+                "groups: set it to torch, or bombus.collection.rollout_groups to false"
             )
         return self
 
@@ -218,7 +219,7 @@ class RunConfig(ConfigGroup):
         return self
 
     def to_collection(self) -> Collection:
-        """Return what the coordinator needs to know of this job."""
+        """Return the settings of this job that the coordinator needs."""
         rules = self.collection
         return Collection(
             method=rules.method,
@@ -247,12 +248,12 @@ class RunConfig(ConfigGroup):
         return {"bombus": self.model_dump(mode="json")}
 
     def to_json(self) -> str:
-        """Return canonical JSON, as `engine.configured` carries it: keys sorted, no spaces."""
+        """Return canonical JSON, as in `engine.configured`: keys sorted, no spaces."""
         return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
 
     @staticmethod
     def from_json(text: str) -> "RunConfig":
-        """Read `to_json` back, also that of an earlier version. Raises `Refused(BAD_CONFIG)`."""
+        """Parse the result of `to_json`, including that of an earlier version. Raises `Refused(BAD_CONFIG)`."""
         return _validated_json(in_todays_fields(text), {})
 
     @property
@@ -264,9 +265,9 @@ GROUPS = tuple(name for name in RunConfig.model_fields if name != "ignored")
 
 
 def validated(given: Tree, names: Mapping[str, str]) -> RunConfig:
-    """Return the configuration in nested groups. Raises `Refused(BAD_CONFIG)`.
+    """Validate a configuration given as nested groups. Raises `Refused(BAD_CONFIG)`.
 
-    `names` gives, by our path, the name that the document has for it, where that is another.
+    `names` maps our paths to the names that the document uses for them, if they differ.
     """
     for group, fields in given.items():
         for field, value in fields.items() if isinstance(fields, Mapping) else ():
@@ -283,12 +284,12 @@ def _validated_json(text: str, names: Mapping[str, str]) -> RunConfig:
         raise bad_config(_sentence(error, names)) from error
 
 
-# Fields of jobs on older logs, by the names that they have now.
+# Fields of jobs on older logs, and their current names.
 _RENAMED = {("collection", "scored_groups"): "rollout_groups", ("rollout", "side_calls"): "auxiliary_calls"}
 
 
 def in_todays_fields(text: str) -> str:
-    """Return a job of the log with the fields that it has today."""
+    """Return a job from the log with its fields under their current names."""
     if not any(f'"{name}"' in text for name in ("allow_biased_sampling", *(name for _, name in _RENAMED))):
         return text
     job = json.loads(text)

@@ -1,4 +1,4 @@
-"""Flags that win over the keys of a cluster file. A flag has the type, the choices and the default of its key."""
+"""Flags that override the keys of a cluster file. A flag has the type, the choices and the default of its key."""
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +11,7 @@ from bombus.config.groups import Tree
 from bombus.config.parts import CoordinatorPart, GatewayPart, InferencePart, TrainerPart
 from bombus.config.streams import StreamLimits
 
-Overrides = Mapping[str, Flag]  # by key, such as `gateway.port`; what such a flag does not say is as the key has it
+Overrides = Mapping[str, Flag]  # by key, such as `gateway.port`; parts that the flag leaves empty are those of the key
 PARTS: dict[str, type[BaseModel]] = {
     "": Cluster,
     "gateway": GatewayPart,
@@ -24,13 +24,13 @@ STREAM_FLAGS: Overrides = {f"streams.{field}": Flag() for field in StreamLimits.
 
 
 def add_overrides(parser: argparse.ArgumentParser, flags: Overrides) -> None:
-    """Add these flags. Two keys may have the same one."""
+    """Add these flags. Several keys may share a flag."""
     for argument in {argument.name: argument for argument in _arguments(flags)}.values():
         argument.add_to(parser, overrides=True)
 
 
 def typed_overrides(arguments: argparse.Namespace, flags: Overrides) -> dict[str, Tree]:
-    """Return the values of the flags that were typed: by part, the fields of each."""
+    """Return the values of the flags that were typed, as a tree of fields for each part."""
     found: dict[str, Tree] = {part: {} for part in PARTS}
     for argument in _arguments(flags):
         value = getattr(arguments, argument.destination)
@@ -41,7 +41,7 @@ def typed_overrides(arguments: argparse.Namespace, flags: Overrides) -> dict[str
 
 
 def flag_of(arguments: argparse.Namespace, flags: Overrides) -> Callable[[str], str]:
-    """Return a function from a place in the document to the flag that gave its value, "" if the file gave it."""
+    """Return a function that maps a place in the document to the flag that set its value, or "" if the file did."""
     typed = typed_overrides(arguments, flags)
     names = {argument.path: argument.name for argument in _arguments(flags)}
 

@@ -1,4 +1,4 @@
-"""The parts of a cluster file that become processes, checked when they are made."""
+"""The parts of a cluster file that become processes, validated when they are created."""
 
 from functools import partial
 from typing import Annotated, Literal
@@ -35,7 +35,7 @@ class Part(BaseModel):
 
 
 class GatewayOptions(BaseModel):
-    """Where clients reach a gateway, and what they may name: in a cluster file, and as flags of `bombus gateway`."""
+    """Where clients reach a gateway, and the names that they may use, for cluster files and `bombus gateway`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -55,8 +55,8 @@ class GatewayOptions(BaseModel):
         Flag(
             name="--inference-host",
             metavar="HOST[:PORT]",
-            help="may be given several times: hosts where training clients may have inference servers that "
-            "get their weights",
+            help="may be given several times: hosts on which training clients may have inference servers that get "
+            "their weights",
             default="none",
         ),
     ] = Field(default=(), description="hosts, with a port or without, such as [gpu-1, 10.0.0.7:30000]")
@@ -65,8 +65,8 @@ class GatewayOptions(BaseModel):
         Flag(
             name="--base",
             metavar="NAME=PATH",
-            help="NAME=PATH, what training clients mean by a name, such as meta-llama/Llama-3.2-1B=smollm2; may be "
-            "given several times",
+            help="may be given several times: PATH is the base that training clients get by the name NAME, such as "
+            "meta-llama/Llama-3.2-1B=smollm2",
         ),
     ] = Field(default=(), max_length=BASES_MAX, description="NAME=PATH, such as [meta-llama/Llama-3.2-1B=smollm2]")
     models_max: Annotated[
@@ -89,14 +89,13 @@ class GatewayOptions(BaseModel):
 
 
 class GatewayPart(GatewayOptions, Part):
-    """Where clients connect. `count` processes share the port; 0: it runs on another machine. `port` 0 is any that is
-    free, which `bombus up` prints.
+    """Where clients connect. `count` processes share the port; 0: it runs on another machine. `port` 0 is any free
+    port, which `bombus up` prints.
 
     A gateway without a client key answers requests for localhost, for its own address, and for `host_names`.
-    Clients of training operations may have inference servers of their own, which get their weights, on
-    `inference_hosts`.
-    `bases` are names by which [training clients](training.md) ask for models that jobs call `model.path`, and
-    `models_max` is how many models of theirs an engine has at once.
+    Training clients may have their own inference servers, which get their weights, on `inference_hosts`.
+    `bases` maps names by which [training clients](training.md) ask for bases to models as in `model.path` of a job, and
+    `models_max` is how many models of training clients an engine has at once.
     """
 
     host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
@@ -104,7 +103,7 @@ class GatewayPart(GatewayOptions, Part):
 
 
 class LogOptions(Part):
-    """What becomes of a log that grows: in a cluster file, and by the flags of `bombus coordinator`."""
+    """How a growing log is compacted, for cluster files and the flags of `bombus coordinator`."""
 
     compact: Annotated[bool, Flag(help="whether the oldest events are removed once the log is over 60 % full")] = True
     archive: Annotated[
@@ -121,15 +120,15 @@ class LogOptions(Part):
 class CoordinatorPart(LogOptions):
     """One of `count` processes leads and the others stand by; 0: it runs on another machine.
 
-    With `compact` the leader removes the oldest events once the log is over 60 % full, and leaves about 40 %. Where
-    there is a folder `archive`, they are written there first; it is relative to the working directory.
+    With `compact` the leader removes the oldest events once the log is over 60 % full, until it is about 40 % full. If
+    a folder `archive` is given, they are written there first; it is relative to the working directory.
     """
 
     count: Count = 1
 
 
 class PlacedPart(Part):
-    """A part that runs on the CPU or on GPUs: on the CPU where neither `devices` nor `device` is given."""
+    """A part that runs on the CPU or on GPUs. It runs on the CPU if neither `devices` nor `device` is given."""
 
     devices: Gpus = ()
     device: Device = Field(default_factory=lambda data: "cuda" if data.get("devices") else "cpu")
@@ -143,7 +142,7 @@ class PlacedPart(Part):
 
 
 class TrainerMachineOptions(BaseModel):
-    """What the operator of a trainer's machine decides: in a cluster file, and by the flags of `bombus trainer`."""
+    """Settings of the operator of a trainer's machine, for cluster files and the flags of `bombus trainer`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -152,36 +151,36 @@ class TrainerMachineOptions(BaseModel):
         int,
         Flag(
             metavar="TOKENS",
-            help="the most that a micro-batch holds, whatever a job's max_tokens_per_bin; 0: on a GPU what the job "
-            "says, on a CPU 4096",
+            help="the most tokens of a micro-batch, even if a job's max_tokens_per_bin is higher; 0: the job's limit "
+            "on a GPU, at most 4096 on a CPU",
         ),
     ] = Field(default=0, ge=0, le=1 << 24)
     stall_s: Annotated[
         float,
         Flag(
             metavar="SECONDS",
-            help="how long the first work of a kind may make no progress before the trainer is replaced; later its own "
-            "pace decides; 0: it is replaced only after a day without progress",
+            help="how long the first work of a kind may make no progress before the trainer is replaced; later the "
+            "limit follows from its pace; 0: it is replaced only after a day without progress",
         ),
     ] = Field(default=600.0, ge=0.0, le=86_400.0)
-    allow_download: Annotated[bool, Flag(help="models may be fetched from a hub")] = False
+    allow_download: Annotated[bool, Flag(help="models may be downloaded from a hub")] = False
     weights_by: Annotated[
         Literal["folder", "objects"],
-        Flag(help="how weights reach the replicas: in a folder that they share, or by the hive's object store"),
+        Flag(help="how weights reach the replicas: in a shared folder, or through the hive's object store"),
     ] = "folder"
     weights_full_every: Annotated[
         int,
         Flag(
             metavar="N",
-            help="a full copy every N versions, and in between only what has changed; 0: 1 by a folder, 16 by the "
-            "object store",
+            help="publish a full copy every N versions, and only the changes in between; 0: 1 with a folder, 16 with "
+            "the object store",
         ),
     ] = Field(default=0, ge=0, le=1024)
     weights_lora: Annotated[
         Literal["merged", "adapter"],
         Flag(
-            help="what is published of a LoRA job: the model once and then only adapters, or in each step the model "
-            "with the adapter merged into it"
+            help="adapter: a LoRA job publishes the model once, and then only adapters; merged: in each step, the "
+            "model with the adapter merged into it"
         ),
     ] = "adapter"
 
@@ -192,16 +191,17 @@ class TrainerMachineOptions(BaseModel):
 
 
 class TrainerPart(TrainerMachineOptions, PlacedPart):
-    """The processes that train an engine. `threads` are torch's on the CPU in each process; 0: one for each core.
+    """The processes that train an engine. `threads` is torch's number of CPU threads in each; 0: one for each core.
 
-    Each process gets one of `devices`, and `device` is then cuda; where neither is given it is cpu. `share_devices`
-    lets other parts use the same GPUs. A micro-batch holds at most `bin_tokens`; 0: on a GPU what the job says, on a
-    CPU at most 4096. With `allow_download` models may be fetched from a hub. A trainer whose work makes no progress for
-    `stall_s` is replaced; once its own pace is known, that decides.
+    Each process gets one of `devices`, and `device` is then cuda; if neither is given it is cpu. `share_devices` lets
+    other parts use the same GPUs. A micro-batch has at most `bin_tokens` tokens; 0: the job's limit on a GPU, at most
+    4096 on a CPU. With `allow_download` models may be downloaded from a hub. A trainer whose work makes no progress for
+    `stall_s` is replaced; once its pace is known, the limit follows from that.
 
-    Weights reach replicas through a folder that they share, or through the hive's object store: a full copy every
-    `weights_full_every` versions (0: as suits the way), and in between what has changed. For a LoRA job that is the
-    model once and then the adapters alone, or in each step the model with the adapter `merged` into it.
+    Weights reach replicas through a shared folder, or through the hive's object store: a full copy every
+    `weights_full_every` versions (0: 1 with a folder, 16 with the object store), and only the changes in between. A
+    LoRA job publishes the model once and then only adapters, or in each step the model with the adapter `merged` into
+    it.
     """
 
     backend: Literal["torch", "verl"] = "torch"
@@ -224,19 +224,19 @@ _NOT_FOR_OPENAI = ("device", "devices", "share_devices", "threads", "dtype", "kv
 
 
 class InferencePart(PlacedPart):
-    """Replicas of one kind, which serve the engine that they stand below; `backend` is what computes in them.
+    """Replicas of one kind, which serve the engine in whose section they are; `backend` is the software that runs them.
 
     `url`, `model` and `api_key_env` belong to backend openai; `tensor_parallel`, `eager` (no compilation), `python` (an
     interpreter with your own vLLM), `gpu_memory_utilization`, `max_loras` and `max_lora_rank` belong to backend vllm.
 
-    Each replica gets `tensor_parallel` of `devices`, in their order, and `device` is then cuda; where neither is given
-    it is cpu. `share_devices` lets other parts use the same GPUs. `max_model_len` is in tokens; it and `dtype` are the
-    job's where they are not given. `max_running` is the number of sequences at once. `kv_cache_mb` is memory for keys
-    and values; 0: the backend's own default, which for vLLM on GPUs is the share `gpu_memory_utilization` of their
-    memory (0: vLLM's own default). `api_key_env` names the environment variable that holds the server's key.
+    Each replica gets `tensor_parallel` of `devices`, in order, and `device` is then cuda; if neither is given it is
+    cpu. `share_devices` lets other parts use the same GPUs. `max_model_len` is in tokens; it and `dtype` default to the
+    job's. `max_running` is the number of sequences at once. `kv_cache_mb` is memory for keys and values; 0: the
+    backend's own default, which for vLLM on GPUs is the fraction `gpu_memory_utilization` of their memory (0: vLLM's
+    own default). `api_key_env` names the environment variable that holds the server's key.
 
-    `adapters_mb` is room for LoRA adapters in addition to the engine's own policy, which samples of a run of operations
-    have; 0: none. vLLM has up to `max_loras` of them in one batch, of ranks up to `max_lora_rank`.
+    `adapters_mb` is memory for LoRA adapters in addition to the engine's own policy, from which training clients
+    sample; 0: none. vLLM has up to `max_loras` of them in one batch, of ranks up to `max_lora_rank`.
     """
 
     backend: Literal["torch", "vllm", "openai"] = "torch"
@@ -279,7 +279,7 @@ class InferencePart(PlacedPart):
             if name in given:
                 raise ValueError(f"{name} has no effect with backend openai: the server there has its own")
         if not self.url:
-            raise ValueError("url is missing: backend openai is a server that runs elsewhere")
+            raise ValueError("url is missing: backend openai uses a server that runs elsewhere")
         if self.count > 1:
             raise ValueError(f"count {self.count} is refused: one replica stands for the server at {self.url}")
         return self
@@ -291,13 +291,13 @@ class InferencePart(PlacedPart):
             each = f" with {_gpus(self.tensor_parallel)} each" if self.tensor_parallel > 1 else ""
             raise ValueError(f"devices names {_gpus(len(self.devices))}, but {self.count} replicas{each} take {needed}")
         if self.gpu_memory_utilization and (self.kv_cache_mb or self.device == "cpu"):
-            why = "kv_cache_mb says it already" if self.kv_cache_mb else "device is cpu"
+            why = "kv_cache_mb already sets this" if self.kv_cache_mb else "device is cpu"
             raise ValueError(f"gpu_memory_utilization has no effect here: {why}")
         return self
 
 
 def none_or_at_least(value: int, least: int) -> int:
-    """Return a value that may be 0, where it follows from other settings. Raises `ValueError` between 0 and `least`."""
+    """Return a value that may be 0 (set by other settings). Raises `ValueError` if it is between 0 and `least`."""
     if 0 < value < least:
         raise ValueError(f"{value} is neither 0 nor at least {least}")
     return value

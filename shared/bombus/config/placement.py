@@ -1,6 +1,6 @@
-"""Which GPUs each process of a deployment gets, and the check that no two get the same one by accident.
+"""The GPUs of each process of a deployment, and the check that no two processes share a GPU by accident.
 
-A trainer's processes get one of its `devices` each, in their order, and replicas get theirs from `gpus_of_replicas`.
+A trainer's processes get one of its `devices` each, in order. `gpus_of_replicas` returns the GPUs of replicas.
 `bombus.host.layout` starts each process with only its GPUs in CUDA_VISIBLE_DEVICES.
 """
 
@@ -12,15 +12,15 @@ from bombus.config.parts import InferencePart, PlacedPart
 
 
 def gpus_of_replicas(part: InferencePart) -> list[tuple[int, ...]]:
-    """Return the GPUs of each replica: consecutive groups of `tensor_parallel`, empty where none are named."""
+    """Return the GPUs of each replica: consecutive groups of `tensor_parallel`, empty if `devices` names none."""
     each = part.tensor_parallel
     return [part.devices[each * number : each * (number + 1)] for number in range(part.count)]
 
 
 def check_placement(cluster: Cluster) -> None:
-    """Raise `Refused(BAD_CONFIG)` when a GPU is given twice and not every part that has it allows sharing.
+    """Raise `Refused(BAD_CONFIG)` if a GPU is given twice and not every part that has it allows sharing.
 
-    Once one part names its GPUs, every part that runs on a GPU must: by default all of them take the first GPU.
+    If one part names its GPUs, every part that runs on a GPU must: by default all of them use the first GPU.
     """
     placed = list(_parts_on_gpus(cluster))
     if not any(part.devices for _, part in placed):
@@ -28,7 +28,7 @@ def check_placement(cluster: Cluster) -> None:
     holders: dict[int, tuple[str, PlacedPart]] = {}
     for name, part in placed:
         if part.device == "cuda" and not part.devices:
-            raise bad_config(f"{name} runs on a GPU but does not say which, while others do: give it devices: [...]")
+            raise bad_config(f"{name} runs on a GPU but names none, while other parts do: give it devices: [...]")
         gpus = part.devices or _gpus_from_first(part)
         for gpu in gpus:
             other_name, other = holders.setdefault(gpu, (name, part))
@@ -52,7 +52,7 @@ def _parts_on_gpus(cluster: Cluster) -> Iterator[tuple[str, PlacedPart]]:
 
 
 def _gpus_from_first(part: PlacedPart) -> tuple[int, ...]:
-    """Return the GPUs that a part on cuda:N takes, counted from N; one that replicas share appears once for each."""
+    """Return the GPUs that a part on cuda:N uses, from N on. A GPU that replicas share appears once for each."""
     first = int(part.device.partition(":")[2])
     if isinstance(part, InferencePart):
         return tuple(range(first, first + part.tensor_parallel)) * part.count

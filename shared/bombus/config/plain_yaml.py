@@ -1,7 +1,7 @@
-"""YAML without what makes a short text large or slow: anchors, aliases, merge keys, deep nesting, endless numbers.
+"""YAML without anchors, aliases, merge keys, deep nesting and very long numbers, which make short texts expensive.
 
-With them 416 bytes took seven seconds, and 100 KB more than a gigabyte. What looks like a date is the text that it is
-written as, since no setting is a date, and a run may be named after one.
+With these, 416 bytes took seven seconds to load, and 100 KB took more than a gigabyte of memory. Dates are read as
+text, since no setting is a date, and a run may be named after one.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ _NO_REFERENCES = "anchors (&), aliases (*) and merge keys (<<) are not accepted:
 
 
 def load(text: str) -> object:
-    """Return what a text says. Raises `yaml.YAMLError`, and `ValueError` for a value that does not exist."""
+    """Parse a YAML text. Raises `yaml.YAMLError`, or `ValueError` for an invalid scalar."""
     return yaml.load(text, _PlainLoader)
 
 
@@ -33,7 +33,7 @@ class _PlainLoader(yaml.SafeLoader):  # type: ignore[misc] # PyYAML has no types
         self._nodes = 0
 
     def fetch_flow_collection_start(self, token: Any) -> None:
-        """Refuse deep brackets where they are scanned: each of them makes the scanner slower."""
+        """Refuse deeply nested brackets while scanning: each level slows the scanner down."""
         if self.flow_level >= DEPTH_MAX:
             raise ScannerError(None, None, _nested(), self.get_mark())
         super().fetch_flow_collection_start(token)

@@ -1,4 +1,4 @@
-"""Reads other servers' names of a trainer's options, slime's above all, as our own."""
+"""Translates other servers' names for trainer options, mainly slime's, into ours."""
 
 from collections.abc import Iterator, Mapping
 
@@ -18,7 +18,7 @@ SWITCHES: dict[str, tuple[str, dict[bool, object]]] = {
     "calculate_per_token_loss": ("loss_aggregation", {True: "token", False: "episode"}),
     "disable_grpo_std_normalization": ("normalise_by_std", {True: False, False: True}),
 }
-ESTIMATORS: dict[object, dict[str, object]] = {  # in slime an estimator may name a loss too
+ESTIMATORS: dict[object, dict[str, object]] = {  # slime's names of estimators that also select a loss
     "gspo": {"adv_estimator": "grpo", "loss": "gspo"},
     "cispo": {"adv_estimator": "grpo", "loss": "cispo"},
 }
@@ -32,11 +32,11 @@ SLIMES = (RENAMED.keys() | SWITCHES.keys() | set(OTHERS)) - {"sample_packing_seq
 
 
 def from_slime(given: Mapping[str, object]) -> dict[str, tuple[object, str]]:
-    """Return each of our fields with its value and the option that gave it. Options that are not slime's pass through.
+    """Return each of our fields with its value and the option that set it. Options that are not slime's pass through.
 
-    `eps_clip` gives both bounds unless the upper one is given too. `kl_loss_coef` has no effect where `use_kl_loss` is
-    false. Raises `Refused(BAD_CONFIG)` when two options set the same field, when a value is not one that its option
-    takes, or for slime's `kl_coef`.
+    `eps_clip` sets both bounds unless the upper one is given too. `kl_loss_coef` has no effect if `use_kl_loss` is
+    false. Raises `Refused(BAD_CONFIG)` if two options set the same field, if an option does not accept its value, or
+    for a nonzero `kl_coef` alongside slime's options.
     """
     found: dict[str, tuple[object, str]] = {}
     for option, value in _without_kl_in_reward(given).items():
@@ -65,15 +65,14 @@ def _read(option: str, value: object) -> Iterator[tuple[str, object]]:
         yield from (ESTIMATORS.get(value) or {"adv_estimator": value}).items()
     elif option == "eps_clip":
         yield "clip_low", value
-    elif option in RENAMED and value is not None:  # None is how slime says that it was not given
+    elif option in RENAMED and value is not None:  # None is slime's default for options that are not given
         yield RENAMED[option], value
     elif option not in RENAMED and option not in OTHERS:
         yield option, value
 
 
 def _without_kl_in_reward(given: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the options without slime's `kl_coef`, which must be 0; other slime names distinguish it from our
-    `kl_coef`."""
+    """Return the options without slime's `kl_coef`, which must be 0. If other options are slime's, so is `kl_coef`."""
     slimes = sorted(SLIMES & given.keys())
     if not slimes or "kl_coef" not in given:
         return given
@@ -86,9 +85,9 @@ def _without_kl_in_reward(given: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _put_correction(found: dict[str, tuple[object, str]], given: Mapping[str, object]) -> None:
-    """Put the correction that `use_tis`, `tis_level` and `tis_mode` give together.
+    """Set the correction that `use_tis`, `tis_level` and `tis_mode` select together.
 
-    Truncation ignores `tis_lower_bound`. In the other modes the lower bound is 1 / the upper bound where none is given.
+    Truncation ignores `tis_lower_bound`. In the other modes, the lower bound defaults to 1 / the upper bound.
     """
     options = [option for option in TIS if given.get(option) is not None]
     if not options:

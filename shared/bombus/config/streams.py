@@ -1,4 +1,4 @@
-"""The streams of a hive as its operator sets them: how many servers keep each of them, and at what size it is full."""
+"""The settings of a hive's streams: how many servers keep each stream, and at what size it is full."""
 
 import argparse
 import re
@@ -10,14 +10,14 @@ from bombus.config.flags import Flag
 from bombus.config.parts import Part
 
 STREAM_BYTES_MIN = 4096
-PAYLOAD_BYTES = 8 << 20  # the largest message that our own server takes, its headers included: its `max_payload`
+PAYLOAD_BYTES = 8 << 20  # `max_payload` of our own server: the largest message that it accepts, including headers
 _TAKES = "a size of at least 4KiB, such as 512MB or 4GiB"
 _SIZE = re.compile(r"^(\d+(?:\.\d+)?) ?([kMGT]?)(i?)B?\Z")
 _POWERS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4}
 
 
 def byte_count(text: str) -> int:
-    """Return the bytes in a size such as `512MB`, `4GiB` or `4294967296`. Raises `ValueError` for any other text."""
+    """Parse a size such as `512MB`, `4GiB` or `4294967296` into bytes. Raises `ValueError` for any other text."""
     found = _SIZE.match(text.strip().replace("Ki", "ki"))
     if found is None:
         raise ValueError(f"{text!r} is refused: it takes {_TAKES}")
@@ -38,7 +38,7 @@ def _typed(text: str) -> int:
 
 def _size_flag(stream: str, new: str) -> Flag:
     help = f"the size at which {stream} is full, such as 512MB or 4GiB"
-    return Flag(metavar="SIZE", read=_typed, help=help, default=f"as it is; {new} for a new stream")
+    return Flag(metavar="SIZE", read=_typed, help=help, default=f"unchanged; {new} for a new stream")
 
 
 Size = Annotated[int, BeforeValidator(_from_text), Field(ge=STREAM_BYTES_MIN, le=1 << 50)]
@@ -46,14 +46,14 @@ Limit = Annotated[Size | None, Field(description=_TAKES)]
 
 
 class StreamLimits(Part):
-    """How many servers keep each stream, and the size at which it is full and takes no more. Each server reserves that
-    size on its disk.
+    """How many servers keep each stream, and the size at which it is full and accepts no more messages. Each server
+    reserves that size on its disk.
 
-    What is not given stays as it is. A new stream gets 1 replica and 256MiB for `inbox` (messages that are not decided
-    yet), 1GiB for `events` (the log), 4GiB for `calls` (the records of model calls), 1GiB for `ops` (training
-    operations and their results), 2GiB for `trajectories` (rollout groups), 2GiB for `blobs` (snapshots, tokenizers,
-    and weights that go by objects). Existing streams are changed when the hive starts. More than one replica needs a
-    cluster of as many NATS servers, at `nats`.
+    Settings that are not given stay unchanged. A new stream gets 1 replica and 256MiB for `inbox` (messages that are
+    not decided yet), 1GiB for `events` (the log), 4GiB for `calls` (the records of model calls), 1GiB for `ops`
+    (training operations and their results), 2GiB for `trajectories` (rollout groups), 2GiB for `blobs` (snapshots,
+    tokenizers, and weights sent through the object store). Existing streams are changed when the hive starts. More
+    than one replica needs a cluster of at least as many NATS servers, at `nats`.
     """
 
     replicas: Annotated[
@@ -62,7 +62,7 @@ class StreamLimits(Part):
             name="--stream-replicas",
             metavar="N",
             help="how many servers of a NATS cluster keep each stream: 1, 3 or 5",
-            default="as they are; 1 for new streams",
+            default="unchanged; 1 for new streams",
         ),
     ] = Field(default=None, description="1, 3 or 5")
     inbox_bytes_max: Annotated[Limit, _size_flag("the stream of messages to the coordinator", "256MiB")] = None
@@ -92,7 +92,7 @@ NEW_STREAMS = StreamLimits(
 )
 
 STREAMS = ("inbox", "events", "calls", "ops", "trajectories", "blobs")
-DISK_RESERVE_BYTES = 256 << 20  # of a disk with less left than this, no new work is taken
+DISK_RESERVE_BYTES = 256 << 20  # no new work is accepted if a disk has less free space than this
 
 
 def limit_flag(stream: str) -> str:
@@ -104,15 +104,15 @@ LIMIT_FLAGS = ", ".join(map(limit_flag, STREAMS))
 
 
 def bytes_reserved(limits: StreamLimits) -> int:
-    """Return how much the streams of a new hive may take together."""
+    """Return the total size limit of the streams of a new hive, in bytes."""
     given = ((getattr(limits, f"{name}_bytes_max"), getattr(NEW_STREAMS, f"{name}_bytes_max")) for name in STREAMS)
     return sum(wanted or new for wanted, new in given)
 
 
 def disk_needed(limits: StreamLimits) -> int:
-    """Return how much of a disk must be free for a new hive.
+    """Return how many bytes of a disk must be free for a new hive.
 
-    The server lets streams have three quarters of it, and there must be room for new work in addition to full streams.
+    The server lets streams use three quarters of it, and full streams must leave the reserve that new work requires.
     """
     reserved = bytes_reserved(limits)
     return max(-(-reserved * 4 // 3), reserved + DISK_RESERVE_BYTES)

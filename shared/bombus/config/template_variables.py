@@ -1,10 +1,10 @@
-"""The variables that a job or a request gives to a chat template, and which of them cannot be given."""
+"""The variables that a job or a request may pass to a chat template."""
 
 from collections.abc import Mapping
 
 VARIABLES_MAX = 64
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# What rendering itself gives to a template: nothing else may take these names.
+# The variables that rendering itself passes to a template: no others may have these names.
 GIVEN = frozenset(
     {
         "messages",
@@ -19,10 +19,10 @@ GIVEN = frozenset(
 
 
 def problem_of(variables: Mapping[str, bool | int | float | str]) -> str:
-    """Say in a clause why these variables cannot be given to a chat template; empty when they can."""
+    """Return a clause that says why these variables cannot be passed to a chat template, or "" if they can."""
     taken = sorted(GIVEN & variables.keys())
     if taken:
-        return f"{taken[0]} is what rendering itself gives to the template; take it out"
+        return f"{taken[0]} is set by rendering itself; leave it out"
     large = [name for name, value in variables.items() if isinstance(value, int) and not -(2**63) <= value < 2**63]
     if large:
         return f"{large[0]} is a whole number of more than 64 bits"

@@ -1,4 +1,4 @@
-"""How a batch becomes an optimizer step: the part of a job that is the trainer's."""
+"""The trainer's part of a job: how a batch becomes an optimizer step."""
 
 from typing import Annotated, Literal, assert_never
 
@@ -18,7 +18,7 @@ from bombus.config.algorithms import (
 from bombus.config.groups import Beta, ConfigGroup, Float, Tree
 
 FULL_LR, LORA_LR = 1e-6, 1e-5
-FLASH = "flash_attention_"  # what begins the names of attention that another package computes
+FLASH = "flash_attention_"  # the prefix of attention implementations from the flash-attn package
 
 
 def _aggregation(value: object) -> object:
@@ -30,7 +30,7 @@ def _kl_estimator(value: object) -> object:
 
 
 def _known(kind: type[Algorithm], name: str, info: ValidationInfo) -> str:
-    """Return our spelling of a name. Raises `ValueError` for one that the torch backend does not know; verl may."""
+    """Return our spelling of a name. Raises `ValueError` if the torch backend does not know it; verl checks its own."""
     if info.data.get("backend") != "torch":
         return name
     found = named(kind, name)
@@ -40,7 +40,7 @@ def _known(kind: type[Algorithm], name: str, info: ValidationInfo) -> str:
 
 
 def _own_aggregation(given: Tree) -> Aggregation:
-    """Return the estimator's own aggregation, the default where the job gives none."""
+    """Return the default aggregation of the estimator."""
     dr_grpo = named(Estimator, given.get("adv_estimator", "")) is Estimator.DR_GRPO
     return Aggregation.CONSTANT if dr_grpo else Aggregation.EPISODE
 
@@ -54,7 +54,7 @@ def _own_clip_high(given: Tree) -> float:
 
 
 def _own_correction(given: Tree) -> Correction:
-    """Return the loss's default: the ratio of importance_sampling is to the sampler, so nothing is left to correct."""
+    """Return the loss's default. importance_sampling needs none, since its ratio is relative to the sampler."""
     match loss := _loss(given):
         case Loss.IMPORTANCE_SAMPLING:
             return Correction.NONE
@@ -65,7 +65,7 @@ def _own_correction(given: Tree) -> Correction:
 
 
 def _own_lr(given: Tree) -> float:
-    """Return the default rate: adapters take about ten times that of all weights (docs/algorithms.md)."""
+    """Return the default learning rate: adapters need about ten times that of all weights (docs/algorithms.md)."""
     return LORA_LR if given["lora_rank"] else FULL_LR
 
 
@@ -76,40 +76,40 @@ def _loss(given: Tree) -> Loss:
 class TrainerConfig(ConfigGroup):
     """How a batch becomes an optimizer step. docs/algorithms.md describes the algorithms and their settings.
 
-    Estimators and losses are ours where we have one of that name; with the backend verl, any other name is looked up
-    in verl. `processes` train together; 0 means as many as the trainer was started with. With the backend torch each
-    has the whole model and computes a share of the sequences; verl shards the model over them. With the backend verl
-    `ulysses_parallel_size` of them compute a part of each sequence, so that the activations of long ones are shared
-    between them; it has to divide the number of the model's heads.
+    An estimator or loss is ours if we have one of that name; with the backend verl, any other name is looked up in
+    verl. `processes` processes train together; 0 means as many as the trainer was started with. With the backend torch,
+    each has the whole model and computes a share of the sequences; verl shards the model over them. With the backend
+    verl, groups of `ulysses_parallel_size` processes split each sequence, and so the activations of long sequences;
+    this number must divide the number of the model's heads.
 
-    `attn_implementation` says what computes attention: `sdpa` and `native` are torch's own kernels, `eager` has all
-    scores in memory in float32, and the names of flash-attn are for verl on GPUs where that package is installed.
-    `auto` is `flash_attention_2` with verl where it is installed, and else `sdpa`.
+    `attn_implementation` selects the attention kernels: `sdpa` and `native` are torch's own, `eager` holds all scores
+    in memory in float32, and the flash-attn names are for verl on GPUs with that package installed. `auto` is
+    `flash_attention_2` with verl if it is installed, and otherwise `sdpa`.
 
-    `clip_low`, `clip_high` and `correction` default to what suits `loss`, `loss_aggregation` to what suits
+    The defaults of `clip_low`, `clip_high` and `correction` depend on `loss`, that of `loss_aggregation` on
     `adv_estimator`. `tis_clip` bounds the importance weight of the sampler's logprobs (0: no correction). A schedule
-    other than constant decays to `min_lr_ratio` x `lr` at `total_steps`, which it needs, and stays there: the run
-    continues until it is stopped. A `kl_coef` of 0 means that no reference model is kept; a `lora_rank` of 0 that all
-    weights are trained. `lr` is 1e-6 by default, and 1e-5 with LoRA.
+    other than constant decays to `min_lr_ratio` x `lr` at `total_steps`, which it requires, and stays there: the run
+    continues until it is stopped. A `kl_coef` of 0 means that no reference model is kept, and a `lora_rank` of 0 that
+    all weights are trained. `lr` is 1e-6 by default, and 1e-5 with LoRA.
 
     An update whose loss or gradient is not finite is left out; after `max_nonfinite_steps` steps in a row with such an
-    update the run is suspended.
+    update, the run is suspended.
 
-    Every `checkpoint_every`-th step leaves a checkpoint: after a crash the steps since the newest one are repeated
-    from the log, which has the newest hundred at most: a hundred steps after a checkpoint there is another one in any
-    case. The newest `checkpoints_kept` of a run stay on disk, two at least.
+    Every `checkpoint_every`-th step saves a checkpoint, and so does a step a hundred steps after the newest one. After
+    a crash, the steps since the newest checkpoint are repeated from the log. The newest `checkpoints_kept` of a run
+    stay on disk, but at least two.
 
-    With `resume: auto` a run continues where the last one of its job was stopped: at the newest checkpoint that was
-    left on this engine, with its optimizer and version. The same job has the same project and experiment, model,
-    tokenizer, seed, backend and adapter; any other setting may change, such as `lr`. Where only other jobs of an
-    experiment have left checkpoints the start is refused, or begins with the model as loaded if the experiment was
-    given no name. `from 40` begins at version 40, or is refused; `never` begins with the model as loaded.
+    With `resume: auto` a run continues where the last run of its job stopped: at the newest checkpoint on this engine,
+    with its optimizer and version. Two jobs are the same if they have the same project and experiment, model,
+    tokenizer, seed, backend and adapter; any other setting may change, such as `lr`. If only other jobs of an
+    experiment have left checkpoints, the start is refused; if the experiment has no name, the run begins with the model
+    as loaded. `from 40` begins at version 40, or is refused; `never` begins with the model as loaded.
 
     `overlong_buffer` is in tokens. A micro-batch has up to `max_tokens_per_bin` tokens (xorl calls that
     `sample_packing_sequence_len`), on a CPU at most 4096 unless the trainer's `--bin-tokens` allows more; without
-    `enable_packing` it has one sequence. With `share_prefixes` the torch backend computes what sequences of a
-    micro-batch begin with only once. Each step's samples are written to `save_debug_rollout_data`, a path on the
-    trainer's machine below the run's folder, or below where its operator allows.
+    `enable_packing` it has one sequence. With `share_prefixes`, the torch backend computes common prefixes of the
+    sequences in a micro-batch only once. Each step's samples are written to `save_debug_rollout_data`, a path on the
+    trainer's machine below the run's folder, or below a folder that its operator allows.
     """
 
     backend: Literal["torch", "verl"] = "torch"
@@ -166,7 +166,7 @@ class TrainerConfig(ConfigGroup):
     )
 
     def own_choices(self) -> Tree:
-        """Return the algorithms' names, and the fields that differ from their defaults with these names."""
+        """Return the names of the algorithms, and the fields that differ from the defaults of these algorithms."""
         names: Tree = {"backend": self.backend, "adv_estimator": self.adv_estimator, "loss": self.loss}
         defaults = TrainerConfig(**names).model_dump(mode="json")
         return names | {name: value for name, value in self.model_dump(mode="json").items() if value != defaults[name]}
@@ -197,8 +197,8 @@ class TrainerConfig(ConfigGroup):
             )
         if self.warmup_steps >= self.total_steps:
             raise ValueError(
-                f"warmup_steps {self.warmup_steps} leave no step of total_steps {self.total_steps} for lr_schedule "
-                f"{self.lr_schedule} to decay in"
+                f"warmup_steps {self.warmup_steps} leaves none of the total_steps {self.total_steps} for the decay of "
+                f"lr_schedule {self.lr_schedule}: lower it, or raise total_steps"
             )
         return self
 
@@ -208,10 +208,10 @@ class TrainerConfig(ConfigGroup):
         if self.backend == "torch" and ulysses > 1:
             raise ValueError(
                 f"ulysses_parallel_size {ulysses} is refused: backend torch computes each sequence in one process; "
-                "backend verl splits sequences over several"
+                "set it to 1, or use backend verl, which splits sequences over several processes"
             )
         if self.attn_implementation.startswith(FLASH) and (self.backend == "torch" or ulysses > 1):
-            why = "with backend torch, where it would need flash-attn kernels for sequences that share beginnings"
+            why = "with backend torch, where it would need flash-attn kernels for sequences that share prefixes"
             if self.backend == "verl":
                 why = (
                     f"with ulysses_parallel_size {ulysses}, where it would need an exchange of heads around flash-attn"
@@ -241,14 +241,14 @@ class TrainerConfig(ConfigGroup):
         bounded = self.tis_clip > 0 and bool(given & {"tis_clip", "tis_clip_low"})
         if bounded and self.correction == Correction.NONE and "correction" not in given:
             raise ValueError(
-                f"tis_clip bounds a correction, but the loss {self.loss} has none unless it is named: give correction "
+                f"tis_clip bounds a correction, but the loss {self.loss} has none by default: set correction to "
                 "token_tis too, or leave tis_clip out"
             )
         if self.tis_clip and self.tis_clip_low > self.tis_clip:
             raise ValueError(f"tis_clip_low {self.tis_clip_low} exceeds tis_clip {self.tis_clip}")
         if self.correction == Correction.ICEPOP and not self.tis_clip_low * self.tis_clip:
             raise ValueError(
-                "correction icepop needs a tis_clip_low and a tis_clip above 0; its paper takes 0.5 and 5.0"
+                "correction icepop needs a tis_clip_low and a tis_clip above 0; its paper uses 0.5 and 5.0"
             )
         if self.overlong == Overlong.PENALTY and not self.overlong_buffer:
             raise ValueError("overlong penalty needs an overlong_buffer of at least 1 token")

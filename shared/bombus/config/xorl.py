@@ -1,4 +1,4 @@
-"""Reads xorl's flat server configuration as a job: what each of its keys means here, and which values are refused."""
+"""Reads xorl's flat server configuration as a job: the meaning of each of its keys here, and the refused values."""
 
 import difflib
 from collections.abc import Mapping
@@ -8,17 +8,17 @@ import msgspec
 
 from bombus.config.groups import Tree, bad_config, shown
 
-LORA_RANK_DEFAULT = 32  # xorl's own default, where LoRA is enabled without a rank
+LORA_RANK_DEFAULT = 32  # xorl's own default, if LoRA is enabled without a rank
 
 
 class Only(msgspec.Struct, frozen=True):
-    """A key that is accepted with the values that change nothing here, and refused with any other."""
+    """A key that is accepted only with values that change nothing here, and refused with any other."""
 
     values: tuple[object, ...]
     why: str
 
 
-# xorl's key -> ours, where the value is the same.
+# xorl's key -> ours, for keys whose value is used unchanged.
 MAPPED: dict[str, str] = {
     "model_path": "model.path",
     "tokenizer_path": "model.tokenizer",
@@ -30,23 +30,23 @@ MAPPED: dict[str, str] = {
     "attn_implementation": "trainer.attn_implementation",
 }
 
-# xorl's key -> what it becomes.
+# xorl's key -> the settings that it becomes.
 READ: dict[str, str] = {
     "enable_mixed_precision": "true: `model.dtype: bfloat16`; false: `float32`",
     "enable_lora": "false: `trainer.enable_lora: false` with `lora_rank: 0`; true: the rank that `lora_rank` gives",
-    "lora_rank": f"`trainer.lora_rank` where `enable_lora` is true; {LORA_RANK_DEFAULT} when it is not given",
+    "lora_rank": f"`trainer.lora_rank` if `enable_lora` is true; {LORA_RANK_DEFAULT} if it is not given",
     "lora_target_modules": "`trainer.target_modules`, a list of names",
     "data_parallel_mode": "`fsdp2`, or `none` with one process",
     "data_parallel_shard_size": "`trainer.processes`, times `ulysses_parallel_size`; above 1 also `backend: verl`",
     "ulysses_parallel_size": "`trainer.ulysses_parallel_size`; above 1 also `backend: verl`",
     "init_device": "`meta` or `cpu`: a trainer's first process reads the weights, and the others have empty ones until "
-    "they get their parts (all read them where embeddings and output layer are one matrix); `cuda`: only one process",
+    "they get their parts (all read them if embeddings and output layer are one matrix); `cuda`: only one process",
 }
 
 _OWN = "each backend chooses its own"
-_PLACE = "the log says where a run continues"
+_PLACE = "the log determines where a run continues"
 _WORKERS = "services connect through the bus"
-# Accepted and without effect: they are about speed, logging or a process layout that is not ours.
+# Accepted but without effect: they are about speed, logging or a process layout that bombus does not have.
 IGNORED: dict[str, str] = {
     "moe_implementation": _OWN,
     "ce_mode": _OWN,
@@ -67,11 +67,11 @@ IGNORED: dict[str, str] = {
     "pipeline_parallel_schedule": "layers are not split over processes",
     "pp_variable_seq_lengths": "layers are not split over processes",
     "ep_dispatch": "experts are not split over processes",
-    "output_dir": "`--data-dir` of `bombus up`, or `--folder` of a trainer, says where checkpoints go, and export, "
-    "status and replay look for them there",
+    "output_dir": "`--data-dir` of `bombus up`, or `--folder` of a trainer, sets the folder of checkpoints, where "
+    "export, status and replay look for them",
     "skip_initial_checkpoint": _PLACE,
     "storage_limit": "two checkpoints and two versions of the weights are kept",
-    "idle_session_timeout": "episodes have their own, `discard_episode_timeout`",
+    "idle_session_timeout": "episodes have their own timeout, `discard_episode_timeout`",
     "enable_self_test": "`bombus doctor --config` checks this before the start",
     "log_level": "`--log-level` of each command",
     "log_gradient_norms": "a step's metrics include it",
@@ -86,7 +86,7 @@ IGNORED: dict[str, str] = {
     "sync_inference_method": "`bombus inference --backend` decides this",
 }
 
-# What would have to exist for it, and what to do instead.
+# What a refused kind of parallelism would need, and what to do instead.
 _INSTEAD = "data_parallel_shard_size shards every weight over more processes"
 _SHORTER = "lower max_tokens_per_bin, or set enable_gradient_checkpointing"
 _STAGES = (
@@ -112,28 +112,28 @@ LIMITED: dict[str, Only] = {
     "lm_head_tensor_parallel_size": Only((1,), f"no backend splits matrices over processes, {_MATRICES}"),
     "ringattn_parallel_size": Only((1,), f"no backend passes sequences around in a ring, {_RING}"),
     "cp_fsdp_mode": Only(
-        (None, "all", "ulysses_only"), "weights are sharded over all processes, those that share a sequence too"
+        (None, "all", "ulysses_only"), "weights are sharded over all processes, including those that share a sequence"
     ),
     "enable_activation_offload": Only((False,), "activations stay on the device; use enable_gradient_checkpointing"),
     "enable_fp8_training": Only((False,), "weights are trained in float32"),
     "enable_qarl": Only((False,), "weights are trained in float32"),
     "enable_qlora": Only((False,), "the base under LoRA is not quantized; leave it out for plain LoRA"),
     "moe_hybrid_shared_lora": Only((False,), "no backend puts LoRA on experts"),
-    "lora_b_init_std": Only((0, 0.0), "an adapter starts by changing nothing"),
+    "lora_b_init_std": Only((0, 0.0), "a new adapter leaves the model unchanged"),
     "merge_lora_interval": Only((0,), "adapters are merged at export, never in training"),
-    "optimizer": Only(("adamw",), "it is the only optimizer"),
+    "optimizer": Only(("adamw",), "adamw is the only optimizer"),
     "optimizer_dtype": Only(("fp32",), "the optimizer's moments are kept in float32"),
     "ckpt_manager": Only(
         (None, "dcp"),
-        "a checkpoint is one of torch's distributed checkpoints (dcp) with backend verl, and one file of safetensors "
-        "with backend torch; both are chosen by dcp, or by leaving it out",
+        "checkpoints are torch's distributed checkpoints (dcp) with backend verl, and single safetensors files with "
+        "backend torch; set it to dcp for either, or leave it out",
     ),
     "load_checkpoint_path": Only(_EMPTY, f"{_PLACE}; to start from other weights, name them as model_path"),
     "train_serve_profile": Only(_EMPTY, "set its keys one by one"),
     "foundation": Only((None, {}), "models are text only"),
     "encoders": Only((None, {}), "models are text only"),
 }
-# Accepted where the value is the same as that of another key.
+# Accepted only with the same value as the other key.
 SAME_AS = {"model_name": "model_path", "config_path": "model_path"}
 
 KEYS = (*MAPPED, *READ, *SAME_AS, *LIMITED, *IGNORED)
@@ -141,9 +141,9 @@ Given = dict[str, object]  # our path -> value
 
 
 def read(flat: Mapping[str, object]) -> tuple[Given, dict[str, str], list[str]]:
-    """Read flat keys. Returns the values by our path, the key that gave each of them, and the keys without effect.
+    """Read flat keys. Return the values by our path, the key that set each of them, and the keys without effect.
 
-    Raises `Refused(BAD_CONFIG)` naming the key.
+    Raises `Refused(BAD_CONFIG)`, which names the key.
     """
     given: Given = {}
     names: dict[str, str] = {}
@@ -168,7 +168,7 @@ def read(flat: Mapping[str, object]) -> tuple[Given, dict[str, str], list[str]]:
     return given, names, [key for key in flat if key in IGNORED]
 
 
-_Derived = dict[str, tuple[object, str]]  # our path -> value, and the key that gave it
+_Derived = dict[str, tuple[object, str]]  # our path -> value, and the key that set it
 
 
 def _precision(flat: Mapping[str, object]) -> _Derived:
@@ -182,7 +182,7 @@ def _lora(flat: Mapping[str, object]) -> _Derived:
         return {"trainer.lora_rank": (0, "lora_rank"), "trainer.enable_lora": (False, "enable_lora")}
     rank = flat.get("lora_rank", LORA_RANK_DEFAULT)
     if rank == 0:
-        raise bad_config("lora_rank = 0 is refused where enable_lora is true: it takes a whole number, at least 1")
+        raise bad_config("lora_rank = 0 is refused if enable_lora is true: it takes a whole number, at least 1")
     found: _Derived = {"trainer.lora_rank": (rank, "lora_rank")}
     targets = flat.get("lora_target_modules")
     if targets is not None:
@@ -199,8 +199,8 @@ def _processes(flat: Mapping[str, object]) -> _Derived:
         raise bad_config(f"data_parallel_mode = {shown(mode)} is refused: it takes one of fsdp2, none")
     if mode == "none" and (size, ulysses) != (1, 1):
         raise bad_config(
-            "data_parallel_mode = none has one process: data_parallel_shard_size and ulysses_parallel_size must be 1, "
-            "or the mode fsdp2"
+            "data_parallel_mode = none has one process: set data_parallel_shard_size and ulysses_parallel_size to 1, "
+            "or the mode to fsdp2"
         )
     many = size * ulysses if _is_whole(size) and _is_whole(ulysses) else size
     found: _Derived = {
@@ -213,15 +213,15 @@ def _processes(flat: Mapping[str, object]) -> _Derived:
 
 
 def _check_init_device(flat: Mapping[str, object], alone: bool) -> None:
-    """Raise `Refused` for a device on which weights are not made. `alone`: there is one process."""
+    """Raise `Refused` for a device on which weights cannot be initialised. `alone` says that there is one process."""
     key = "init_device"
     device = flat.get(key)
     if device not in (None, "meta", "cpu", "cuda"):
         raise bad_config(f"{key} = {shown(device)} is refused: it takes one of meta, cpu, cuda")
     if device == "cuda" and not alone:
         raise bad_config(
-            f"{key} = cuda is refused with several processes: each would hold all weights on its GPU before it has its "
-            "part; set it to meta, with which one process reads them and sends the others their parts"
+            f"{key} = cuda is refused with several processes: each would hold all weights on its GPU before it gets "
+            "its part; set it to meta, so that one process reads them and sends the others their parts"
         )
 
 

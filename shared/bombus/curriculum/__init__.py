@@ -1,1 +1,1 @@
-"""Which task comes next: tiers of tasks that a policy masters one after another, and samplers that draw from them."""
+"""Chooses the next task: tiers of tasks that a policy masters one after another, and samplers that draw from them."""

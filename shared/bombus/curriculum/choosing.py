@@ -1,4 +1,4 @@
-"""Which task comes next: the one with the highest priority among those that are open. Pure."""
+"""Chooses the next task: the open task with the highest priority. Pure."""
 
 from collections.abc import Collection, Iterator
 from hashlib import blake2b
@@ -7,7 +7,7 @@ from bombus.curriculum.progress import CurriculumProgress
 
 
 def priority(task: str, progress: CurriculumProgress) -> float:
-    """Return how much there is to gain from a task: what is new, weak or due for review comes first."""
+    """Return the priority of a task: new tasks, weak ones and those due for review come first."""
     rules, known = progress.plan.mastery, progress.of(task)
     value = rules.weakness * (1 - progress.rate(task)) if known.results else rules.novelty
     if known.has_graduated and progress.results >= known.due:
@@ -18,9 +18,9 @@ def priority(task: str, progress: CurriculumProgress) -> float:
 
 
 def open_tasks(progress: CurriculumProgress) -> Iterator[str]:
-    """Yield the tasks that may come next: the current tier's, and of earlier tiers what is due or has returned.
+    """Yield the tasks that may be chosen next: the current tier's, and earlier tiers' that are due or have returned.
 
-    A task of an earlier tier that never graduated is not given again.
+    A task of an earlier tier that never graduated is not chosen again.
     """
     yield from progress.tier.tasks
     for tier in progress.plan.tiers[: progress.tier_index]:
@@ -31,7 +31,7 @@ def open_tasks(progress: CurriculumProgress) -> Iterator[str]:
 
 
 def choose(progress: CurriculumProgress, seed: int, draw: int, taken: Collection[str] = ()) -> str | None:
-    """Return the open task with the highest priority that is not taken, None if all are.
+    """Return the open task with the highest priority that is not taken, None if all are taken.
 
     Equal priorities are ordered by a digest of the seed, the number of the draw, and the task's id.
     """

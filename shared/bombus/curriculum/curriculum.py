@@ -1,4 +1,4 @@
-"""`Curriculum`: the tasks, what was recorded of them, and the file that keeps it."""
+"""`Curriculum`: tasks, their recorded results, and the file that keeps these."""
 
 import threading
 from collections.abc import Collection
@@ -17,7 +17,7 @@ from bombus.sdk.types import Task
 
 
 class CurriculumFigures(NamedTuple):
-    """How far a curriculum is, for people."""
+    """The progress of a curriculum, for display."""
 
     tier: str
     tier_results: int
@@ -35,15 +35,15 @@ class CurriculumFigures(NamedTuple):
 
 
 class Curriculum:
-    """Says which task comes next. `record_result` is the only thing that changes it. Threads may share it.
+    """Chooses the next task. Only `record_result` changes its state. Threads may share it.
 
-    With a `path`, results are kept in that file, and are read when it is opened again. Raises `Refused` if another
-    process has the file open, or if the plan lacks the tier that the file is at.
+    With a `path`, results are kept in that file, and are read when the curriculum is reopened. Raises `Refused` if
+    another process has the file open, or if the plan lacks the tier that the file is at.
     """
 
     def __init__(self, plan: CurriculumPlan, path: Path | str | None = None) -> None:
         self.progress = CurriculumProgress(plan)
-        self._lock = threading.Lock()  # of what is decided, written and folded: a decision holds only for its state
+        self._lock = threading.Lock()  # a decision is valid only for its state: nothing may change before it is folded
         self._journal = CurriculumJournal(Path(path)) if path is not None else None
         if self._journal is not None:
             self.progress.fold(self._journal.events)
@@ -54,10 +54,10 @@ class Curriculum:
     def record_result(
         self, task: Task | str, achieved: bool, reward: float, *, group: str = ""
     ) -> list[AnyCurriculumEvent]:
-        """Record how a group of a task went, once for the whole group, and return what follows from it.
+        """Record the result of a group of a task, once for the whole group, and return the events that follow from it.
 
-        A group that has a name is recorded once: recording it again changes nothing and returns nothing. Raises
-        `Refused` for a task that the curriculum does not have, and for a reward that is not a number.
+        A named group is recorded only once: repeating it changes nothing and returns no events. Raises `Refused` for a
+        task that the curriculum does not have, and for a reward that is not a number.
         """
         name = task.task_id if isinstance(task, Task) else task
         try:
@@ -73,12 +73,12 @@ class Curriculum:
         return events
 
     def choose(self, seed: int, draw: int, taken: Collection[str] = ()) -> str | None:
-        """Return the id of the task that comes next, None if all that may come are taken. Changes nothing."""
+        """Return the id of the next task, None if all open tasks are in `taken`. Changes nothing."""
         with self._lock:
             return choosing.choose(self.progress, seed, draw, taken)
 
     def open_tasks(self) -> list[str]:
-        """Return the ids of all tasks that may come next."""
+        """Return the ids of all tasks that may be chosen next."""
         with self._lock:
             return list(choosing.open_tasks(self.progress))
 
@@ -87,7 +87,7 @@ class Curriculum:
             return _figures(self.progress)
 
     def close(self) -> None:
-        """Let another process open the file. Closing again does nothing."""
+        """Close the file, so that another process may open it. Closing it twice does nothing."""
         if self._journal is not None:
             with self._lock:
                 self._journal.close()

@@ -1,6 +1,6 @@
-"""What follows from a result: it is recorded, tasks graduate, are reviewed or return, and tiers are reached. Pure.
+"""Decides which events follow from a result: tasks graduate, are reviewed or return, and tiers are reached. Pure.
 
-All of that is written down as events, so that other rules later do not change what has happened.
+These events are recorded, so that a later change of the rules does not change what has happened.
 """
 
 import math
@@ -22,7 +22,7 @@ GROUP_CHARACTERS_MAX = 512
 
 
 class RecordResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The only command: how a group of episodes of a task went."""
+    """The only command: record the result of a group of episodes of a task."""
 
     task: str
     achieved: bool
@@ -31,9 +31,9 @@ class RecordResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decide(command: RecordResult, progress: CurriculumProgress) -> list[AnyCurriculumEvent]:
-    """Return the events that follow, none for a group that is recorded already.
+    """Return the events that follow; none for a group that is already recorded.
 
-    Raises `Refused` for a task that the curriculum does not have, and for a reward that is not a number.
+    Raises `Refused` for an unknown task, for a reward that is not finite, and for a group's name that is too long.
     """
     _check(command, progress)
     if command.group and command.group in progress.groups:
@@ -46,9 +46,7 @@ def decide(command: RecordResult, progress: CurriculumProgress) -> list[AnyCurri
 
 def _check(command: RecordResult, progress: CurriculumProgress) -> None:
     if command.task not in progress.tier_of:
-        raise Refused(
-            Code.MALFORMED, f"the curriculum has no task {command.task!r}: record results of the tasks that it gave"
-        )
+        raise Refused(Code.MALFORMED, f"the curriculum has no task {command.task!r}: record results only of its tasks")
     if not math.isfinite(command.reward):
         raise Refused(
             Code.BAD_REWARD, f"the reward of {command.task!r} is {command.reward}: it must be a finite number"
@@ -73,7 +71,7 @@ def _of_task(command: RecordResult, progress: CurriculumProgress) -> list[AnyCur
     elif results >= task.due:
         interval = min(2 * task.interval, rules.review_longest)
     else:
-        return []  # it was not due: a success tells nothing of how long it is remembered
+        return []  # it was not due yet: a success says nothing about how long the task is remembered
     return [TaskReviewed(task=command.task, interval=interval, due=results + interval)]
 
 

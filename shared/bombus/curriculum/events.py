@@ -1,4 +1,4 @@
-"""What has happened in a curriculum. Only ever added to: a new field has a default, and none changes its meaning."""
+"""The events of a curriculum. They may only be extended: new fields have defaults, and no field changes its meaning."""
 
 import msgspec
 
@@ -8,7 +8,7 @@ class CurriculumEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type
 
 
 class ResultRecorded(CurriculumEvent, frozen=True, kw_only=True, tag="result.recorded"):
-    """A group of episodes of a task has ended. `group` is the name by which it is recorded once, "" for none."""
+    """A group of episodes of a task has ended. `group` is its name, by which it is recorded only once; "" for none."""
 
     task: str
     achieved: bool
@@ -17,7 +17,7 @@ class ResultRecorded(CurriculumEvent, frozen=True, kw_only=True, tag="result.rec
 
 
 class TaskGraduated(CurriculumEvent, frozen=True, kw_only=True, tag="task.graduated"):
-    """A task is mastered. It is reviewed again once there are `due` results."""
+    """A task is mastered. It is due for review when all tasks together have `due` results."""
 
     task: str
     interval: int
@@ -25,7 +25,7 @@ class TaskGraduated(CurriculumEvent, frozen=True, kw_only=True, tag="task.gradua
 
 
 class TaskReviewed(CurriculumEvent, frozen=True, kw_only=True, tag="task.reviewed"):
-    """A task that has graduated was played again, and its next review is set."""
+    """A graduated task was played again, and its next review is set."""
 
     task: str
     interval: int
@@ -39,7 +39,7 @@ class TaskReturned(CurriculumEvent, frozen=True, kw_only=True, tag="task.returne
 
 
 class TierReached(CurriculumEvent, frozen=True, kw_only=True, tag="tier.reached"):
-    """The tier before this one is mastered. `fast` means by few results, nearly all of them successes."""
+    """The tier before this one is mastered. `fast`: after only a few results, nearly all of them successes."""
 
     tier: str
     fast: bool = False

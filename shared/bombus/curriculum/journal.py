@@ -1,5 +1,5 @@
-"""A file of events, one line for each decision. Only one process writes it, and a kill in the middle of a line costs
-that line alone: it was never acknowledged.
+"""A file of events, one line for each decision. Only one process writes it. A kill in the middle of a line loses only
+that line, which was never acknowledged.
 """
 
 import fcntl
@@ -19,13 +19,13 @@ _decoder = msgspec.json.Decoder(list[AnyCurriculumEvent])
 
 
 class JournalFull(BombusError):
-    """Nothing more can be written to a journal. What it holds is whole."""
+    """Nothing more can be written to a journal. Its contents are intact."""
 
 
 class CurriculumJournal:
-    """A journal that is open only for this process, until `close`.
+    """A journal that only this process may have open, until `close`.
 
-    Raises `Refused` where another process has it open, and `LogCorrupted` where a line in its middle is broken.
+    Raises `Refused` if another process has it open, and `LogCorrupted` if a complete line is not valid.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,13 +45,14 @@ class CurriculumJournal:
         """Write the events of one decision, all or none of them. Raises `JournalFull`, `Refused` or `OSError`."""
         if self._file < 0:
             raise ValueError(f"{self.path} is closed")
-        if os.getpid() != self._process:  # which a lock does not tell apart
+        if os.getpid() != self._process:  # a forked process shares the lock
             raise Refused(
-                Code.NOT_ACTIVE, f"{self.path} was opened by the program that forked this one: record results there"
+                Code.NOT_ACTIVE,
+                f"{self.path} was opened before this process was forked: record results in the process that opened it",
             )
         line = msgspec.json.encode(events) + b"\n"
         if self._bytes + len(line) > JOURNAL_BYTES_MAX:
-            raise JournalFull(f"{self.path} has {self._bytes} bytes, but 1 GiB is the limit: start another one")
+            raise JournalFull(f"{self.path} has {self._bytes} bytes, but the limit is 1 GiB: start another file")
         try:
             if os.write(self._file, line) < len(line):
                 raise JournalFull(f"the disk of {self.path} is full: make room, and record the result again")
@@ -62,7 +63,7 @@ class CurriculumJournal:
         self._bytes += len(line)
 
     def close(self) -> None:
-        """Let another process write the journal. Closing again does nothing."""
+        """Close the journal, so that another process may write it. Closing it twice does nothing."""
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
@@ -76,13 +77,13 @@ class CurriculumJournal:
             ) from error
 
     def _read(self) -> tuple[list[AnyCurriculumEvent], int]:
-        """Return the events, and how many bytes their lines have. What comes after the last line break was cut off."""
+        """Return the events, and the size of their lines in bytes. An incomplete last line is ignored."""
         found = os.fstat(self._file)
         if not stat.S_ISREG(found.st_mode):
             raise Refused(Code.BAD_CONFIG, f"{self.path} is not a regular file: a curriculum needs one")
         size = found.st_size
         if size > JOURNAL_BYTES_MAX:
-            raise Refused(Code.TOO_LARGE, f"{self.path} has {size} bytes: a curriculum's file has at most 1 GiB")
+            raise Refused(Code.TOO_LARGE, f"{self.path} has {size} bytes, but the limit for a curriculum is 1 GiB")
         events: list[AnyCurriculumEvent] = []
         whole = 0
         with open(self._file, "rb", closefd=False) as lines:

@@ -1,4 +1,4 @@
-"""What a curriculum consists of: its tiers in order, the tasks of each, and the rules by which they are mastered."""
+"""The plan of a curriculum: its tiers in order, the tasks of each, and the rules by which they are mastered."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from bombus.sdk.types import Task
 
 TASKS_MAX = 100_000
 TIERS_MAX = 64
-TASK_ID_CHARACTERS_MAX = 512  # what the hive takes
+TASK_ID_CHARACTERS_MAX = 512  # the hive's limit
 
 
 def _check_range(name: str, value: float, low: float, high: float) -> None:
@@ -45,7 +45,7 @@ class MasteryRules(msgspec.Struct, frozen=True, kw_only=True):
     weakness: float = 50.0  # times (1 - success rate)
     review: float = 30.0
     recency: float = -20.0
-    recent: int = 2  # results for which a task counts as recent
+    recent: int = 2  # for how many results of all tasks a played task counts as recent
 
     def __post_init__(self) -> None:
         for name in ("window", "graduation_results", "fast_results", "review_first", "review_longest"):
@@ -56,7 +56,7 @@ class MasteryRules(msgspec.Struct, frozen=True, kw_only=True):
             _check_range(name, getattr(self, name), -1e6, 1e6)
         _check_range("recent", self.recent, 0, 10_000)
         if self.decay == 0.0:
-            raise ValueError("decay is 0, so that only the newest result would count: it must be above 0")
+            raise ValueError("decay is 0, so only the newest result would count: it must be above 0")
         if self.review_longest < self.review_first:
             raise ValueError(f"review_longest is {self.review_longest}: it must be at least review_first")
 
@@ -70,7 +70,7 @@ class CurriculumTier(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CurriculumPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The tiers in the order in which they are mastered. Nothing comes after the last one."""
+    """The tiers in the order in which they are mastered. The last one is never left."""
 
     tiers: tuple[CurriculumTier, ...]
     mastery: MasteryRules = MasteryRules()
@@ -82,7 +82,7 @@ class CurriculumPlan(msgspec.Struct, frozen=True, kw_only=True):
         seen: set[str] = set()
         for tier in self.tiers:
             if not tier.name or tier.name in names:
-                raise ValueError(f"the tier {tier.name!r} has no unique name: each tier needs one")
+                raise ValueError(f"the tier name {tier.name!r} is empty or not unique: each tier needs its own name")
             if not tier.tasks:
                 raise ValueError(f"the tier {tier.name!r} has no tasks: leave it out, or give it some")
             names.add(tier.name)

@@ -1,4 +1,4 @@
-"""How far a curriculum is: the fold of its events. Pure."""
+"""The progress of a curriculum: the fold of its events. Pure."""
 
 from collections.abc import Iterable, Sequence
 
@@ -14,24 +14,24 @@ from bombus.curriculum.events import (
 )
 from bombus.curriculum.plan import CurriculumPlan, CurriculumTier
 
-GROUPS_REMEMBERED = 4096  # names of the newest groups, each of which is recorded once
+GROUPS_REMEMBERED = 4096  # newest groups whose names are kept, so that each is recorded only once
 
 
 class TaskProgress(msgspec.Struct, kw_only=True):
-    """What is known of a task. `recent` has its newest results, the oldest first."""
+    """The results of one task. `recent` holds the newest of them, oldest first."""
 
     results: int = 0
     recent: tuple[bool, ...] = ()
     rewards: float = 0.0  # their sum
-    newest: int = 0  # how many results of all tasks there were with its newest one
+    newest: int = 0  # the number of results of all tasks when its newest one was recorded
     has_graduated: bool = False
     has_returned: bool = False
     interval: int = 0  # results between its reviews
-    due: int = 0  # reviewed once there are so many results of all tasks
+    due: int = 0  # it is due for review when all tasks together have this many results
 
 
 class CurriculumProgress:
-    """The state of a curriculum. Tasks that the plan does not have, or no longer has, are kept but never chosen."""
+    """The state of a curriculum. Tasks that are not (or no longer) in the plan are kept but never chosen."""
 
     def __init__(self, plan: CurriculumPlan) -> None:
         self.plan = plan
@@ -40,7 +40,7 @@ class CurriculumProgress:
         self.tasks: dict[str, TaskProgress] = {}
         self.results = 0
         self.tier_index = 0
-        self.unknown_tier = ""  # the tier that was reached last, where the plan does not have it
+        self.unknown_tier = ""  # the tier that was reached last, if the plan lacks it
         self.tier_results = 0  # of tasks of the current tier, since it was reached
         self.tier_recent: tuple[bool, ...] = ()
         self.groups: dict[str, None] = {}
@@ -54,7 +54,7 @@ class CurriculumProgress:
         return self.tier_index == len(self.plan.tiers) - 1
 
     def of(self, task: str) -> TaskProgress:
-        """Return what is known of a task, for reading."""
+        """Return the progress of a task, for reading only."""
         return self.tasks.get(task) or TaskProgress()
 
     def rate(self, task: str) -> float:
@@ -66,7 +66,7 @@ class CurriculumProgress:
         return decayed_rate(self.tier_recent, self.plan.mastery.decay)
 
     def evolve(self, event: AnyCurriculumEvent) -> None:
-        """Take note of an event, in place."""
+        """Apply an event, in place."""
         match event:
             case ResultRecorded():
                 self._recorded(event)
@@ -84,7 +84,7 @@ class CurriculumProgress:
                 self.tier_results, self.tier_recent = 0, ()
 
     def fold(self, events: Iterable[AnyCurriculumEvent]) -> "CurriculumProgress":
-        """Take note of many events, and return this."""
+        """Apply events in their order. Return self."""
         for event in events:
             self.evolve(event)
         return self
@@ -110,7 +110,7 @@ class CurriculumProgress:
 
 
 def decayed_rate(results: Sequence[bool], decay: float) -> float:
-    """Return the share of successes, where each result weighs `decay` times the one after it. 0 without results."""
+    """Return the share of successes, in which each result weighs `decay` times the one after it; 0 without results."""
     weight, total, achieved = 1.0, 0.0, 0.0
     for result in reversed(results):
         total += weight

@@ -1,4 +1,4 @@
-"""Endless iterators of tasks for `run_group` and `begin_episodes`: by a curriculum, or each task equally often."""
+"""Endless iterators of tasks for `run_group` and `begin_episodes`: chosen by a curriculum, or each equally often."""
 
 import math
 import random
@@ -10,7 +10,7 @@ from bombus.sdk.types import Task, WorkflowOutput
 
 
 class UniformSampler:
-    """Gives all tasks in a random order, then all of them again in another one. The seed determines the orders."""
+    """Yields all tasks in random order, then all of them in another random order, and so on, determined by the seed."""
 
     def __init__(self, tasks: Sequence[Task], seed: int = 0) -> None:
         if not tasks:
@@ -28,15 +28,15 @@ class UniformSampler:
         return self._tasks[self._left.pop()]
 
     def record(self, task: Task, outputs: Sequence[WorkflowOutput | None], *, group: str = "") -> None:
-        """Do nothing: results do not change what comes next."""
+        """Do nothing: results do not change the order."""
 
 
 class CurriculumSampler:
-    """Gives the tasks that a curriculum chooses.
+    """Yields the tasks that a curriculum chooses.
 
-    The same seed and the same results in the same order give the same tasks. That holds after a restart too, unless
-    groups were running then or had no result. A task whose group is still running is not given again while another
-    task may come, because two groups of one task would be taken for one. Threads may share a sampler.
+    The same seed and the same results in the same order yield the same tasks. This holds across a restart too, unless
+    groups were running at that time or had no result. A task whose group is still running is not yielded again while
+    another task is open, because two groups of one task would be mistaken for one. Threads may share a sampler.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class CurriculumSampler:
         self._tasks = {task.task_id: task for task in tasks}
         self._seed = seed
         self._reward_of_success = reward_of_success
-        self._draws = curriculum.progress.results  # so that a restart does not repeat the lots of the beginning
-        self._running: dict[str, None] = {}  # the task that was given first, first
-        self._lock = threading.Lock()  # of what is chosen and noted as running
+        self._draws = curriculum.progress.results  # so that a restart does not repeat the first draws
+        self._running: dict[str, None] = {}  # in the order in which they were yielded
+        self._lock = threading.Lock()  # held while a task is chosen and noted as running
         missing = curriculum.progress.tier_of.keys() - self._tasks.keys()
         if missing:
             raise ValueError(f"the curriculum has the task {min(missing)!r}, which is not among the tasks given")
@@ -59,7 +59,7 @@ class CurriculumSampler:
     def __next__(self) -> Task:
         with self._lock:
             chosen = None
-            while chosen is None:  # another thread's result may change what may come between the two questions
+            while chosen is None:  # another thread's result may change the open tasks between the two calls
                 chosen = self.curriculum.choose(self._seed, self._draws, self._running) or self._given_longest_ago()
             self._draws += 1
             self._running.pop(chosen, None)
@@ -67,19 +67,19 @@ class CurriculumSampler:
         return self._tasks[chosen]
 
     def _given_longest_ago(self) -> str | None:
-        """Return which task of those that run may come again, None if none of them may."""
+        """Return the open task that has been running longest, None if no running task is open."""
         free = set(self.curriculum.open_tasks())
         return next((task for task in self._running if task in free), None)
 
     def record(self, task: Task, outputs: Sequence[WorkflowOutput | None], *, group: str = "") -> None:
-        """Record a group's result. A group of which no episode was scored says nothing of its task."""
+        """Record a group's result, unless none of its episodes was scored."""
         self.give_back(task)
         result = result_of_group(outputs, self._reward_of_success)
         if result is not None:
             self.curriculum.record_result(task, *result, group=group)
 
     def give_back(self, task: Task) -> None:
-        """Let a task be given again whose group came to nothing."""
+        """Note that a task's group is no longer running, so that the task may be yielded again."""
         with self._lock:
             self._running.pop(task.task_id, None)
 
@@ -90,8 +90,8 @@ def result_of_group(
     """Return whether at least half of a group's episodes succeeded, and their mean reward.
 
     An episode without a finite reward does not count. If no episode has one, return None. An episode succeeded if its
-    output says so, or, if the output says nothing, if its reward is at least `reward_of_success`. If the calls of an
-    episode have rewards of their own, their mean counts.
+    output says so, or, if the output says nothing, if its reward is at least `reward_of_success`. If an episode has a
+    reward for each call, their mean counts.
     """
     scored = [(output, reward) for output in outputs if output is not None and (reward := _reward(output)) is not None]
     if not scored:

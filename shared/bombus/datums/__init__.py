@@ -1,1 +1,1 @@
-"""What can be learned from an ended episode: its calls as lines of tokens, and how its reward compares with others."""
+"""The training data of an ended episode: its calls as token sequences, and advantages from its rewards."""

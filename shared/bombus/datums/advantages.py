@@ -16,7 +16,7 @@ def group_advantages(
     estimator: Estimator = Estimator.GRPO,
     normalise_std: bool = True,
 ) -> list[float]:
-    """Compute one advantage for each of n samples of a group, from its reward r_i and its learnt tokens l_i.
+    """Compute one advantage for each of n samples of a group, from its reward r_i and its count l_i of trained tokens.
 
     - GRPO (Shao et al. 2024, arXiv:2402.03300): r_i - mean(r), over the sample standard deviation (n - 1) if
       `normalise_std`.
@@ -64,16 +64,16 @@ def call_advantages(
     estimator: Estimator = Estimator.GRPO,
     normalise_std: bool = True,
 ) -> list[list[float]]:
-    """Compute one advantage for each call of each episode of a group; `lengths` are the calls' learnt tokens.
+    """Compute one advantage for each call of each episode of a group; `lengths` counts the calls' trained tokens.
 
     Without call rewards every call has its episode's advantage. If any episode has them, a call is compared with the
-    calls at the same turn of the group's other episodes: turns differ in what they can earn, and with one baseline for
-    all of them an easy turn would be rewarded, and a hard one punished, whatever was sampled. A turn that only one
-    episode reached has nothing to compare: 0. An episode without call rewards then gives its reward to each of its
-    calls. This holds for every estimator. REINFORCE++ without baseline does not compare within a group: there a call's
-    reward replaces its episode's among all tokens of the batch.
+    calls at the same turn of the group's other episodes: attainable rewards differ between turns, so with one baseline
+    for all turns an easy turn would be rewarded, and a hard one punished, whatever was sampled. A turn that only one
+    episode reached has nothing to compare with, so its advantage is 0. An episode without call rewards then gives its
+    reward to each of its calls. This holds for every estimator except REINFORCE++ without baseline, which does not
+    compare within a group: its advantage for a call is the call's own reward.
 
-    Raises `ValueError` when an episode has not one reward for each of its calls.
+    Raises `ValueError` if an episode has call rewards, but not one for each of its calls.
     """
     for given, calls in zip(call_rewards, lengths, strict=True):
         if given is not None and len(given) != len(calls):

@@ -1,7 +1,7 @@
-"""The calls of one episode as sequences of tokens, in which every sampled token is learnt exactly once.
+"""Merge the calls of one episode into token sequences in which no sampled token is trained on more than once.
 
 A node is one choice of one call. Its path is its parent's path, the call's prompt tail and the sampled tokens; a
-leaf's path is a sequence. Branches share their common prefix: it is learnt in the first sequence that holds it.
+leaf's path is a sequence. Branches share their common prefix, which is trained on only in the first sequence with it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,8 +13,10 @@ from bombus.hive.records import CallRecord, CallStatus, Choice
 
 @dataclass(frozen=True)
 class SampledSpan:
-    """The tokens [start, end) of a sequence: a choice of call number `call`. They are `learnt` in this sequence or in
-    none."""
+    """The tokens [start, end) of a sequence, which are a choice of call number `call`.
+
+    `learnt` says whether they are trained on in this sequence.
+    """
 
     call: int
     choice: int
@@ -25,7 +27,7 @@ class SampledSpan:
 
 @dataclass(frozen=True)
 class CallSequence:
-    """One sequence of an episode: its tokens (int32), and which of them its own calls have sampled."""
+    """One sequence of an episode: its tokens (int32), and the spans that the episode's own calls have sampled."""
 
     tokens: bytes
     spans: tuple[SampledSpan, ...]
@@ -33,7 +35,7 @@ class CallSequence:
 
 @dataclass(frozen=True)
 class CallSequences:
-    """The sequences of an episode. `merged_calls` of its calls extended another one; the others began a sequence."""
+    """The sequences of an episode. `merged_calls` counts the calls that extend another one instead of beginning one."""
 
     sequences: tuple[CallSequence, ...]
     merged_calls: int
@@ -41,7 +43,7 @@ class CallSequences:
 
 @dataclass(frozen=True, eq=False)
 class _Node:
-    """One choice of one call. `path` has all tokens to its end as int32 bytes, which compare at the speed of memcmp."""
+    """One choice of one call. `path` holds all tokens up to its end, as int32 bytes for fast comparison."""
 
     call: int
     choice: int
@@ -54,12 +56,12 @@ class _Node:
 def call_sequences(records: Sequence[CallRecord], context: Sequence[CallRecord] = ()) -> CallSequences:
     """Merge the calls that belong to an episode, in the order in which they were recorded.
 
-    `context` has calls that no longer belong to the episode but are parents of some that do (a call that was cut off,
-    or came late): their tokens are read, never learnt. Calls at temperature 0 are not learnt either, nor those whose
-    engine held them to a form: they were not drawn from the policy's distribution, and there is no logprob to correct
-    with. The probability of a token that a form leaves alone is 1, whatever the policy says.
+    `context` holds calls that do not belong to the episode but are parents of calls that do (they were cut off, or came
+    late). Their tokens are read but not trained on. Neither are calls at temperature 0, nor calls that the engine
+    constrained to a format: they were not drawn from the policy's distribution, and no logprob could correct for that.
+    If a format allows only one token, its probability is 1, whatever the policy's.
 
-    Raises `LogCorrupted` when a parent is missing or a length disagrees.
+    Raises `LogCorrupted` if a parent is missing or a length disagrees.
     """
     nodes = _link(records, context)
     parents = {id(node.parent) for node in nodes if node.parent is not None}
@@ -71,15 +73,15 @@ def call_sequences(records: Sequence[CallRecord], context: Sequence[CallRecord] 
 
 
 def is_learnt(record: CallRecord) -> bool:
-    """Return whether what an episode's own call has sampled is learnt; see `call_sequences` for what is not."""
+    """Return whether the sampled tokens of an episode's own call are trained on; see `call_sequences`."""
     drawn = record.sampling.temperature > 0 and not record.constrained
     return record.status == CallStatus.COMPLETE and drawn
 
 
 def learnt_tokens(record: CallRecord) -> int:
-    """Return how many tokens are learnt of an episode's own call, in all of its sequences together.
+    """Return how many tokens of an episode's own call are trained on, in all of its sequences together.
 
-    Where there is no prompt, nothing comes before a first token, so nothing can predict it.
+    If the prompt is empty, the first token is not: nothing precedes it that could predict it.
     """
     if not is_learnt(record):
         return 0
@@ -92,7 +94,7 @@ def choice_of(records: Sequence[CallRecord], span: SampledSpan) -> Choice:
 
 
 def _spans(way: Sequence[_Node], own: int, claimed: set[tuple[int, int]]) -> Iterator[SampledSpan]:
-    """Yield what the first `own` calls have sampled on the way to a leaf, claiming what no other sequence learns."""
+    """Yield the spans sampled by the first `own` calls on the way to a leaf. Claim those that no other sequence has."""
     for node in way:
         if node.call >= own:
             continue
@@ -103,7 +105,7 @@ def _spans(way: Sequence[_Node], own: int, claimed: set[tuple[int, int]]) -> Ite
 
 
 def _link(records: Sequence[CallRecord], context: Sequence[CallRecord]) -> list[_Node]:
-    """Make the nodes, parents before children. Context calls are numbered after the episode's own."""
+    """Return the nodes, parents before children. Context calls are numbered after the episode's own."""
     numbered = [*enumerate(records), *enumerate(context, start=len(records))]
     waiting = sorted(numbered, key=lambda pair: pair[0] < len(records))  # context first: it holds parents
     nodes: dict[str, list[_Node]] = {}
@@ -151,7 +153,7 @@ def _nodes_of(
 
 
 def _longest_prefix(prompt: bytes, nodes: list[_Node]) -> _Node | None:
-    """Find the node whose whole path begins `prompt`: the longest of several, the first of equals."""
+    """Return the node with the longest path that is a prefix of `prompt`, the first of several, or None."""
     best: _Node | None = None
     for node in nodes:
         if node.path and (best is None or len(node.path) > len(best.path)) and prompt.startswith(node.path):

@@ -1,6 +1,6 @@
-"""An ended episode as it travels to its client, and as what a training operation takes of it.
+"""Ended episodes in the form that their client receives, and as data for training operations.
 
-A sequence is what one conversation of the episode had come to. Its data are shifted by one: token i predicts target i.
+A sequence is one conversation of the episode at its end. In a datum it is shifted by one: token i predicts target i.
 """
 
 from array import array
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class LearntSequence(msgspec.Struct, frozen=True):
-    """A sequence up to its last token that is learnt: `tokens` (int32), and of equal length what is known of each.
+    """A sequence up to the last token that is trained on: `tokens` (int32), and arrays of the same length.
 
-    `logprobs` (float32) and `calls` (int32), the number of the call that sampled it, are 0 and -1 where nothing was
-    sampled. `mask` has a byte for each token, 1 where it is learnt here.
+    `logprobs` (float32) is 0, and `calls` (int32), the number of the call that sampled the token, is -1 if the token
+    was not sampled. `mask` has a byte for each token, 1 if it is trained on in this sequence.
     """
 
     tokens: bytes
@@ -41,9 +41,9 @@ class LearntSequence(msgspec.Struct, frozen=True):
 
 
 class EndedEpisode(msgspec.Struct, frozen=True, kw_only=True):
-    """An ended episode with its sequences. `sampler` is the path of what its `calls` calls have sampled from.
+    """An ended episode with its sequences. `sampler` is the path of the weights from which its calls have sampled.
 
-    `call_rewards`, where there are any, has one for each of them.
+    `calls` is their number. `call_rewards`, if not None, has one reward for each of them.
     """
 
     episode_uuid: str
@@ -56,10 +56,10 @@ class EndedEpisode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EpisodeDatum(msgspec.Struct, frozen=True, kw_only=True):
-    """A sequence of an episode as a loss takes it: N tokens, and for each the target that comes after it.
+    """A sequence of an episode in the form for a loss: N tokens, and for each the target that follows it.
 
-    The sampler's `logprobs`, at temperature 1, and `advantages` are 0 where `mask` is: at targets that were not
-    sampled, or are learnt in another sequence. `episode` is the id with which it was claimed.
+    The sampler's `logprobs`, at temperature 1, and the `advantages` are 0 wherever `mask` is 0: at targets that were
+    not sampled, or are trained on in another sequence. `episode` is the id with which the episode was claimed.
     """
 
     episode: str
@@ -73,7 +73,7 @@ class EpisodeDatum(msgspec.Struct, frozen=True, kw_only=True):
     advantages: list[float]
 
     def to_tinker(self) -> "tinker.Datum":
-        """Return it as the `tinker` SDK takes it, for `importance_sampling`, `ppo`, `cispo` or `dro`."""
+        """Return the datum in the `tinker` SDK's form, for `importance_sampling`, `ppo`, `cispo` or `dro`."""
         from tinker import types
 
         inputs = {"target_tokens": self.target_tokens, "logprobs": self.logprobs, "advantages": self.advantages}
@@ -81,7 +81,10 @@ class EpisodeDatum(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def learnt_sequences(records: Sequence[CallRecord], context: Sequence[CallRecord] = ()) -> tuple[LearntSequence, ...]:
-    """Return what is learnt of an episode's calls: see `call_sequences`. Raises `LogCorrupted`."""
+    """Return the sequences of an episode's calls that have tokens to train on (see `call_sequences`).
+
+    Raises `LogCorrupted`.
+    """
     found = (_learnt(sequence, records) for sequence in call_sequences(records, context).sequences)
     return tuple(sequence for sequence in found if sequence is not None)
 
@@ -106,15 +109,14 @@ def _learnt(sequence: CallSequence, records: Sequence[CallRecord]) -> LearntSequ
 
 
 def read_ended(episodes: Sequence[object]) -> list[EndedEpisode]:
-    """Return the episodes of a gateway's answer. Raises `msgspec.MsgspecError` for what is not one."""
+    """Return the episodes in a gateway's answer. Raises `msgspec.MsgspecError` if one cannot be decoded."""
     return decoded(lambda found: msgspec.convert(found, list[EndedEpisode]), episodes)
 
 
 def datums_of(episodes: Sequence[EndedEpisode], estimator: Estimator = Estimator.DR_GRPO) -> list[EpisodeDatum]:
-    """Return the sequences of episodes with their advantages, which compare those of one task and sampler with each
-    other.
+    """Return the sequences of episodes with their advantages, computed among episodes of the same task and sampler.
 
-    Raises `ValueError` for an estimator that compares whole batches.
+    Raises `ValueError` for an estimator that normalises over whole batches.
     """
     if estimator.over_batch:
         raise ValueError(
@@ -140,7 +142,7 @@ def _datums(group: Sequence[EndedEpisode], estimator: Estimator) -> Iterator[Epi
 
 
 def _lengths(episode: EndedEpisode) -> list[int]:
-    """Return how many tokens are learnt of each call."""
+    """Return how many tokens of each call are trained on."""
     counts = Counter(
         call for sequence in episode.sequences for call in compress(array("i", sequence.calls), sequence.mask)
     )

@@ -1,5 +1,4 @@
-"""Ended episodes of one task as a rollout group: one sequence for each of an episode's conversations, with its
-reward."""
+"""Convert ended episodes of one task to a rollout group, with a sequence and its reward for each conversation."""
 
 from array import array
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from bombus.hive.records import CallRecord, unpack_tokens
 from bombus.hive.trajectories.records import PackedFloats, RolloutGroup, pack_ints
 from bombus.hive.trajectories.training import NOT_TRAINED, TEMPERATURE
 
-NO_LOGPROB = 1.0  # of a token that nobody sampled
+NO_LOGPROB = 1.0  # stands for the logprob of a token that is not trained on
 _encode = msgspec.json.Encoder().encode
 
 
@@ -31,8 +30,10 @@ class GroupedEpisode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Sequence(msgspec.Struct, frozen=True):
-    """A sequence up to its last token that is learnt. `calls` has the number of the call that each token is learnt
-    of."""
+    """A sequence up to the last token that is trained on.
+
+    `calls` has for each token the number of the call that sampled it, or -1 if it is not trained on.
+    """
 
     tokens: list[int]
     logprobs: list[float]
@@ -42,16 +43,16 @@ class _Sequence(msgspec.Struct, frozen=True):
 
 
 class EpisodeSequences(msgspec.Struct, frozen=True):
-    """An ended episode as the sequences of a group. There is none for a sequence of which nothing is learnt."""
+    """An ended episode as the sequences of a group, without those that have no token to train on."""
 
     episode: GroupedEpisode
     sequences: list[_Sequence]
 
 
 def sequences_of(episode: GroupedEpisode) -> EpisodeSequences:
-    """Return an episode's sequences. Raises `LogCorrupted` for calls that do not fit together.
+    """Return an episode's sequences. Raises `LogCorrupted` for calls that are inconsistent.
 
-    Raises `ValueError`, with a sentence, for an episode that cannot be in a group, whatever the others are.
+    Raises `ValueError`, with a sentence, for an episode that cannot be in any group.
     """
     found = (
         _sequence(sequence, episode.records) for sequence in call_sequences(episode.records, episode.context).sequences
@@ -65,16 +66,16 @@ def sequences_of(episode: GroupedEpisode) -> EpisodeSequences:
 def group_of_episodes(
     played: Sequence[EpisodeSequences], estimator: Estimator = Estimator.DR_GRPO, normalise_std: bool = True
 ) -> RolloutGroup:
-    """Return episodes as a group. Its sequences keep the order of the episodes, of which one may have several.
+    """Return episodes as a group. Its sequences are in the order of the episodes, each of which may have several.
 
-    Where an episode has several sequences, or rewards of its calls, the group has the advantages that `estimator` gives
-    to their tokens, since scores alone would count such an episode several times. Raises `ValueError`, with a sentence,
-    where nothing of any of them is learnt.
+    If an episode has other than one sequence, or call rewards, the group includes the tokens' advantages by
+    `estimator`, since a trainer that uses the scores alone would count that episode several times. Raises `ValueError`,
+    with a sentence, if no token is to be trained on.
     """
     episodes, found = [each.episode for each in played], [each.sequences for each in played]
     sequences = [each for of_episode in found for each in of_episode]
     if not sequences:
-        raise ValueError("no token of its episodes is trained: none was sampled, or all at temperature 0")
+        raise ValueError("no token of its episodes can be trained on: none was sampled, or all at temperature 0")
     rows = [[token if call >= 0 else NOT_TRAINED for token, call in zip(s.tokens, s.calls)] for s in sequences]
     is_plain = all(len(of_episode) == 1 for of_episode in found) and all(each.call_rewards is None for each in episodes)
     warm = [each.temperature for each in sequences]

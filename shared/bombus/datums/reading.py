@@ -11,10 +11,10 @@ ANCESTORS_MAX = 4096
 
 
 class CallReader(Protocol):
-    """A source of call records: the bus, or a log that was kept (`bombus.replay.source.Source`)."""
+    """A source of call records: the bus, or an archived log (`bombus.replay.source.Source`)."""
 
     async def records(self, refs: Sequence[CallRef]) -> Sequence[CallRecord]:
-        """Return the records of these references, in their order, each checked. Raises `LogCorrupted`."""
+        """Return the records of these references, in order, after checking each. Raises `LogCorrupted`."""
         ...
 
 
@@ -30,7 +30,7 @@ class BusCallReader:
 
 
 async def ancestors(calls: CallReader, records: Sequence[CallRecord]) -> tuple[CallRecord, ...]:
-    """Read the parents of an episode's calls that do not belong to it (cut off, or late), and their parents.
+    """Read the ancestors of an episode's calls that do not belong to it themselves (they were cut off, or came late).
 
     Raises `LogCorrupted`.
     """

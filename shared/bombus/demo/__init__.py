@@ -1,1 +1,1 @@
-"""`bombus demo`: a client like any other, with a display. The hive knows nothing about it."""
+"""`bombus demo`: an ordinary client with a display. Nothing in the hive is specific to it."""

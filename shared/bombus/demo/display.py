@@ -35,7 +35,7 @@ class Display(Watcher):
         self._is_live = self._console.is_terminal
 
     def go_on(self, curve: Curve) -> None:
-        """Show what was made before the training was stopped, too."""
+        """Continue with the steps and measurements from before the training was stopped."""
         self._steps = list(curve.steps)
         self._measured = list(curve.measured)
 

@@ -1,4 +1,4 @@
-"""Keep in a demo's folder what it trains and how far it came, so that a stopped one resumes."""
+"""Keep a demo's settings and progress in its folder, so that a stopped demo can resume."""
 
 from pathlib import Path
 
@@ -12,8 +12,7 @@ DEMO, CURVE = "demo.json", "curve.json"
 
 
 class DemoOf(msgspec.Struct, frozen=True):
-    """What a demo trains: a model, and the seed of everything random. Its id distinguishes it from others in the same
-    hive."""
+    """What a demo trains: a model, and the seed for everything random. `id` tells demos in the same hive apart."""
 
     model: str
     seed: int
@@ -23,14 +22,14 @@ class DemoOf(msgspec.Struct, frozen=True):
         return f"of the model {self.model} with seed {self.seed}"
 
     def experiment(self, game: str) -> str:
-        """Return the name of the experiment in which a game is trained: a run continues only within its experiment."""
+        """Return the name of a game's experiment. A run is continued only within the same experiment."""
         return f"demo-{self.id}-{game}" if self.id else "demo"
 
 
 def open_folder(out: Path, wanted: DemoOf) -> DemoOf | None:
-    """Make the folder of a demo, or open and return an earlier one of the same model and seed, which resumes.
+    """Create the folder of a demo and return None, or return the earlier demo in it, which is to be resumed.
 
-    Raises `Refused` when it belongs to another demo, or to something else.
+    Raises `Refused` if the folder has a demo of another model or seed, or anything else in it.
     """
     try:
         found = msgspec.json.decode((out / DEMO).read_bytes(), type=DemoOf)
@@ -42,7 +41,7 @@ def open_folder(out: Path, wanted: DemoOf) -> DemoOf | None:
     if (found.model, found.seed) != (wanted.model, wanted.seed):
         raise Refused(
             Code.BAD_CONFIG,
-            f"{out} has a demo {found}, but this is one {wanted}: name another --out, or give these again",
+            f"{out} has a demo {found}, but this one is {wanted}: name another --out, or pass that model and seed",
         )
     return found
 
@@ -55,7 +54,7 @@ def _begin(out: Path, wanted: DemoOf) -> None:
 
 
 def load_curve(folder: Path) -> Curve | None:
-    """Return how far an earlier demo came, None if there was none. Raises `Refused` when that cannot be read."""
+    """Return the curve of an earlier demo, or None if there is none. Raises `Refused` if it cannot be read."""
     try:
         return msgspec.json.decode((folder / CURVE).read_bytes(), type=Curve)
     except FileNotFoundError:
@@ -65,7 +64,7 @@ def load_curve(folder: Path) -> Curve | None:
 
 
 class Keeper(Watcher):
-    """Writes the curve into the folder after each step, and shows it on a display."""
+    """Writes the curve to the folder after each step and measurement, and passes both on to a display."""
 
     def __init__(self, folder: Path, curve: Curve, shown: Watcher) -> None:
         self._file = folder / CURVE

@@ -1,4 +1,4 @@
-"""The games that the demo trains on: where tasks come from, how an episode is played, and how it is rewarded."""
+"""The games that the demo trains on: the source of their tasks, how an episode is played, and how it is rewarded."""
 
 import hashlib
 import random
@@ -36,7 +36,7 @@ class Played(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelReply(msgspec.Struct, frozen=True):
-    """A reply of the model. `ended` says that it stopped by itself."""
+    """A reply of the model. `ended` says whether the model ended it, rather than the token limit."""
 
     text: str
     ended: bool
@@ -81,8 +81,8 @@ class Game(Protocol):
 class Letters:
     """`c=` is to be answered with eight times c. The model starts from scratch, so it has to learn the alphabet first.
 
-    With `turns` 2, the answer to the first reply names another letter, which the second reply must have: the model has
-    to look at the right one of two.
+    With `turns` 2, the text after the first reply names another letter, which the second reply must repeat, so the
+    model has to attend to the right one of two letters.
     """
 
     SHARE = 8  # letters in a reply
@@ -100,13 +100,13 @@ class Letters:
         return GameTask(id=answer, prompt=f"{letters[0]}=", answer=answer)
 
     def training(self, rng: random.Random) -> GameTask:
-        """Draw every letter once before any is repeated, so that a batch of sixteen tasks has each of them."""
+        """Draw every letter once before repeating any, so that a batch of sixteen one-turn tasks has each of them."""
         if len(self._deck) < self.turns:
             self._deck = rng.sample(self.letters, len(self.letters))
         return self._task([self._deck.pop() for _ in range(self.turns)])
 
     def held_out(self) -> Sequence[GameTask]:
-        """Return tasks for every letter: as there are so few, evaluation only shows that all of them were learned."""
+        """Return tasks for every letter. There are so few that evaluation only shows whether all were learned."""
         rng = random.Random(1)
         return [
             self._task([letter, *(rng.choice(self.letters) for _ in range(self.turns - 1))])
@@ -115,8 +115,7 @@ class Letters:
         ]
 
     async def play(self, model: GameModel, task: GameTask) -> Played:
-        """Use bare text, as TRL's baseline does: a chat template is forty more tokens that the model must learn to
-        ignore."""
+        """Play with bare text, as TRL's baseline does: a chat template adds forty tokens to be learned and ignored."""
         text = ""
         shares: list[float] = []
         for letter in task.answer:
@@ -154,11 +153,11 @@ class Needle:
     RIGHT, OTHER, NONE = "the right name", "another name of the text", "no name of the text"
 
     def __init__(self) -> None:
-        self._takes_system = True  # whether the model's chat template has a place for a system message
+        self._takes_system = True  # whether the model's chat template supports a system message
 
     @staticmethod
     def _is_held_out(name: str) -> bool:
-        """Whether a name is in the fixed quarter of all names that training does not use."""
+        """Return whether a name is in the fixed quarter of all names that training does not use."""
         return hashlib.sha256(name.lower().encode()).digest()[0] % 4 == 0
 
     def _dataset(self, seed: int) -> Any:
@@ -203,8 +202,11 @@ class Needle:
 
     @staticmethod
     def reward(reply: ModelReply, answer: str) -> float:
-        """Return 0.9 for the name alone, less with more text around it, a little for its beginning; plus 0.1 for
-        stopping."""
+        """Return 0.9 times how well a reply matches the answer, plus 0.1 if the model ended the reply.
+
+        The match is the answer's share of the text. If the text does not contain the answer, it is 0.3 times the share
+        of the answer with which the text begins.
+        """
         text = reply.text.strip().lower()
         wanted = answer.lower()
         if wanted in text:
@@ -225,7 +227,7 @@ class Needle:
         return Played(reward=self.reward(reply, task.answer), exact=exact, kind=kind)
 
     async def _ask(self, model: GameModel, question: str) -> ModelReply:
-        """Put the system's text before the question for models that refuse a system message, such as Gemma 2."""
+        """Ask the model. If it refuses system messages, as Gemma 2 does, put that text before the question."""
         if self._takes_system:
             try:
                 messages = [{"role": "system", "content": self.SYSTEM}, {"role": "user", "content": question}]
@@ -244,8 +246,10 @@ class Needle:
         return best, means[best]
 
     def positional_reply(self) -> tuple[str, float, float]:
-        """Return the best of always naming the first, second or third person: which one, its mean reward, and its share
-        of exact answers."""
+        """Return the best fixed position, its mean reward and its share of exact answers.
+
+        The reply for a position always names the first, second or third person of the text.
+        """
         tasks = self.held_out()
         best = ("", 0.0, 0.0)
         for place in range(self.STATEMENTS):
@@ -257,7 +261,7 @@ class Needle:
         return best
 
     def summary(self, before: dict[str, float], after: dict[str, float]) -> str:
-        """Say what was learned: the form of an answer, and how often the choice among the names is right."""
+        """Return a summary of what was learned: the form of an answer, and how often the right name is chosen."""
 
         def named(kinds: dict[str, float]) -> float:
             return kinds.get(self.RIGHT, 0.0) + kinds.get(self.OTHER, 0.0)

@@ -17,14 +17,14 @@ STOP_S = 60.0
 
 
 class HiveFailed(BombusError):
-    """Raised when the hive does not start; the message has the end of its log."""
+    """Raised if the hive does not start; the message includes the end of its log."""
 
 
 @asynccontextmanager
 async def running(folder: Path, threads: int = 0) -> AsyncIterator[str]:
-    """Start a hive whose data is under `folder`, yield its URL, then stop it and wait until it has exited.
+    """Start a hive with its data under `folder`, yield its URL, then stop it and wait until it has exited.
 
-    Raises `HiveFailed` when it is not ready in time. Its log is `folder/hive.log`.
+    Raises `HiveFailed` if it is not ready in time. Its log is `folder/hive.log`.
     """
     private_folder(folder)
     port = free_port()

@@ -1,4 +1,4 @@
-"""Plays episodes of a game: claims a batch in one request, plays it at once, and reports it in one request."""
+"""Play episodes of a game: claim a batch in one request, play its episodes concurrently, report them in one request."""
 
 import asyncio
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class Player:
     async def play(
         self, claimed: Sequence[Credentials], tasks: Sequence[GameTask], temperature: float = 1.0
     ) -> list[Played | None]:
-        """Play one claimed episode for each task, all at once. Return the results in their order.
+        """Play one claimed episode for each task, all concurrently. Return the results in the order of the tasks.
 
         An episode whose infrastructure fails is aborted, and its result is None.
         """
@@ -68,7 +68,7 @@ class Player:
 
 
 class _Model:
-    """The OpenAI protocol in one episode, without OpenAI's SDK: a hundred agents share two cores with the model."""
+    """The OpenAI protocol for one episode, without OpenAI's SDK: a hundred agents share two cores with the model."""
 
     def __init__(self, http: aiohttp.ClientSession, credentials: Credentials, temperature: float) -> None:
         self._http = http
@@ -91,7 +91,7 @@ class _Model:
             headers = {
                 "authorization": f"Bearer {credentials.api_key}",
                 "content-type": "application/json",
-                # As the OpenAI SDK sends it: the retry of a recorded call gets the recorded answer.
+                # The OpenAI SDK sends this too. With it, a retry of a recorded call gets the recorded answer.
                 "x-stainless-retry-count": str(attempt),
             }
             is_last = attempt == TRIES - 1
@@ -103,7 +103,7 @@ class _Model:
                         response.raise_for_status()
                         choice: dict[str, Any] = msgspec.json.decode(await response.read())["choices"][0]
                         return choice
-            except aiohttp.ClientConnectionError:  # such as an idle connection that was closed as it was used again
+            except aiohttp.ClientConnectionError:  # such as an idle connection that was closed as it was reused
                 if is_last:
                     raise
             await asyncio.sleep(0.5 * 2**attempt)

@@ -35,7 +35,7 @@ class Stepped(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Train until `steps` are made, `train_s` is over, or the mean reward of the last ten batches reaches `stop_at`."""
+    """Train for `steps` steps or `train_s` seconds, or until the mean reward of the last ten batches is `stop_at`."""
 
     batch_size: int
     num_repeat: int
@@ -58,7 +58,7 @@ class Curve(msgspec.Struct, kw_only=True):
         return max(stepped, self.measured[-1].training_s if self.measured else 0.0)
 
     def cut(self, version: int) -> None:
-        """Forget what was played after `version`: when a hive was stopped, those batches were not trained."""
+        """Drop steps from `version` on, and later measurements: a stopped hive has not trained on those batches."""
         self.steps = [step for step in self.steps if step.version < version]
         self.measured = [point for point in self.measured if point.version <= version]
 
@@ -68,7 +68,7 @@ class Curve(msgspec.Struct, kw_only=True):
         return sum(step.reward for step in last) / 10 if len(last) == 10 else 0.0
 
     def seconds_to(self, reward: float, of: Callable[[Stepped], float]) -> float | None:
-        """Return `of` the step at which the mean of ten batches first reached `reward`."""
+        """Return `of` applied to the first step at which the mean of ten batches has reached `reward`, or None."""
         for index in range(9, len(self.steps)):
             if sum(step.reward for step in self.steps[index - 9 : index + 1]) / 10 >= reward:
                 return of(self.steps[index])
@@ -95,15 +95,15 @@ def mean(values: Sequence[float]) -> float:
 
 
 def still_to_play(left: Sequence[GameTask], results: Sequence[Played | None]) -> list[GameTask]:
-    """Return what is left after the first of these tasks gave `results`.
+    """Return the tasks still to play after the first of `left` gave `results`.
 
-    Episodes that were lost to infrastructure are played again, each with its own task: a batch needs whole groups.
+    Episodes that were lost to infrastructure are replayed, each with the same task, since a batch needs whole groups.
     """
     return [task for task, result in zip(left, results) if result is None] + [*left[len(results) :]]
 
 
 class Clock:
-    """Counts the seconds between `go` and `pause`, on top of those `before`."""
+    """Counts the seconds between `go` and `pause`, starting from `before`."""
 
     def __init__(self, before: float = 0.0) -> None:
         self._before = before
@@ -121,7 +121,7 @@ class Clock:
 
 
 class Training:
-    """`began` is when the command started, on the monotonic clock."""
+    """The training loop of a demo. `began` is the time on the monotonic clock at which the command started."""
 
     def __init__(self, player: Player, plan: TrainingPlan, watcher: Watcher, began: float) -> None:
         self.player = player
@@ -133,7 +133,7 @@ class Training:
         self._rng = random.Random(plan.seed)
 
     def go_on(self, curve: Curve, version: int) -> None:
-        """Go on with the curve so far, of a training whose hive is at `version`, and with the tasks that come next."""
+        """Resume a training whose hive is at `version`: keep the curve so far, and skip the tasks already drawn."""
         curve.cut(version)
         self.curve, self.trained = curve, Clock(curve.trained_s())
         self._began -= curve.steps[-1].wall_s if curve.steps else 0.0
@@ -144,7 +144,7 @@ class Training:
         return is_over(self.plan, self.curve, self.trained.seconds)
 
     async def run(self) -> Curve:
-        """Train as planned; measure before, in between and after, if the plan says so."""
+        """Train as planned. If the plan says so, measure before, after and regularly in between."""
         plan = self.plan
         if plan.measure and not self.curve.measured:
             await self.measure()
@@ -161,7 +161,7 @@ class Training:
     async def step(self) -> None:
         """Play one batch: `batch_size` tasks with `num_repeat` episodes each.
 
-        The hive trains as soon as it is complete. The next claim waits for the new weights, on the same clock.
+        The hive trains as soon as the batch is complete. The next claim waits for the new weights, on the same clock.
         """
         self.trained.go()
         played: list[Played] = []
@@ -186,7 +186,7 @@ class Training:
         self.watcher.stepped(step)
 
     def _draw(self) -> list[GameTask]:
-        """Draw different tasks for one batch: the episodes of a task are one group."""
+        """Draw distinct tasks for one batch, since all episodes of a task are one group."""
         drawn: dict[str, GameTask] = {}
         while len(drawn) < self.plan.batch_size:
             task = self.player.game.training(self._rng)
@@ -201,7 +201,7 @@ class Training:
         for start in range(0, len(tasks), PLAYED_AT_ONCE_MAX):
             part = tasks[start : start + PLAYED_AT_ONCE_MAX]
             claimed = await self.player.claim(len(part), "eval")
-            self.trained.pause()  # the claim was granted, so the last batch is trained and its weights are loaded
+            self.trained.pause()  # a granted claim means that the last batch is trained on and its weights are loaded
             self.watcher.measuring(start, len(tasks))
             version = await self.player.client.get_global_step()
             results = await self.player.play(claimed, part, temperature=0.0)

@@ -1,1 +1,1 @@
-"""Inference servers elsewhere, SGLang's, vLLM's or replicas of ours: what they are, and how they get weights."""
+"""External inference servers (SGLang, vLLM, or our own replicas): identify them, and let them load weights."""

@@ -1,4 +1,4 @@
-"""Find out which server answers at an address, and let it load weights by its own routes, from files that it sees."""
+"""Find out which server answers at an address, and have it load weights through its own routes, from shared files."""
 
 import asyncio
 from collections.abc import Mapping
@@ -18,18 +18,18 @@ DETECT_TIMEOUT_S = 10.0
 ERROR_CHARS_MAX = 400
 ANSWER_BYTES_MAX = 1 << 20  # a list of models or adapters takes some kilobytes
 
-# What decoding an answer raises: it is other JSON, no UTF-8, or nested too deeply.
+# Raised on decoding an answer that is not the expected JSON, not UTF-8, or nested too deeply.
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class LoadFailed(BombusError):
-    """The server did not load the weights."""
+    """Raised when a server did not load the weights."""
 
 
 class ServerKind(StrEnum):
     SGLANG = "sglang"
     VLLM = "vllm"  # or another server with vLLM's completions of token ids
-    REPLICA = "bombus"  # which takes adapters beside its own policy
+    REPLICA = "bombus"  # loads adapters in addition to its own policy
 
 
 class FoundServer(Struct, frozen=True, kw_only=True):
@@ -76,11 +76,11 @@ _AnswerT = TypeVar("_AnswerT", _Update, _Refusal)
 
 
 async def find_server(client: "httpx.AsyncClient", model: str = "") -> FoundServer:
-    """Find out which kind of server answers; it is to have `model`, if that is given.
+    """Find out which kind of server answers.
 
-    Raises `EngineFault` if none does, or an unknown one.
+    Raises `EngineFault` if no known kind does, or if a vLLM server does not serve `model`, if that is given.
     """
-    import httpx  # 5 MB, which nearly all gateways can save
+    import httpx  # imported late: it takes 5 MB, and few gateways need it
 
     where = str(client.base_url).rstrip("/")
     try:
@@ -107,9 +107,9 @@ async def find_server(client: "httpx.AsyncClient", model: str = "") -> FoundServ
 async def load_folder(
     client: "httpx.AsyncClient", kind: ServerKind, folder: Path, label: str, timeout_s: float
 ) -> None:
-    """Let a server load the model in a folder, which it must see under the same path, and forget what it has cached.
+    """Let a server load the model in a folder, which it must see under the same path, and clear its cache.
 
-    `label` is what it calls these weights. Raises `LoadFailed`, or `httpx.HTTPError`.
+    `label` is the version that the server reports for these weights. Raises `LoadFailed`, or `httpx.HTTPError`.
     """
     if kind is ServerKind.SGLANG:
         await _load_into_sglang(client, folder, label, timeout_s)
@@ -142,7 +142,7 @@ async def _load_into_vllm(client: "httpx.AsyncClient", folder: Path, label: str,
 
 
 async def load_adapter(client: "httpx.AsyncClient", folder: Path, address: str, timeout_s: float) -> None:
-    """Let a replica of ours load an adapter by its address. Raises `LoadFailed`, or `httpx.HTTPError`."""
+    """Let one of our replicas load an adapter by its address. Raises `LoadFailed`, or `httpx.HTTPError`."""
     wanted = {"address": address, "folder": str(folder)}
     answer = await _asked(client, "POST", "/adapters", timeout_s, wanted)
     if answer.status != 200:
@@ -152,7 +152,7 @@ async def load_adapter(client: "httpx.AsyncClient", folder: Path, address: str, 
 async def _asked(
     client: "httpx.AsyncClient", method: str, path: str, timeout_s: float, json: Mapping[str, object] | None = None
 ) -> _WholeAnswer:
-    """Return a server's whole answer. Raises `httpx.HTTPError`, also where it is too large or late."""
+    """Return a server's whole answer. Raises `httpx.HTTPError`, including for an answer that is too large or late."""
     import httpx
 
     body = bytearray()

@@ -1,1 +1,1 @@
-"""Environments that agents act in, and what runs an agent in one of them."""
+"""Environments for agents, and the code that runs an agent in one."""

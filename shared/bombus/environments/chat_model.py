@@ -20,14 +20,14 @@ from bombus.sdk.errors import InfraError
 log = logging.getLogger("bombus")
 
 CONNECT_S = 10.0
-QUIET_S = 1.0  # without an answer, after which a person is told
+QUIET_S = 1.0  # without an answer before a warning is logged
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.25, 8.0
 RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
 TOO_LONG_CODES = frozenset({"context_length_exceeded", "prompt_too_long"})
-TOO_LONG_WORDS = ("maximum context length", "context length is")  # of servers that have no code for it
+TOO_LONG_WORDS = ("maximum context length", "context length is")  # in the messages of servers that have no code for it
 ROLE_HEADER = "x-bombus-role"
 TOTAL_TOKENS_HEADER = "x-bombus-total-tokens"
-RETRY_HEADER = "x-stainless-retry-count"  # by which a hive knows a retry, and repeats the answer that it has recorded
+RETRY_HEADER = "x-stainless-retry-count"  # tells a hive that this is a retry, so that it repeats its recorded answer
 POLICY_VERSIONS = re.compile(r"bombus-(\d{1,9})(?:-(\d{1,9}))?")
 ECHOED = ("role", "content", "tool_calls", "reasoning_content", "reasoning")
 
@@ -39,7 +39,7 @@ class NoModelAnswer(InfraError):
 class ModelRefused(InfraError):
     """The server refused a request.
 
-    `is_too_long`: because the prompt is longer than the model or the job takes. `is_over`: because the episode is over.
+    `is_too_long`: the prompt is longer than the model or the job allows. `is_over`: the episode is over.
     """
 
     def __init__(self, why: str, is_too_long: bool = False, is_over: bool = False) -> None:
@@ -49,7 +49,7 @@ class ModelRefused(InfraError):
 
 
 def beginning_refused(error: ModelRefused, tokens_max: int) -> ModelRefused:
-    """Return the error for a first prompt that is too long. It ends with what the server said about its limit."""
+    """Return the error for a first prompt that is too long. It ends with the server's own message about its limit."""
     why = (
         f"the first prompt of the episode, with its tools, is too long for the job, the model or tokens_max "
         f"({tokens_max} for prompt and answer together): {error}"
@@ -58,12 +58,12 @@ def beginning_refused(error: ModelRefused, tokens_max: int) -> ModelRefused:
 
 
 def never_answered(episode_s: float) -> NoModelAnswer:
-    """Return the error for an episode whose time ended before the first answer. The model is not to blame."""
+    """Return the error for an episode whose time ran out before the first answer. The model is not to blame."""
     return NoModelAnswer(f"the model gave no answer within {episode_s:g} s, which is all of the episode's time")
 
 
 class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer of the model. `message` is what the conversation goes on with, `call` the id of the call on the log."""
+    """An answer of the model. `message` continues the conversation; `call` is the call's id on the log."""
 
     message: MessageDict
     text: str
@@ -72,30 +72,30 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     call: str
-    versions: tuple[int, ...] = ()  # the oldest and the newest policy version that sampled it, where a hive says so
+    versions: tuple[int, ...] = ()  # the oldest and the newest policy version that sampled it, if a hive names them
 
     @property
     def is_cut(self) -> bool:
-        """Whether the answer ended because of its length."""
+        """Whether the answer ended because it reached its length limit."""
         return self.finish == "length"
 
 
 class CallWatch(Protocol):
-    """Hears how the calls of many episodes fare at a server."""
+    """Is notified of the answered and failed calls of many episodes at one server."""
 
     def answered(self) -> None:
-        """Take note that a call was answered."""
+        """Note that a call was answered."""
         ...
 
     def asked_again(self, why: str) -> None:
-        """Take note that a call failed and will be asked again. Raises `NoModelAnswer` to give it up."""
+        """Note that a call failed and will be retried. Raises `NoModelAnswer` to stop retrying."""
         ...
 
 
 class OutageWarnings:
-    """A `CallWatch` that warns when calls have failed for a second, so that waiting is not mistaken for work.
+    """A `CallWatch` that warns once calls have failed for a second, so that waiting is not mistaken for work.
 
-    It warns once, and again only after an answer has come.
+    It warns once per outage: the next warning can only follow another answer.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -108,22 +108,23 @@ class OutageWarnings:
         self._failing_since, self._has_warned = None, False
 
     def asked_again(self, why: str) -> None:
-        """Warn if calls have failed for a second, and no warning has been given."""
+        """Warn if calls have failed for a second, and no warning has been given yet."""
         now = self._clock()
         if self._failing_since is None:
             self._failing_since = now
         if not self._has_warned and now - self._failing_since >= QUIET_S:
             self._has_warned = True
-            log.warning("the model's server does not answer; asking again: %s", why)
+            log.warning("the model's server does not answer; retrying: %s", why)
 
 
 class ChatModel:
-    """A model of a server. Used with `async with`, in one event loop.
+    """A model at a server. Use it with `async with`, in one event loop.
 
-    `sampling` are fields of every request, such as `temperature`. `watch` hears of each call. `transport` is for tests.
+    `sampling` contains fields for every request, such as `temperature`. `watch` is notified of every call. `transport`
+    is for tests.
     """
 
-    def __init__(  # noqa: PLR0913 - a server, and what its requests have
+    def __init__(  # noqa: PLR0913 - a server, and options of its requests
         self,
         base_url: str,
         api_key: str,
@@ -135,13 +136,13 @@ class ChatModel:
     ) -> None:
         self.model = model
         self._watch = watch
-        self.versions: set[int] = set()  # of the policies that have sampled the answers so far, where a hive says so
+        self.versions: set[int] = set()  # the policy versions that sampled the answers so far, if a hive names them
         self._sampling = dict(sampling or {})
         url = httpx.URL(base_url)
         self._http = httpx.AsyncClient(
             base_url=base_url,
             headers={"Authorization": f"Bearer {api_key}"},
-            timeout=httpx.Timeout(None, connect=CONNECT_S),  # whoever asks has a limit for the whole
+            timeout=httpx.Timeout(None, connect=CONNECT_S),  # `ask` limits the whole request
             trust_env=not is_loopback(url.host),
             verify=url.scheme == "https" and certificates(True),
             transport=transport,
@@ -163,15 +164,15 @@ class ChatModel:
         total_tokens: int | None = None,
         role: str = "",
     ) -> ChatAnswer:
-        """Return the model's answer. While the server is away or busy, it is asked again until `within_s` is over.
+        """Return the model's answer. While the server is unreachable or busy, retry until `within_s` is over.
 
-        `total_tokens` limits prompt and answer together where the server is a hive. Raises `NoModelAnswer`,
+        `total_tokens` limits prompt and answer together if the server is a hive. Raises `NoModelAnswer`,
         `ModelRefused`.
         """
         body: dict[str, Any] = {"model": self.model, "messages": list(messages), **self._sampling}
         if tools:
             body["tools"] = [tool.as_openai() for tool in tools]
-        if max_tokens is not None:  # the program's own limit holds too
+        if max_tokens is not None:  # a limit in `sampling` also applies
             body["max_tokens"] = min(max_tokens, body.get("max_tokens", max_tokens))
         headers = {"Content-Type": "application/json"}
         if role:
@@ -227,7 +228,7 @@ class _Choice(msgspec.Struct):
 
 class _Body(msgspec.Struct):
     choices: list[_Choice] | None = None
-    id: object = None  # what only a hive is asked for may be anything elsewhere
+    id: object = None  # used only from a hive; other servers may send any value
     usage: _Usage | None = None
     system_fingerprint: object = None
     error: object = None
@@ -242,7 +243,7 @@ def answer_of(body: bytes) -> ChatAnswer:
     if not found.choices:
         raise NoModelAnswer(f"the server's answer has no choice{_said(found.error)}")
     if found.usage is None:
-        raise NoModelAnswer("the server's answer has no `usage`, without which no budget of tokens can be kept")
+        raise NoModelAnswer("the server's answer has no `usage`, which the token budgets need")
     choice = found.choices[0]
     message = {name: choice.message[name] for name in ECHOED if choice.message.get(name) is not None}
     message.setdefault("role", "assistant")
@@ -266,13 +267,14 @@ def answer_of(body: bytes) -> ChatAnswer:
 
 
 def _text_of_parts(parts: list[Any]) -> str:
-    """Return the text of a content in parts, in which some servers answer; thoughts are parts of other types."""
+    """Return the text of a content that is a list of parts, as some servers send it. Reasoning is in parts of other
+    types."""
     texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
     return "".join(text for text in texts if isinstance(text, str))
 
 
 def _versions(fingerprint: object) -> tuple[int, ...]:
-    """Return the policy versions that a hive names. Fingerprints of other servers give none."""
+    """Return the policy versions in a hive's fingerprint. Fingerprints of other servers yield none."""
     named = POLICY_VERSIONS.fullmatch(fingerprint) if isinstance(fingerprint, str) else None
     return tuple(int(number) for number in named.groups() if number) if named else ()
 
@@ -298,7 +300,7 @@ def _text(arguments: object) -> str:
 
 
 def _said(error: object) -> str:
-    """Return what an answer without a choice says of its error, after a colon, "" for nothing."""
+    """Return the error message of an answer without a choice, after a colon, or "" if there is none."""
     message = error.get("message", error) if isinstance(error, dict) else error
     return f": {' '.join(str(message).split())[:FOREIGN_TEXT_MAX]}" if message else ""
 
@@ -310,7 +312,7 @@ def _refusal(response: httpx.Response) -> ModelRefused:
         if isinstance(error, dict):
             message, code = str(error.get("message", message)), str(error.get("code", ""))
     except msgspec.MsgspecError:
-        pass  # a proxy's page: its text is shown as it is
+        pass  # such as a proxy's error page: its text is shown unchanged
     is_too_long = response.status_code in (400, 413) and (
         code in TOO_LONG_CODES or any(words in message for words in TOO_LONG_WORDS)
     )

@@ -31,7 +31,7 @@ class ToolSchema(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call of a tool as the model wrote it. `arguments` is its JSON text, which may be anything."""
+    """A tool call as the model wrote it. `arguments` is its JSON text, unchecked."""
 
     id: str
     name: str
@@ -39,7 +39,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tool gave back, as text. One that `failed` has the bare reason, which the model is shown as
+    """The result of a tool call, as text. If it `failed`, `text` is the bare reason, which the model sees as
     `<error>Tool failed: ...</error>`."""
 
     text: str
@@ -47,7 +47,7 @@ class ToolOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Opening(msgspec.Struct, frozen=True, kw_only=True):
-    """How an episode begins: the first messages, and the tools that there are."""
+    """How an episode begins: its first messages and the available tools."""
 
     messages: list[MessageDict]
     tools: list[ToolSchema] = []
@@ -58,12 +58,12 @@ class RolloutStatus(StrEnum):
 
     COMPLETED = "completed"  # the model or the environment said that it is done
     TRUNCATED = "truncated"  # a budget was used up, or the model's answer was cut at its length
-    ABORTED = "aborted"  # something broke that is not the model's fault: there is no reward
+    ABORTED = "aborted"  # a failure that is not the model's fault: there is no reward
 
 
 class RolloutScores(msgspec.Struct, frozen=True, kw_only=True):
-    """What an environment says of a rollout. `reward` is the weighted sum of `rewards`; these and `metrics` are only
-    reported, so that what is no number in them is left out with a warning.
+    """An environment's scores for a rollout. `reward` is the weighted sum of `rewards`. `rewards` and `metrics` are
+    only reported: entries that are not numbers are left out with a warning.
 
     Raises `ValueError` for a reward that is not a number.
     """
@@ -82,21 +82,21 @@ class RolloutScores(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Transcript(msgspec.Struct, kw_only=True):
-    """What has happened in a rollout so far: all messages, and the sums that budgets are compared with."""
+    """A rollout so far: all messages, and the totals that are compared with the budgets."""
 
     messages: list[MessageDict] = []
-    turns: int = 0  # answers of the model
+    turns: int = 0  # the model's answers
     prompt_tokens: int = 0  # of the newest request
     completion_tokens: int = 0  # of all answers
     tool_calls: int = 0
     tool_failures: int = 0
-    status: RolloutStatus | None = None  # None while it goes on
+    status: RolloutStatus | None = None  # None while the rollout is running
 
 
 def task_of_its_own(task: Task) -> Task:
-    """Return a task whose messages and metadata one episode may change: the lists and dicts in them are copies.
+    """Return a copy of a task whose messages and metadata one episode may change: their lists and dicts are copied.
 
-    What else they hold, such as a database, is shared with other episodes.
+    Other objects in them, such as a database, are shared with other episodes.
     """
     return task.model_copy(update={"init_messages": _copied(task.init_messages), "metadata": _copied(task.metadata)})
 
@@ -112,41 +112,42 @@ def _copied(value: Any) -> Any:
 
 
 class AgentEnvironment(Protocol):
-    """One environment for one agent at a time. After an `InfraError` of any method it is not used again."""
+    """An environment for one agent at a time. It is not used again after one of its methods has raised `InfraError`."""
 
     async def open(self, task: Task) -> Opening:
-        """Make the environment new for a task, and return how its episode begins."""
+        """Reset the environment for a task, and return how its episode begins."""
         ...
 
     async def call(self, call: ToolCall) -> ToolOutcome:
-        """Carry out a call. A tool that fails gives an outcome with `failed`, and does not raise.
+        """Carry out a tool call. If the tool fails, return an outcome with `failed` set instead of raising.
 
-        A call that takes too long is cancelled. Where the environment cannot be used after that, the next use of it
-        raises `EnvironmentLost`.
+        A call that takes too long is cancelled. If that leaves the environment unusable, its next use raises
+        `EnvironmentLost`.
         """
         ...
 
     async def is_over(self, transcript: Transcript) -> bool:
-        """Return whether the environment ends the episode here. It is asked after each turn."""
+        """Return whether the environment ends the episode now. This is called after each turn."""
         ...
 
     async def score(self, transcript: Transcript) -> RolloutScores:
-        """Return what a rollout that is over is worth."""
+        """Return the scores of a finished rollout."""
         ...
 
     async def close(self) -> None:
-        """Give up the environment. Closing again does nothing."""
+        """Release the environment. Closing it again does nothing."""
         ...
 
 
 def is_environment(made: object) -> bool:
-    """Return whether a class, or what it makes, is an `AgentEnvironment` as it stands, and not a plain class."""
-    kind = made if inspect.isclass(made) else type(made)  # an instance may have a `__getattr__` that knows any name
+    """Return whether a class or an instance is already an `AgentEnvironment`, rather than a plain class."""
+    kind = made if inspect.isclass(made) else type(made)  # an instance's `__getattr__` may answer to any name
     return all(hasattr(kind, name) for name in ("open", "call", "is_over", "score", "close"))
 
 
 class EnvironmentLost(InfraError):
-    """The session is dead: its server is gone, a step took too long, or its lease has lapsed. It never comes back."""
+    """The session is dead: its server is gone, a step took too long, or its lease has lapsed. It cannot be
+    recovered."""
 
 
 class EnvironmentsBusy(InfraError):
@@ -154,15 +155,15 @@ class EnvironmentsBusy(InfraError):
 
 
 class ResetFailed(InfraError):
-    """The environment could not be made new for a task."""
+    """The environment could not be reset for a task."""
 
 
 class MethodFailed(InfraError):
-    """A method of the environment's own that is not a tool failed, such as the one that gives the reward."""
+    """One of the environment's own methods that is not a tool failed, such as a reward."""
 
 
 def went_on(name: str) -> EnvironmentLost:
-    """Return the error for a coroutine that still ran some seconds after it was cancelled."""
+    """Return the error for a coroutine that was still running some seconds after it was cancelled."""
     return EnvironmentLost(
         f"`{name}` kept running after it was cancelled, so the environment is given up. Let the CancelledError that "
         "ends it propagate: `except Exception` does, `except:` does not"

@@ -1,4 +1,4 @@
-"""Environments by the name of their class, and tasks from a file of JSON lines."""
+"""Load environments by their class name, and tasks from a JSON Lines file."""
 
 import importlib
 import inspect
@@ -17,7 +17,7 @@ TASK_FIELDS = frozenset(Task.model_fields)
 
 
 def load_class(name: str) -> type:
-    """Return the class that `module:Class` names; modules of the working directory are found too. Raises `Refused`."""
+    """Return the class named by `module:Class`; modules in the working directory are found too. Raises `Refused`."""
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise Refused(Code.BAD_CONFIG, f"{name!r} is not the name of a class: write module:Class, as in my_env:Counter")
@@ -36,10 +36,10 @@ def load_class(name: str) -> type:
 
 
 def read_environment_tasks(path: Path) -> list[Task]:
-    """Return the tasks of a file, one JSON object in each line that is not empty.
+    """Return the tasks in a file that holds one JSON object per line; empty lines are skipped.
 
     Fields that `Task` does not have go into its metadata; `prompt` is another name for `main_query`. Raises `Refused`
-    with the number of the line that is wrong.
+    with the number of the malformed line.
     """
 
     def task(line: str, number: int) -> Task:

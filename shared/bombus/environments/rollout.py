@@ -45,27 +45,27 @@ from bombus.task_groups import first_failure
 
 log = logging.getLogger("bombus")
 
-CHARACTERS_FOR_A_TOKEN = 4  # roughly, of text whose tokens the server has not counted yet
+CHARACTERS_FOR_A_TOKEN = 4  # a rough estimate, for text whose tokens the server has not counted yet
 
 T = TypeVar("T")
 
 
 class WrongTask(BombusError):
-    """A task has something in it that no rollout can use."""
+    """A task contains something that no rollout can use."""
 
 
 class MultiModelCredentials(Protocol):
-    """The credentials of a multi-model episode: those of one engine's episode for each role."""
+    """The credentials of a multi-model episode: for each role, those of the episode of its engine."""
 
     @property
     def credentials(self) -> Mapping[str, Credentials]: ...
 
 
 class RolloutResult(msgspec.Struct, kw_only=True):
-    """How a rollout went. An aborted one has an `error` and no scores.
+    """The result of a rollout. An aborted rollout has an `error` and no scores.
 
-    `calls` has the reward of each call of a class with `play`, in the order of the answers. `versions` are the policy
-    versions that sampled the answers, oldest first, if the server is a hive.
+    For a class with `play`, `calls` contains the reward of each call, in the order of the answers. `versions` are the
+    policy versions that sampled the answers, oldest first, if the server is a hive.
     """
 
     transcript: Transcript
@@ -79,11 +79,11 @@ class RolloutResult(msgspec.Struct, kw_only=True):
         return self.transcript.status or RolloutStatus.ABORTED
 
     def output(self) -> WorkflowOutput:
-        """Return what the episode is ended with. Raises the error of a rollout that was aborted."""
+        """Return the outcome to end the episode with. Raises the error if the rollout was aborted."""
         return self._output(self.calls)
 
     def outputs(self, roles: Iterable[str]) -> dict[str, WorkflowOutput]:
-        """Return what the episode of each role is ended with. Raises the error of a rollout that was aborted."""
+        """Return the outcome to end each role's episode with. Raises the error if the rollout was aborted."""
         return {role: self._output([call for call in self.calls if call.role == role]) for role in roles}
 
     def _output(self, calls: Sequence[RewardedCall]) -> WorkflowOutput:
@@ -120,12 +120,12 @@ def _reward_of(calls: Sequence[RewardedCall], whole: float) -> float | dict[str,
 
 
 class Rollout:
-    """Plays an environment with a model, one episode at each call: `client.run_group(task, Rollout(Counter), 8)`.
+    """Plays an environment with a model, one episode per call: `client.run_group(task, Rollout(Counter), 8)`.
 
-    `environment` is a plain class, or a function (perhaps `async`) that makes an instance of one, or of any other
-    `AgentEnvironment`. Each episode has its own. `sampling` has fields of every request, such as `temperature`.
-    `watch` hears of all calls; without one, a warning says when the server does not answer. Raises `WrongClass` for a
-    class that is not an environment. `transport` is for tests.
+    `environment` is a plain class, or a function (optionally `async`) that returns an instance of a plain class or any
+    other `AgentEnvironment`. Each episode gets a separate environment. `sampling` contains fields for every request,
+    such as `temperature`. `watch` is notified of every call; by default, a warning is logged while the server does not
+    answer. Raises `WrongClass` for a class that cannot be an environment. `transport` is for tests.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Rollout:
         if not callable(environment):
             raise TypeError(
                 f"Rollout was given an instance of {type(environment).__name__}, but each episode needs its own "
-                "environment: give the class, or a function that makes one"
+                "environment: pass the class, or a function that makes an instance"
             )
         if inspect.isclass(environment) and not is_environment(environment):
             describe(environment)
@@ -151,14 +151,14 @@ class Rollout:
         self._transport = transport
 
     async def __call__(self, task: Task, credentials: Credentials) -> WorkflowOutput:
-        """Play one episode, and return its outcome. Raises `InfraError` for one that was aborted."""
+        """Play one episode, and return its outcome. Raises `InfraError` if it was aborted."""
         return (await self.play(task, credentials)).output()
 
     async def multi_model(self, task: Task, episode: MultiModelCredentials) -> dict[str, WorkflowOutput]:
-        """Play one multi-model episode, whose roles are those of the class's agents, each with the model of its own
+        """Play one multi-model episode. Its roles are the agents of the class, each of which uses the model of its own
         engine.
 
-        Returns the outcome of each role. Raises `InfraError` for one that was aborted.
+        Returns the outcome of each role. Raises `InfraError` if the episode was aborted.
         """
         roles = episode.credentials
         return (await self._played(task, None, None, roles)).outputs(roles)
@@ -166,7 +166,7 @@ class Rollout:
     async def play(
         self, task: Task, credentials: Credentials, environment: AgentEnvironment | None = None
     ) -> RolloutResult:
-        """Play one episode, and return everything about it. An `environment` that the caller passes is not closed."""
+        """Play one episode, and return its full result. An `environment` that the caller passes is not closed."""
         model = self._model(credentials)
         result = await self._played(task, environment, model, {})
         return msgspec.structs.replace(result, versions=tuple(sorted(model.versions)))
@@ -203,7 +203,7 @@ class Rollout:
                 limits.result = _aborted(limits.transcript, named)
             except InfraError as error:
                 limits.result = _aborted(limits.transcript, error)
-            except Exception as error:  # the caller's code, which closing the environment does not hide
+            except Exception as error:  # from the caller's code; a failing close must not hide it
                 limits.mistake = error
                 raise
             return limits.result
@@ -221,7 +221,7 @@ class Rollout:
                 return await self._play(environment, model_of, task, limits)
         model = model_of("")
         if model is None:
-            raise TypeError("only a class with `play` has agents for the roles of a multi-model episode")
+            raise TypeError("a multi-model episode needs a class with `play`, whose agents take its roles")
         loop = _ToolLoop(environment, model, self.budgets, task, limits)
         return RolloutResult(transcript=limits.transcript, scores=await loop.run())
 
@@ -240,9 +240,7 @@ class Rollout:
         ) -> ChatAnswer:
             model = model_of(role)
             if model is None:
-                raise ValueError(
-                    f"the multi-model episode has no role {role!r}: name it among the engines of the claim"
-                )
+                raise ValueError(f"the multi-model episode has no role {role!r}: add it to the engines of the claim")
             room = max(1, budgets.tokens_max - _tokens_guessed(messages))
             return await model.ask(
                 messages,
@@ -268,7 +266,8 @@ class Rollout:
         )
 
     async def _made(self, limits: "_MethodLimits") -> AgentEnvironment:
-        """Return the environment of one episode; its instance may not exist yet. Raises `InfraError`, `WrongClass`."""
+        """Return the environment of one episode; its instance may not exist yet. Raises `InfraError` or
+        `WrongClass`."""
         make: Any = self._make
         if inspect.isclass(make) and not is_environment(make):
             return PlainEnvironment(make)
@@ -282,20 +281,21 @@ class Rollout:
 
 
 class _MethodLimits:
-    """Bounds the methods of an episode's environment, also those that go on after they were cancelled.
+    """Limits the time of the methods of an episode's environment, including those that keep running after a
+    cancellation.
 
-    They all run in the task of the episode, so that what one of them has entered, such as a client's group of tasks,
-    can be left in another one. `given_up` is done when that task is not waited for any more.
+    They all run in the episode's task, so that a context entered in one method, such as a client's task group, can be
+    exited in another. `given_up` is done once that task is no longer waited for.
     """
 
     def __init__(self, transcript: Transcript) -> None:
         self.transcript = transcript
         self.result: RolloutResult | None = None  # once it is known
-        self.mistake: Exception | None = None  # what the episode raises in place of a result
+        self.mistake: Exception | None = None  # the exception that the episode raises instead of returning a result
         self.given_up: asyncio.Future[RolloutResult] = asyncio.get_running_loop().create_future()
 
     async def within(self, limit_s: float, work: Awaitable[T], what: str) -> T:
-        """Await a method of the environment. Raises `EnvironmentLost` when it takes too long."""
+        """Await a method of the environment. Raises `EnvironmentLost` if it takes too long."""
         error = EnvironmentLost(f"{what} took longer than {limit_s:g} s")
         giving_up = asyncio.get_running_loop().call_later(limit_s + running.CANCELLED_S, self._give_up, error)
         try:
@@ -336,15 +336,15 @@ class _ToolLoop:
         self._limits = limits
         self._transcript = limits.transcript
         self._tools: list[ToolSchema] = []
-        self._used = 0  # tokens of the conversation, as the server has counted them
-        self._uncounted: list[MessageDict] = []  # messages since then
-        self._over_at = 0.0  # when the time of the episode is used up
+        self._used = 0  # tokens of the conversation, as counted by the server
+        self._uncounted: list[MessageDict] = []  # messages since that count
+        self._over_at = 0.0  # the loop time at which the episode's time is used up
 
     async def run(self) -> RolloutScores:
-        """Play to the end, and return the scores. Raises `InfraError`."""
+        """Play the episode to its end, and return the scores. Raises `InfraError`."""
         budgets, transcript = self._budgets, self._transcript
         described = tools_of_task(self._task)
-        opening = await self._within(self._environment.open(self._task), "making the environment new")
+        opening = await self._within(self._environment.open(self._task), "resetting the environment")
         named = {tool.name: tool for tool in [*opening.tools, *described]}
         self._tools = list(named.values())
         self._say(opening.messages)
@@ -410,7 +410,7 @@ class _ToolLoop:
     # ---- tools --------------------------------------------------------------------------------------------------
 
     async def _use_tools(self, calls: Sequence[ToolCall], over_at: float) -> None:
-        """Carry out the calls of one answer, several at once, and show the model the results in order."""
+        """Carry out the tool calls of one answer, several at once, and append their results in order."""
         carried_out = calls[: self._budgets.calls_max]
         slots = asyncio.Semaphore(self._at_once)
 
@@ -434,13 +434,13 @@ class _ToolLoop:
 
     @property
     def _at_once(self) -> int:
-        """How many calls may run at once. In an environment that does one at a time, the time of the others has not
-        begun."""
+        """How many calls may run at once. If the environment does one at a time, the time limit of the waiting calls
+        has not started yet."""
         return self._budgets.tools_at_once if getattr(self._environment, "tools_run_together", False) else 1
 
     async def _outcome(self, call: ToolCall, over_at: float) -> ToolOutcome:
-        """Carry out a call. One that has begun and cannot be cancelled has all of its time, whatever is left of the
-        turn and of the episode: to cut it would lose its environment, and the episode with it."""
+        """Carry out a call. A call that cannot be cancelled gets all of `tool_s` once it has begun, even if less is
+        left of the turn or the episode: cutting it off would lose its environment, and the episode with it."""
         limit_s, left_s = self._budgets.tool_s, over_at - _now()
         if left_s <= 0:
             return ToolOutcome(text="it was not carried out: the time for this answer's tools had run out", failed=True)
@@ -456,7 +456,7 @@ class _ToolLoop:
             return ToolOutcome(text=f"it did not end within {limit_s:.3g} s, and was cancelled", failed=True)
 
     def _shown(self, outcome: ToolOutcome) -> str:
-        """Return the text that the model is shown."""
+        """Return an outcome as the text that is shown to the model."""
         text, limit = without_surrogates(outcome.text), self._budgets.tool_characters_max
         if len(text) > limit:
             text = f"{text[:limit]}\n[{len(text) - limit} more characters were left out]"
@@ -464,7 +464,7 @@ class _ToolLoop:
 
 
 def tools_of_task(task: Task) -> list[ToolSchema]:
-    """Return the tools that a task describes in its metadata. Raises `WrongTask`."""
+    """Return the tools described in a task's metadata. Raises `WrongTask`."""
     try:
         return msgspec.convert(task.metadata.get("tools") or [], list[ToolSchema])
     except msgspec.ValidationError as error:
@@ -475,10 +475,10 @@ def tools_of_task(task: Task) -> list[ToolSchema]:
 
 
 async def _made_by(make: Callable[[], Any]) -> AgentEnvironment:
-    """Return the environment that a function makes, or the coroutine that it returns.
+    """Return the environment that a function makes, directly or as a coroutine.
 
-    Methods of a plain class run in the thread in which the function ran. What is made after its time is closed. Raises
-    `InfraError`, `WrongClass`.
+    The methods of a plain class run in the thread in which the function ran. An instance that is made too late is
+    closed. Raises `InfraError` or `WrongClass`.
     """
     async with AsyncExitStack() as stack:
         environment = PlainEnvironment(lambda: make())
@@ -496,12 +496,12 @@ def _now() -> float:
 
 
 def _tokens_guessed(messages: Sequence[MessageDict]) -> int:
-    """Estimate the tokens of messages that the server has not counted yet. A hive counts exactly."""
+    """Estimate the tokens of messages that the server has not counted yet. A hive counts them exactly."""
     return sum(_characters(message.get("content") or "") for message in messages) // CHARACTERS_FOR_A_TOKEN
 
 
 def _characters(content: object) -> int:
-    """Return the length of a message's text. Only the server knows what its pictures cost."""
+    """Return the length of a message's text. Only the server knows how many tokens its images take."""
     if isinstance(content, list):
         return sum(_characters(part.get("text", "")) for part in content if isinstance(part, Mapping))
     return len(str(content))

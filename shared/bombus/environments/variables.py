@@ -1,4 +1,4 @@
-"""Reads numbers from environment variables, such as NUM_GENERATIONS and MAX_TURNS."""
+"""Read numbers from environment variables, such as NUM_GENERATIONS and MAX_TURNS."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,7 @@ from bombus.errors import Code, Refused
 
 
 def number_of(variables: Mapping[str, str], name: str, default: int, least: int, most: int) -> int:
-    """Return the number in a variable, or `default` where it is not set or blank. Raises `Refused`."""
+    """Return the number in a variable, or `default` if it is unset or blank. Raises `Refused`."""
     text = variables.get(name, "").strip()
     if not text:
         return default

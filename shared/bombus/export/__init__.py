@@ -1,1 +1,1 @@
-"""`bombus export`: a policy version as a folder that transformers, peft and vLLM load, with where it came from."""
+"""`bombus export`: write a policy version to a folder that transformers, peft and vLLM load, with a model card."""

@@ -1,6 +1,6 @@
-"""The model card of an exported version: what it is, how to load it, and from the log where it came from.
+"""The model card of an exported version: what it is, how to load it, and its origin according to the log.
 
-It has nothing of the machine or the moment of the export: the same version gives the same card.
+It contains nothing about the machine or the time of the export, so the same version gives the same card.
 """
 
 import json
@@ -21,8 +21,8 @@ from bombus.weights.models import hub_name
 CARD = "README.md"
 WRITTEN_BY = "# Written by `bombus export`."
 REWARDS_SHOWN = 20
-SHARE_SHOWN = 0.001  # of an adapter that merging rounds away
-TEXT_CHARS_MAX = 200  # of a setting that is shown
+SHARE_SHOWN = 0.001  # the smallest share of an adapter lost to rounding that is mentioned
+TEXT_CHARS_MAX = 200  # longer values of settings are not shown
 
 
 def loading(exported: ExportedFiles, place: str, base_model: str) -> list[tuple[str, str]]:
@@ -41,7 +41,7 @@ def loading(exported: ExportedFiles, place: str, base_model: str) -> list[tuple[
 
 
 def card(hive: str, run: LoggedRun, number: int, exported: ExportedFiles, base_model: str) -> str:
-    """Return the text of the card. `base_model` is what `from_pretrained` loads the model of the job by."""
+    """Return the text of the card. `base_model` is the argument with which `from_pretrained` loads the job's model."""
     steps = [run.steps[step] for step in sorted(run.steps) if step <= number]
     name = one_line(PurePath(run.job.model.path).name)
     parts = [
@@ -71,7 +71,7 @@ def card(hive: str, run: LoggedRun, number: int, exported: ExportedFiles, base_m
 
 
 def _front_matter(job: RunConfig, exported: ExportedFiles) -> Iterator[str]:
-    """Yield the metadata that the hub reads. A name that the hub does not know is refused there, so it is left out."""
+    """Yield the metadata that the hub reads, without a base model unknown to the hub, which would refuse it."""
     hub = hub_name(job.model.path)
     tags = ["bombus", "reinforcement-learning", job.trainer.adv_estimator, *(["lora"] if job.trainer.lora_rank else [])]
     yield "---"
@@ -115,12 +115,12 @@ def _trained_on(run: LoggedRun, number: int, steps: Sequence[LoggedStep]) -> str
     less = f", {left_out:,} of them left out" if left_out else ""
     earlier = f"; steps 1 to {run.first} were made in earlier runs" if run.first else ""
     unknown = number - len(steps)
-    gone = f"; of steps {run.first + 1} to {unknown} the log was compacted" if unknown > run.first else ""
+    gone = f"; steps {run.first + 1} to {unknown} were compacted away from the log" if unknown > run.first else ""
     return f"{episodes:,} episodes in {groups:,} groups{less}{earlier}{gone}"
 
 
 def _own_settings(job: RunConfig) -> Iterator[str]:
-    """Yield the job's settings that differ from the defaults, as a job file has them."""
+    """Yield the job's settings that differ from the defaults, in the form of a job file."""
     defaults = RunConfig().model_dump(mode="json")
     given = job.model_dump(mode="json") | {"trainer": job.trainer.own_choices()}
     changed = {
@@ -176,15 +176,15 @@ def _scores(batch: BatchReady) -> list[float]:
 def _origin(run: LoggedRun, number: int, exported: ExportedFiles) -> Iterator[str]:
     weights = run.versions[number].weights
     if weights.adapter_of is None:
-        yield f"The log has this version as one file with sha256 `{weights.sha256}`."
+        yield f"The log records this version as one file with sha256 `{weights.sha256}`."
     else:
         yield (
-            f"The log has this version as an adapter with sha256 `{weights.sha256}`, for a model whose file has sha256 "
-            f"`{weights.adapter_of.sha256}`."
+            f"The log records this version as an adapter with sha256 `{weights.sha256}`, for a model whose file has "
+            f"sha256 `{weights.adapter_of.sha256}`."
         )
     if exported.share_lost >= SHARE_SHOWN:
         yield (
-            f"Merging has rounded away {exported.share_lost:.1%} of what the adapter adds, measured as a norm; "
+            f"Merging lost {exported.share_lost:.1%} of what the adapter adds to rounding, measured as a norm; "
             "`bombus export --merged --float32` keeps all of it."
         )
     yield ""

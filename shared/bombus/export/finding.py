@@ -1,4 +1,4 @@
-"""Finds the files of a policy version: in the trainer's folder, or in the hive's object store."""
+"""Find the files of a policy version in the trainer's folder, or in the hive's object store."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,10 +24,10 @@ _texts = msgspec.msgpack.Decoder(dict[str, bytes])
 
 @dataclass(frozen=True)
 class VersionFiles:
-    """The files of a version on this machine; those of `model` and `adapter` have still to be checked.
+    """The files of a version on this machine. The digests of `model` and `adapter` still have to be checked.
 
-    `model` is the folder of a full copy, which `deltas` (oldest first) and then `adapter` change. It is None where only
-    the adapter was asked for. `texts` are the tokenizer's files, by name.
+    `model` is the folder of a full copy, to which `deltas` (oldest first) and then `adapter` are applied. It is None if
+    only the adapter was asked for. `texts` are the tokenizer's files, by name.
     """
 
     weights: Weights
@@ -38,9 +38,9 @@ class VersionFiles:
 
 
 class Finder:
-    """Finds versions of one hive. What comes from the object store is kept in the folder `cache`.
+    """Finds versions of one hive. Files from the object store are kept in the folder `cache`.
 
-    `data` is the data folder of the hive, where that is known: it may have been moved since the log was written.
+    `data` is the data folder of the hive, if known: it may have been moved since the log was written.
     """
 
     def __init__(self, source: Source, cache: Path, data: Path | None = None) -> None:
@@ -49,7 +49,7 @@ class Finder:
         self._data = data
 
     async def check(self, run: LoggedRun, version: int) -> Weights:
-        """Return a version of a run. Raises `NotOnLog` with the versions that are there when this one is not."""
+        """Return a version of a run. If it is not there, raises `NotOnLog` with the versions that are."""
         ready = run.versions.get(version)
         if ready is not None and await self._is_there(ready.weights):
             return ready.weights
@@ -62,9 +62,9 @@ class Finder:
         raise NotOnLog(f"{why}; still there: {', '.join(map(str, kept)) or 'none'}")
 
     async def files(self, weights: Weights, whole: bool) -> VersionFiles:
-        """Return the files of a version; of an adapter with its model only when it is to be `whole`.
+        """Return the files of a version. An adapter comes with its base model only if `whole`.
 
-        Raises `EngineFault` for files that are not there or a delta that is not the log's, `LogCorrupted`,
+        Raises `EngineFault` for missing files or a delta that differs from the log's, `LogCorrupted`, and
         `BusUnavailable`.
         """
         texts = await self._texts(weights.tokenizer)
@@ -102,12 +102,12 @@ class Finder:
         path = await self._folder(weights) / DELTA_FILE
         if file_sha256(path) != weights.delta_sha256:
             raise EngineFault(
-                f"{path} does not have the sha256 that the log gives: it is damaged, or has been replaced"
+                f"{path} does not have the sha256 recorded on the log: it is damaged, or has been replaced"
             )
         return path
 
     def _place(self, weights: Weights) -> Path:
-        """Return the folder that the log names, or the one below the data folder where that has been moved."""
+        """Return the folder that the log names, or if it is gone, its place below the known data folder."""
         place = Path(weights.where)
         if self._data is not None and not place.is_dir():
             return self._data.joinpath("engines", *place.parts[-PLACE_PARTS:])

@@ -1,4 +1,4 @@
-"""The folder that an export makes: filled as a draft, and renamed once it is complete."""
+"""The folder of an export. It is filled as a draft, and renamed once it is complete."""
 
 import shutil
 import tempfile
@@ -12,7 +12,7 @@ from bombus.replay.running import BadUsage
 
 
 def _check_place(out: Path, force: bool) -> None:
-    """Raise `BadUsage` unless `out` can be made."""
+    """Raise `BadUsage` unless an export may be written to `out`."""
     if not out.parent.is_dir():
         raise BadUsage(f"there is no folder {out.parent}")
     if out.exists() and not out.is_dir():
@@ -22,7 +22,7 @@ def _check_place(out: Path, force: bool) -> None:
     if not force:
         raise BadUsage(f"{out} is not empty: choose another folder, or replace an earlier export with --force")
     if not _is_export(out):
-        raise BadUsage(f"{out} is not an earlier export: --force replaces nothing else. Choose another folder")
+        raise BadUsage(f"{out} is not an earlier export, and --force replaces nothing else: choose another folder")
 
 
 def _is_export(folder: Path) -> bool:
@@ -32,9 +32,9 @@ def _is_export(folder: Path) -> bool:
 
 @contextmanager
 def drafted(out: Path, force: bool = False) -> Iterator[Path]:
-    """Yield an empty folder that becomes `out` if all goes well, and is removed otherwise.
+    """Yield an empty folder that is renamed to `out` on success, and removed on failure.
 
-    With `force` it takes the place of an earlier export, and of nothing else. Raises `BadUsage`.
+    With `force` it may replace an earlier export, but nothing else. Raises `BadUsage`.
     """
     _check_place(out, force)
     draft = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
@@ -51,7 +51,7 @@ def drafted(out: Path, force: bool = False) -> Iterator[Path]:
 
 def _put_in_place(draft: Path, out: Path) -> None:
     if not out.exists() or not any(out.iterdir()):
-        draft.rename(out)  # a folder without files is replaced
+        draft.rename(out)  # this replaces an empty folder
         return
     old = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     out.rename(old)

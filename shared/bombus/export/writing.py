@@ -1,4 +1,4 @@
-"""Writes the files of a policy version: a whole model, or an adapter for peft."""
+"""Write the files of a policy version: a whole model, or an adapter for peft."""
 
 import json
 import shutil
@@ -21,16 +21,16 @@ CONFIG = "config.json"
 FLOATS = ("BF16", "F16", "F32", "F64")
 FLOAT32 = "F32"
 
-CopyProgress = Callable[[int, int], None]  # called with the bytes that are done and all that there are
+CopyProgress = Callable[[int, int], None]  # called with the bytes done and the total bytes
 StoredTensors = Iterable[tuple[str, Bits]]
 
 
 @dataclass(frozen=True)
 class ExportedFiles:
-    """What was written. `digests` has the sha256 of each file of weights by its name.
+    """What was written. `digests` maps the names of the weight files to their sha256.
 
-    `rank` is that of an adapter, 0 for a whole model. `share_lost` is how much of an adapter, measured as a norm, was
-    rounded away when it was merged.
+    `rank` is that of an adapter, or 0 for a whole model. `share_lost` is the share of an adapter, measured as a norm,
+    that was lost to rounding when it was merged.
     """
 
     digests: dict[str, str]
@@ -39,9 +39,9 @@ class ExportedFiles:
 
 
 def write_adapter(files: VersionFiles, draft: Path, base_model: str) -> ExportedFiles:
-    """Write a version's adapter as peft reads it, for the model that `from_pretrained(base_model)` loads.
+    """Write a version's adapter in peft's format, for the model that `from_pretrained(base_model)` loads.
 
-    Raises `EngineFault` when the adapter is not the one on the log.
+    Raises `EngineFault` if the adapter differs from the one recorded on the log.
     """
     assert files.adapter is not None
     config = read_adapter_config(files.adapter)
@@ -57,10 +57,10 @@ def write_adapter(files: VersionFiles, draft: Path, base_model: str) -> Exported
 def write_whole(
     files: VersionFiles, draft: Path, progress: CopyProgress, float32: bool = False, bytes_max: int = SHARD_BYTES_MAX
 ) -> ExportedFiles:
-    """Write a version as a whole model, its adapter merged if it is one, in files of at most `bytes_max`.
+    """Write a version as a whole model in files of at most `bytes_max`, merging its adapter if it has one.
 
-    The model has the dtypes that it is stored in; one with an adapter may be written in `float32` instead. One tensor
-    is held in memory at a time. Raises `EngineFault` when the files are not those on the log.
+    The model keeps its stored dtypes, or with an adapter it may be written in `float32`. One tensor is held in memory
+    at a time. Raises `EngineFault` if the files differ from those recorded on the log.
     """
     assert files.model is not None
     copy_companions(files.model, draft)
@@ -92,14 +92,14 @@ def _merged(
 
 def _write_texts(files: VersionFiles, draft: Path) -> None:
     """Write the tokenizer and the chat template with which the version's prompts were rendered."""
-    # A whole model has its own configuration, with the dtype of its weights, and an adapter has none.
+    # The configuration is left out: a whole model has its own, with the dtype of its weights, and an adapter has none.
     for name in files.texts.keys() & set(TOKENIZER_FILES) - {CONFIG}:
         (draft / name).parent.mkdir(exist_ok=True)
         (draft / name).write_bytes(files.texts[name])
 
 
 def _heads(source: TensorFile, dtype: str) -> list[TensorHead]:
-    """Return what the file holds, its floating-point tensors in `dtype` where one is given."""
+    """Return the heads of the file's tensors, with floating-point ones in `dtype` if that is given."""
     owns = {name: source.dtype(name) for name in source.names}
     return [
         TensorHead(name, dtype if dtype and own in FLOATS else own, source.shape(name)) for name, own in owns.items()
@@ -109,7 +109,7 @@ def _heads(source: TensorFile, dtype: str) -> list[TensorHead]:
 def _sealed(
     source: TensorFile, tensors: StoredTensors, seal: Callable[[memoryview], None], progress: CopyProgress
 ) -> Iterator[tuple[str, Bits]]:
-    """Pass the tensors of a file on, each after `seal` has had its bytes."""
+    """Yield the tensors of a file, calling `seal` with the bytes of each before, and `progress` after it."""
     total = sum(head.bytes for head in _heads(source, ""))
     done = 0
     for name, bits in tensors:
@@ -121,4 +121,4 @@ def _sealed(
 
 def _check(path: Path, found: str, expected: str) -> None:
     if found != expected:
-        raise EngineFault(f"{path} has sha256 {found}, the log says {expected}: it is damaged, or has been replaced")
+        raise EngineFault(f"{path} has sha256 {found}, but the log says {expected}: it is damaged, or was replaced")

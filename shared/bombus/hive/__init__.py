@@ -1,1 +1,1 @@
-"""The data of a hive: its events, messages and records, and their fold. Pure: no I/O, no clock, no randomness."""
+"""The data of a hive: its events, messages and records, and the fold of events. No I/O, no clock, no randomness."""

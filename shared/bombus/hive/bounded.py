@@ -1,4 +1,4 @@
-"""Keeps what is remembered, and what is written at once, within bounds."""
+"""Helpers that bound the size of dictionaries and of single writes."""
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -11,8 +11,7 @@ V = TypeVar("V")
 def trim(kept: dict[K, V], limit: int) -> None:
     """Drop the oldest entries beyond `limit`, an eighth of them at a time.
 
-    Dropping them one by one would be slow: a dict whose front is emptied again and again is searched through the
-    deleted entries.
+    Dropping them one by one would be slow: finding the first entry of a dict steps over the deleted ones before it.
     """
     if len(kept) > limit + limit // 8:
         for key in list(islice(kept, len(kept) - limit)):

@@ -4,9 +4,9 @@ import msgspec
 
 from bombus.hive.events import Beginning, EngineStarted, StepCompleted
 
-KEPT_MIN = 2  # which recovery needs: the newest, and the one before where it is damaged
+KEPT_MIN = 2  # for recovery: the newest, and the one before in case the newest is damaged
 RUNS_KEPT = 32  # earlier runs whose checkpoints are remembered
-UNNAMED = "read_yaml_name"  # the name of an experiment that was given none
+UNNAMED = "read_yaml_name"  # stands for the name of an experiment without one
 
 
 class LeftRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,21 +17,21 @@ class LeftRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def keep(kept: list[StepCompleted], done: StepCompleted, most: int) -> list[StepCompleted]:
-    """Return the checkpoints of a run that are kept after a step, oldest first: the newest `most`, two at least."""
+    """Return the checkpoints of a run to keep after a step, oldest first: the newest `most`, but at least two."""
     if not done.checkpoint:
         return kept
     return [*kept, msgspec.structs.replace(done, metrics={})][-max(most, KEPT_MIN) :]
 
 
 def leave(left: list[LeftRun], config: str, kept: list[StepCompleted]) -> list[LeftRun]:
-    """Return the runs that have left checkpoints, oldest first, when one with these is over."""
+    """Return the runs that have left checkpoints, oldest first, after a run with the checkpoints `kept` has ended."""
     if not kept:
         return left
     return [*left, LeftRun(config=config, checkpoints=tuple(kept))][-RUNS_KEPT:]
 
 
 def step_of(engine: str, begins: Beginning) -> StepCompleted:
-    """Return the step at which a run begins, as if it had made that itself."""
+    """Return the step at which a run begins, as if the run had completed that step itself."""
     return StepCompleted(
         engine=engine,
         run=begins.run,
@@ -43,13 +43,13 @@ def step_of(engine: str, begins: Beginning) -> StepCompleted:
 
 
 def goes_on(begins: Beginning, run: int, started: EngineStarted | None) -> bool:
-    """Return whether a run continues from the `run` before it: at a checkpoint of it, or where it began itself."""
+    """Return whether a new run continues `run`, the one before it: from its beginning or one of its checkpoints."""
     before = None if started is None else started.begins
     return begins.run == run or (before is not None and before.checkpoint == begins.checkpoint)
 
 
 def where_begun(started: EngineStarted) -> str:
-    """Return a clause about where a run began, "" for one that had no checkpoint to begin at."""
+    """Return a clause that says where a run began, or "" if there was no checkpoint at which it could begin."""
     begins = started.begins
     if begins is None:
         return f"at the model as loaded: {started.anew}" if started.anew else ""

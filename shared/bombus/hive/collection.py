@@ -1,7 +1,7 @@
-"""Collection methods: when a batch is complete, what goes into it, and what is shown of it.
+"""Collection methods: when a batch is complete, which episodes it contains, and which progress is shown.
 
-`BATCH_METHODS`, at the end, declares each method once; nothing else tells methods apart. Its functions depend only on
-the pool (ended training episodes) and on open episodes, and on the time only for which clients count as active.
+`BATCH_METHODS`, at the end, declares each method once; no other code distinguishes methods. Its functions depend only
+on the pool (ended training episodes) and on open episodes, and on the time only to tell which clients are active.
 """
 
 from collections import Counter
@@ -27,15 +27,15 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Targets(msgspec.Struct, frozen=True, kw_only=True):
-    """The size of a batch. Methods by agreement take what is there; the swarm contract shows these sizes even so."""
+    """The size of a batch. Methods by agreement take the whole pool, but the swarm contract shows these sizes too."""
 
-    episodes: int  # pacing counts no batch with fewer
+    episodes: int  # pacing counts only batches with at least this many
     tasks: int
     non_dummy_tasks: int
 
 
 class Measure(msgspec.Struct, frozen=True):
-    """One measure of collection and its target, 0 when the method sets none.
+    """One measure of collection and its target, 0 if the method sets none.
 
     `decides` marks the measure that the engine's method waits for.
     """
@@ -47,7 +47,7 @@ class Measure(msgspec.Struct, frozen=True):
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch, and the episodes without a signal that leave the pool with it."""
+    """The groups of a batch, and the episodes without a signal that leave the pool with it."""
 
     groups: tuple[BatchGroup, ...]
     no_signal: tuple[Completed, ...] = ()
@@ -56,23 +56,23 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
 class BatchMethod(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that distinguishes one collection method from the others, as pure functions.
 
-    `completed_ns` and `most_batches` are called in asynchronous runs only, where methods by agreement are refused.
+    `completed_ns` and `most_batches` are called only in asynchronous runs, which refuse methods by agreement.
     """
 
     is_by_agreement: bool  # clients say when a batch is complete
     counts_tasks: bool  # a batch needs episodes of `batch_size` different tasks
-    needs_signal: bool  # of which only those count whose rewards differ
+    needs_signal: bool  # only tasks whose rewards differ count
     enough: Callable[[EngineState, Collection, int], bool]  # whether the pool holds a batch, at a time in ns
-    completed_ns: Callable[[EngineState], int]  # when it came to hold one
+    completed_ns: Callable[[EngineState], int]  # when the pool's first batch became complete
     select: Callable[[EngineState], Selection]
     targets: Callable[[Collection], Targets]
-    measures: Callable[[Targets, Progress], tuple[Measure, ...]]  # in the order in which they are shown
-    # The most batches that the pool can make with open episodes, counted by task, and with those that fit any task.
+    measures: Callable[[Targets, Progress], tuple[Measure, ...]]  # in display order
+    # The most batches that the pool can form with open episodes: those counted by task, and those that fit any task.
     most_batches: Callable[[EngineState, Counter[str], int], int]
 
 
 def has_signal(group: list[Completed]) -> bool:
-    """Return whether the rewards of a group differ: when all are equal, every advantage is zero."""
+    """Return whether the rewards of a group differ: if all are equal, every advantage is zero."""
     return have_signal(
         [completed.reward for completed in group],
         [completed.call_rewards for completed in group],
@@ -83,7 +83,7 @@ def has_signal(group: list[Completed]) -> bool:
 def pick(group: list[Completed], size: int) -> list[Completed]:
     """Return the first `size` of a task's episodes in order of completion.
 
-    When those are all equal and a later one differs, it takes the last place, so that the group keeps its signal.
+    If their rewards are all equal and a later episode's differs, it replaces the last one, so the group has a signal.
     """
     chosen = group[:size]
     if len(group) > size and not has_signal(chosen):
@@ -94,7 +94,7 @@ def pick(group: list[Completed], size: int) -> list[Completed]:
 
 
 def tasks(engine: EngineState) -> Iterator[list[Completed]]:
-    """Yield the pool's episodes by task, tasks in the order in which their first episode ended."""
+    """Yield the pool's episodes of each task. Tasks are in the order in which their first episodes ended."""
     for episodes in engine.by_task.values():
         yield [engine.pool[episode] for episode in episodes]
 
@@ -224,7 +224,7 @@ def _select_all(engine: EngineState) -> Selection:
     return Selection(groups=_by_task(engine.pool.values()))
 
 
-# ---- what is shown -----------------------------------------------------------------------------------------
+# ---- progress shown to users -------------------------------------------------------------------------------
 
 
 def _targets(rules: Collection) -> Targets:
@@ -257,7 +257,7 @@ def _measures_of_all_clients(targets: Targets, now: Progress) -> tuple[Measure, 
     return _measures_of_agreement(now, max(1, now.active))
 
 
-# ---- what the pool and open episodes can make (pacing) -----------------------------------------------------
+# ---- batches that the pool and open episodes can form (pacing) ---------------------------------------------
 
 
 def _most_of_episodes(engine: EngineState, named: Counter[str], unnamed: int) -> int:
@@ -271,7 +271,7 @@ def _most_of_tasks(engine: EngineState, named: Counter[str], unnamed: int) -> in
 
 
 def _most_of_non_dummy_tasks(engine: EngineState, named: Counter[str], unnamed: int) -> int:
-    """Leave out full groups whose rewards are all equal: they are not trained."""
+    """Leave out full groups whose rewards are all equal: they are never in a batch."""
     size = engine.collection.num_repeat
     groups = (group for group in tasks(engine) if len(group) < size or has_signal(pick(group, size)))
     pooled = Counter({group[0].task: len(group) for group in groups})
@@ -286,9 +286,10 @@ def _most_groups(named: Counter[str], unnamed: int, rules: Collection) -> int:
 
 
 def _can_make(batches: int, sizes: Counter[int], unnamed: int, rules: Collection) -> bool:
-    """Return whether `batches` can be made. `sizes` counts tasks by their episodes; `unnamed` fit any task.
+    """Return whether `batches` batches can be formed.
 
-    A task has one group in a batch. The groups that lack the fewest episodes are filled first, then new ones are begun.
+    `sizes` maps a number of episodes to the number of tasks that have so many; `unnamed` episodes fit any task. A batch
+    has at most one group of a task. Groups that lack the fewest episodes are filled first, then new ones are begun.
     """
     repeat = rules.num_repeat
     complete = sum(count * min(batches, size // repeat) for size, count in sizes.items())
@@ -372,7 +373,7 @@ def enough(engine: EngineState, now_ns: int) -> bool:
 
 
 def completed_ns(engine: EngineState) -> int:
-    """Return when the pool came to hold what the method requires. Call it only when `enough` holds.
+    """Return when the pool first held what the method requires. Call it only if `enough` holds.
 
     Methods by agreement have no such time.
     """
@@ -382,8 +383,8 @@ def completed_ns(engine: EngineState) -> int:
 def select(engine: EngineState) -> Selection:
     """Select exactly what the method requires; the rest stays in the pool for the next batch.
 
-    Call it once `enough` has held; the pool only grows in between. What was complete first is taken first; in an
-    asynchronous run, what has the oldest tokens, because it would be too old for a later batch.
+    Call it once `enough` has held; until then the pool only grows. Episodes or groups that were complete first are
+    selected first; in an asynchronous run, those with the oldest tokens, which would be too old for a later batch.
     """
     return BATCH_METHODS[engine.collection.method].select(engine)
 

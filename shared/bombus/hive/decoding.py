@@ -1,4 +1,4 @@
-"""Bytes that others wrote, decoded: whatever is wrong with them is one error."""
+"""Decoding of bytes from other processes, with a single exception type for all malformed input."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -10,9 +10,9 @@ _ValueT = TypeVar("_ValueT")
 
 
 def decoded(decode: Callable[[_BytesT], _ValueT], body: _BytesT) -> _ValueT:
-    """Return what msgspec's `decode` makes of `body`. Raises `msgspec.MsgspecError` when these bytes are not that.
+    """Call msgspec's `decode` on `body`. Raises `msgspec.MsgspecError` if the bytes are not a valid value of its type.
 
-    msgspec itself raises other errors for text that is not UTF-8, and for values too deep within each other.
+    msgspec itself raises other errors for text that is not UTF-8, and for values that are nested too deeply.
     """
     try:
         return decode(body)

@@ -1,5 +1,4 @@
-"""How each kind of event is described: a line of English, for the screen and `bombus replay timeline`, and its
-group."""
+"""A one-line description and a group for each kind of event, for the screen and `bombus replay timeline`."""
 
 from collections.abc import Callable, Iterable
 from enum import StrEnum
@@ -16,7 +15,7 @@ E = TypeVar("E", bound=Event)
 
 
 class EventGroup(StrEnum):
-    """A group of events that the screen can show alone. `TROUBLE` overlaps with the others."""
+    """A group of events by which the screen can filter. `TROUBLE` overlaps with the others."""
 
     ALL = "all"
     ENGINE = "engine"
@@ -51,7 +50,7 @@ def tone_of(event: Event) -> EventGroup:
     return EventGroup.TROUBLE if kind.trouble else kind.group
 
 
-# ---- lines that take more than an expression ----------------------------------------------------------------------
+# ---- descriptions that need more than an expression ---------------------------------------------------------------
 
 
 def _count(number: int, noun: str) -> str:
@@ -59,7 +58,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _some(names: Iterable[str]) -> str:
-    """Return one name, or the first and how many more there are."""
+    """Return the only name, or the first and how many more there are."""
     all_names = list(names)
     if not all_names:
         return "nothing"
@@ -143,7 +142,7 @@ def why_quarantined(event: ev.ReplicaQuarantined) -> str:
 def _model_rebuilding(event: ev.ModelRebuilding) -> str:
     if event.over:
         return f"trainer {event.trainer_epoch} has finished rebuilding model {event.model}"
-    what = f"executes operation {event.number} of {event.model} again" if event.number else f"makes {event.model} again"
+    what = f"re-executes operation {event.number} of {event.model}" if event.number else f"rebuilds model {event.model}"
     return f"trainer {event.trainer_epoch} {what}"
 
 
@@ -192,7 +191,7 @@ def _groups(count: int) -> str:
 
 
 class _Says(NamedTuple):
-    """Adds a kind of events of this group to the table."""
+    """Registers the description of a kind of event in this group."""
 
     group: EventGroup
 
@@ -300,7 +299,7 @@ _training(ev.ModelRebuilding, _model_rebuilding)
 _training(ev.OperationAccepted, _operation_accepted)
 _training(
     ev.OperationBegun,
-    lambda event: f"operation {event.number} of {event.model} is begun by trainer {event.trainer_epoch}",
+    lambda event: f"trainer {event.trainer_epoch} begins operation {event.number} of {event.model}",
 )
 _training(ev.OperationCompleted, _operation_completed)
 _training(ev.ModelCheckpointed, lambda event: f"model {event.model} can continue after operation {event.number}")
@@ -318,7 +317,7 @@ _training(
         f"from step {event.starting_step} to {event.num_steps}"
     ),
 )
-_training(ev.BatchesBegun, lambda event: "the trainer has asked for its first batch: environments can join")
+_training(ev.BatchesBegun, lambda event: "the trainer has requested its first batch: environments can join")
 _engine(ev.EnvironmentJoined, _environment_joined)
 _engine(ev.EnvironmentLeft, lambda event: f"environment {event.environment} has left: {event.reason}")
 _episodes(ev.GroupsPushed, _groups_pushed)
@@ -326,21 +325,21 @@ _batches(ev.BatchHandedOut, lambda event: f"batch {event.number} handed out, of 
 _batches(ev.BatchDelivered, lambda event: f"batch {event.number} delivered")
 _batches(ev.GroupsReset, lambda event: "all rollout groups and environments are forgotten")
 _batches(ev.GroupsGivenUp, _groups_given_up, trouble=True)
-_engine(ev.BodiesMoved, lambda event: f"the bodies of {_groups(len(event.moved))} that are waiting are stored again")
+_engine(ev.BodiesMoved, lambda event: f"the bodies of {_groups(len(event.moved))} that still wait were stored again")
 _engine(ev.TrajectoriesReleased, lambda event: f"rollout groups before {event.below} are no longer needed")
 _engine(ev.OperationsReleased, lambda event: f"operations before {event.below} are no longer needed")
 _weights(
     ev.EndpointAdded,
-    lambda event: f"the inference server at {event.host}:{event.port} gets weights that are put in sync",
+    lambda event: f"the inference server at {event.host}:{event.port} gets synced weights",
 )
 _weights(ev.EndpointRemoved, lambda event: f"the inference server at {event.host}:{event.port} gets no more weights")
 _training(
     ev.RestAsked,
-    lambda event: f"the trainer of run {event.run} is to " + ("free its memory" if event.asleep else "go on"),
+    lambda event: f"the trainer of run {event.run} was asked to " + ("free its memory" if event.asleep else "wake up"),
 )
 _training(
     ev.RestReached,
     lambda event: (
-        f"the trainer of run {event.run} " + ("sleeps" if event.asleep else "is awake, with all of its models")
+        f"the trainer of run {event.run} " + ("is asleep" if event.asleep else "is awake, with all of its models")
     ),
 )

@@ -1,15 +1,18 @@
-"""Episodes: the two forms of an id, its name on the log and what its claim returns with a secret; keys and rewards."""
+"""Episode ids, keys and rewards.
+
+The log has an episode's name; its claim returns an id that consists of the name and a secret.
+"""
 
 from typing import Any
 
 KEY_PREFIX = "sk-bombus-"  # an episode's key begins with it
 SECRET_MARK = "."  # between the name and the secret; neither contains it
-REWARD_MAX = 1e9  # in size: squares of gradients stay far within float32
-METADATA_BYTES_MAX = 64 << 10  # of the metadata and the metrics of an episode together
+REWARD_MAX = 1e9  # of its absolute value, so that squares of gradients stay far within float32
+METADATA_BYTES_MAX = 64 << 10  # for the metadata and the metrics of an episode together
 
 
 def without_secret(claimed_id: str) -> str:
-    """Return the name of an episode on the log, for an id with or without the secret of its claim."""
+    """Return an episode's name on the log, given its id with or without the secret."""
     return claimed_id.partition(SECRET_MARK)[0]
 
 
@@ -18,22 +21,22 @@ SHOWN_CHARACTERS = 100
 
 
 def reward_number(value: object) -> float:
-    """Return a reward as a number, whatever its source. Raises `ValueError` for what is none, such as a text.
+    """Convert a reward to a float. Raises `ValueError` if it is not a number, such as a string.
 
-    It may be infinite, NaN, or larger than the hive takes.
+    The result may be infinite, NaN, or larger than the hive accepts.
     """
     try:
-        # An array of several elements raises, and one of a single element is the number in it.
+        # `item` raises for an array of several elements, and returns the number in an array of one.
         found: Any = value.item() if hasattr(value, "item") else value
         if hasattr(type(found), "__float__"):
             return float(found)
-    except Exception:  # the code of somebody's class
+    except Exception:  # raised by the methods of a caller's class
         pass
-    raise ValueError(f"a reward is {NUMBER_FORMS}, and not {_shown(value)}")
+    raise ValueError(f"a reward must be {NUMBER_FORMS}, not {_shown(value)}")
 
 
 def reward_forms_of(value: object) -> float | list[float] | dict[str, float] | None:
-    """Return the reward of an episode: a number, or one for each call, in order or by its id. Raises `ValueError`."""
+    """Convert an episode's reward: a number, or one for each call, in order or by call id. Raises `ValueError`."""
     match value:
         case None:
             return None
@@ -46,11 +49,11 @@ def reward_forms_of(value: object) -> float | list[float] | dict[str, float] | N
     except ValueError as error:
         if hasattr(value, "tolist") and isinstance(several := value.tolist(), list):
             return [reward_number(each) for each in several]
-        raise ValueError(f"{error}; one for each call is a list, or a dict by the calls' ids") from error
+        raise ValueError(f"{error}; to reward each call, give a list, or a dict with the calls' ids as keys") from error
 
 
 def _shown(value: object) -> str:
     try:
         return f"{type(value).__name__} {repr(value)[:SHOWN_CHARACTERS]}"
-    except Exception:  # the code of somebody's class: its kind is enough
+    except Exception:  # raised by `__repr__` of a caller's class: show only its type
         return type(value).__name__

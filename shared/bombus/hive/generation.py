@@ -20,24 +20,24 @@ SCORES_A_FRAME_MAX = 1 << 16  # prompt tokens in one `PromptScores`: with 20 alt
 
 
 def replica_key(secret: bytes) -> str:
-    """Return the key by which replicas know their gateways, made of the secret that signs the hive's keys."""
+    """Return the key that replicas accept from gateways, derived from the secret that signs the hive's keys."""
     return blake2b(b"key for replicas", key=secret, digest_size=32).hexdigest()
 
 
 class CallShape(msgspec.Struct, frozen=True, array_like=True):
-    """A call as its model writes it: `head`, which has the tool's name, and then arguments: JSON of `schema`."""
+    """A tool call as the model writes it: `head` with the tool's name, then the arguments in JSON of `schema`."""
 
     head: str
     schema: str
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The form that an answer must have, from its first token to its end: JSON, or calls, or either of them.
+    """The form that an answer must have, from its first token to its end: JSON, tool calls, or either of them.
 
-    `schema`, where it is given, is that of the JSON; schemas are JSON Schema, as JSON text. Calls are written as
-    `opens`, one of `calls`, further ones that each come after `between`, and `closes`; without `between` there is one.
-    Reasoning may come before all that and ends with `thought`. It begins with `thinks`; without that the prompt has
-    begun it.
+    `schema`, if given, is the schema of the JSON; schemas are JSON Schema, as JSON text. Tool calls are written as
+    `opens`, one of `calls`, further calls each preceded by `between`, and `closes`; without `between`, only one call is
+    allowed. Reasoning may come first. It begins with `thinks` (or in the prompt, if that is empty) and ends with
+    `thought`.
     """
 
     schema: str = ""
@@ -53,16 +53,16 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A request to generate. `prompt` is int32 token ids.
 
     With `stream` false, each choice is sent in as few frames as its versions allow. `traceparent` is the trace (W3C
-    trace context). A replica of another run than `run` refuses, and so does one that cannot hold its answers to the
-    `constraint`.
+    trace context). A replica refuses the request if it belongs to a different run than `run`, or if it cannot enforce
+    the `constraint`.
 
     `adapter` is the address of a LoRA adapter, the SHA-256 of its `adapter_model.safetensors` in hex; "" is the
-    engine's own policy. A replica that does not have it answers `unknown_model`: it has it after `POST /adapters`.
+    engine's own policy. A replica that does not have it answers `unknown_model`; `POST /adapters` sends it there.
 
     With `prompt_logprobs` the prompt is scored too, and `top_prompt` alternatives are reported for each of its tokens.
-    Nothing is generated then where `max_tokens` is 0, which otherwise stands for no limit. With `plain_logprobs` those
-    of sampled tokens, and of their alternatives, are of the model's own distribution: at temperature 1, before bias,
-    penalties and truncation.
+    A `max_tokens` of 0 then means that nothing is generated; otherwise 0 means no limit. With `plain_logprobs`, the
+    logprobs of sampled tokens and their alternatives are those of the model's own distribution: at temperature 1,
+    before bias, penalties and truncation.
     """
 
     id: str
@@ -84,7 +84,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Tokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="tokens", tag_field="kind"):
     """Tokens of one choice, all sampled under one policy version.
 
-    `top` is set when alternatives were requested: for each token its most likely [(id, logprob), ...].
+    `top` is set if alternatives were requested: for each token, the most likely ones as [(id, logprob), ...].
     """
 
     choice: int = 0
@@ -97,11 +97,11 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
 class PromptScores(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="prompt_scores", tag_field="kind"
 ):
-    """Logprobs of the prompt's tokens from number `start`, at temperature 1 and all under one policy version.
+    """Logprobs of the prompt's tokens from index `start`, at temperature 1 and all under one policy version.
 
-    They come once, before anything of choice 0, in as many frames as `SCORES_A_FRAME_MAX` makes of them. The prompt's
-    first token is NaN, since nothing comes before it. `top_tokens` and `top_logprobs` have `width` alternatives for
-    each token, the most likely first; those of the first token are token 0 and NaN.
+    They are sent once, before any frame of choice 0, with at most `SCORES_A_FRAME_MAX` tokens in a frame. The logprob
+    of the prompt's first token is NaN, since no token precedes it. `top_tokens` and `top_logprobs` hold `width`
+    alternatives for each token, the most likely first; for the first token they are token 0 and NaN.
     """
 
     start: int = 0
@@ -115,7 +115,7 @@ class PromptScores(
 class Finished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="finished", tag_field="kind"):
     """One choice is complete. `reason` is `stop` (at a stop token, the last one reported) or `length`.
 
-    An answer that was broken off for another reason has no `Finished`.
+    An answer that ended for any other reason has no `Finished`.
     """
 
     choice: int = 0
@@ -144,7 +144,7 @@ def encode_request(request: Generate) -> bytes:
 
 
 def decode_request(body: bytes) -> Generate:
-    """Decode a request. Raises `msgspec.MsgspecError` when it is not one."""
+    """Decode a request. Raises `msgspec.MsgspecError` if the bytes are not one."""
     return decoded(_requests.decode, body)
 
 
@@ -162,7 +162,7 @@ class FrameReader:
     def feed(self, data: bytes) -> Iterator[Frame]:
         """Yield the frames that `data` completes.
 
-        Raises `ValueError` on a frame over the limit, `msgspec.MsgspecError` on one that is not a frame.
+        Raises `ValueError` for a frame over the size limit, and `msgspec.MsgspecError` for one that cannot be decoded.
         """
         self._buffer += data
         start = 0

@@ -1,10 +1,11 @@
-"""How far ahead of training episodes are handed out: where `max_staleness` is above 0, or they become groups (R14).
+"""Pacing of claims if `max_staleness` is above 0, or if ended episodes become rollout groups (R14).
 
-Step s trains version s - 1, so a token of version v is trained at the age s - 1 - v. Before an episode that is claimed
-now come the batches whose weights no call uses yet, and those that the pool and the open episodes can still make. Their
-number is the age that its samples will have, unless the episode takes longer than the others.
+Step s trains version s - 1, so a token of version v has the age s - 1 - v when it is trained on. Two kinds of batches
+precede an episode that is claimed now: those whose weights no call uses yet, and those that the pool and the open
+episodes can still form. Their number is the age that the episode's samples will have, unless the episode takes longer
+than the others.
 
-Where ended episodes become rollout groups, those that are queued come before it too, and the bound is
+If ended episodes become rollout groups, the queued groups precede the episode too, and the bound is
 `max_carry_staleness`.
 """
 
@@ -20,19 +21,19 @@ from bombus.hive.trajectories.queue import OTHERS
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
-    """The batches before an episode that is claimed now, and why it has to wait ("" when it does not)."""
+    """The batches that precede an episode claimed now, and why the claim has to wait ("" if it does not)."""
 
-    unfinished: int  # sealed batches whose weights the replicas do not serve yet, or an outside trainer does not have
-    sealable: int  # at most this many more can be made of the pool, the open episodes, and the queue of rollout groups
-    max_staleness: int  # the bound; of a run that makes rollout groups max_carry_staleness
+    unfinished: int  # sealed batches whose weights replicas do not serve yet, or which an outside trainer does not have
+    sealable: int  # at most this many more can be formed from the pool, open episodes, and queued rollout groups
+    max_staleness: int  # the bound: max_carry_staleness if episodes become rollout groups
     waits: str
 
 
 def fitting(engine: EngineState, episode: str = "") -> dict[str, Replica]:
-    """Return the replicas that may answer a call: not quarantined, with weights of this run that are recent enough.
+    """Return the replicas that may answer a call: not quarantined, with recent enough weights of this run.
 
-    Recent enough is at most `max_staleness` versions older than the newest, and for a call of an open episode also not
-    older than the version served when it was claimed.
+    Their version may be at most `max_staleness` older than the newest. For a call of an open episode, it must also not
+    be older than the version served when the episode was claimed.
     """
     oldest = max(0, engine.version - engine.collection.max_staleness)
     claimed = engine.open.get(episode)
@@ -46,19 +47,19 @@ def fitting(engine: EngineState, episode: str = "") -> dict[str, Replica]:
 
 
 def served(engine: EngineState) -> int | None:
-    """Return the oldest policy version that may answer a call of a new episode; None when no replica can answer."""
+    """Return the oldest policy version that may answer a call of a new episode, or None if no replica can answer."""
     return min((replica.version for replica in fitting(engine).values()), default=None)
 
 
 def oldest_usable(engine: EngineState) -> int:
-    """Return the policy version before which a token is too old for the next batch and all later ones."""
+    """Return the oldest policy version whose tokens are not too old for the next batch."""
     return engine.step - engine.collection.max_staleness
 
 
 def last_chances(engine: EngineState) -> int:
-    """Return how many open episodes can be in the next batch but in no later one: a complete batch waits for them.
+    """Return how many open episodes can be in the next batch but not in a later one: a complete batch waits for them.
 
-    An episode without a recorded call may have one in flight that is as old as its claim.
+    An episode without a recorded call counts with the version at its claim, since a call of that age may be in flight.
     """
     last = oldest_usable(engine)
     return sum(
@@ -69,10 +70,10 @@ def last_chances(engine: EngineState) -> int:
 
 
 def pace(engine: EngineState, count: int = 1, task_hint: str = "") -> Pace | None:
-    """Return the pace for a claim of `count` training episodes; None when training is synchronous.
+    """Return the pace for a claim of `count` training episodes, or None if training is synchronous.
 
-    No claim waits forever. When no episode is open, every batch that the pool can make has been sealed; once those are
-    trained the next claim is granted, whatever its size.
+    No claim waits forever. When no episode is open, every batch that the pool can form has been sealed; once these
+    batches are trained on, the next claim is granted, whatever its size.
     """
     if engine.groups_episodes:
         return _pace_of_groups(engine, count, task_hint)
@@ -88,7 +89,7 @@ def pace(engine: EngineState, count: int = 1, task_hint: str = "") -> Pace | Non
     elif unfinished + sealable > bound and not _is_idle(engine):
         waits = (
             f"unfinished batches ({unfinished}) and those under way ({sealable}) exceed collection.max_staleness "
-            f"({bound}), so its samples would be too old when they are trained"
+            f"({bound}), so the episode's samples would be too old when they are trained on"
         )
     return Pace(unfinished=unfinished, sealable=sealable, max_staleness=bound, waits=waits)
 
@@ -102,10 +103,10 @@ def _is_idle(engine: EngineState) -> bool:
 
 
 def _pace_of_groups(engine: EngineState, count: int, task_hint: str) -> Pace:
-    """Return the pace where ended episodes become rollout groups.
+    """Return the pace for a run in which ended episodes become rollout groups.
 
-    No claim waits forever for groups that fit no batch: what is queued counts in full only while a batch can be formed
-    of it, or is being trained, or has not reached its outside trainer. Then the queue gets shorter.
+    No claim waits forever for groups that fit no batch: the queue counts in full only while it will get shorter, that
+    is while a batch can be formed from it, is being trained on, or has not reached its outside trainer.
     """
     bound, handed = engine.collection.max_carry_staleness, engine.trajectories.batch
     unfinished = max(0, engine.step - engine.version) + (handed is not None and not handed.delivered)
@@ -116,11 +117,11 @@ def _pace_of_groups(engine: EngineState, count: int, task_hint: str) -> Pace:
     if unfinished + sealable > bound and not nothing_comes:
         waits = (
             f"batches that are under way ({unfinished}) and those that queued groups and running episodes can make "
-            f"({sealable}) "
-            f"exceed collection.max_carry_staleness ({bound}), so its group would be too old when it is trained"
+            f"({sealable}) exceed collection.max_carry_staleness ({bound}), so the episode's group would be too old "
+            "when it is trained on"
         )
         if _has_made_its_last_step(engine):
-            waits = "the run has made its last step (num_steps), so what is queued is no longer trained"
+            waits = "the run has made its last step (num_steps), so queued groups are no longer trained on"
     return Pace(unfinished=unfinished, sealable=sealable, max_staleness=bound, waits=waits)
 
 
@@ -130,10 +131,10 @@ def _has_made_its_last_step(engine: EngineState) -> bool:
 
 
 def _most_grouped(engine: EngineState, counts_queue: bool, more: int, task_hint: str) -> int:
-    """Return how many batches come before an episode that is claimed now, of what is queued and of what is played.
+    """Return how many batches of queued groups and running episodes precede an episode that is claimed now.
 
-    Groups of episodes share each batch with those of the environments that have some queued, by weight. A queue that
-    does not count in full is less than a batch.
+    Each batch is divided by weight between groups of episodes and the groups of environments that have some queued. A
+    queue that does not count in full counts as less than a batch.
     """
     queue = engine.trajectories.queue
     played = _sequences_played(engine, more, task_hint)
@@ -145,9 +146,10 @@ def _most_grouped(engine: EngineState, counts_queue: bool, more: int, task_hint:
 
 
 def _sequences_played(engine: EngineState, more: int = 0, task_hint: str = "") -> int:
-    """Return about how many sequences the pool, the open training episodes and `more` of them will be in groups.
+    """Estimate how many sequences the groups of the pool, the open training episodes and `more` episodes will have.
 
-    Open episodes count where they help most. An episode has as many sequences as those before it had, else one.
+    Open episodes without a task count for the groups that they can complete. An episode counts with the mean number of
+    sequences of earlier ones, or with one sequence if there are none.
     """
     size = engine.collection.num_repeat
     by_task = Counter({task: len(episodes) for task, episodes in engine.by_task.items()})
@@ -166,11 +168,11 @@ def _sequences_played(engine: EngineState, more: int = 0, task_hint: str = "") -
 
 
 def most_batches(engine: EngineState, more: int = 0, task_hint: str = "") -> int:
-    """Return how many complete batches the pool, the open training episodes and `more` of them can make at most.
+    """Return the most complete batches that the pool, the open training episodes and `more` episodes can form.
 
-    An open episode counts for the task that its claim named, or for the one where it helps most. Episodes that can
-    never be used do not count: those with a token that is too old, and full groups whose rewards are all equal when the
-    method leaves these out.
+    An open episode counts for the task that its claim named, or otherwise for the task where it helps most. Episodes
+    that can never be used do not count: those with a token that is too old and, if the method requires a signal, those
+    of full groups whose rewards are all equal.
     """
     rules = engine.collection
     method = BATCH_METHODS[rules.method]
@@ -183,7 +185,7 @@ def most_batches(engine: EngineState, more: int = 0, task_hint: str = "") -> int
 
 
 def _usable(engine: EngineState) -> Counter[str]:
-    """Count the open training episodes that are not too old, by the task that their claim named."""
+    """Count the open training episodes that are not too old, by the task that the claim of each named."""
     usable, bound = Counter(engine.open_tasks), oldest_usable(engine)
     for oldest, tasks in engine.open_aged.items():
         if oldest < bound:

@@ -1,24 +1,24 @@
-"""The time in which a leader was at work, which is what deadlines of work count (R5)."""
+"""The time during which a coordinator led: deadlines count only this time (R5)."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
 
 import msgspec
 
-TICK_NS = 1_000_000_000  # a leader sends a tick so often, and each shows that it leads for so long
-LATE_NS = 2_000_000_000  # a tick that comes so long after the one before was late: no coordinator led in between
-PAUSES_KEPT = 1_000  # deadlines that began before these count from the end of the first of them
+TICK_NS = 1_000_000_000  # the interval at which a leader sends ticks, each of which accounts for one interval
+LATE_NS = 2_000_000_000  # a longer interval between two ticks means that no coordinator led in between
+PAUSES_KEPT = 1_000  # a deadline that began before all of these counts from the end of the oldest
 
 
 class Pause(msgspec.Struct, frozen=True, array_like=True):
-    """A time without a leader, which ended at `until_ns`. The hive had been led for `led_ns` by then."""
+    """A period without a leader, which ended at `until_ns`. The hive had been led for `led_ns` in all by then."""
 
     until_ns: int = 0
     led_ns: int = 0
 
 
 def led_ns(pauses: Sequence[Pause], at_ns: int) -> int:
-    """Return for how long the hive had been led at `at_ns`. Only differences of it mean something."""
+    """Return how long the hive had been led in all by `at_ns`. Only differences between two results are meaningful."""
     after = bisect_right(pauses, at_ns, key=lambda pause: pause.until_ns)
     before = pauses[after - 1] if after else Pause()
     led = before.led_ns + at_ns - before.until_ns
@@ -26,6 +26,6 @@ def led_ns(pauses: Sequence[Pause], at_ns: int) -> int:
 
 
 def note_pause(pauses: list[Pause], since_ns: int, until_ns: int) -> None:
-    """Add a pause to those before it. The oldest are forgotten beyond `PAUSES_KEPT`."""
+    """Append a pause, and drop the oldest beyond `PAUSES_KEPT`."""
     pauses.append(Pause(until_ns, led_ns(pauses, since_ns)))
     del pauses[:-PAUSES_KEPT]

@@ -1,8 +1,8 @@
-"""What the holders of keys pin of the stream `calls`: what cannot be purged while their episodes still need it (R12).
+"""The bytes that each holder pins in the stream `calls`: they cannot be purged while its episodes need them (R12).
 
-The calls of each holder have a subject of their own, which is purged up to the claim of the holder's oldest episode
-that needs its calls. So an episode pins everything that its holder has stored since its claim, whatever became of it,
-and nothing of what others have stored.
+A holder is a key, or all clients without a named key. Each holder's calls have a separate subject, which is purged up
+to the claim of the holder's oldest episode that still needs its calls. So an episode pins every call that its holder
+has stored since the episode's claim, even calls that are no longer needed, and no call of another holder.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,9 +14,9 @@ from bombus.hive.shares import has_share_of_stream
 
 
 class Pin(msgspec.Struct, frozen=True, array_like=True):
-    """The claim of an episode, before whose calls the holder had stored so many `bytes`.
+    """The claim of an episode. When it was claimed, its holder had stored `bytes` bytes of calls.
 
-    None of its calls is before `calls_from` in the stream.
+    All calls of the episode are at or after the sequence `calls_from` of the stream.
     """
 
     calls_from: int
@@ -24,19 +24,19 @@ class Pin(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HeldCalls(msgspec.Struct):
-    """The calls of one holder on an engine. `pins` has the episodes that need theirs, in the order of their claims."""
+    """The calls of one holder on an engine. `pins` holds the episodes that need their calls, in order of claim."""
 
-    bytes: int = 0  # of all that were noted, late ones too
-    pinned: int = 0  # of them, those that cannot be purged
+    bytes: int = 0  # of all noted calls, including late ones
+    pinned: int = 0  # the bytes that cannot be purged
     pins: dict[str, Pin] = {}
 
     def floor(self, newest_call: int) -> int:
-        """Return the sequence below which no call of the holder is needed, now or later."""
+        """Return the sequence below which no call of the holder is needed any more."""
         return min((pin.calls_from for pin in self.pins.values()), default=newest_call)
 
 
 class StoredCalls(msgspec.Struct):
-    """The calls of an engine, by whose share they count for, and how many bytes of them all holders pin."""
+    """The calls of an engine by holder, and how many bytes all holders together pin."""
 
     holders: dict[str, HeldCalls] = {}
     pinned: int = 0
@@ -53,13 +53,13 @@ class StoredCalls(msgspec.Struct):
             self.pinned += size
 
     def lower(self, holder: str, episode: str, seq: int) -> None:
-        """Note that an episode has a call at a sequence that was used before its claim (R6)."""
+        """Record that an episode has a call at a sequence that was assigned before its claim (R6)."""
         pins = self.holders[holder].pins
         if episode in pins:
             pins[episode] = Pin(seq, pins[episode].bytes)
 
     def release(self, episodes: Iterable[str]) -> None:
-        """Note that the calls of these episodes are no longer needed."""
+        """Record that the calls of these episodes are no longer needed."""
         names = tuple(episodes)
         for calls in self.holders.values():
             before = len(calls.pins)
@@ -69,7 +69,7 @@ class StoredCalls(msgspec.Struct):
                 self._count(calls)
 
     def keep(self, episodes: Iterable[str]) -> None:
-        """Note that only the calls of these episodes are still needed."""
+        """Record that only the calls of these episodes are still needed."""
         kept = set(episodes)
         self.release([name for calls in self.holders.values() for name in calls.pins if name not in kept])
 
@@ -81,7 +81,7 @@ class StoredCalls(msgspec.Struct):
 
 
 def why_no_share(pinned: Mapping[str, int], holder: str, size: int, more: int = 1) -> str:
-    """Return why a holder may not pin so many bytes `more` of a stream of this `size`, "" where it may."""
+    """Return why a holder may not pin `more` bytes of a stream of `size` bytes, or "" if it may."""
     if has_share_of_stream(pinned, holder, size, more):
         return ""
     return (

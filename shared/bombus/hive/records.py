@@ -15,17 +15,17 @@ from bombus.errors import LogCorrupted
 from bombus.hive.decoding import decoded
 
 DIGEST_BYTES = 16
-BODY_BYTES_MAX = 32 << 20  # of an operation, or of a result
+BODY_BYTES_MAX = 32 << 20  # for an operation or a result
 BODY_PARTS_MAX = 1024
 
 
 def digest(body: bytes) -> bytes:
-    """Return the 16-byte blake2b digest with which a reference is checked against what it names (R6)."""
+    """Return the 16-byte blake2b digest that a reference holds, to check the bytes found at its place (R6)."""
     return hasher(body).digest()
 
 
 def hasher(beginning: bytes = b"") -> blake2b:
-    """Return what makes the `digest` of a body that comes in parts."""
+    """Return a hash object that computes the `digest` of a body that arrives in parts."""
     return blake2b(beginning, digest_size=DIGEST_BYTES)
 
 
@@ -62,7 +62,7 @@ class BodyRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def first(self) -> int:
-        """Return the earliest sequence: a part that was sent again may come after the next one."""
+        """Return the lowest sequence. The parts may be out of order, since a part can be resent after a later one."""
         return min(self.seqs)
 
 
@@ -81,7 +81,7 @@ class FinishReason(StrEnum):
 
 
 class LengthLimit(StrEnum):
-    """What ended a choice whose finish reason is `length`."""
+    """The limit that ended a choice whose finish reason is `length`."""
 
     REQUEST = "request"  # its own max_tokens: it is as long as intended
     TURN = "turn"  # the job's max_response_length_in_one_turn
@@ -93,17 +93,17 @@ class LengthLimit(StrEnum):
 
 class CallStatus(StrEnum):
     COMPLETE = "complete"
-    CUT_OFF = "cut_off"  # the client disconnected: kept for replay, never trained
+    CUT_OFF = "cut_off"  # the client disconnected: kept for replay, never trained on
 
 
-TEMPERATURE_MIN = 0.01  # above 0, which is greedy: logits over a smaller one may leave float32. It is vLLM's least too
+TEMPERATURE_MIN = 0.01  # the lowest above 0 (greedy), as in vLLM: logits divided by less may overflow float32
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The parameters of sampling. The defaults are the unmodified distribution of the model.
+    """Sampling parameters. The defaults sample from the unmodified distribution of the model.
 
-    `min_p` and the penalties are vLLM's: presence and frequency count the tokens that were sampled, repetition those of
-    the prompt too. `logit_bias` is added to the logits of its tokens.
+    `min_p` and the penalties are defined as in vLLM: the presence and frequency penalties count sampled tokens only,
+    the repetition penalty also counts prompt tokens. `logit_bias` maps token ids to values added to their logits.
     """
 
     max_tokens: int = 0
@@ -121,10 +121,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Choice(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One completion. `tokens` (int32) and `logprobs` (float32) are of equal length.
+    """One completion. `tokens` (int32) and `logprobs` (float32) have one entry for each token.
 
-    `limit` is the `LengthLimit` that ended it where `finish` is `length`, and `reasoning_tokens` counts those with text
-    of the model's reasoning; records of earlier versions have neither.
+    If `finish` is `length`, `limit` is the `LengthLimit` that ended it. `reasoning_tokens` counts the tokens of the
+    model's reasoning. Records of earlier versions have neither field.
     """
 
     tokens: bytes
@@ -136,7 +136,7 @@ class Choice(msgspec.Struct, frozen=True, omit_defaults=True):
     reasoning_tokens: int = 0
 
     def was_cut(self, tokens_max: int) -> bool:
-        """Return whether it was cut at any limit but its request's own. Without `limit` that is at `tokens_max`."""
+        """Return whether it was cut at a limit other than its request's own; without `limit`, at `tokens_max`."""
         if self.finish != FinishReason.LENGTH:
             return False
         if self.limit:
@@ -158,8 +158,8 @@ class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
 class CallRecord(msgspec.Struct, frozen=True, kw_only=True, tag="call.v1", tag_field="kind", omit_defaults=True):
     """One model call of an episode, as stored in the `calls` stream.
 
-    The prompt is that of the parent call (its prompt, then the tokens of its choice `parent_choice`) followed by
-    `prompt_tail`; without a parent it is `prompt_tail` alone. An episode of n turns therefore costs O(n) tokens.
+    The prompt is the parent call's prompt, then the tokens of the parent's choice `parent_choice`, then `prompt_tail`;
+    without a parent it is `prompt_tail` alone. An episode of n turns therefore stores O(n) tokens.
     """
 
     id: str
@@ -173,19 +173,19 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True, tag="call.v1", tag_f
     choices: tuple[Choice, ...]
     sampling: SamplingParams
     status: CallStatus = CallStatus.COMPLETE
-    messages: tuple[dict[str, Any], ...] = ()  # those that the parent's conversation did not have
+    messages: tuple[dict[str, Any], ...] = ()  # the messages that the parent's conversation did not have
     tools: tuple[dict[str, Any], ...] = ()  # only on a call without a parent
     request_digest: bytes = b""
-    role: str = ""  # a sub-agent's name, when the harness gives one
+    role: str = ""  # a sub-agent's name, if the harness gives one
     replica: str = ""
     timings: Timings = Timings()
     trace: str = ""
     chat_template_kwargs: dict[str, bool | int | float | str] = {}  # the request's; only on a call without a parent
-    # What the harness made the call for on its own account, such as `title`.
+    # The purpose of a call that the harness made for itself, outside the task, such as `title`.
     auxiliary_call: str = msgspec.field(default="", name="side_call")
-    overridden: tuple[str, ...] = ()  # what its client asked for and did not get, such as `temperature`
-    # The demands that its engine held all tokens of its answers to, such as `response_format`: logprobs are those of
-    # what was left to choose from.
+    overridden: tuple[str, ...] = ()  # request fields that were not applied as the client sent them: `temperature`
+    # The request fields that constrained every token of its answers, such as `response_format`: the logprobs are those
+    # of the distribution over the allowed tokens.
     constrained: tuple[str, ...] = ()
 
     def completion_tokens(self) -> int:
@@ -197,8 +197,9 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True, tag="call.v1", tag_f
     def was_cut(self, turn_tokens_max: int, model_len_max: int) -> bool:
         """Return whether a choice was cut at a limit of its job, its model or its replica.
 
-        A choice that ended at a smaller `max_tokens` of its request is as long as intended. The job's limits, of a turn
-        and of prompt and completion together, decide for records of earlier versions, which do not say what cut them.
+        A choice that ended at a smaller `max_tokens` of its request is as long as intended. Records of earlier versions
+        do not say which limit cut them: for those, the job's limits on a turn and on prompt and completion together
+        decide.
         """
         tokens_max = min(turn_tokens_max, model_len_max - self.prompt_tokens)
         return any(choice.was_cut(tokens_max) for choice in self.choices)
@@ -213,12 +214,12 @@ def encode_record(record: CallRecord) -> bytes:
 
 
 def decode_record(body: bytes, ref: CallRef | None = None) -> CallRecord:
-    """Decode a record, and with `ref` check that it is the one that was referenced.
+    """Decode a record. With `ref`, check that it is the record that `ref` names.
 
-    Raises `LogCorrupted` when the digest or id differ, or when the bytes are not a call record.
+    Raises `LogCorrupted` if its digest or id differs, or if the bytes are not a call record.
     """
     if ref is not None and digest(body) != ref.digest:
-        raise LogCorrupted(f"call {ref.id} at {ref.seq}: the stored record is not the one that was referenced")
+        raise LogCorrupted(f"call {ref.id} at {ref.seq}: the digest of the stored record differs from the reference's")
     try:
         record = decoded(_decoder.decode, body)
     except msgspec.MsgspecError as error:

@@ -1,4 +1,4 @@
-"""Which rewards of a group teach anything: the one definition of a signal, for whatever collects, filters or trains."""
+"""Whether the rewards of a group give a training signal: the one definition that collection, filters and losses use."""
 
 from collections.abc import Iterable, Sequence
 from math import isfinite
@@ -7,9 +7,9 @@ SPREAD_MIN = 1e-6  # rewards that differ by less are equal
 
 
 def differ(rewards: Iterable[float]) -> bool:
-    """Return whether some of these rewards differ, so that comparing them gives advantages. One alone does not.
+    """Return whether some of these rewards differ, so that comparing them gives advantages. False for a single reward.
 
-    One that is not finite equals no other: it gives advantages that are not finite either, by which it is found.
+    A reward that is not finite differs from all others: it gives advantages that are not finite, so that it is noticed.
     """
     values = tuple(rewards)
     return len(values) > 1 and (max(values) - min(values) >= SPREAD_MIN or not all(map(isfinite, values)))
@@ -18,9 +18,9 @@ def differ(rewards: Iterable[float]) -> bool:
 def rewards_by_turn(
     rewards: Sequence[float], call_rewards: Sequence[Sequence[float] | None], calls: Sequence[int]
 ) -> list[dict[int, float]]:
-    """Return for each turn the rewards of the episodes that reached it, by the episodes' places in their group.
+    """Return, for each turn, the rewards of the episodes that reached it, by the episodes' indices in their group.
 
-    An episode without call rewards gives its own to each of its `calls`.
+    For an episode without call rewards, each of its `calls` calls gets the reward of the episode.
     """
     spread = [
         [reward] * count if given is None else given
@@ -31,9 +31,9 @@ def rewards_by_turn(
 
 
 def have_signal(rewards: Sequence[float], call_rewards: Sequence[Sequence[float] | None], calls: Sequence[int]) -> bool:
-    """Return whether the episodes of a group can be told apart: where they cannot, every advantage within it is 0.
+    """Return whether the rewards of a group's episodes differ: if not, every advantage within the group is 0.
 
-    They are compared as `bombus.datums.advantages` does: turn by turn where any episode has rewards for its calls.
+    They are compared as `bombus.datums.advantages` does: turn by turn if any episode has rewards for its calls.
     """
     if all(given is None for given in call_rewards):
         return differ(rewards)

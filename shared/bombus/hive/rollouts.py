@@ -4,7 +4,7 @@ import msgspec
 
 from bombus.hive.events import Outcome
 
-METRICS_MAX = 64  # names; what episodes report beyond them is in no sum
+METRICS_MAX = 64  # names; further metrics that episodes report are not summed
 STEPS_KEPT = 16
 SILENT = "groups_without_signal"  # the trainer's metric of a step
 
@@ -23,11 +23,11 @@ class MetricSum(msgspec.Struct, array_like=True):
 
 
 class RolloutFigures(msgspec.Struct):
-    """What episodes have reported: `step` is that of the batch that was sealed after them, 0 until it is."""
+    """Sums of the figures that episodes report until a batch is sealed. `step` is that batch's, 0 until then."""
 
     step: int = 0
     rewards: MetricSum = msgspec.field(default_factory=MetricSum)
-    successes: MetricSum = msgspec.field(default_factory=MetricSum)  # of the episodes that say whether they are one
+    successes: MetricSum = msgspec.field(default_factory=MetricSum)  # over the episodes that report `is_success`
     completion_tokens: MetricSum = msgspec.field(default_factory=MetricSum)
     metrics: dict[str, MetricSum] = {}
 
@@ -42,5 +42,5 @@ class RolloutFigures(msgspec.Struct):
 
 
 def silent_after(before: int, groups: int, metrics: dict[str, float]) -> int:
-    """Return how many steps in a row had no group with a signal, after one of so many groups."""
+    """Return how many steps in a row had no group with a signal, after a further step of `groups` groups."""
     return before + 1 if 0 < groups <= metrics.get(SILENT, 0.0) else 0

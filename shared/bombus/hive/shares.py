@@ -1,7 +1,7 @@
-"""What is limited for all is shared by keys: none can take what the others need.
+"""Fair sharing of limited resources between keys, so that no key can crowd out the others.
 
-Whose something is counts by the name of a key, "" for all keys without one, and `ADMIN` for the hive's own. A client
-chooses every other name itself, and could have as many shares as it likes.
+A holder is identified by the name of its key: "" for all keys without a name, `ADMIN` for the hive's admin key. All
+other names are chosen by clients, so a client could use them to get as many shares as it likes.
 """
 
 from collections import Counter
@@ -9,24 +9,24 @@ from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import TypeVar
 
-ADMIN = "/admin"  # no key has such a name
-IMPORTED = "/imported"  # nor this one: calls of an imported log, of which no message says whose they are
-SHARED = 0.75  # of a stream that keys fill: what is left lets others in, and work in progress end
+ADMIN = "/admin"  # not a possible name of a key
+IMPORTED = "/imported"  # likewise: the holder of an imported log's calls, since no message names theirs
+SHARED = 0.75  # the fraction of a stream that is shared freely; the rest admits new holders and lets open work finish
 
 K = TypeVar("K")
 V = TypeVar("V")
 
 
 def share_name(owner: str, admin: bool) -> str:
-    """Return for whose share something counts, by the name of its key; `admin` says that it was the hive's own."""
+    """Return the holder for the name of a key; `admin` says that it is the hive's admin key."""
     return ADMIN if admin else owner
 
 
 def has_share(held: Mapping[str, int], holder: str, limit: int, more: int = 1) -> bool:
-    """Return whether a holder may have so much `more` of what all of them together have `limit` of.
+    """Return whether a holder may take `more` of a resource of which all holders together may have `limit`.
 
-    What is free is anybody's. Once all of it is taken, each holder still gets its share: the limit divided by the
-    number of those who have some. So nobody is locked out, and for a while there is more than the limit.
+    Any holder may take what is free. Once nothing is free, each holder may still have its share: the limit divided by
+    the number of holders that have some. So no holder is locked out, but the total may exceed the limit for a while.
     """
     if sum(held.values()) + more <= limit:
         return True
@@ -35,18 +35,21 @@ def has_share(held: Mapping[str, int], holder: str, limit: int, more: int = 1) -
 
 
 def has_share_of_stream(held: Mapping[str, int], holder: str, size: int, more: int = 1) -> bool:
-    """Return whether a holder may keep so many bytes `more` of a stream of this `size`. A part of it stays free."""
+    """Return whether a holder may keep `more` bytes of a stream of `size` bytes. Part of the stream stays free."""
     return has_share(held, holder, int(SHARED * size), more)
 
 
 def trim_fairly(kept: dict[K, V], limit: int, holder_of: Callable[[V], str]) -> None:
-    """Drop the oldest entries beyond `limit` of those who have most, many at a time."""
+    """Drop entries beyond `limit`, many at a time: the oldest entries of the holders that have the most."""
     for key in surplus(kept, limit, holder_of):
         del kept[key]
 
 
 def surplus(kept: Mapping[K, V], limit: int, holder_of: Callable[[V], str]) -> list[K]:
-    """Return the keys of what is to be dropped, the oldest of those who have most: none until it is an eighth."""
+    """Return the keys of the entries to drop: the oldest of the holders that have the most, as `trim_fairly` does.
+
+    Empty until `limit` is exceeded by more than an eighth.
+    """
     if len(kept) <= limit + limit // 8:
         return []
     held = Counter(map(holder_of, kept.values()))
@@ -60,7 +63,7 @@ def surplus(kept: Mapping[K, V], limit: int, holder_of: Callable[[V], str]) -> l
 
 
 def _level(amounts: list[int], limit: int) -> int:
-    """Return how much each may keep of ascending amounts for their sum to be at most the limit."""
+    """Return the cap on each of these ascending amounts that keeps their sum within the limit."""
     left = limit
     for index, amount in enumerate(amounts):
         others = len(amounts) - index

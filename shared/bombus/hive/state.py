@@ -1,8 +1,8 @@
 """The state of a hive: the fold of its events, and nothing else.
 
-Every service folds the same log with the same function (`bombus.hive.fold`), so all of them have the same state without
-asking each other. What is outstanding, such as a batch, is read here too: a durable consumer would be a second account
-of it, and the two could disagree after a crash.
+Every service folds the same log with the same function (`bombus.hive.fold`), so all have the same state without asking
+each other. Outstanding work, such as a batch, is read from this state too: a durable consumer of the bus would be a
+second record of it, and the two could disagree after a crash.
 """
 
 from collections import Counter
@@ -25,15 +25,15 @@ from bombus.hive.trajectories import queue as queues
 from bombus.hive.trajectories.queue import QueuedGroup
 from bombus.hive.trajectories.state import Trajectories
 
-FOLD = 14  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
-OUTCOMES_KEPT = 100_000  # ended episodes of a run whose outcome is still known
+FOLD = 14  # incremented whenever `evolve` folds an old log into a different state, so that older snapshots are not used
+OUTCOMES_KEPT = 100_000  # closed episodes of a run whose outcomes are kept
 COMMANDS_KEPT = 1_000
 EVALS_KEPT = 256
-DATA_SETS_MAX = 32  # of one version that are counted each by itself
+DATA_SETS_MAX = 32  # with separate evaluation figures, for one version
 ASIDE_KEPT = 8
 ACTIVE_S = 600.0  # how long a client counts as active after it ended an episode, as in the swarm contract
-FORMATS_MAX = 4  # ways of reading the model of one run that are told apart
-STEPS_NEEDED = 2  # the older of a trainer's two checkpoints lacks this many steps, if it saves one in each step
+FORMATS_MAX = 4  # distinct conversation formats that are recorded for the model of one run
+STEPS_NEEDED = 2  # the steps that may have to be made or repeated even if a trainer saves a checkpoint in each step
 NO_TRAINER = "waiting for a trainer"
 BOOTED = "booted"  # the stage of an engine that has booted and is not rolling yet
 
@@ -41,7 +41,8 @@ BOOTED = "booted"  # the stage of an engine that has booted and is not rolling y
 class Phase(StrEnum):
     """The phase of an engine, as the swarm contract spells it.
 
-    Clients of the contract depend on these: any other condition is in the status and in refusals, not in a new phase.
+    Clients of the contract depend on these values: any other condition is shown in the status and in refusals instead
+    of as a new phase.
     """
 
     OFFLINE = "ENGINE.OFFLINE"
@@ -63,30 +64,30 @@ class Episode(msgspec.Struct, kw_only=True):
     version: int
     task_hint: str = ""
     calls: list[NotedCall] = []
-    calls_from: int = 0  # none of its calls is before this sequence of the `calls` stream (see retention.py)
+    calls_from: int = 0  # all its calls are at or after this sequence of `calls` (see the coordinator's retention.py)
     last_call_ns: int = 0
     owner: str = ""  # the name of its client's key
-    admin: bool = False  # that key is the hive's own
-    sampler: ev.SamplerWeights | None = None  # what its calls sample from, in a run of operations
-    partners: dict[str, str] = {}  # by engine: the other episodes of its multi-model episode, open for as long as it is
-    oldest: int | None = None  # the oldest policy version of its tokens that are trained
-    touches: bool = False  # whether the client that holds it shows that it lives
+    admin: bool = False  # whether that key is the hive's admin key
+    sampler: ev.SamplerWeights | None = None  # the weights that its calls sample from, in an operations run
+    partners: dict[str, str] = {}  # by engine: the other episodes of its multi-model episode, which end when it does
+    oldest: int | None = None  # the oldest policy version among its tokens that can be trained on
+    touches: bool = False  # whether its client sends heartbeats while it holds the episode
 
     @property
     def holder(self) -> str:
-        """Return for whose share its calls count."""
+        """Return the holder whose share its calls count toward."""
         return share_name(self.owner, self.admin)
 
     def complete_calls(self) -> list[NotedCall]:
         return [call for call in self.calls if call.status == CallStatus.COMPLETE]
 
     def trainable_calls(self) -> list[NotedCall]:
-        """Return the calls that are trained: the complete ones, without auxiliary calls that the job masks."""
+        """Return the calls that can be trained on: the complete ones, without auxiliary calls that the job masks."""
         return [call for call in self.complete_calls() if not call.masked]
 
 
 class Completed(msgspec.Struct, kw_only=True, frozen=True):
-    """An ended training episode that waits in the pool. `sampler` is the saved model that it has sampled from.
+    """An ended training episode that waits in the pool. `sampler` is the saved model that it sampled from.
 
     `owner` is the name of its client's key.
     """
@@ -106,14 +107,14 @@ class Completed(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def holder(self) -> str:
-        """Return whose share of the pool it takes: that of a key's name, or of a client whose key has none."""
+        """Return the holder whose share of the pool it uses: its key's name or, if the key has no name, its client."""
         return self.owner or self.client
 
 
 class Closed(msgspec.Struct, frozen=True, array_like=True):
-    """The end of a closed episode: the digest of its outcome, or the reason of its abort.
+    """How an episode was closed: the digest of its outcome, or the reason why it was aborted.
 
-    `holder` is for whose share its calls count.
+    `holder` is the holder whose share its calls count toward.
     """
 
     client: str
@@ -128,9 +129,9 @@ class Replica(msgspec.Struct, kw_only=True):
     joined_ns: int
     run: int = 0
     version: int = -1
-    sequence_tokens: int = 0  # the longest sequence that it serves, 0 where it does not say
+    sequence_tokens: int = 0  # the longest sequence that it serves, 0 if it does not say
     constrains: bool = False  # whether it supports structured output
-    quarantined: ev.ReplicaQuarantined | None = None  # why it gets no calls, and nothing waits for it
+    quarantined: ev.ReplicaQuarantined | None = None  # why it gets no calls, and why the run does not wait for it
 
 
 class RewardStats(msgspec.Struct):
@@ -155,22 +156,22 @@ class RewardStats(msgspec.Struct):
 
 
 class EvalFigures(RewardStats):
-    """Evaluation episodes of which one policy version has sampled every token.
+    """Figures of evaluation episodes whose tokens were all sampled by one policy version.
 
-    `mixed` has those that were claimed at that version and have tokens of several: no mean is over both.
+    `mixed` counts episodes that were claimed at that version but have tokens of several. No mean covers both.
     """
 
     mixed: RewardStats = msgspec.field(default_factory=RewardStats)
 
 
 class EvalStats(EvalFigures):
-    """The evaluation of one policy version, in all and by the data sets that its episodes name."""
+    """The evaluation of one policy version: in total, and by the data set that each episode names."""
 
     data_sets: dict[str, EvalFigures] = {}
 
 
 class Counters(msgspec.Struct):
-    """Totals since the run began. `calls_merged` has none of `calls_masked`, which are auxiliary calls."""
+    """Totals since the run began. `calls_merged` does not include `calls_masked`, which are auxiliary calls."""
 
     claimed: int = 0
     ended: int = 0
@@ -183,8 +184,8 @@ class Counters(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     calls_masked: int = 0
-    taken: int = 0  # by clients of training operations
-    calls_incomplete: int = 0  # without a part of their conversation, such as an image
+    taken: int = 0  # episodes taken by training clients, or for rollout groups
+    calls_incomplete: int = 0  # calls whose prompt lacks a part of the conversation, such as an image
 
 
 class EngineState(msgspec.Struct, kw_only=True):
@@ -192,15 +193,15 @@ class EngineState(msgspec.Struct, kw_only=True):
     phase: Phase = Phase.OFFLINE
     phase_since_ns: int = 0
     stage: str = ""  # while booting: what it waits for
-    failure: str = ""  # why the last run ended, "" when it did not fail
-    suspended: str = ""  # why the run waits for its operator, "" while it goes on
-    until_served: bool = False  # a suspended run goes on by itself once a replica serves `weights`
-    suspensions: int = 0  # of this run, over or not
-    rest_wanted: bool = False  # the trainer of a run of operations is to free its memory
-    asleep: bool = False  # it has said so since that was wanted, or not yet that it has taken its memory again
-    rest_since_ns: int = 0  # when that was asked for last
-    resumed_ns: int = 0  # when its operator resumed the run last, or its trainer woke up
-    configured: ev.EngineConfigured | None = None  # the latest
+    failure: str = ""  # why the last run failed, "" if it did not
+    suspended: str = ""  # why the run is suspended, "" if it is not
+    until_served: bool = False  # a suspended run resumes automatically once a replica serves `weights`
+    suspensions: int = 0  # how often this run has been suspended
+    rest_wanted: bool = False  # the trainer of an operations run was asked to free its memory
+    asleep: bool = False  # the trainer has reported that its memory is free, and not yet that its models are back
+    rest_since_ns: int = 0  # when sleep or waking was last requested
+    resumed_ns: int = 0  # when the operator last resumed the run, or its trainer last woke up
+    configured: ev.EngineConfigured | None = None  # the latest configuration
     active: ev.EngineConfigured | None = None  # the configuration of the run
     run: int = 0
     version: int = -1  # the version of the newest weights that are ready
@@ -208,85 +209,85 @@ class EngineState(msgspec.Struct, kw_only=True):
     started: ev.EngineStarted | None = None  # the run's beginning
     begun: int = 0  # the step at which the run began
     left: list[LeftRun] = []  # checkpoints of earlier runs, oldest first
-    kept: list[ev.StepCompleted] = []  # checkpoints of this run that are not removed, oldest first
+    kept: list[ev.StepCompleted] = []  # kept checkpoints of this run, oldest first
     next_episode: int = 1
     open: dict[str, Episode] = {}
     claims: dict[str, tuple[str, ...]] = {}  # of open episodes, by claim id
-    open_tasks: dict[str, int] = {}  # how many open training episodes there are, by the task that their claim named
-    open_aged: dict[int, dict[str, int]] = {}  # the same of those that have an oldest version, by that
+    open_tasks: dict[str, int] = {}  # the number of open training episodes, by the task that their claim named
+    open_aged: dict[int, dict[str, int]] = {}  # the same for each `oldest` version that such episodes have
     pool: dict[str, Completed] = {}  # in order of completion
     by_task: dict[str, list[str]] = {}  # the pool's episodes, by task
     pool_bytes: int = 0
-    newest_call: int = 0  # sequence of the call noted last, in any run
-    calls: StoredCalls = msgspec.field(default_factory=StoredCalls)  # in any run
-    batch: ev.BatchReady | None = None  # sealed, with its step not completed; its episodes have their calls
-    steps: list[SealedStep] = []  # those that may have to be made again, oldest first
+    newest_call: int = 0  # the sequence of the call noted last, in any run
+    calls: StoredCalls = msgspec.field(default_factory=StoredCalls)  # of all runs
+    batch: ev.BatchReady | None = None  # the sealed batch whose step is not completed; its episodes have their calls
+    steps: list[SealedStep] = []  # steps that may have to be repeated, oldest first
     steps_from: list[int] = []  # `calls_from` of the newest sealed steps, in any run: the replay window
     step_failures: int = 0
     step_done: ev.StepCompleted | None = None
-    formats: list[ev.ModelRead] = []  # the ways in which gateways read the model of the run, oldest first
-    trainer: str = ""  # "" before the first has opened the run, and after one has stalled
+    formats: list[ev.ModelRead] = []  # the distinct conversation formats of the run's model in gateways, oldest first
+    trainer: str = ""  # "" before the first trainer has opened the run, and after a trainer has stalled
     trainer_epoch: int = 0
     trainer_since_ns: int = 0
-    trainer_patience_s: float = 0.0  # after so much silence it is taken for gone; 0: it named none
+    trainer_patience_s: float = 0.0  # the trainer is considered gone after so much silence; 0: it named none
     stalled: ev.TrainerStalled | None = None  # why there is no trainer
-    trainers_lost: int = 0  # in a row, without a word, while the run waited for the same step or weights
-    openings: dict[str, int] = {}  # commands with which trainers opened this run: their epochs
+    trainers_lost: int = 0  # replaced in a row while the run waited for the same step or weights
+    openings: dict[str, int] = {}  # the epochs of trainers that opened this run, by the id of their command
     weights: ev.WeightsReady | None = None
     weights_before: ev.WeightsReady | None = None
-    loaded: set[str] = set()  # replicas that serve `weights`
+    loaded: set[str] = set()  # names of replicas that serve `weights`
     replicas: dict[str, Replica] = {}
     agreed: set[str] = set()
     rewarded_ns: dict[str, int] = {}  # when each client that may be active last ended an episode
     closed: dict[str, Closed] = {}  # the newest OUTCOMES_KEPT, oldest first
-    commands: dict[str, int] = {}  # configure, start, stop and resume commands that were carried out: their runs
-    refused: dict[str, ev.CommandAnswered] = {}  # those that were refused
+    commands: dict[str, int] = {}  # the runs of executed configure, start, stop and resume commands, by command id
+    refused: dict[str, ev.CommandAnswered] = {}  # refused ones, by command id
     evals: dict[int, EvalStats] = {}
     collected: RolloutFigures = msgspec.field(default_factory=RolloutFigures)  # since the newest batch was sealed
-    rollouts: list[RolloutFigures] = []  # those of the newest sealed batches, oldest first
-    silent_steps: int = 0  # the newest steps in a row of which no group had a signal
+    rollouts: list[RolloutFigures] = []  # the figures of the newest sealed batches, oldest first
+    silent_steps: int = 0  # how many of the newest steps in a row had no group with a signal
     counters: Counters = msgspec.field(default_factory=Counters)
     clients: TrainingClients = msgspec.field(default_factory=TrainingClients, name="tenants")
     trajectories: Trajectories = msgspec.field(default_factory=Trajectories)
 
     @property
     def clients_take_episodes(self) -> bool:
-        """Return whether clients of training operations take the ended episodes, of this run or of the last one."""
+        """Return whether clients of training operations take the ended episodes of this run (or of the last one)."""
         return self.started is not None and self.started.base != ""
 
     @property
     def serves_operations(self) -> bool:
-        """Return whether a run is on that holds the models of training clients on a base."""
+        """Return whether an operations run is active, which holds the models of training clients on a base model."""
         return self.clients_take_episodes and self.phase != Phase.OFFLINE
 
     @property
     def has_policy(self) -> bool:
-        """Return whether a run is on that has the model of a job, which replicas serve."""
+        """Return whether a run is active that has the model of a job, which replicas serve."""
         started = self.started
         return started is not None and not started.base and started.config_digest != "" and self.phase != Phase.OFFLINE
 
     @property
     def makes_steps(self) -> bool:
-        """Return whether our own trainer makes steps of the run's batches."""
+        """Return whether our own trainer trains on the run's batches."""
         return self.has_policy and (self.collection.rollout_groups or not self.collection.episode_groups)
 
     @property
     def plays_episodes(self) -> bool:
-        """Return whether episodes are claimed that play with the policy of a job."""
+        """Return whether clients claim episodes that are played with the policy of a job."""
         return self.has_policy and (self.collection.episode_groups or not self.collection.rollout_groups)
 
     @property
     def queues_groups(self) -> bool:
-        """Return whether batches are made of a queue of rollout groups: for our own trainer, or one outside.
+        """Return whether batches are formed from a queue of rollout groups, for our own trainer or an outside one.
 
-        An outside trainer needs no job. Those of a job come from environments, from ended episodes, or from both.
+        An outside trainer needs no job. In a run of a job, the groups come from environments, ended episodes, or both.
         """
         return self.phase != Phase.OFFLINE and self.batches_from_queue
 
     @property
     def batches_from_queue(self) -> bool:
-        """Return whether batches of this run, or of the last one, are made of a queue of rollout groups."""
-        started, job = self.started, self.active  # asked for every message, several times
+        """Return whether batches of this run (or of the last one) are formed from a queue of rollout groups."""
+        started, job = self.started, self.active  # read several times for every message
         if started is None or started.base:
             return False
         if not started.config_digest:
@@ -299,7 +300,7 @@ class EngineState(msgspec.Struct, kw_only=True):
         return self.active is not None and self.active.collection.episode_groups and self.has_policy
 
     def groups_needed(self) -> Iterator[QueuedGroup]:
-        """Yield the rollout groups that can still be asked for, or trained again."""
+        """Yield the rollout groups that may still be requested, or trained on again."""
         yield from self.trajectories.needed()
         for step in self.steps if self.makes_steps else ():
             yield from step.batch.rollout_groups
@@ -312,7 +313,7 @@ class EngineState(msgspec.Struct, kw_only=True):
 
     @property
     def steps_needed(self) -> int:
-        """Return how many of the newest sealed steps must be kept, because they may have to be made (again)."""
+        """Return how many of the newest sealed steps must be kept because they may have to be made or repeated."""
         return max(STEPS_NEEDED, lacking(self.steps))
 
     @property
@@ -330,19 +331,19 @@ class EngineState(msgspec.Struct, kw_only=True):
 
     @property
     def granting(self) -> bool:
-        """Return whether claims can be granted now."""
+        """Return whether claims can currently be granted."""
         return self.phase == Phase.ROLLING and not self.suspended
 
     @property
     def waits_for_operator(self) -> bool:
-        """Return whether only its operator lets the run continue. One that waits for a replica may go on by itself."""
+        """Return whether the run can continue only by its operator's command. A replica may end another suspension."""
         return bool(self.suspended) and not self.until_served
 
     @property
     def owes_weights(self) -> bool:
-        """Return whether the run waits for its trainer: for a step, for its weights, or for the first ones.
+        """Return whether the run waits for its trainer: for a step, for its weights, or for the first weights.
 
-        One of operations waits for it to boot, and for what waits.
+        An operations run waits for its trainer to boot, and to execute the operations that wait.
         """
         if self.serves_operations:
             return self.phase == Phase.BOOTING or (self.clients.waiting > 0 and not self.rest_wanted)
@@ -352,31 +353,31 @@ class EngineState(msgspec.Struct, kw_only=True):
 
     @property
     def global_step(self) -> int:
-        """Return the newest version; while a run boots, the one at which it begins."""
+        """Return the newest version or, while a run boots, the version at which it begins."""
         return max(self.version, self.begun)
 
     def checkpoints_left(self) -> list[LeftRun]:
-        """Return the runs that have left checkpoints, oldest first, with this one."""
+        """Return the runs that have left checkpoints, oldest first, including this one."""
         return leave(self.left, "" if self.active is None else self.active.config, self.kept)
 
     def lacks_format(self, run: int, found: ConversationFormat) -> bool:
-        """Return whether this way of reading the model is new.
+        """Return whether this conversation format is not yet recorded for the run, and there is room for it.
 
-        Gateways report what is new, and the coordinator writes it: the two end together, whoever reports it. (With the
-        newest report of each gateway, two that disagree and restart would write without end.)
+        Gateways report formats that the run lacks, and the coordinator records them, so the reports end. (If the newest
+        report of each gateway were recorded, two gateways that disagree and restart would add events without end.)
         """
         is_current = run == self.run and self.phase != Phase.OFFLINE
         return is_current and len(self.formats) < FORMATS_MAX and all(each.format != found for each in self.formats)
 
     def episode_number(self, episode: str) -> int | None:
-        """Return the number in an episode id of this engine's current run, None for any other id."""
+        """Return the number in an episode id of this engine's current run, or None for any other id."""
         stem, _, number = episode.rpartition("-")
         if stem != f"{self.name}-{self.run}" or not number.isdigit():
             return None
         return int(number)
 
     def is_over(self, episode: str) -> bool:
-        """Return whether this episode was open and no longer is. False for one that is not claimed yet."""
+        """Return whether this episode is no longer open. False for an id of the current run that is not claimed yet."""
         if episode in self.open:
             return False
         number = self.episode_number(episode)
@@ -388,7 +389,7 @@ def episode_id(engine: str, run: int, number: int) -> str:
 
 
 def engine_of(episode: str) -> str:
-    """Return the engine in an episode id; what it returns for any other text is the name of no engine with it."""
+    """Return the engine in an episode id. For any other text, the result names no engine that has such an episode."""
     return episode.rpartition("-")[0].rpartition("-")[0]
 
 
@@ -399,29 +400,29 @@ ROLLOUT_GROUPS = "trajectories"  # the stream that only rollout groups need
 class Hive(msgspec.Struct, kw_only=True):
     epoch: int = 0
     now_ns: int = 0
-    pauses: list[Pause] = []  # without a leader, the newest ones
+    pauses: list[Pause] = []  # the newest periods without a leader
     engines: dict[str, EngineState] = {}
     full: dict[str, ev.StorageFilled] = {}  # streams and disks with no room for new work
     aside: list[ev.MessageDeadLettered] = []  # the newest messages that could not be decided
-    uncompacted: str = ""  # why the log is longer than it should be, "" when it is not
+    uncompacted: str = ""  # why the log could not be compacted, "" if it could
     went_back: dict[str, ev.StreamWentBack] = {}  # by stream: the newest loss of its end
-    released: int = 0  # what is before this sequence of the stream `ops` may be purged
-    trajectories_released: int = 0  # the same of the stream `trajectories`
-    calls_bytes_max: int = 0  # of the stream `calls` when this epoch began, 0 where it has no limit
-    trajectories_bytes_max: int = 0  # the same of the stream `trajectories`
+    released: int = 0  # messages before this sequence of the stream `ops` may be purged
+    trajectories_released: int = 0  # the same for the stream `trajectories`
+    calls_bytes_max: int = 0  # the limit of the stream `calls` when this epoch began, 0 if it has none
+    trajectories_bytes_max: int = 0  # the same for the stream `trajectories`
 
     @property
     def refusing(self) -> str:
-        """Return why no new work is taken, "" while there is room for it. Rollout groups have a stream of their own."""
+        """Return why no new work is accepted, or "" if there is room for it. Rollout groups have a separate stream."""
         return " ".join(filled.why for what, filled in self.full.items() if what != ROLLOUT_GROUPS)
 
     @property
     def refusing_groups(self) -> str:
-        """Return why no rollout groups are taken, "" while there is room for them."""
+        """Return why no rollout groups are accepted, or "" if there is room for them."""
         return " ".join(filled.why for filled in self.full.values())
 
     def refusing_of(self, engine: EngineState) -> str:
-        """Return why an engine takes no new work, "" while it does."""
+        """Return why an engine accepts no new work, or "" if it does."""
         return self.refusing_groups if engine.queues_groups else self.refusing
 
     def pinned_calls(self) -> Counter[str]:
@@ -432,33 +433,33 @@ class Hive(msgspec.Struct, kw_only=True):
         return found
 
     def why_no_calls(self, holder: str, more: int = 1) -> str:
-        """Return why a holder may not store so many bytes `more` of calls, "" where it may."""
+        """Return why a holder may not store `more` bytes of calls, or "" if it may."""
         size = self.calls_bytes_max
         if not size or sum(engine.calls.pinned for engine in self.engines.values()) + more <= SHARED * size:
             return ""
         return why_no_share(self.pinned_calls(), holder, size, more)
 
     def why_no_groups(self, holder: str, more: int = 1) -> str:
-        """Return why a holder may not queue rollout groups with so many bytes `more`, "" where it may."""
+        """Return why a holder may not queue `more` bytes of rollout groups, or "" if it may."""
         size, engines = self.trajectories_bytes_max, self.engines.values()
         if not size or sum([each.trajectories.queue.bytes for each in engines]) + more <= SHARED * size:
             return ""
         return queues.why_no_share(self.queued_groups(), holder, size, more)
 
     def queued_groups(self) -> Counter[str]:
-        """Return how many bytes of the stream `trajectories` the queued groups of each holder have."""
+        """Return how many bytes of the stream `trajectories` the queued groups of each holder take."""
         found: Counter[str] = Counter()
         for engine in self.engines.values():
             found.update({name: each.bytes for name, each in engine.trajectories.queue.holders.items()})
         return found
 
     def groups_released(self, engine: EngineState, holder: str) -> int:
-        """Return the sequence before which bodies of a holder's rollout groups may be gone."""
+        """Return the sequence before which bodies of a holder's rollout groups may have been purged."""
         kept = engine.trajectories.queue.holders.get(holder)
         return self.trajectories_released if kept is None else max(self.trajectories_released, kept.released)
 
     def released_of_holders(self) -> dict[tuple[str, str], int]:
-        """Return the same of each holder alone, by engine and holder."""
+        """Return the sequence that is released for each holder alone, by engine and holder."""
         return {
             (name, holder): kept.released
             for name, engine in self.engines.items()
@@ -466,9 +467,9 @@ class Hive(msgspec.Struct, kw_only=True):
         }
 
     def bodies_needed(self) -> Iterator[tuple[str, str, BodyRef]]:
-        """Yield the bodies of rollout groups that are kept, with the names of their engines and holders.
+        """Yield the bodies of rollout groups that must be kept, with the names of their engines and holders.
 
-        The one that was pushed last is an example to look at, and is kept until the stream of rollout groups is full.
+        The group that was pushed last is kept as an example to look at, unless the stream of rollout groups is full.
         """
         for name, engine in self.engines.items():
             for group in engine.groups_needed():
@@ -481,12 +482,12 @@ class Hive(msgspec.Struct, kw_only=True):
                 yield name, latest.holder, latest.body
 
     def engine(self, name: str) -> EngineState:
-        """Return the state of an engine; an empty one, which is not kept, when no event has named it yet."""
+        """Return the state of an engine. If no event has named it yet, return an empty state, which is not kept."""
         return self.engines.get(name) or EngineState(name=name)
 
     def partners(self, episode: Episode) -> Iterator[Episode]:
-        """Yield the other episodes of an open multi-model episode, none for an episode of its own."""
+        """Yield the other episodes of an open multi-model episode; none for a single episode."""
         for engine, name in episode.partners.items():
             partner = self.engine(engine).open.get(name)
-            if partner is not None:  # in a fold that has not reached the end of a decision, one may be over
+            if partner is not None:  # a partner may already be over if the fold is in the middle of a decision
                 yield partner

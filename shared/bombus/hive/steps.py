@@ -1,4 +1,4 @@
-"""The steps that a trainer may have to repeat: those that the older of its two newest checkpoints lacks (R11)."""
+"""The steps that a trainer may have to repeat: those after the older of its two newest checkpoints (R11)."""
 
 from collections.abc import Iterable, Iterator
 
@@ -6,16 +6,16 @@ import msgspec
 
 from bombus.hive.events import BatchReady, StepCompleted
 
-IDLE_S, IDLE_S_MAX = 240.0, 3600.0  # the idle limit of an episode whose client names none
-IDLE_STEPS = 2.0  # and how many steps it outlasts, within these bounds
-STEPS_APART = 100  # between two checkpoints, at most: the batches since the older of two are kept, with their calls
-STEPS_KEPT = 2 * STEPS_APART + 2  # with the outstanding batch
+IDLE_S, IDLE_S_MAX = 240.0, 3600.0  # bounds of the idle limit of an episode whose client names none
+IDLE_STEPS = 2.0  # that limit as a multiple of the longest step
+STEPS_APART = 100  # at most, between two checkpoints: batches since the older of two are kept, with their calls
+STEPS_KEPT = 2 * STEPS_APART + 2  # including the outstanding batch
 
 
 class SealedStep(msgspec.Struct, kw_only=True):
     """A step, with its batch. `done` is None while the step is outstanding.
 
-    Once it is `released`, the calls of its episodes may be purged: no run that goes on from an earlier step needs them.
+    Once it is `released`, the calls of its episodes may be purged: no run continued from an earlier step needs them.
     """
 
     batch: BatchReady
@@ -29,7 +29,7 @@ class SealedStep(msgspec.Struct, kw_only=True):
 
 
 def complete(steps: list[SealedStep], done: StepCompleted) -> None:
-    """Note the outcome of a step, and drop the steps that the older of two checkpoints has, but for its own."""
+    """Record the outcome of a step, and drop the steps before the one that left the older of two checkpoints."""
     for step in steps:
         if step.batch.step == done.step:
             step.done = done
@@ -38,14 +38,14 @@ def complete(steps: list[SealedStep], done: StepCompleted) -> None:
 
 
 def episodes_of(steps: Iterable[SealedStep]) -> Iterator[str]:
-    """Yield the episodes of steps."""
+    """Yield the episodes in the batches of these steps."""
     return (each.episode for step in steps for group in step.batch.groups for each in group.episodes)
 
 
 def up_to(steps: list[SealedStep], checkpoint: str) -> list[SealedStep]:
-    """Return the steps up to the one that left this checkpoint, from which a new run can go on as its trainer would.
+    """Return the steps up to the one that left this checkpoint: a new run that begins there can repeat them.
 
-    Empty where there is no older checkpoint among them, or where one of them was never completed.
+    Empty if there is no older checkpoint among them, or if one of them was never completed.
     """
     at = next((number for number, step in enumerate(steps) if step.saved and _left(step, checkpoint)), -1)
     found = steps[: at + 1]
@@ -57,7 +57,7 @@ def _left(step: SealedStep, checkpoint: str) -> bool:
 
 
 def lacking(steps: list[SealedStep]) -> int:
-    """Return how many of the newest steps the older of two checkpoints lacks, or the model as loaded."""
+    """Return how many of the newest steps come after the older of two checkpoints, or after the model as loaded."""
     return len(steps) - (sum(step.saved for step in steps) > 1)
 
 
@@ -67,13 +67,13 @@ def checkpoints(steps: list[SealedStep]) -> list[StepCompleted]:
 
 
 def is_due(steps: list[SealedStep], step: int, every: int) -> bool:
-    """Return whether `step` leaves a checkpoint: each `every`-th does, and one `STEPS_APART` after the newest."""
+    """Return whether `step` saves a checkpoint: each `every`-th does, and one `STEPS_APART` after the newest."""
     newest = next((done.step for done in checkpoints(steps)), 0)
     return step % every == 0 or step - newest >= STEPS_APART
 
 
 def steps_after(steps: list[SealedStep], checkpoint: int, newest: int) -> list[SealedStep] | None:
-    """Return the completed steps after `checkpoint`, up to `newest`; None when not all of them are kept."""
+    """Return the completed steps after step `checkpoint`, up to `newest`, or None if not all of them are kept."""
     found = [step for step in steps if step.done is not None and checkpoint < step.batch.step <= newest]
     return found if len(found) == newest - checkpoint else None
 
@@ -81,8 +81,8 @@ def steps_after(steps: list[SealedStep], checkpoint: int, newest: int) -> list[S
 def idle_limit_s(steps: list[SealedStep]) -> float:
     """Return the idle limit, in seconds, of an episode whose client names none.
 
-    It outlasts two of the longest steps that are kept: an agent may wait for what a step holds up, such as a judge that
-    shares the trainer's GPUs. Before the first step, and where steps are short, it is that of the swarm contract.
+    It is twice the longest of the kept steps, because an agent may wait for a service that a step blocks, such as a
+    judge that shares the trainer's GPUs. Before the first step, or if steps are short, it is the swarm contract's.
     """
     seconds = [(step.done.at_ns - step.batch.at_ns) / 1e9 for step in steps if step.done is not None]
     return min(max(IDLE_S, IDLE_STEPS * max(seconds, default=0.0)), IDLE_S_MAX)

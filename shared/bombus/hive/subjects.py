@@ -1,16 +1,16 @@
-"""The names on the bus. All of them contain the hive's name, so several hives can share a server (R19)."""
+"""The names on the bus. Each contains the hive's name, so several hives can share a server (R19)."""
 
 import re
 from functools import lru_cache
 from hashlib import blake2b
 
-SIGNING_SECRET = "episode-keys"  # the name of the secret that signs keys, and of which that for replicas is made
+SIGNING_SECRET = "episode-keys"  # the name of the secret that signs keys; the key for replicas is derived from it
 NAME_CHARACTERS_MAX = 32
 _NAME = re.compile(r"^[a-z0-9][a-z0-9-]{0,31}\Z")
 
 
 def is_name(text: str) -> bool:
-    """Whether this is 1 to 32 lower-case letters, digits and dashes, as the names of hives and engines are."""
+    """Return whether this is a valid hive or engine name: 1 to 32 lower-case letters, digits and dashes."""
     return len(text) <= NAME_CHARACTERS_MAX and _is_name(text)
 
 
@@ -56,16 +56,16 @@ class Subjects:
         return f"bombus.{self.hive}.event.{engine}.{kind}"
 
     def trainer(self, engine: str, epoch: int) -> str:
-        """Return the subject on which the trainer of that epoch answers while it lives. Not stored."""
+        """Return the subject on which the trainer of this epoch answers while it is running. Not stored."""
         return f"bombus.{self.hive}.trainer.{engine}.{epoch}"
 
     def full_copies(self, engine: str, epoch: int) -> str:
-        """Return the subject on which that trainer takes requests for a full copy of its newest version. Not stored."""
+        """Return the subject for asking this trainer for a full copy of its newest version. Not stored."""
         return f"bombus.{self.hive}.full-copies.{engine}.{epoch}"
 
     @property
     def undecided(self) -> str:
-        """Return the subject on which the leader says why it decides nothing for now. Not stored."""
+        """Return the subject on which the leader reports why it currently makes no decisions. Not stored."""
         return f"bombus.{self.hive}.undecided"
 
     def call(self, engine: str, holder: str) -> str:
@@ -80,10 +80,10 @@ class Subjects:
         return f"bombus.{self.hive}.op.{engine}.{_short(model)}"
 
     def trajectory(self, engine: str, holder: str) -> str:
-        """Return the subject of the bodies of one holder's rollout groups. Older releases had one for each engine."""
+        """Return the subject of the bodies of one holder's rollout groups. Older releases had one per engine."""
         return f"bombus.{self.hive}.trajectory.{engine}.{_short(holder)}"
 
 
 def _short(name: str) -> str:
-    """Return what stands in a subject for a name of any characters."""
+    """Return a hash that stands for a name in a subject, since a name may have any characters."""
     return blake2b(name.encode(), digest_size=8).hexdigest()

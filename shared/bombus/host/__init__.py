@@ -1,1 +1,1 @@
-"""A hive on one machine: what `bombus up` keeps running, what `bombus install` makes, what `bombus doctor` checks."""
+"""A hive on one machine: what `bombus up` runs, what `bombus install` installs, and what `bombus doctor` checks."""

@@ -1,4 +1,4 @@
-"""Checks what this machine can run, and what is missing. Each check yields findings in words."""
+"""Checks what this machine can run, and what is missing. Each check yields findings as text."""
 
 import importlib.metadata
 import importlib.util
@@ -49,14 +49,14 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def check(what: str, good: bool, detail: str, todo: str = "", needed: bool = True) -> Finding:
-    """Return a finding: ok where `good`, else missing, or optional where it is not `needed`."""
+    """Return a finding: ok if `good`, else missing, or optional if it is not `needed`."""
     bad = State.MISSING if needed else State.OPTIONAL
     return Finding(what, State.OK if good else bad, detail, "" if good else todo)
 
 
 def examine_machine(data_dir: Path, host: str, port: int, needed: Collection[str] = SERVICES) -> list[Finding]:
     """Check what every deployment depends on. `port` is the gateway's, 0 when none is started here; `needed` names the
-    extras and environments that this deployment does not run without.
+    extras and environments that this deployment requires.
     """
     checks: tuple[Callable[[], Iterator[Finding]], ...] = (
         _python,
@@ -115,7 +115,7 @@ def _system() -> Iterator[Finding]:
     shared = Path("/dev/shm")
     if shared.is_dir():
         size = shutil.disk_usage(shared).total
-        todo = "in a container: give it --shm-size 8g; vLLM and verl on several GPUs need it"
+        todo = "in a container: start it with --shm-size 8g; vLLM and verl on several GPUs need it"
         yield check("shared memory", size >= SHARED_MEMORY_MIN, byte_size(size), todo, needed=False)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     todo = f"ulimit -n {min(hard, 65_536) if hard != resource.RLIM_INFINITY else 65_536}: each open call is a file"
@@ -133,7 +133,7 @@ def _port(host: str, port: int) -> Iterator[Finding]:
     try:
         listen(host, port).close()
     except (BombusError, OSError):
-        yield check("port", False, f"{host}:{port} is taken", "stop what is using it, or choose another with --port")
+        yield check("port", False, f"{host}:{port} is taken", "stop the program that uses it, or choose another --port")
     else:
         yield Finding("port", State.OK, f"{host}:{port} is free")
 
@@ -191,7 +191,7 @@ def examine_environment(name: str, needed: bool) -> Finding:
 
 
 def _difference(made: InstalledEnvironment) -> str:
-    """Say what was different when an environment was made."""
+    """Return what was different when an environment was made."""
     theirs, ours = (".".join(version.split(".")[:2]) for version in (made.python, platform.python_version()))
     if theirs != ours:
         return f"by Python {theirs}, but this is {ours}"

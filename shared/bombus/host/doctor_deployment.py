@@ -45,7 +45,7 @@ def examine_deployment(cluster: Cluster, jobs: Jobs) -> Iterator[Finding]:
 
 
 def longest_sequence(jobs: Jobs) -> int | None:
-    """Return the longest sequence of these jobs in tokens, of those that set one."""
+    """Return the longest sequence that any of these jobs sets, in tokens, or None if none does."""
     lengths = {job.rollout.max_model_len for job in jobs.values()} - {RunConfig().rollout.max_model_len}
     return max(lengths, default=None)
 
@@ -72,7 +72,7 @@ def _devices_and_servers(name: str, engine: EnginePart) -> Iterator[Finding]:
         here = len(nvidia_gpus())
         lacking = [device for device in wanted if here <= int(device.partition(":")[2] or 0)]
         detail = f"{', '.join(lacking or wanted)}: {'not ' if lacking else ''}there"
-        yield check(f"engine {name}: device", not lacking, detail, "give --device cpu, or run it where the GPUs are")
+        yield check(f"engine {name}: device", not lacking, detail, "pass --device cpu, or run it where the GPUs are")
     for part in engine.inference:
         if part.backend == "openai" and part.count:
             yield from _reachable(f"engine {name}: server", part.url, 80)
@@ -146,7 +146,7 @@ def _in_file(file: Path) -> int:
 class Need(msgspec.Struct, frozen=True):
     """Memory that is needed: `bytes` on each of `devices` GPUs, or in the memory of this machine.
 
-    `gpus` are the numbers of the GPUs, where the deployment names them.
+    `gpus` are the numbers of the GPUs, if the deployment names them.
     """
 
     what: str
@@ -170,7 +170,7 @@ def engine_needs(name: str, engine: EnginePart, job: RunConfig, size: int) -> li
 def _training(name: str, part: TrainerPart, job: RunConfig, size: int) -> Need:
     on_gpu = part.device != "cpu"
     base = 2 if on_gpu or job.model.dtype == "bfloat16" else 4
-    frozen = base * size if job.trainer.lora_rank or job.trainer.kl_coef else 0  # LoRA's base, or what KL is against
+    frozen = base * size if job.trainer.lora_rank or job.trainer.kl_coef else 0  # LoRA's base, or the KL's reference
     trained = 0 if job.trainer.lora_rank else TRAINED_BYTES * size
     what = f"engine {name}: {'LoRA' if job.trainer.lora_rank else 'full'} training"
     devices = part.processes if on_gpu else 1

@@ -1,6 +1,6 @@
-"""Checks a model: whether gateways can use its tokenizer and chat template, and engine and trainer compute it.
+"""Checks a model: whether gateways can use its tokenizer and chat template, and whether engine and trainer compute it.
 
-The latter is tried on a tiny model of the same architecture.
+The second check uses a tiny model of the same architecture.
 """
 
 import tempfile
@@ -57,9 +57,9 @@ def examine_text(what: str, model: ModelConfig) -> Finding:
 
 
 def examine_model(name: str, tokens: int | None = None, given: ModelConfig | None = None) -> Iterator[Finding]:
-    """Check the model `name`, for sequences of `tokens`; up to its context if that is None.
+    """Check the model `name` for sequences of `tokens` tokens, or up to its context if that is None.
 
-    `given` is what the job says about it. Its weights are not read: what a family computes does not depend on them.
+    `given` is the job's configuration of it. Its weights are not read: what a family computes does not depend on them.
     """
     what = f"model {name}"
     try:
@@ -93,7 +93,7 @@ def _lengths(what: str, config: "PretrainedConfig", tokens: int | None, probing:
 
 
 def _architecture(what: str, config: "PretrainedConfig", miniatures: ModuleType) -> Iterator[Finding]:
-    """Let engine and trainer check a tiny model, or say why transformers makes none."""
+    """Let engine and trainer check a tiny model, or yield why transformers cannot make one."""
     with tempfile.TemporaryDirectory() as place:
         try:
             miniatures.write_miniature(config, Path(place))
@@ -105,7 +105,7 @@ def _architecture(what: str, config: "PretrainedConfig", miniatures: ModuleType)
 
 
 def _untried(what: str, config: "PretrainedConfig", untried: EngineFault, miniatures: ModuleType) -> Finding:
-    """Return a refusal if transformers makes no model of the full size either."""
+    """Return a missing finding if transformers cannot make the full-size model either, else an optional one."""
     try:
         miniatures.empty_model(config)
     except EngineFault as fault:

@@ -35,14 +35,14 @@ LESS_DISK = f"lower the streams' sizes ({LIMIT_FLAGS}), or give another --data-d
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
-    """What a NATS server says about itself to everybody who connects."""
+    """The information that a NATS server sends to every client that connects."""
 
     max_payload: int = 0
     jetstream: bool = False
 
 
 def examine_streams(cluster: Cluster) -> Iterator[Finding]:
-    """Check the NATS servers that the hive uses or that run here, and its streams; without any, what is planned."""
+    """Check the NATS servers that the hive uses or that run here, and its streams; without any, the planned streams."""
     url_file = Path(cluster.data_dir) / URL_FILE.name
     urls = cluster.nats or (url_file.read_text().strip() if url_file.is_file() else "")
     if not urls:
@@ -111,7 +111,7 @@ def _stream(name: str, state: "StreamState", wanted: StreamLimits) -> Finding:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return how much is free on the disk of a folder, which may not exist yet."""
+    """Return the free bytes on the disk of a folder, which may not exist yet."""
     place = next(place for place in (folder, *folder.parents) if place.exists())
     return shutil.disk_usage(place).free
 
@@ -135,5 +135,5 @@ def _planned(cluster: Cluster) -> Iterator[Finding]:
         return
     free, needed = free_bytes(folder), disk_needed(cluster.streams)
     reserved = byte_size(bytes_reserved(cluster.streams))
-    detail = f"1 replica; {reserved} are reserved, of {byte_size(free)} that are free; {byte_size(needed)} have to be"
+    detail = f"1 replica; reserves {reserved} of {byte_size(free)} free; {byte_size(needed)} must be free"
     yield check("streams", needed <= free, detail, LESS_DISK)

@@ -1,4 +1,4 @@
-"""Makes the environments of vLLM and verl: what goes into each, and how one is either complete or absent."""
+"""Makes the environments of vLLM and verl, each of which is either complete or absent."""
 
 import contextlib
 import fcntl
@@ -37,7 +37,7 @@ PrintLine = Callable[[str], None]
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """How an environment is made: the arguments of each call of pip, then an import that has to work."""
+    """How an environment is made: the arguments of each pip call, then an import that must succeed."""
 
     name: str
     pip: tuple[tuple[str, ...], ...]
@@ -85,7 +85,7 @@ def _verl_steps() -> tuple[tuple[str, ...], ...]:
 
 
 def own_source(extra: str) -> tuple[str, ...]:
-    """Return what pip installs to get another copy of the bombus that runs here, with an extra."""
+    """Return pip's arguments to install another copy of the bombus that runs here, with an extra."""
     installed = importlib.metadata.distribution("bombus")
     wanted = f"bombus[{extra}]"
     try:
@@ -114,10 +114,10 @@ def commands(recipe: Recipe, folder: Path) -> list[list[str]]:
 
 
 def install(recipe: Recipe, print_line: PrintLine, force: bool = False) -> tuple[InstalledEnvironment, bool]:
-    """Make the environment, unless it is there and was made by this recipe.
+    """Make the environment, unless this recipe has already made it.
 
     Returns it, and whether it was made now. Raises `EngineFault` with one sentence when it cannot be made; an
-    environment that was begun is removed again.
+    unfinished environment is removed.
     """
     root = environments_folder()
     folder = root / recipe.name
@@ -152,13 +152,13 @@ def _check_disk(root: Path, recipe: Recipe) -> None:
     free = shutil.disk_usage(root).free
     if free < recipe.disk_bytes:
         raise EngineFault(
-            f"{root} has {byte_size(free)} free and the environment {recipe.name!r} takes up to "
+            f"{root} has {byte_size(free)} free, but the environment {recipe.name!r} takes up to "
             f"{byte_size(recipe.disk_bytes)}: make room, or name another place with BOMBUS_ENVIRONMENTS"
         )
 
 
 def _remove(folder: Path) -> None:
-    """Remove an environment, its marker first: one that is half removed must not look complete."""
+    """Remove an environment, its marker first, so that a half-removed one does not look complete."""
     (folder / MARKER).unlink(missing_ok=True)
     if folder.exists():
         shutil.rmtree(folder)
@@ -248,7 +248,7 @@ _CAUSES = (
 
 
 def _reason(lines: list[str], command: list[str]) -> str:
-    """Put the output of pip, or of an import that failed, into one sentence."""
+    """Return one sentence on why pip or an import failed, from its output."""
     text = "\n".join(lines)
     for line, sentence in _CAUSES:
         if line in text:

@@ -38,7 +38,7 @@ KEEP_FREED_MEMORY = {
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the ranks of a trainer on several machines meet, and how long they wait for each other."""
+    """The address at which a trainer's ranks on several machines meet, and how long they wait for each other."""
 
     nnodes: int = 1
     address: str = "127.0.0.1"
@@ -53,7 +53,7 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """What `bombus up` was asked to start: a cluster, and what holds for this start only."""
+    """What `bombus up` was asked to start: a cluster, and the settings of this start only."""
 
     cluster: Cluster = ONE_ENGINE
     jobs: Jobs = {}
@@ -62,7 +62,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
     keys: HiveKeys = HiveKeys()
     trusted_network: bool = False  # gateways may listen anywhere without keys
-    rendezvous: Rendezvous | None = None  # where the trainer's ranks are on several machines
+    rendezvous: Rendezvous | None = None  # set if the trainer's ranks are on several machines
 
     @property
     def data_dir(self) -> Path:
@@ -72,8 +72,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 class Service(msgspec.Struct, frozen=True):
     """A process to keep running. `kind` is its subcommand, and `name` its name in the log.
 
-    `environment` has all of its variables; `gpus` are those of them that say which GPUs it sees. It is killed after it
-    has been silent for `silence_s`, 0 for never.
+    `environment` holds all of its variables; `gpus` are those that say which GPUs it sees. It is killed after it has
+    been silent for `silence_s`, 0 for never.
     """
 
     kind: str
@@ -160,9 +160,9 @@ def services(layout: Layout, nats: str) -> list[Service]:
 
 
 def _environment(layout: Layout) -> dict[str, str]:
-    """Return the variables of every process, without API keys: each is only for the replica of its server.
+    """Return the variables of every process, without API keys: each is only for the replica that uses it.
 
-    Our own watchdog is ours alone too.
+    The variables of our own watchdog are left out too.
     """
     replicas = [part for engine in layout.cluster.engines.values() for part in engine.inference]
     kept_back = {*KEY_VARIABLES, *watchdog.VARIABLES, *(part.api_key_env for part in replicas)}
@@ -218,5 +218,5 @@ def _replica(part: InferencePart, engine: str) -> list[str]:
 
 
 def _numbered(count: int) -> list[str]:
-    """Return what is added to the name of each of `count` processes: numbers, or nothing for a single one."""
+    """Return the suffix of the name of each of `count` processes: a number, or nothing for a single one."""
     return [""] if count == 1 else [f" {number}" for number in range(1, count + 1)]

@@ -41,7 +41,7 @@ RESTART_S_MAX = 10.0
 HEALTHY_S = 10.0  # after a run this long the pause is the shortest again
 STOP_S = 20.0
 READY_S = 180.0
-SLOW_S = 2.0  # after which it is said what a stop waits for
+SLOW_S = 2.0  # after which a message says what a stop waits for
 STOP_ORDER = (("gateway",), ("inference", "trainer"), ("coordinator",))
 LOCK = "up"
 WAITS_FOR = {
@@ -98,7 +98,7 @@ class Child:
         kill(process)
 
     def kill(self) -> None:
-        """End the process at once, for good."""
+        """Kill the process at once and do not restart it."""
         self._stopping = True
         if self._process is not None and self._process.returncode is None:
             kill(self._process)
@@ -133,7 +133,7 @@ class Supervisor:
 
     @property
     def url(self) -> str:
-        """Where clients connect."""
+        """The URL at which clients connect."""
         return f"http://{self.cluster.gateway.host}:{self.cluster.gateway.port}"
 
     async def run(self) -> None:
@@ -152,7 +152,7 @@ class Supervisor:
                 await self._run()
 
     def _listen_at(self, port: int) -> None:
-        """Give the gateways the port that was found free."""
+        """Set the gateways' port to the free one that was found."""
         gateway = self.cluster.gateway.model_copy(update={"port": port})
         self.cluster = self.cluster.model_copy(update={"gateway": gateway})
         self.layout = msgspec.structs.replace(self.layout, cluster=self.cluster)
@@ -177,7 +177,7 @@ class Supervisor:
                 url_file.unlink(missing_ok=True)
 
     async def _make_streams(self, nats: str) -> None:
-        """Make or change the streams before anything uses them. Stop the server where that fails."""
+        """Make or change the streams before anything uses them. Stop the server if that fails."""
         try:
             async with await Bus.connect(nats, self.cluster.hive, name="up") as bus:
                 await bus.ensure_streams(self.cluster.streams)
@@ -197,7 +197,7 @@ class Supervisor:
             if code is None:
                 if await asyncio.to_thread(server.needs_restart):
                     # A stream that could not write stays silent until its server is restarted.
-                    log.error("nats-server could not write and can again, so it is restarted: %s", server.broken)
+                    log.error("nats-server could not write but can now; restarting it: %s", server.broken)
                     await asyncio.to_thread(server.stop)
                 continue
             log.error("nats-server ended with code %s; it is restarted with the same data", code)
@@ -264,9 +264,9 @@ class Supervisor:
 
 @contextlib.contextmanager
 def hold_folder(folder: Path) -> Iterator[IO[str]]:
-    """Keep other supervisors out of a data folder, and yield the file that tells them where clients connect.
+    """Keep other supervisors out of a data folder, and yield the file that tells them the URL for clients.
 
-    Raises `Refused` when one is at work there, or nothing can be written.
+    Raises `Refused` if one is running there, or if nothing can be written.
     """
     try:
         private_folder(folder)
@@ -289,7 +289,7 @@ def hold_folder(folder: Path) -> Iterator[IO[str]]:
 
 @contextlib.contextmanager
 def hold_port(host: str, port: int) -> Iterator[int]:
-    """Keep the gateways' port while gateways restart, and yield it: for 0 one that is free.
+    """Keep the gateways' port while gateways restart, and yield it; 0 means any free port.
 
     Raises `Refused` when another process has it.
     """

@@ -1,1 +1,1 @@
-"""What any process needs of its machine: sockets and HTTP, keys, certificates, hardware, a clean end."""
+"""What every process needs from its machine: sockets and HTTP, keys, certificates, hardware, clean shutdown."""

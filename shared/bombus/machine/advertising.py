@@ -1,4 +1,4 @@
-"""The address by which a service says that others reach it."""
+"""The address at which a service tells others to reach it."""
 
 import socket
 from urllib.parse import urlsplit
@@ -7,7 +7,7 @@ from bombus.machine.host_names import address_of
 
 
 def url_of(bound: socket.socket) -> str:
-    """Return the URL of what is served on a bound socket, with the address where it listens."""
+    """Return the URL of a server on a bound socket, with the address at which it listens."""
     host, port = bound.getsockname()[:2]
     return f"http://{_netloc(host, port)}"
 
@@ -15,8 +15,8 @@ def url_of(bound: socket.socket) -> str:
 def url_for_others(url: str, own: str) -> str:
     """Return `url` with `own` in place of a host that stands for every address of a machine, such as 0.0.0.0.
 
-    `own` is the machine's name, or the address from which it reaches others. Return "" where that is none by which they
-    reach it: it is loopback's, or IPv6's where only IPv4 is listened at.
+    `own` is the machine's name, or the address from which it reaches others. Return "" if others cannot reach the
+    machine at `own`: it is a loopback or link-local address, or IPv6 while the service listens only at IPv4.
     """
     parts = urlsplit(url)
     listens_at, mine = address_of(parts.hostname or ""), address_of(own)

@@ -8,7 +8,7 @@ from functools import cache
 def certificates(trusts_environment: bool) -> ssl.SSLContext:
     """Return the TLS context for a client: with httpx's root certificates, or those that a trusted environment names.
 
-    A client that is given none makes its own, and reading all root certificates takes 25 to 60 ms.
+    Otherwise each client would make its own, and reading all root certificates takes 25 to 60 ms.
     """
     import httpx
 

@@ -20,7 +20,7 @@ class Gpu(msgspec.Struct, frozen=True):
 
 
 def nvidia_gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs that `nvidia-smi` lists; none where it is missing or fails, as it does without a driver."""
+    """Return the GPUs that `nvidia-smi` lists; none if it is missing or fails, as it does without a driver."""
     found = shutil.which("nvidia-smi")
     if found is None:
         return ()
@@ -36,7 +36,7 @@ def nvidia_gpus() -> tuple[Gpu, ...]:
 def gpu_environment(numbers: Sequence[int]) -> dict[str, str]:
     """Return the variables with which a process sees only these GPUs.
 
-    They are numbered as in nvidia-smi or, where our own CUDA_VISIBLE_DEVICES is set, by their position in it. Raises
+    They are numbered as in nvidia-smi or, if our own CUDA_VISIBLE_DEVICES is set, by their position in it. Raises
     `Refused(BAD_CONFIG)` for a position that it does not have.
     """
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -66,7 +66,7 @@ def memory_bytes(cgroup: Path = CGROUP) -> tuple[int, int]:
 
 
 def _cached(cgroup: Path) -> int:
-    """Return how much of a container's memory holds files that were read, which goes when it is needed."""
+    """Return how much of a container's memory is file cache, which is freed when memory is needed."""
     try:
         fields = (line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
         return sum(int(size) for name, size in fields if name in ("active_file", "inactive_file"))

@@ -1,6 +1,6 @@
-"""The hive's own keys, admin and clients': where they are read from, and where a gateway may not listen without them.
+"""The hive's own keys, admin and clients': reads them, and refuses to expose a gateway without them.
 
-An episode's key is something else: gateways sign it, and agents use it.
+Episodes have separate keys, which gateways sign and agents use.
 """
 
 import argparse
@@ -31,10 +31,10 @@ _FORM = re.compile(r"[A-Za-z0-9._~-]{16,256}")  # characters that need no escapi
 
 
 class NamedKey(BaseModel):
-    """A client's key, and how many open episodes and waiting claims its clients may have together, and for how many
-    seconds an episode of theirs may be idle; 0: no cap.
+    """A client key, with caps on the total open episodes and waiting claims of its clients, and on the seconds that one
+    of their episodes may be idle; 0: no cap.
 
-    The log, fair shares and refusals call it by the name under which it is listed.
+    The log, fair shares and refusals use the name under which the key is listed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -142,8 +142,8 @@ def keys_for(arguments: argparse.Namespace, environment: Mapping[str, str] = os.
     if missing and not arguments.trusted_network and not _is_loopback(arguments.host):
         raise Refused(
             Code.BAD_CONFIG,
-            f"Listening at {arguments.host or 'every address'} opens the hive to the network: give "
-            f"{' and '.join(missing)}, or say --trusted-network if everyone who can reach this port may control the "
+            f"Listening at {arguments.host or 'every address'} opens the hive to the network: pass "
+            f"{' and '.join(missing)}, or --trusted-network if everyone who can reach this port may control the "
             "hive.",
         )
     return keys
@@ -168,7 +168,7 @@ def _key(name: str, path: Path | None, variable: str, environment: Mapping[str, 
 
 
 def _named(text: str) -> dict[str, NamedKey]:
-    """Return client keys by name, from JSON. A refusal shows nothing of the text, because it has keys."""
+    """Return client keys by name, from JSON. A refusal shows nothing of the text, because it contains keys."""
     try:
         return _NAMED_KEYS.validate_json(text) if text else {}
     except ValidationError as error:
@@ -176,7 +176,7 @@ def _named(text: str) -> dict[str, NamedKey]:
         where = ".".join(map(str, first["loc"]))
         raise Refused(
             Code.BAD_CONFIG,
-            f"The client keys cannot be read ({where + ': ' if where else ''}{first['msg']}): they are JSON, such as "
+            f"The client keys cannot be read ({where + ': ' if where else ''}{first['msg']}): they must be JSON, like "
             '{"alice": {"key": "...", "open_max": 64, "waiting_max": 16}}.',
         ) from None
 

@@ -1,8 +1,8 @@
-"""Refuses requests in whose `Host` is not a name of this server.
+"""Refuses requests whose `Host` is not a name of this server.
 
-A route without a key trusts the machine or the network. A browser there runs pages of strangers, and a stranger can let
-a name of his own point here (DNS rebinding): then the browser takes this server for the stranger's, and lets his page
-read the answers. The name is in `Host`, whatever it points to.
+A route without a key trusts the machine or the network. A browser there also runs untrusted pages, and an attacker can
+point a domain at this server (DNS rebinding): the browser then treats this server as the attacker's, and lets the page
+read its answers. `Host` shows the attacker's domain.
 """
 
 import ipaddress
@@ -24,9 +24,9 @@ ACCEPTED_KEPT = 256  # values of `Host`, which differ in their ports
 
 
 class OwnHostNames:
-    """The names by which a server may be called: loopback's, the address where it listens, and `names`.
+    """The names that a server accepts: loopback's, the address where it listens, and `names`.
 
-    A server that listens at every address may be called by any IP address, since no stranger can give those a meaning.
+    A server that listens at every address accepts any IP address, since an attacker controls names, not addresses.
     """
 
     def __init__(self, listens_at: str, names: Iterable[str] = ()) -> None:
@@ -45,7 +45,7 @@ class OwnHostNames:
 
 
 class OwnHostsOnly:
-    """An ASGI application before another one: it passes on what is meant for this server, and answers 421 otherwise.
+    """An ASGI application in front of another: it passes on requests meant for this server, and answers 421 to others.
 
     A request without `Host` is passed on: browsers always send one.
     """
@@ -69,13 +69,13 @@ def host_of(url: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host is this machine, as far as its name says."""
+    """Return whether a host is this machine, judging by its name alone."""
     address = address_of(host)
     return host == "localhost" if address is None else address.is_loopback
 
 
 def address_of(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Return the address that a host's name is, None for another name."""
+    """Return a host's name as an IP address, or None if it is not one."""
     try:
         return ipaddress.ip_address(name)
     except ValueError:

@@ -1,7 +1,7 @@
-"""What a client may take of an HTTP server before its request is there: bytes, time and connections.
+"""Limits on the bytes, time and connections that clients may use before their requests are complete.
 
 uvicorn has no limits for these with httptools: it keeps a head of any length, and waits for the rest of a request for
-ever. What a request may hold is for the application to limit.
+ever. The application limits the content of requests.
 """
 
 import asyncio
@@ -27,8 +27,9 @@ HUNG_UP = "bombus.hung_up"
 class HttpLimits:
     """The limits of one server.
 
-    `head_bytes` are for the URL and the headers together, and as many again for what a body has besides its content:
-    sizes of chunks, and trailers. `head_s` and `body_s` are for a client to send the one and then the other.
+    `head_bytes` limits the URL and the headers together. With chunk sizes and trailers, they may exceed it by as many
+    bytes as the body has content. `head_s` and `body_s` are the seconds that a client has for the head and then for the
+    body.
     """
 
     head_bytes: int = 64 << 10
@@ -41,7 +42,7 @@ DEFAULTS = HttpLimits()
 
 
 class Awaited(Enum):
-    """What a connection waits for its client to send. One that waits for nothing may still be kept for a request."""
+    """What a connection waits for its client to send. One that waits for nothing may be open for another request."""
 
     NOTHING = auto()
     HEAD = auto()
@@ -50,9 +51,9 @@ class Awaited(Enum):
 
 
 class Patience:
-    """The connections of one server that wait for their clients, and how long each of them may.
+    """The connections of one server that wait for their clients, and how long each may wait.
 
-    Time is counted in ticks of `run`, so that a process that stood still has not used up the time of its clients.
+    Time is counted in ticks of `run`, so that a process that was stopped does not use up the time of its clients.
     """
 
     def __init__(self, limits: HttpLimits) -> None:
@@ -89,7 +90,7 @@ class Patience:
 
 
 class GatheringTransport:
-    """A transport that sends what is written in one turn of its loop together: uvicorn writes a head and a body apart.
+    """A transport that sends all writes of one turn of its loop together: uvicorn writes a head and a body separately.
 
     Joining them costs less than a second system call, and the client reads once. Large pieces are passed on
     immediately, so that the transport's flow control sees them.
@@ -146,14 +147,14 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._patience.end(self)
         super().connection_lost(exc)
-        for cycle in self._cycles:  # uvicorn tells only the last one
+        for cycle in self._cycles:  # uvicorn notifies only the last one
             cycle.disconnected = True
             cycle.message_event.set()
             if not (hung_up := _hung_up(cycle)).done():
                 hung_up.set_result(None)
 
     def eof_received(self) -> None:
-        """Flush what is pending: the loop closes the transport after this."""
+        """Flush pending writes, because the loop closes the transport after this."""
         self.flush()
         super().eof_received()
 
@@ -171,14 +172,14 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse_bytes()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP, or a head that a callback of the parser refused."""
+        """Answer a request that is not HTTP, or whose head a callback of the parser refused."""
         if self._awaited is not Awaited.END:
             super().send_400_response(msg)
 
     # ---- called by the parser ----
 
     def on_headers_complete(self) -> None:
-        if self._received > self._limits.head_bytes:  # with what came after the head
+        if self._received > self._limits.head_bytes:  # with bytes after the head
             head = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
             if head > self._limits.head_bytes:
                 self._refuse_bytes()
@@ -204,7 +205,7 @@ class LimitedProtocol(HttpToolsProtocol):
     # ---- called when an answer is complete ----
 
     def on_response_complete(self) -> None:
-        """Let a connection without a request wait too: uvicorn closes it after a while, and it makes room before."""
+        """Count an idle connection as waiting, so that it can make room for another before uvicorn closes it."""
         super().on_response_complete()
         if self._awaited is Awaited.NOTHING and self.timeout_keep_alive_task is not None:
             self._patience.begin(self, self.timeout_keep_alive)
@@ -212,10 +213,10 @@ class LimitedProtocol(HttpToolsProtocol):
     # ---- called by `Patience` ----
 
     def time_is_up(self) -> None:
-        """Close the connection, and say why where that is possible, unless it is not the client that it waits for."""
+        """Close the connection, with a reason if possible, unless something other than the client causes the delay."""
         answering = self.cycle is not None and not self.cycle.response_complete
         if self._awaited is Awaited.HEAD and answering:
-            self._await(Awaited.HEAD, self._limits.head_s)  # of a request that comes before the last answer
+            self._await(Awaited.HEAD, self._limits.head_s)  # for the next request, before the last answer is complete
         elif self._awaited is Awaited.BODY and self.flow.read_paused:
             self._await(Awaited.BODY, self._limits.body_s)  # the application does not read
         elif self._awaited is Awaited.END:

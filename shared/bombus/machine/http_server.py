@@ -20,18 +20,18 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 4096
 CUT_OFF_S = 3
-FILES_KEPT = 256  # open files of a process that are no connections of its clients
+FILES_KEPT = 256  # open files of a process that are not connections of its clients
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers, and without the looks each tenth of a second at whether it is to stop."""
+    """uvicorn without its signal handlers, and without checking every tenth of a second whether to stop."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self._leaving = asyncio.Event()
 
     def leave(self) -> None:
-        """Let the server stop: no new connections, and the end of each after its request."""
+        """Let the server stop: it takes no new connections, and closes each one after its request."""
         self.should_exit = True
         self._leaving.set()
 
@@ -50,13 +50,13 @@ class HttpServer(uvicorn.Server):
             each.close()
         for connection in list(self.server_state.connections):
             connection.shutdown()
-        await asyncio.sleep(0)  # in which those without a request are closed
+        await asyncio.sleep(0)  # lets connections without a request close
         if self.server_state.connections or self.server_state.tasks:
             await super().shutdown(sockets)
 
 
 class CutOff:
-    """An ASGI app that answers 503 where the server cancels a request because it stops.
+    """An ASGI app that answers 503 if the server cancels a request because it is stopping.
 
     uvicorn would answer a 500 without a code. An answer that has begun is cut.
     """
@@ -103,9 +103,9 @@ async def http_server(
 
     The block begins once clients can connect, so that it may tell others the address.
 
-    With `cut_off`, it is called after these seconds, and what is still open has `CUT_OFF_S` more to end. The block is
-    given the task that serves, which ends early only when the server breaks. Of connections there are never more than
-    the process may have files open.
+    If given, `cut_off` is called after these seconds, and requests that are still open have `CUT_OFF_S` more to end.
+    The block is given the task that serves, which ends early only if the server breaks. The limit of connections is
+    lowered to what the process's limit of open files allows.
     """
     patience = Patience(replace(limits, connections=connections_max(limits.connections)))
     config = uvicorn.Config(
@@ -139,6 +139,6 @@ async def http_server(
 
 
 def connections_max(wanted: int) -> int:
-    """Return how many connections there may be of those that are wanted: each takes an open file of this process."""
+    """Return `wanted` or the most connections that this process can have, each of which takes an open file."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return wanted if files == resource.RLIM_INFINITY else max(1, min(wanted, files - FILES_KEPT))

@@ -1,4 +1,4 @@
-"""Says that a process may open no more files: a server that cannot even take connections has nobody else to tell."""
+"""Logs when a process can open no more files: a server that cannot accept connections cannot report it otherwise."""
 
 import asyncio
 import errno
@@ -12,7 +12,7 @@ LOOK_S = 1.0
 
 
 async def watch(every_s: float = LOOK_S) -> None:
-    """Look now and then whether this process can open a file, and log when it cannot and when it can again."""
+    """Check every `every_s` whether this process can open a file, and log when it cannot and when it can again."""
     is_short = False
     while True:
         why = _why_none()
@@ -31,7 +31,7 @@ async def watch(every_s: float = LOOK_S) -> None:
 
 
 def _why_none() -> str:
-    """Return why no file can be opened, "" where one can."""
+    """Return why no file can be opened, "" if one can."""
     try:
         os.close(os.open(os.devnull, os.O_RDONLY))
     except OSError as error:

@@ -18,7 +18,7 @@ from bombus.errors import BombusError, Code, Refused
 from bombus.machine import open_files
 from bombus.machine.watchdog import keep_alive
 
-TERMINATED = 143  # the exit code that a shell reports of a program that SIGTERM has ended
+TERMINATED = 143  # the exit code that a shell reports for a program ended by SIGTERM
 PARENT_VARIABLE = "BOMBUS_PARENT"  # the pid of a supervisor: when it dies, so does this process
 THREADS_S = 5.0  # for threads to end once the service has
 _PR_SET_PDEATHSIG = 1
@@ -37,9 +37,9 @@ def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
 
 
 def die_with_this_process(number: signal.Signals = signal.SIGKILL) -> Callable[[], None] | None:
-    """Return what a child calls before it becomes its program, so that it gets a signal when this process dies.
+    """Return a function for a child to call before exec, so that it gets a signal when this process dies.
 
-    Only Linux offers this: elsewhere there is nothing to call.
+    Only Linux offers this: elsewhere, return None.
     """
     if sys.platform != "linux":
         return None
@@ -60,7 +60,7 @@ def kill(process: asyncio.subprocess.Process) -> None:
 
 
 def is_heeded(number: signal.Signals) -> bool:
-    """Return whether a signal does anything: `nohup` has the hang-up of a terminal ignored, and that is kept."""
+    """Return whether a signal is not ignored: `nohup` makes a process ignore SIGHUP, and that is kept."""
     return signal.getsignal(number) != signal.SIG_IGN
 
 
@@ -89,7 +89,7 @@ def run_service(service: Coroutine[Any, Any, None]) -> int:
 
 
 def _end_despite_threads(before: set[threading.Thread], code: int) -> None:
-    """End the process here if threads of other code hang, such as calls in `asyncio.to_thread`, which Python joins."""
+    """End the process here if threads of other code hang, such as `asyncio.to_thread` calls: Python would join them."""
     begun = [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
     until = time.monotonic() + THREADS_S
     for thread in begun:
@@ -102,7 +102,7 @@ def _end_despite_threads(before: set[threading.Thread], code: int) -> None:
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return uvloop's factory where it is installed: a small message takes half the time."""
+    """Return uvloop's factory, or None if it is not installed; with it, a small message takes half the time."""
     try:
         import uvloop
     except ModuleNotFoundError:
@@ -145,7 +145,7 @@ def listen(host: str, port: int, reuse_port: bool = False) -> socket.socket:
     With `reuse_port` other processes of this machine may bind the same port.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With its protocol asyncio lets it send at once, where the second part of an answer would wait 40 ms for a client.
+    # With the protocol given, asyncio sets TCP_NODELAY: else the second part of an answer waits 40 ms for a client.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if reuse_port:

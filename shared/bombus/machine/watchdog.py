@@ -1,4 +1,4 @@
-"""The watchdog of a process, in systemd's protocol: the process says that its event loop runs, or is ended.
+"""The watchdog of a process, in systemd's protocol: a process that stops reporting that its event loop runs is ended.
 
 `bombus up` keeps one for its trainers, and systemd one for any service with `WatchdogSec=`. A process that is stopped
 or hangs as a whole cannot end itself.
@@ -21,11 +21,11 @@ SOCKET, PERIOD, PROCESS = VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHD
 ALIVE = b"WATCHDOG=1"
 BEAT_S = 5.0
 LOOK_S = 1.0
-START_S = 600.0  # until the first word: a process imports its packages first
+START_S = 600.0  # until the first report: a process imports its packages first
 
 
 async def keep_alive() -> None:
-    """Say that this event loop runs, until cancelled, if a supervisor has asked for that."""
+    """Report that this event loop runs, until cancelled, if a supervisor has asked for that."""
     address, period_us = os.environ.get(SOCKET, ""), os.environ.get(PERIOD, "")
     if not address or not period_us.isdecimal():
         return
@@ -35,13 +35,13 @@ async def keep_alive() -> None:
         while True:
             try:
                 sender.sendto(ALIVE, place)
-            except OSError as error:  # its buffer is full, or it is gone: then this process soon is too
+            except OSError as error:  # its buffer is full, or it has died: then this process ends soon
                 log.debug("the supervisor could not be notified: %s", error)
             await asyncio.sleep(min(BEAT_S, int(period_us) / 1e6 / 4))
 
 
 class Watchdog:
-    """Listens for one process. Only the time counts in which our own event loop ran: we may have been stopped too."""
+    """Listens to one process. Only time in which our own event loop ran counts, since we may have been stopped too."""
 
     def __init__(self, listener: socket.socket, limit_s: float, start_s: float) -> None:
         self.limit_s = limit_s

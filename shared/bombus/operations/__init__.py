@@ -1,6 +1,6 @@
-"""Training operations: what a caller that writes its own training loop asks of a trainer, in no client's dialect.
+"""Training operations: what a client with its own training loop asks of a trainer, independent of the client's dialect.
 
-`arrays` is how numbers travel, `kinds` the operations and their results.
+`arrays` defines how numbers are sent, `kinds` the operations and their results.
 """
 
 from bombus.operations.arrays import Array, DType

@@ -9,7 +9,7 @@ from math import prod
 import msgspec
 
 if sys.byteorder != "little":
-    raise ImportError("bombus sends arrays as this machine has them, and needs a little-endian one")
+    raise ImportError("bombus sends arrays in the machine's byte order, so it needs a little-endian machine")
 
 
 class DType(StrEnum):
@@ -24,9 +24,9 @@ class DType(StrEnum):
 
 
 class Array(msgspec.Struct, frozen=True, array_like=True):
-    """An array of `shape`, with its numbers one after the other. Its bytes are as many as the shape says.
+    """An array of `shape`, with its numbers in `data`, row after row.
 
-    Raises `ValueError` where they are not, so that what was decoded holds what it promises.
+    Raises `ValueError` if the number of bytes does not fit the shape, including on decoding.
     """
 
     dtype: DType
@@ -44,9 +44,9 @@ class Array(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, dtype: DType, values: Iterable[float], shape: tuple[int, ...] | None = None) -> "Array":
-        """Make an array of numbers; of one dimension without a `shape`.
+        """Make an array of numbers, one-dimensional unless a `shape` is given.
 
-        Raises `ValueError` where they are not numbers of this type, or not as many as the shape says.
+        Raises `ValueError` if a number does not fit the type, or their count does not fit the shape.
         """
         try:
             packed = array(dtype.code, values)
@@ -59,5 +59,5 @@ class Array(msgspec.Struct, frozen=True, array_like=True):
         return list(array(self.dtype.code, self.data))
 
     def __len__(self) -> int:
-        """Return how many numbers there are, over all dimensions."""
+        """Return the count of numbers, over all dimensions."""
         return prod(self.shape)

@@ -1,8 +1,8 @@
-"""Operations of training, and their results.
+"""Training operations, and their results.
 
-A caller's operations on one model run in the order in which they came. `ForwardBackward` adds to a gradient, which the
-next `OptimStep` or `AbortEpoch` takes away. What the clients' dialects differ in is said here in so many words: an
-`OptimStep` says what the gradient is divided by, and a loss has its parameters.
+Operations on one model run in the order in which they arrived. `ForwardBackward` adds to a gradient, which the next
+`OptimStep` or `AbortEpoch` clears. Where the clients' dialects differ, operations are explicit: an `OptimStep` says by
+what the gradient is divided, and a loss has all of its parameters.
 """
 
 from enum import StrEnum
@@ -15,7 +15,7 @@ from bombus.operations.arrays import Array
 
 
 class Reduction(StrEnum):
-    """What the sum of the gradients of all tokens is divided by at a step: 1, or the tokens that counted."""
+    """The divisor of the summed gradients of all tokens at a step: 1, or the number of tokens that counted."""
 
     SUM = "sum"
     TOKEN_MEAN = "token_mean"
@@ -32,11 +32,11 @@ class AdapterPart(StrEnum):
 class CheckpointKind(StrEnum):
     TRAINING = "training"  # weights and the optimizer's state
     SAMPLER = "sampler"  # weights alone, for an inference engine
-    EXTERNAL = "external"  # weights alone, for others
+    EXTERNAL = "external"  # weights alone, for use outside of the hive
 
 
 class Category(StrEnum):
-    """Whose mistake made an operation fail."""
+    """Who caused an operation to fail."""
 
     USER = "user"
     SERVER = "server"
@@ -45,7 +45,7 @@ class Category(StrEnum):
 class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A LoRA adapter (Hu et al. 2021, arXiv:2106.09685): W + alpha / rank B A, with A drawn from `seed` and B zero.
 
-    `targets` names layers as PEFT does, such as `q_proj`; without them the layers of all `parts` have adapters.
+    `targets` are PEFT's names of layers, such as `q_proj`. Without them, all layers of the `parts` have adapters.
     """
 
     rank: int
@@ -56,18 +56,18 @@ class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class RateSchedule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A learning rate that changes with the steps of its model: linear warm-up, then constant or decay to a floor."""
+    """A learning rate schedule over a model's steps: linear warm-up, then constant or decaying to a floor."""
 
     kind: str = "constant"  # or linear, or cosine
     warmup_steps: int = 0
-    total_steps: int = 0  # the step after it is the first at the floor
-    min_ratio: float = 0.0  # the floor, as a part of the rate
+    total_steps: int = 0  # the floor is reached at the step after this one
+    min_ratio: float = 0.0  # the floor, as a fraction of the rate
 
 
 class AdamParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A step of AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101): `weight_decay` is decoupled.
 
-    `grad_clip_norm` bounds the norm of the whole gradient, after its division; 0 bounds nothing. With a `schedule`,
+    `grad_clip_norm` bounds the norm of the whole gradient after its division; 0 disables clipping. With a `schedule`,
     `learning_rate` is its peak.
     """
 
@@ -81,9 +81,9 @@ class AdamParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Datum(msgspec.Struct, frozen=True, array_like=True):
-    """One sequence: N tokens (int32), and what its loss needs for each, such as `target_tokens` and `weights`.
+    """One sequence: N tokens (int32), and the inputs of its loss, such as `target_tokens` and `weights`.
 
-    Token i predicts target i: targets are shifted already. They are [N], or [N, K] for K weighted targets each.
+    Token i predicts target i: targets are already shifted. They are [N], or [N, K] with K weighted targets per token.
     """
 
     tokens: bytes
@@ -98,9 +98,9 @@ class LossSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class CreateModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="create_model", tag_field="kind"):
-    """Make a model from `base`: an adapter on it, or with none all of its weights.
+    """Create a model from `base`: train an adapter on it, or without `adapter` all of its weights.
 
-    With `checkpoint` it begins there, and the adapter is the checkpoint's; `with_optimizer` takes its optimizer too.
+    With `checkpoint` the model starts from that, with its adapter; `with_optimizer` restores its optimizer state too.
     """
 
     base: str
@@ -123,21 +123,21 @@ class ForwardBackward(
 
 
 class OptimStep(msgspec.Struct, frozen=True, kw_only=True, tag="optim_step", tag_field="kind"):
-    """Divide the gradient as `reduction` says, take a step with it, and clear it."""
+    """Divide the gradient according to `reduction`, take a step with it, and clear it."""
 
     adam: AdamParams
     reduction: Reduction
 
 
 class AbortEpoch(msgspec.Struct, frozen=True, kw_only=True, tag="abort_epoch", tag_field="kind"):
-    """Clear the gradient since the last step, and forget that an operation on it failed."""
+    """Clear the gradient since the last step, and any failure of an operation that would have added to it."""
 
 
 class SaveWeights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="save_weights", tag_field="kind"):
-    """Save the model under a name, or where that is "" under the time at which the log took the operation.
+    """Save the model under `name`, or if that is "" under the time at which the operation was put on the log.
 
-    `ttl_s` is how long it is kept; 0 is forever. `merged` is for others (`EXTERNAL`): the whole model with its
-    adapter in it, in place of the adapter alone.
+    `ttl_s` is how long it is kept; 0 is forever. `merged`, for `EXTERNAL` checkpoints, saves the whole model with its
+    adapter merged, instead of the adapter alone.
     """
 
     checkpoint: CheckpointKind
@@ -148,16 +148,16 @@ class SaveWeights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
 
 
 class LoadWeights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="load_weights", tag_field="kind"):
-    """Go on from a checkpoint of the same shape; without `with_optimizer` with a new optimizer."""
+    """Continue from a checkpoint of the same shape, with a new optimizer unless `with_optimizer`."""
 
     checkpoint: str
     with_optimizer: bool = False
 
 
 class EndModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="end_model", tag_field="kind"):
-    """Save the model under `save_as`, if that is given, for `ttl_s` (0 is forever), and forget it.
+    """Save the model under `save_as`, if given, for `ttl_s` (0 is forever), and delete it.
 
-    With `reset_weights` a model of full weights begins again from its base instead of being forgotten.
+    With `reset_weights` a full-weight model is reset to its base instead of being deleted.
     """
 
     save_as: str = ""
@@ -166,16 +166,19 @@ class EndModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed", tag_field="kind"):
-    """The operation changed nothing but, where it belonged to a gradient, the gradient's standing: `error` says why."""
+    """The operation failed for the reason in `error`, and changed nothing.
+
+    If it would have added to a gradient, that gradient is now incomplete.
+    """
 
     error: str
     category: Category
 
 
 class Rejected(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="rejected", tag_field="kind"):
-    """Fail: the gateway could not understand what its client sent, and says so in the operation's turn.
+    """Fail with `failure` in the operation's turn: the gateway refused the client's request.
 
-    It `counts` where it would have added to the gradient, which then lacks something: its next step fails.
+    `counts` says that it would have added to the gradient. That is then incomplete, so the next step fails.
     """
 
     failure: Failed
@@ -188,9 +191,9 @@ Operation: TypeAlias = (
 
 
 class ModelReady(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="model_ready", tag_field="kind"):
-    """The model is there, with this adapter; `parameters` of it are trained.
+    """The model was created, with this adapter and `parameters` trained parameters.
 
-    `loaded` is a hash of the checkpoint that it begins at, if it does.
+    `loaded` is a hash of the checkpoint that it starts from, or "".
     """
 
     adapter: AdapterSpec | None = None
@@ -199,9 +202,9 @@ class ModelReady(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 class Scores(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="scores", tag_field="kind"):
-    """What a loss computed: for each datum its arrays by name (`logprobs` has its targets' shape), and sums.
+    """The outputs of a loss: for each datum its arrays by name (`logprobs` has the shape of its targets), and sums.
 
-    `loss` is the sum that the gradient was taken of; `tokens` is how many counted in it.
+    `loss` is the sum whose gradient was computed, and `tokens` is the number of tokens that counted in it.
     """
 
     outputs: tuple[dict[str, Array], ...]
@@ -211,9 +214,9 @@ class Scores(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class StepTaken(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="step_taken", tag_field="kind"):
-    """A step was taken, the `step`th of this model. The gradient was divided by `divisor` and had `grad_norm` then.
+    """Step number `step` of this model was taken. The gradient was divided by `divisor`, and then had `grad_norm`.
 
-    Without a gradient there was none to be measured, and `grad_norm` is 0.
+    If there was no gradient (`has_gradient` is false), `grad_norm` is 0.
     """
 
     step: int
@@ -223,7 +226,7 @@ class StepTaken(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, t
     has_gradient: bool = True
 
     def figures(self) -> dict[str, float]:
-        """Return what is shown of the step."""
+        """Return the figures to report for the step."""
         norm = {"grad_norm": self.grad_norm} if self.has_gradient else {}
         return {**norm, "divisor": self.divisor, **self.metrics}
 
@@ -238,7 +241,7 @@ class EpochAborted(msgspec.Struct, frozen=True, kw_only=True, tag="epoch_aborted
 class CheckpointSaved(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="checkpoint_saved", tag_field="kind"
 ):
-    """A checkpoint was written to `folder`. Its `address`, a hash of its weights (hex), says what they are."""
+    """A checkpoint was written to `folder`. Its `address`, a hash of its weights (hex), identifies them."""
 
     checkpoint: CheckpointKind
     name: str
@@ -250,7 +253,7 @@ class CheckpointSaved(
 class CheckpointLoaded(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="checkpoint_loaded", tag_field="kind"
 ):
-    """The model continues from a checkpoint; `loaded` is a hash of what it has taken from it."""
+    """The model continues from a checkpoint; `loaded` is a hash of the state that it loaded."""
 
     checkpoint: str
     step: int
@@ -258,7 +261,7 @@ class CheckpointLoaded(
 
 
 class ModelEnded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="model_ended", tag_field="kind"):
-    """The model is gone; `saved` names the checkpoint that was made of it first."""
+    """The model was deleted or reset; `saved` is the checkpoint that was made first, if any."""
 
     saved: CheckpointSaved | None = None
 
@@ -269,16 +272,16 @@ Result: TypeAlias = (
 
 _operations: msgspec.msgpack.Decoder[Operation] = msgspec.msgpack.Decoder(Operation)
 _results: msgspec.msgpack.Decoder[Result] = msgspec.msgpack.Decoder(Result)
-_encoder = msgspec.msgpack.Encoder(order="deterministic")  # protobuf's maps have another order in each process
+_encoder = msgspec.msgpack.Encoder(order="deterministic")  # protobuf maps are ordered differently in each process
 
 
 def encode_operation(operation: Operation) -> bytes:
-    """Return the bytes of an operation: the same for equal ones, in every process, since it is known by its digest."""
+    """Return the bytes of an operation, the same for equal operations in every process: digests identify them."""
     return _encoder.encode(operation)
 
 
 def decode_operation(body: bytes) -> Operation:
-    """Raises `msgspec.MsgspecError` for what is not an operation."""
+    """Decode an operation. Raises `msgspec.MsgspecError` if the body is not one."""
     return decoded(_operations.decode, body)
 
 
@@ -287,5 +290,5 @@ def encode_result(result: Result) -> bytes:
 
 
 def decode_result(body: bytes) -> Result:
-    """Raises `msgspec.MsgspecError` for what is not a result."""
+    """Decode a result. Raises `msgspec.MsgspecError` if the body is not one."""
     return decoded(_results.decode, body)

@@ -1,8 +1,8 @@
 """A log as one file: for golden logs, bug reports, exports and backups.
 
-A gzip of frames, each a little-endian uint32 length and a msgpack struct: an `ArchiveHeader`, the events byte for byte,
-each followed by the calls that it names, the tokenizers, the bodies of operations and rollout groups that are still
-needed (since format 2), and a `Trailer`. A file without its trailer was cut off.
+A gzip of frames, each a little-endian uint32 length and a msgpack struct: an `ArchiveHeader`; the events byte for byte,
+in batches that are each followed by the calls and tokenizers that they name; the bodies of operations and rollout
+groups that are still needed (since format 2); and a `Trailer`. A file without its trailer was cut off.
 """
 
 import gzip
@@ -31,7 +31,7 @@ _length = struct.Struct("<I")
 
 
 class ArchiveHeader(msgspec.Struct, frozen=True, kw_only=True, tag="header", omit_defaults=True):
-    """`base` is a snapshot of the state before the first event; empty when the log starts at its beginning."""
+    """`base` is a snapshot of the state before the first event, empty if the log is not compacted."""
 
     format: int
     bombus: str
@@ -68,10 +68,10 @@ class PartFrame(msgspec.Struct, frozen=True, tag="part", array_like=True):
 
 
 class Trailer(msgspec.Struct, frozen=True, tag="trailer", array_like=True):
-    """How much there is. `calls_gone` counts calls that were purged before the export or fail their digest (R6).
+    """What the file contains. `calls_gone` counts calls that were purged before the export or fail their digest (R6).
 
-    `groups` counts the rollout groups of the log, of which the file has their sizes, and the bodies only of those that
-    are still needed.
+    `groups` counts the rollout groups of the log: the file has the sizes of all, but the bodies only of those that are
+    still needed.
     """
 
     events: int
@@ -94,7 +94,7 @@ def pack(frame: ArchiveHeader | ArchiveFrame) -> bytes:
 
 
 class FileSource(Source):
-    """A log in an archive. What is beside its events is unpacked to a temporary file when the first of it is read."""
+    """A log in an archive. Calls, bodies and tokenizers are unpacked to a temporary file when one is first read."""
 
     def __init__(self, path: Path, header: ArchiveHeader, spool: sqlite3.Connection) -> None:
         self.title = str(path)
@@ -111,7 +111,7 @@ class FileSource(Source):
         if not path.is_file():
             raise NotOnLog(f"there is no file {path}")
         header = read_header(path)
-        with closing(sqlite3.connect("")) as spool:  # without a name it is a temporary file
+        with closing(sqlite3.connect("")) as spool:  # an empty name means a temporary file
             yield cls(path, header, spool)
 
     async def base(self) -> tuple[Hive, int]:
@@ -143,7 +143,7 @@ class FileSource(Source):
         return body
 
     def all_messages(self, stream: str) -> Iterator[tuple[int, bytes]]:
-        """Yield what there is of a stream: sequences, in ascending order, and bodies."""
+        """Yield the sequence number and data of each message of a stream, in ascending order."""
         return self._all_kept(stream)
 
     def all_blobs(self) -> Iterator[tuple[str, bytes]]:
@@ -172,7 +172,7 @@ class FileSource(Source):
 
 
 def _row(frame: ArchiveFrame) -> tuple[str, int | str, bytes] | None:
-    """Return what is kept beside the events: its stream, its place there, and its bytes."""
+    """Return the stream, key and data of a call, body or tokenizer; None for other frames."""
     match frame:
         case CallFrame():
             return CALLS, frame.seq, frame.data
@@ -185,7 +185,7 @@ def _row(frame: ArchiveFrame) -> tuple[str, int | str, bytes] | None:
 
 
 def read_header(path: Path) -> ArchiveHeader:
-    """Return what an archive begins with. Raises `NotOnLog`, and `LogCorrupted` for a file that was cut off."""
+    """Return the header of an archive. Raises `NotOnLog`, and `LogCorrupted` for a file that was cut off."""
     try:
         with gzip.open(path) as file:
             header = decoded(_header.decode, _body(file, path))

@@ -28,7 +28,7 @@ class Verb(StrEnum):
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """`path` leads from the hive to what changed, as in `engines`, `main`, `pool`, `main-1-7`."""
+    """One change. `path` leads from the hive to the changed entry, such as `engines`, `main`, `pool`, `main-1-7`."""
 
     path: tuple[str, ...]
     verb: Verb
@@ -37,7 +37,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def changes(before: Hive, after: Hive) -> list[Change]:
-    """Return the changes by path; within each collection, entries that were there before come before new ones."""
+    """Return the changes in the order of their paths; within each collection, old entries come before new ones."""
     old, new = (msgspec.to_builtins(hive, order="deterministic") for hive in (before, after))
     return list(_walk((), old, new))
 
@@ -67,7 +67,7 @@ def _walk(path: tuple[str, ...], before: Any, after: Any) -> Iterator[Change]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source_arguments(parser)
     parser.add_argument("first", type=int, metavar="SEQ", help="the state after this event")
-    parser.add_argument("second", type=int, metavar="SEQ", help="the state after this event, to compare with it")
+    parser.add_argument("second", type=int, metavar="SEQ", help="a later event, whose state is compared with it")
     parser.add_argument("--engine", default="", help="only this engine")
     parser.add_argument("--json", action="store_true", help="print it as JSON, for programs")
 
@@ -95,7 +95,7 @@ async def _show(source: Source, arguments: argparse.Namespace) -> None:
 
 
 def as_text(found: list[Change]) -> list[str]:
-    """Return lines for a person: entries added to a collection or removed from it are counted, the first ones shown."""
+    """Return lines to read: entries added to a collection or removed from it are counted, and the first ones shown."""
     lines: list[str] = []
     grouped: dict[tuple[tuple[str, ...], Verb], list[Change]] = {}
     for change in found:

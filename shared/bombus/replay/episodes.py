@@ -1,4 +1,4 @@
-"""`bombus replay episodes`: the ended episodes of a log, one on each line, sorted by what they were worth."""
+"""`bombus replay episodes`: the ended episodes of a log, one per line, sorted by reward, tokens or time."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ SORTED_BY: dict[str, Callable[[Outcome], float]] = {
     "time": lambda _: 0.0,
 }
 SHOWN = 20
-METRICS_SHOWN = 4  # of an episode, in a line
+METRICS_SHOWN = 4  # per episode
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--limit", type=int, default=SHOWN, metavar="N", help=f"print at most N episodes (default: {SHOWN})"
     )
-    parser.add_argument("--json", action="store_true", help="print each episode whole, as one JSON object on a line")
+    parser.add_argument("--json", action="store_true", help="print each episode in full, as one JSON object per line")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Writing a log as an archive."""
+"""Write a log as an archive."""
 
 import gzip
 import logging
@@ -42,7 +42,7 @@ async def export(
 ) -> Trailer:
     """Write the log to `path`, which appears once it is complete.
 
-    Raises `LogCorrupted`, also when an event is missing, `NotOnLog` when the log was compacted meanwhile,
+    Raises `LogCorrupted`, including for a missing event, `NotOnLog` if the log was compacted during the export,
     `FileExistsError` and `BusUnavailable`.
     """
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
@@ -54,7 +54,7 @@ async def export(
             file.flush()
             os.fsync(file.fileno())
         if path.exists():
-            raise FileExistsError(f"{path} exists, and is not replaced")
+            raise FileExistsError(f"{path} already exists and is not replaced")
         draft.replace(path)
         make_durable(path.parent)
     finally:
@@ -69,7 +69,7 @@ class _Writer:
         self._file = file
         self._with_calls = with_calls
         self._progress = progress
-        self._calls: set[int] = set()  # sequences of those that are written or gone
+        self._calls: set[int] = set()  # sequence numbers of calls that are written or gone
         self._blobs: set[str] = set()
         self._gone = 0
         self._events = 0
@@ -145,7 +145,7 @@ class _Writer:
                     log.warning("%s: tokens will be shown as numbers", missing)
 
     async def _write_bodies(self) -> None:
-        """Write the bodies that somebody may still need at the end of the log. Those that are lost are left out."""
+        """Write the bodies that may still be needed at the end of the log. Lost bodies are left out."""
         for stream, _, body in bodies_held_by(self._state, Subjects(self._source.hive)):
             for seq, data in zip(body.seqs, await self._source.messages(stream, body.seqs), strict=True):
                 if data is not None:
@@ -169,8 +169,8 @@ def calls_of(event: ev.AnyEvent) -> list[CallRef]:
 
 
 def calls_held_by(hive: Hive) -> list[CallRef]:
-    """Return the calls of the open episodes, the pool, the outstanding batch, and the steps since the newest checkpoint
-    of each engine: those that are still to be trained, or may be."""
+    """Return the calls that may still be trained on: those of the open episodes, the pool, the outstanding batch, and
+    the steps since the newest checkpoint of each engine."""
     refs: list[CallRef] = []
     for engine in hive.engines.values():
         refs += (call.ref for episode in engine.open.values() for call in episode.calls)
@@ -183,7 +183,7 @@ def calls_held_by(hive: Hive) -> list[CallRef]:
 
 
 def bodies_held_by(hive: Hive, subjects: Subjects) -> Iterator[tuple[Literal["ops", "trajectories"], str, BodyRef]]:
-    """Yield each body of an operation or a rollout group that somebody may still need: stream, subject and place."""
+    """Yield the stream, subject and reference of each operation's or rollout group's body that may still be needed."""
     for engine in hive.engines.values():
         for name, model in engine.clients.models.items():
             yield from ((OPS, subjects.operation(engine.name, name), body) for body in model.needed())

@@ -1,4 +1,4 @@
-"""Making a hive from an exported log: what it had at each sequence is there again, so that all references hold (R6)."""
+"""Create a hive from an exported log. Messages keep their sequence numbers, so that all references hold (R6)."""
 
 import asyncio
 import os
@@ -37,14 +37,14 @@ SKIPPED_AT_ONCE = 100_000
 NOBODY = "-"  # no engine has this name
 _SUBJECT = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 
-ImportProgress = Callable[[str, int, int], None]  # called with what is done, a position, and the last one
+ImportProgress = Callable[[str, int, int], None]  # called with the current activity, a position, and the last one
 
 
 async def import_log(source: FileSource, data: Path, limits: StreamLimits, progress: ImportProgress) -> upkeep.Verified:
-    """Make the hive of an exported log in a data folder that has no log, and verify it. It appears once it is complete.
+    """Create the hive of an exported log in a data folder that has no log, and verify it before it appears there.
 
-    Raises `BadUsage` when the folder has a log, `LogCorrupted` for a file that is damaged or lacks what its hive still
-    needs, `NewerEvent` for one of a newer release, `BusUnavailable`, `OSError`.
+    Raises `BadUsage` if the folder has a log, `LogCorrupted` for a file that is damaged or lacks data that its hive
+    still needs, `NewerEvent` for a file of a newer release, `BusUnavailable`, `OSError`.
     """
     place = data / "nats"
     if place.exists():
@@ -60,7 +60,7 @@ async def import_log(source: FileSource, data: Path, limits: StreamLimits, progr
 
 
 class _ReadLog(msgspec.Struct):
-    """What an exported log folds to. It begins after event `base`; `last_call` is the last place of a call in it."""
+    """The state that an exported log folds to. The log begins after event `base`; its last call is at `last_call`."""
 
     hive: Hive
     base: int
@@ -68,7 +68,7 @@ class _ReadLog(msgspec.Struct):
 
     @property
     def last_parts(self) -> dict[str, int]:
-        """Return for each stream of bodies the place up to which some of its messages may be purged."""
+        """Return, for each stream of bodies, the position up to which messages may have been purged."""
         of_models = [below for engine in self.hive.engines.values() for below in engine.clients.released.values()]
         of_holders = self.hive.released_of_holders().values()
         released = {
@@ -102,7 +102,7 @@ async def _read(source: FileSource, progress: ReadProgress) -> _ReadLog:
 async def _drafted(folder: Path) -> AsyncIterator[Path]:
     """Yield the name of a folder that becomes `folder` if all goes well, and is removed otherwise.
 
-    What an import that was killed has left is removed first. Raises `BusUnavailable` while another one is at work.
+    The draft of a killed import is removed first. Raises `BusUnavailable` while another import is running.
     """
     made = not folder.parent.exists()
     draft = private_folder(folder.parent) / DRAFT
@@ -116,7 +116,7 @@ async def _drafted(folder: Path) -> AsyncIterator[Path]:
     finally:
         shutil.rmtree(draft, ignore_errors=True)
         if made:
-            with suppress(OSError):  # where all went well it is not empty
+            with suppress(OSError):  # after a successful import it is not empty
                 folder.parent.rmdir()
 
 
@@ -135,7 +135,7 @@ async def _serving(folder: Path, hive: str) -> AsyncIterator[Bus]:
 
 
 class _Writer:
-    """Writes all streams of a hive. The events are the last: those before them are what they name."""
+    """Writes all streams of a hive. The events come last, because they refer to messages of the other streams."""
 
     def __init__(self, source: FileSource, bus: Bus, log: _ReadLog) -> None:
         self._source = source
@@ -150,7 +150,7 @@ class _Writer:
         await self._write_calls(partial(progress, "writing call"))
         await self._write_bodies(partial(progress, "writing body"))
         answered = await self._write_events(partial(progress, "writing event"))
-        # The inbox goes on after the last message that was answered, as if it was trimmed up to there.
+        # The inbox continues after the last message that was answered, as if it had been trimmed up to there.
         await self._bus.purge_below(self._bus.subjects.inbox_stream, answered + 1)
 
     async def _write_calls(self, progress: ReadProgress) -> None:
@@ -161,7 +161,7 @@ class _Writer:
                 await stream.put(seq, subjects.call(record.engine, IMPORTED), body, {MSG_ID: record.id})
 
     async def _write_bodies(self, progress: ReadProgress) -> None:
-        """Write the bodies of operations and rollout groups that somebody may still need."""
+        """Write the bodies of operations and rollout groups that may still be needed."""
         subjects = self._bus.subjects
         skipped = {OPS: subjects.operation(NOBODY, ""), TRAJECTORIES: subjects.trajectory(NOBODY, "")}
         held = list(bodies_held_by(self._log.hive, subjects))
@@ -173,7 +173,7 @@ class _Writer:
                         await writer.put(seq, wanted[seq], body, {MSG_ID: f"import.{seq}"})
 
     async def _write_events(self, progress: ReadProgress) -> int:
-        """Write the events, and return which message of the inbox the last one answers."""
+        """Write the events, and return the number of the inbox message that the last one answers."""
         subjects, answered, end = self._bus.subjects, 0, (await self._source.end()).seq
         async with (
             _writing(self._bus, subjects.events_stream, subjects.event(NOBODY, NOBODY), end, progress) as stream,
@@ -192,7 +192,7 @@ class _Writer:
 async def _writing(
     bus: Bus, stream: str, skipped: str, end: int, progress: ReadProgress
 ) -> AsyncIterator["_StreamWriter"]:
-    """Yield what writes into an empty stream. It goes on after `end` then, or after what was written."""
+    """Yield a writer for an empty stream. After it, the stream continues at `end + 1`, or later if more was written."""
     writer = _StreamWriter(bus, stream, skipped, lambda position: progress(position, end))
     try:
         yield writer
@@ -203,9 +203,9 @@ async def _writing(
 
 
 class _StreamWriter:
-    """Writes messages into an empty stream, each at a place of its own. Places in between stay empty.
+    """Writes messages into an empty stream, each at a given sequence number. Numbers in between stay empty.
 
-    To get there, messages are stored on the subject `skipped`, and removed again.
+    To skip a number, a message is stored on the subject `skipped`, and removed later.
     """
 
     def __init__(self, bus: Bus, stream: str, skipped: str, progress: Callable[[int], None]) -> None:
@@ -217,18 +217,18 @@ class _StreamWriter:
         self._sent: deque[asyncio.Future[PubAck]] = deque()
 
     async def put(self, seq: int, subject: str, body: bytes, headers: Mapping[str, str]) -> None:
-        """Write a message. Raises `LogCorrupted` for a subject that cannot be, and where `seq` is taken."""
+        """Write a message. Raises `LogCorrupted` for an invalid subject, and if `seq` is already used."""
         if not _SUBJECT.fullmatch(subject):
             raise LogCorrupted(f"message {seq} is of an engine that cannot exist: its subject would be {subject!r}")
         await self.skip_to(seq)
         if seq != self._next:
-            raise LogCorrupted(f"message {seq} on {subject} comes twice")
+            raise LogCorrupted(f"message {seq} on {subject} is in the file twice")
         await self._send(subject, body, headers)
 
     async def skip_to(self, seq: int) -> None:
-        """Leave the places before `seq` empty."""
+        """Leave the sequence numbers before `seq` empty."""
         if self._next == 1 and seq > 1:
-            await self._bus.purge_below(self._stream, seq)  # an empty stream begins there then
+            await self._bus.purge_below(self._stream, seq)  # an empty stream then begins at `seq`
             self._next = seq
         while self._next < seq:
             await self._send(self._skipped, b"", {MSG_ID: f"skipped.{self._next}"})
@@ -236,13 +236,13 @@ class _StreamWriter:
                 await self.flush()
 
     async def flush(self) -> None:
-        """Wait until all is stored, and remove what was skipped."""
+        """Wait until all messages are stored, and remove those on the subject `skipped`."""
         while self._sent:
             await self._sent.popleft()
         await self._bus.purge_below(self._stream, self._next, self._skipped)
 
     def forget(self) -> None:
-        """Stop waiting for anything."""
+        """Stop waiting for acknowledgements."""
         for ack in self._sent:
             ack.cancel()
 

@@ -38,7 +38,7 @@ class LineageGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Step(msgspec.Struct, kw_only=True):
-    """An optimizer step and the version that it made. Fields for what has not happened yet are empty."""
+    """An optimizer step and the version that it made. Fields for events that have not happened yet are empty."""
 
     step: int
     batch_event: int
@@ -64,7 +64,7 @@ class Lineage(msgspec.Struct, kw_only=True):
 
 
 async def trace(source: Source, step: int, engine: str = "", run: int = 0) -> Lineage:
-    """Return the ancestry of a version, in the newest run that has it. Raises `NotOnLog` when there is none."""
+    """Return the ancestry of a version, in the newest run that has it. Raises `NotOnLog` if no run has it."""
     hive, _ = await source.base()
     tracer = _Tracer(hive, engine, run, step)
     async with aclosing(source.events()) as entries:
@@ -143,8 +143,8 @@ class _Tracer:
         return Step(step=event.step, batch_event=seq, groups=groups, config_digest=event.config_digest)
 
     def _member_of(self, member: ev.BatchEpisode) -> Member:
-        """Return an episode of a batch. If it ended before the base of a compacted log, only what its batch says is
-        known."""
+        """Return an episode of a batch. If it ended before the base of a compacted log, only the batch's data about it
+        is known."""
         return self._ended.pop(member.episode, None) or Member(
             episode=member.episode,
             client="",

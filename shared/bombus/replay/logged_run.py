@@ -22,12 +22,12 @@ class LoggedStep(msgspec.Struct):
 
 
 class LoggedRun(msgspec.Struct, kw_only=True):
-    """A run. `checkpoints` also has the one at which it began, and on a compacted log the step before the first batch
-    that is kept.
+    """A run. `checkpoints` includes the one at which it began and, on a compacted log, the one before the first batch
+    that is still there.
 
-    `begun` says where it began, "" where it had no checkpoint to begin at, and `first` is its step there. `started_ns`
-    is 0 for a run that started before a compacted log's first event. One that `serves` training operations has neither
-    batches nor versions after the first.
+    `begun` is a clause that says where the run began, "" if it had no checkpoint to begin at, and `first` is its step
+    there. `started_ns` is 0 for a run that started before a compacted log's first event. A run that `serves` training
+    operations has no batches, and no versions after the first.
     """
 
     engine: str
@@ -105,7 +105,7 @@ def _of_state(hive: Hive, position: int) -> list[LoggedRun]:
         logged.serves = engine.clients_take_episodes
         logged.first = engine.begun
         for step in engine.steps:
-            if step.batch.run == engine.run:  # and not that of the checkpoint at which the run began
+            if step.batch.run == engine.run:  # it may belong to the checkpoint at which the run began
                 _note(logged, position, step.batch)
             if step.done is not None:
                 _note(logged, position, step.done)
@@ -134,7 +134,7 @@ def _note(logged: LoggedRun, seq: int, event: ev.AnyEvent) -> None:
 
 
 def is_trained_elsewhere(event: ev.EngineStarted) -> bool:
-    """Return whether a run takes rollout groups for a trainer that is not ours: it has no job and no versions."""
+    """Return whether a run collects rollout groups for an external trainer: it has no job and no versions."""
     return not event.base and not event.config_digest
 
 
@@ -149,8 +149,8 @@ def _choose(
     if elsewhere and (not engines or engine in elsewhere) and engine not in engines:
         names = ", ".join(sorted(elsewhere))
         raise NotOnLog(
-            f"on {source.title} engine {names} took rollout groups for a trainer elsewhere, which has the weights and "
-            "the job: the batches that it got are in `bombus replay timeline`"
+            f"on {source.title} engine {names} collected rollout groups for a trainer elsewhere, which has the weights "
+            "and the job: `bombus replay timeline` shows the batches that the trainer got"
         )
     if not engines:
         raise NotOnLog(f"no engine was started on {source.title}")

@@ -17,7 +17,7 @@ def moment(text: str, start_ns: int, end_ns: int) -> int:
     """Return nanoseconds since the epoch for `-10m` (before the end), `+30s` (after the start), `14:03:20` (on the last
     day) or an ISO time.
 
-    `10m` means `-10m`, which a command line would take for an option. Times without a zone are local.
+    `10m` means `-10m`, which would be parsed as an option on a command line. Times without a zone are local.
     Raises `BadUsage`.
     """
     relative = _RELATIVE.fullmatch(text)

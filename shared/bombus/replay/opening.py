@@ -1,4 +1,4 @@
-"""Opening the log that a command line names: a running hive's, one in a stopped hive's data folder, or an archive."""
+"""Open the log that a command line names: a running hive's, one in a stopped hive's data folder, or an archive."""
 
 import argparse
 import asyncio
@@ -39,13 +39,13 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
         help="an archive made by `bombus log export`, or the folder in which compactions archive",
     )
     parser.add_argument(
-        "--hive", metavar="NAME", help="which hive, on a bus that has several (default: $BOMBUS_HIVE, or main)"
+        "--hive", metavar="NAME", help="which hive, if the bus has several (default: $BOMBUS_HIVE, or main)"
     )
 
 
 @asynccontextmanager
 async def open_source(arguments: argparse.Namespace) -> AsyncIterator[Source]:
-    """Open the log that the command line names. Raises `NotOnLog` when there is none, `BusUnavailable`."""
+    """Open the log that the command line names. Raises `NotOnLog` if there is none, and `BusUnavailable`."""
     hive = arguments.hive or os.environ.get("BOMBUS_HIVE", "main")
     url = arguments.nats or os.environ.get("BOMBUS_NATS", "")
     if arguments.log is not None:
@@ -75,7 +75,7 @@ async def _on_bus(url: str, hive: str, title: str, timeout_s: float = CONNECT_S)
 
 @asynccontextmanager
 async def _on_folder(data: Path, hive: str | None) -> AsyncIterator[BusSource]:
-    """Use the bus of the hive that runs there, or else a server of our own on its files while they are read."""
+    """Use the bus of the hive that runs on the folder, or else start a server on its files while they are read."""
     running = data / URL_FILE.name
     if running.is_file():
         url = running.read_text().strip()
@@ -91,8 +91,8 @@ async def _on_folder(data: Path, hive: str | None) -> AsyncIterator[BusSource]:
 
 
 async def _still_runs(data: Path, url: str) -> bool:
-    """Whether the bus at the address in a folder is that folder's own: a hive that was killed leaves its address
-    behind, and its port may since have been taken. An external bus is known by its address alone."""
+    """Whether the bus at the address in a data folder belongs to that folder: a killed hive leaves its address behind,
+    and another server may since use the port. An external bus is identified by its address alone."""
     ours = data / "nats" / "nats-server.conf"
     expected = re.search(r"^server_name: (\S+)$", ours.read_text(), re.MULTILINE) if ours.is_file() else None
     for server in url.split(","):

@@ -1,7 +1,7 @@
-"""What `bombus replay episode` takes from services: functions that they register as entry points, in pyproject.toml.
+"""Functions of services that `bombus replay episode` uses; services register them as entry points in pyproject.toml.
 
-Each formula stays in its service, and `shared/` names no service's module. Without a service, a view shows what it can
-and says what to install.
+Each formula stays in its service, and `shared/` imports no module of a service. If a service is not installed, a view
+shows what it can and says what to install.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ class TokenTexts(Protocol):
     """Entry point `token_texts`, registered by the gateway."""
 
     def __call__(self, files: Mapping[str, bytes]) -> TokenText:
-        """Raises `EngineFault` for files that cannot be used."""
+        """Load a tokenizer from its files. Raises `EngineFault` if they cannot be used."""
         ...
 
 
@@ -42,26 +42,26 @@ class CallAdvantages(Protocol):
     def __call__(self, group: Sequence[tuple[BatchEpisode, Sequence[CallRecord]]], job: RunConfig) -> list[list[float]]:
         """Return the advantage of each call of each episode of a group.
 
-        Raises `ValueError` when an episode does not have one reward for each of its calls, or when the job's estimator
-        needs more than the group.
+        Raises `ValueError` if an episode does not have one reward for each of its calls, or if the job's estimator
+        needs data from outside the group.
         """
         ...
 
 
 def token_texts() -> TokenTexts:
-    """Raises `NotInstalled`."""
+    """Return the gateway's function. Raises `NotInstalled`."""
     found: TokenTexts = registered("token_texts", extra="gateway")
     return found
 
 
 def call_advantages() -> CallAdvantages:
-    """Raises `NotInstalled`."""
+    """Return the trainer's function. Raises `NotInstalled`."""
     found: CallAdvantages = registered("call_advantages", extra="trainer")
     return found
 
 
 def registered(name: str, extra: str) -> Any:
-    """Return what a service registered under a name. Raises `NotInstalled`, with the extra that brings the service."""
+    """Return the object that a service registered under a name. Raises `NotInstalled`, with the extra to install."""
     for entry in entry_points(group=GROUP, name=name):
         try:
             return entry.load()

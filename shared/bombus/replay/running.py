@@ -13,7 +13,7 @@ SourceCommand = Callable[[Source, argparse.Namespace], Awaitable[None]]
 
 
 class BadUsage(ValueError):
-    """Raised for a command line that makes no sense; the sentence says what would."""
+    """Raised for a command line that makes no sense; the message says how to correct it."""
 
 
 def run_on_source(prog: str, command: SourceCommand, arguments: argparse.Namespace) -> int:
@@ -33,7 +33,7 @@ def reported(prog: str, work: Callable[[], None]) -> int:
     """
     try:
         work()
-    except BrokenPipeError:  # whoever reads our output has closed it: that ends every command alike
+    except BrokenPipeError:  # the reader of our output has closed it: this is handled the same for all commands
         raise
     except BadUsage as error:
         complain(f"{prog}: {error}")

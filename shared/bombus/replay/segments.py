@@ -1,4 +1,4 @@
-"""Reads and writes a folder of what compactions have removed from a log: archives that continue each other."""
+"""Read and write a folder of events that compactions have removed from a log, in archives that continue each other."""
 
 import re
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -39,7 +39,7 @@ def _of_all_hives(folder: Path) -> Iterator[LogSegment]:
 
 
 def remove_drafts(folder: Path, hive: str) -> None:
-    """Remove what processes have left that were killed while they wrote an archive of this hive."""
+    """Remove the drafts of processes that were killed while they wrote an archive of this hive."""
     for path in folder.iterdir():
         name = _DRAFT.match(path.name)
         if name is not None and name[1] == hive:
@@ -47,9 +47,9 @@ def remove_drafts(folder: Path, hive: str) -> None:
 
 
 async def archived_up_to(bus: Bus, folder: Path) -> int:
-    """Return the last event of this log in the folder, 0 without one.
+    """Return the number of the last event of this log that is in the folder, 0 if none is.
 
-    Raises `Refused` when another log of this hive's name is there.
+    Raises `Refused` if the folder has archives of another log under this hive's name.
     """
     found = segments(folder, bus.subjects.hive)
     if not found:
@@ -64,14 +64,15 @@ async def archived_up_to(bus: Bus, folder: Path) -> int:
         return newest.last
     raise Refused(
         Code.BAD_CONFIG,
-        f"{newest.path} is of another log of a hive {bus.subjects.hive}: name another folder with --archive",
+        f"{newest.path} belongs to another log, of a hive that is also named {bus.subjects.hive}: name another folder "
+        "with --archive",
     )
 
 
 async def archive_part(bus: Bus, folder: Path, base: tuple[Hive, int], last: int) -> Path:
     """Write the events after `base` up to `last` as the next archive. It appears once it is complete and durable.
 
-    Calls are not in it: they have a stream and a retention of their own. Raises `LogCorrupted`, `BusUnavailable`,
+    Calls are not included, because they have their own stream and retention. Raises `LogCorrupted`, `BusUnavailable`,
     `OSError`.
     """
     ends = await bus.get(bus.subjects.events_stream, last)
@@ -119,7 +120,7 @@ class FolderSource(Source):
     @classmethod
     @contextmanager
     def open(cls, folder: Path, hive: str | None) -> Iterator[Self]:
-        """Open the archives of a hive. Raises `NotOnLog` when there is none, or when `hive` has to say which."""
+        """Open the archives of a hive, by default of the only one. Raises `NotOnLog` if there is none, or several."""
         found = _newest_chain(segments(folder, _hive_in(folder, hive)))
         with ExitStack() as files:
             yield cls(folder, [files.enter_context(FileSource.open(each.path)) for each in found])

@@ -1,4 +1,4 @@
-"""A log that can be read again and again, wherever it is kept."""
+"""A log that can be read any number of times, wherever it is stored."""
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -17,7 +17,7 @@ from bombus.hive.records import CallRecord, CallRef, decode_record
 from bombus.hive.state import Hive
 
 RECORDS_AT_ONCE = 256
-# The streams of which a log names messages:
+# The streams whose messages a log refers to:
 CALLS: Final = "calls"
 OPS: Final = "ops"
 TRAJECTORIES: Final = "trajectories"
@@ -26,11 +26,11 @@ ReadProgress = Callable[[int, int], None]  # called with the position that was r
 
 
 class NotOnLog(BombusError):
-    """Raised when a log does not have what was requested; the sentence says what it has."""
+    """Raised when a log does not have the requested data; the message says what it has."""
 
 
 class Logged(msgspec.Struct, frozen=True):
-    """An event and its message's headers. `time_ns` is when it was written; `answers` is an inbox sequence (R2)."""
+    """An event and headers of its message. `answers` is the inbox sequence number that the event answers (R2)."""
 
     seq: int
     time_ns: int
@@ -54,7 +54,7 @@ class Source(ABC):
 
     @abstractmethod
     async def base(self) -> tuple[Hive, int]:
-        """Return the state before the first event that is kept, and its position: a blank one at 0 for a whole log."""
+        """Return the state before the first event of the log, and its position: an empty one at 0 if not compacted."""
 
     @abstractmethod
     async def end(self) -> LogEnd:
@@ -66,10 +66,10 @@ class Source(ABC):
 
     @abstractmethod
     async def messages(self, stream: str, seqs: Sequence[int]) -> list[bytes | None]:
-        """Return what `CALLS`, `OPS` or `TRAJECTORIES` has at these places, in their order; None for what is gone."""
+        """Return the messages of `CALLS`, `OPS` or `TRAJECTORIES` with these numbers, in their order; None if gone."""
 
     async def bodies(self, refs: Sequence[CallRef]) -> list[bytes | None]:
-        """Return what is stored where these calls were, in their order; None for each that is gone."""
+        """Return the stored bytes of these calls, not checked, in their order; None for each that is gone."""
         return await self.messages(CALLS, [ref.seq for ref in refs])
 
     @abstractmethod
@@ -77,16 +77,16 @@ class Source(ABC):
         """Return a large object, such as a tokenizer. Raises `BlobMissing`."""
 
     async def events(self, after: int = 0, until: int | None = None) -> AsyncGenerator[Logged, None]:
-        """Yield the events after `after` and, when the log was compacted, after its base. Raises as `in_order` does."""
+        """Yield the events after `after` and, if the log was compacted, after its base. Raises as `in_order` does."""
         base = (await self.base())[1]
         async with aclosing(self.in_order(max(base, after), until)) as messages:
             async for stored in messages:
                 yield logged(stored)
 
     async def in_order(self, after: int, until: int | None = None) -> AsyncGenerator[Stored, None]:
-        """Yield what `stored` does, without a gap.
+        """Yield the same messages as `stored`, checked for gaps.
 
-        Raises `LogCorrupted` when an event is missing, and `NotOnLog` when the log was compacted while it was read.
+        Raises `LogCorrupted` if an event is missing, and `NotOnLog` if the log was compacted while it was read.
         """
         end = (await self.end()).seq
         last, until = after, end if until is None else min(until, end)
@@ -102,7 +102,7 @@ class Source(ABC):
             raise LogCorrupted(f"{self.title} ends at event {last}, before {until}")
 
     async def begins_at(self) -> int:
-        """Return the first event that the log has now: a running hive may remove events while they are read."""
+        """Return the number of the log's first event now: a running hive may remove events while they are read."""
         return (await self.base())[1] + 1
 
     async def records(self, refs: Sequence[CallRef]) -> list[CallRecord]:
@@ -135,7 +135,7 @@ async def state_at(source: Source, seq: int) -> Hive:
 
 
 async def check_position(source: Source, seq: int) -> None:
-    """Raises `NotOnLog` when the state at `seq` cannot be known."""
+    """Raise `NotOnLog` if the state at `seq` cannot be known."""
     _, first = await source.base()
     end = (await source.end()).seq
     if seq > end:
@@ -147,9 +147,9 @@ async def check_position(source: Source, seq: int) -> None:
 
 
 def check_not_compacted(begins_at: int, last: int) -> None:
-    """Raises `NotOnLog` when a log that begins there now was compacted while it was read up to event `last`."""
+    """Raise `NotOnLog` if a log that now begins at `begins_at` was compacted while it was read up to event `last`."""
     if begins_at > last + 1:
-        raise NotOnLog(f"the log was compacted meanwhile and begins at event {begins_at} now: run it again")
+        raise NotOnLog(f"the log was compacted during the read and now begins at event {begins_at}: run it again")
 
 
 class BusSource(Source):
@@ -159,7 +159,7 @@ class BusSource(Source):
         self.title = title
         self.hive = bus.subjects.hive
         self.bus = bus
-        self._base: bytes | None = None  # encoded, since whoever gets the state folds events into it
+        self._base: bytes | None = None  # encoded, because callers fold events into the state that they get
         self._end: LogEnd | None = None
 
     async def base(self) -> tuple[Hive, int]:

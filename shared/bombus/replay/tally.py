@@ -1,4 +1,4 @@
-"""The episodes that a log has, summarised for the error that names one which it does not have."""
+"""Summarise the episodes of a log, for the error about an episode that is not on it."""
 
 from bombus.hive.events import AnyEvent, EpisodeClaimed
 from bombus.replay.source import NotOnLog
@@ -11,7 +11,7 @@ class EpisodesSeen:
 
     def __init__(self, base: int = 0) -> None:
         self._compacted = f" (everything before event {base} was compacted)" if base else ""
-        self._numbers: dict[str, tuple[int, int]] = {}  # by the stem of an id, which is its engine and run
+        self._numbers: dict[str, tuple[int, int]] = {}  # by the engine and run, with which the episodes' IDs begin
 
     def note(self, event: AnyEvent) -> None:
         if isinstance(event, EpisodeClaimed):
@@ -21,7 +21,7 @@ class EpisodesSeen:
                 self._numbers[stem] = (first, max(last, int(number)))
 
     def check(self, episode: str) -> None:
-        """Raise `NotOnLog`, naming the episodes that there are, when this one is not among them."""
+        """Raise `NotOnLog`, with the episodes that exist, if this one is not among them."""
         if not self._numbers:
             raise NotOnLog(f"there is no episode {episode}: no episode was claimed on this log{self._compacted}")
         stem, _, number = episode.rpartition("-")

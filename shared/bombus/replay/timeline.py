@@ -48,7 +48,7 @@ class Filter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_of_model(event: AnyEvent, model: str) -> bool:
-    """Return whether an event is about a model of a client of training operations, or episodes that play with it."""
+    """Return whether an event is about this model of a training client, or about episodes that play with it."""
     match event:
         case (
             ev.ModelOpened()
@@ -132,7 +132,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--until", metavar="T", help="like --since (--until=-10m means 10m too)")
     parser.add_argument("--after", type=int, default=0, metavar="SEQ", help="only events after this one (default: all)")
     parser.add_argument("--limit", type=int, metavar="N", help="print at most N events (default: all)")
-    parser.add_argument("--json", action="store_true", help="print each event whole, as one JSON object on a line")
+    parser.add_argument("--json", action="store_true", help="print each event in full, as one JSON object per line")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -165,7 +165,7 @@ async def _show(source: Source, arguments: argparse.Namespace) -> None:
 
 
 async def _last(source: Source) -> str:
-    """Say which event a log ends with."""
+    """Return a clause that says which event a log ends with."""
     end = await source.end()
     async with aclosing(source.events(end.seq - 1)) as entries:
         async for entry in entries:

@@ -23,9 +23,9 @@ _encode = msgspec.msgpack.Encoder(order="deterministic").encode
 
 
 class Verified(msgspec.Struct, frozen=True):
-    """Events `first` to `last` were folded. `agreed` has the positions of the snapshots that agree with the fold,
-    `other_fold` of those that another version made, which were not compared. `bodies` are those of operations, and
-    results; `groups` are rollout groups, of which those in `lost` are gone."""
+    """The result of folding events `first` to `last`. `agreed` holds the positions of the snapshots that agree with the
+    fold, `other_fold` those of snapshots that another version made, which were not compared. `bodies` counts bodies and
+    results of operations, `groups` rollout groups; `lost` describes the groups that are gone."""
 
     first: int
     last: int
@@ -41,12 +41,12 @@ class Verified(msgspec.Struct, frozen=True):
 async def verify(bus: Bus, progress: ReadProgress = lambda position, end: None) -> Verified:
     """Fold from the first event that is kept, compare each snapshot on the way, and read the calls still needed.
 
-    Raises `LogCorrupted` at the first fault: an event that cannot be read, a gap, an epoch or an inbox position that
-    goes backwards where the log does not say that the inbox did, an inbox that lacks what the last event answers, an
-    operation or a batch out of its order, a multi-model episode that begins or ends in parts, a snapshot that cannot be
-    read or is not the fold of the events before it, or a call of an open episode, the pool or the outstanding batch, or
-    the body or the result of an operation, that does not match its reference. Rollout groups that are gone are no fault
-    of the log: they are counted. Raises `NotOnLog` when the log was compacted meanwhile.
+    Raises `LogCorrupted` at the first fault: an event that cannot be read, a gap, an epoch that goes backwards, an
+    inbox position that goes backwards without a `stream.went_back` event, an inbox without the message that the last
+    event answers, an operation or a batch out of order, a multi-model episode of which only a part begins or ends, a
+    snapshot that cannot be read or is not the fold of the events before it, or a call, or a body or result of an
+    operation, that is still needed and does not match its reference. Rollout groups that are gone are not a fault of
+    the log: they are counted. Raises `NotOnLog` if the log was compacted during the check.
     """
     newest = await bus.last(bus.subjects.events_stream)
     end = 0 if newest is None else newest.seq
@@ -81,19 +81,19 @@ async def verify(bus: Bus, progress: ReadProgress = lambda position, end: None) 
 
 
 async def _check_inbox(bus: Bus, newest: Stored | None) -> None:
-    """Raise `LogCorrupted` when the inbox no longer has what the log's last event answers."""
+    """Raise `LogCorrupted` if the inbox no longer has the message that the log's last event answers."""
     if newest is None or not newest.answers.digest:
         return
     if not await bus.is_kept(bus.subjects.inbox_stream, newest.answers):
         raise LogCorrupted(
-            f"event {newest.seq} answers message {newest.answers.seq} of the inbox, which is gone or is another one "
-            "now: the inbox has lost its end. The next coordinator that leads continues from what is left, and says so "
-            "on the log (`stream.went_back`)"
+            f"event {newest.seq} answers message {newest.answers.seq} of the inbox, which is gone or was replaced by "
+            "another: the inbox has lost its end. The next coordinator that leads continues after the messages that "
+            "are left, and records this on the log (`stream.went_back`)"
         )
 
 
 async def _read_bodies(bus: Bus, hive: Hive) -> int:
-    """Read the bodies and results of operations that somebody may still need. Raises `LogCorrupted`."""
+    """Read the bodies and results of operations that may still be needed. Raises `LogCorrupted`."""
     parts, count = Parts(bus), 0
     for engine in hive.engines.values():
         for model in engine.clients.models.values():
@@ -104,9 +104,9 @@ async def _read_bodies(bus: Bus, hive: Hive) -> int:
 
 
 async def _look_for_groups(bus: Bus, hive: Hive) -> tuple[int, tuple[str, ...]]:
-    """Return how many rollout groups somebody may still need, and what is lost of them, in words.
+    """Return how many rollout groups may still be needed, and a description of each that is lost.
 
-    The bodies of batches are read; of those that are queued, of which there may be very many, only the places.
+    The bodies of batches are read. For queued groups, of which there may be very many, only the positions are checked.
     """
     stream = bus.subjects.trajectories_stream
     needed = [(name, body) for name, _, body in hive.bodies_needed()]
@@ -130,7 +130,7 @@ async def _look_for_groups(bus: Bus, hive: Hive) -> tuple[int, tuple[str, ...]]:
 
 
 async def _kept_snapshots(bus: Bus, begins_at: int) -> list[Snapshot]:
-    """Load the snapshots of a log that begins there, except those that a leader removes meanwhile."""
+    """Load the snapshots of a log that begins at `begins_at`, except those that a leader removes at the same time."""
     kept: list[Snapshot] = []
     for position in await snapshots.positions(bus):
         try:
@@ -165,7 +165,7 @@ class _Wholes:
             self._owed.update((how, partner) for partner in episode.partners.values())
 
     def why_not(self) -> str:
-        """Return what the events since the last time lack, "" for nothing. Call it between decisions."""
+        """Return what is missing from the events since the last call, or "". Call it between decisions."""
         lacking = sorted(self._owed - self._done)
         self._done.clear()
         self._owed.clear()
@@ -195,7 +195,7 @@ class LogCheck:
         if answered != self._answered:
             self.check_multi_model()
         if why := operations.why_out_of_order(self.hive, event) or rollout_groups.why_out_of_order(self.hive, event):
-            raise LogCorrupted(f"event {stored.seq} cannot be: {why}")
+            raise LogCorrupted(f"event {stored.seq} is impossible: {why}")
         self._wholes.note(self.hive, event)
         evolve(self.hive, event)
         self.position = stored.seq
@@ -207,23 +207,23 @@ class LogCheck:
         self._epoch, self._answered = epoch, answered
 
     def check_multi_model(self) -> None:
-        """Raises `LogCorrupted` when the events so far end, abort or claim a part of a multi-model episode."""
+        """Raise `LogCorrupted` if the events so far claim, end or abort only a part of a multi-model episode."""
         if why := self._wholes.why_not():
             raise LogCorrupted(f"up to event {self.position}, {why}")
 
     def compare(self, snapshot: Snapshot) -> None:
-        """Raises `LogCorrupted` when this version made the snapshot, and it is not the fold up to here."""
+        """Raise `LogCorrupted` if this version made the snapshot, but it is not the fold up to here."""
         if snapshot.fold == FOLD and not _same(snapshot.hive, self.hive):
             raise LogCorrupted(f"the snapshot at event {self.position} is not the fold of the log up to there")
 
 
 def _same(one: Hive, other: Hive) -> bool:
-    """Return whether two states are equal. Numbers that are NaN are equal here: a step may have such a metric."""
+    """Return whether two states are equal. NaN equals NaN here, because a step may have such a metric."""
     return one == other or _encode(one) == _encode(other)
 
 
 async def load_snapshot(bus: Bus, position: int) -> Snapshot:
-    """Load a snapshot. Raises `LogCorrupted`, with its position, and `BlobMissing` when it no longer exists."""
+    """Load a snapshot. Raises `LogCorrupted`, with its position, and `BlobMissing` if it no longer exists."""
     try:
         return await snapshots.load(bus, position)
     except BlobMissing:
@@ -233,10 +233,10 @@ async def load_snapshot(bus: Bus, position: int) -> Snapshot:
 
 
 async def compact(bus: Bus) -> int:
-    """Remove the events before the older of the two newest snapshots, and return how many they were.
+    """Remove the events before the older of the two newest snapshots, and return how many were removed.
 
-    The rest can be verified from there, and survives the loss of the newer snapshot. Raises `Refused` when there are
-    not two good snapshots yet, `LogCorrupted` when one is damaged.
+    The rest can be verified from that snapshot, even if the newer one is lost. Raises `Refused` if this version has not
+    written two snapshots yet, `LogCorrupted` if one is damaged.
     """
     found = (await snapshots.positions(bus))[-KEPT:]
     if len(found) < KEPT:
@@ -249,6 +249,6 @@ async def compact(bus: Bus) -> int:
         if (await load_snapshot(bus, position)).fold != FOLD:
             raise Refused(
                 Code.NO_SNAPSHOT,
-                f"another version wrote the snapshot at event {position}: compact once this one has written two",
+                f"another version wrote the snapshot at event {position}: compact once this version has written two",
             )
     return await bus.purge_below(bus.subjects.events_stream, found[0])

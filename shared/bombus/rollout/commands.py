@@ -1,6 +1,6 @@
-"""Commands with fields in braces, whose values become parts of single arguments: no shell reads them.
+"""Commands with fields in braces. No shell is involved, so a field's value always becomes part of a single argument.
 
-They are checked before anything is claimed.
+Commands are checked before any episode is claimed.
 """
 
 import os
@@ -18,7 +18,7 @@ from bombus.rollout.tasks import PATH_FIELDS, AgentTask
 # `${name}` belongs to a shell, and `{{name}}` stands for `{name}`.
 _BRACES = re.compile(r"\$\{\w+\}|\{\{\w+\}\}|\{(\w+)\}")
 _OTHER_BRACES = re.compile(r"(?<![{$])\{([^{}]+)\}(?!\})")  # such as `{test-file}` and `{meta.answer}`
-HEAD_BYTES = 512  # of a program: what tells a script from a binary
+HEAD_BYTES = 512  # of a program: enough to tell a script from a binary
 
 
 class CommandTemplate(msgspec.Struct, frozen=True):
@@ -31,7 +31,7 @@ class CommandTemplate(msgspec.Struct, frozen=True):
         return {found[1] for word in self.words for found in _BRACES.finditer(word) if found[1]}
 
     def near_fields(self, known: Collection[str]) -> list[str]:
-        """Return what stands in braces and is not a field, but is the name of something known or of a part of it."""
+        """Return each text in braces that is not a field, but is a known name, or one followed by `.` or `[`."""
         found = (found[1] for word in self.words for found in _OTHER_BRACES.finditer(word))
         return [text for text in found if not text.isidentifier() and {text, re.split(r"[.\[]", text)[0]} & set(known)]
 
@@ -57,12 +57,12 @@ def parse_command(text: str, flag: str) -> CommandTemplate:
     except ValueError as error:
         raise Refused(Code.BAD_CONFIG, f"{flag} {text!r} cannot be split into words: {error}") from error
     if not words:
-        raise Refused(Code.BAD_CONFIG, f"{flag} is empty: it takes a command")
+        raise Refused(Code.BAD_CONFIG, f"{flag} is empty: give a command")
     return CommandTemplate(words, flag)
 
 
 def check_utf8(text: str, flag: str) -> None:
-    """Raise `Refused` for an argument with other bytes, which no message to the hive can hold."""
+    """Raise `Refused` for an argument that is not UTF-8, which no message to the hive can contain."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -70,7 +70,7 @@ def check_utf8(text: str, flag: str) -> None:
 
 
 def check_fields(template: CommandTemplate, tasks: Sequence[AgentTask]) -> None:
-    """Raise `Refused` when a command has a field that a task lacks."""
+    """Raise `Refused` if a command has a field that a task lacks."""
     wanted = template.fields() - PATH_FIELDS
     for task in tasks:
         known = task.words()
@@ -80,7 +80,7 @@ def check_fields(template: CommandTemplate, tasks: Sequence[AgentTask]) -> None:
             raise Refused(
                 Code.BAD_CONFIG,
                 f"{template.flag} has {{{text}}}, which is not a field: a name has letters, digits and _ only, and "
-                f"a part of a field has none. Give task {task.task_id} a field of its own for it",
+                f"cannot refer to a part of a field. Add a field for it to task {task.task_id}",
             )
 
 
@@ -88,12 +88,12 @@ def _unknown(flag: str, name: str, task: AgentTask, known: Collection[str]) -> s
     there = ", ".join(sorted({*known, *PATH_FIELDS}))
     return (
         f"{flag} has the field {{{name}}}, which task {task.task_id} does not have; it has {there}. Write "
-        f"{{{{{name}}}}} where the command itself needs {{{name}}}"
+        f"{{{{{name}}}}} if the command itself needs {{{name}}}"
     )
 
 
 def check_program(template: CommandTemplate, workspace: Path | None) -> None:
-    """Raise `Refused` for a program that no episode could run. The workspace is the original of its copies."""
+    """Raise `Refused` for a program that no episode could run. `workspace` is the original, not a copy."""
     if "{" not in template.words[0]:
         program = Path(_found(template, workspace))
         if why := _why_not_run(program):
@@ -101,7 +101,7 @@ def check_program(template: CommandTemplate, workspace: Path | None) -> None:
 
 
 def _found(template: CommandTemplate, workspace: Path | None) -> str:
-    """Return the path of a command's program. Raises `Refused` when there is none."""
+    """Return the path of a command's program. Raises `Refused` if it does not exist."""
     program = template.words[0]
     if "/" not in program:
         found, where = shutil.which(program), "on the PATH"
@@ -123,7 +123,7 @@ def _found(template: CommandTemplate, workspace: Path | None) -> str:
 
 
 def _why_not_run(program: Path) -> str:
-    """Return why the system would not start a program that is there, "" where it would."""
+    """Return why the system would not start an existing program, "" if it would."""
     if not program.is_file():
         return "it is not a file"
     if not os.access(program, os.X_OK):
@@ -132,15 +132,15 @@ def _why_not_run(program: Path) -> str:
         with program.open("rb") as file:
             head = file.read(HEAD_BYTES)
     except OSError:
-        return ""  # a program that may be run and not read
+        return ""  # a program may be executable but not readable
     if not head.startswith(b"#!"):
         return "" if b"\0" in head else "it has no first line that names its interpreter, such as #!/bin/sh"
     line = head[2:].split(b"\n")[0]
     if line.endswith(b"\r"):
-        return "its first line ends with a carriage return, as on Windows: write it with plain line ends"
+        return "its first line ends with a carriage return, as on Windows: save it with Unix line endings"
     interpreter = os.fsdecode(line.split()[0]) if line.split() else ""
     return (
         ""
         if os.access(interpreter, os.X_OK)
-        else f"its first line names the interpreter {interpreter!r}, which is not here"
+        else f"its first line names the interpreter {interpreter!r}, which this machine cannot run"
     )

@@ -1,4 +1,4 @@
-"""The progress of a rollout: one line that is written again in a terminal, a line for each episode elsewhere."""
+"""Show the progress of a rollout: one line that is overwritten in a terminal, a line for each episode elsewhere."""
 
 import os
 import shutil
@@ -29,7 +29,7 @@ def described(task: AgentTask, result: PlayedEpisode | LostEpisode) -> str:
 
 
 class ProgressDisplay(RolloutListener):
-    """Shows how far a rollout is."""
+    """Shows the progress of a rollout."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout
@@ -72,5 +72,5 @@ class ProgressDisplay(RolloutListener):
             if error.errno not in (EPIPE, EIO):
                 raise
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())  # what is still in the stream's buffer goes there, too
+            os.dup2(nowhere, self._stream.fileno())  # the rest of the stream's buffer goes there, too
             os.close(nowhere)

@@ -1,4 +1,4 @@
-"""The environment variables of an agent: where its model is, and what its task is."""
+"""The environment variables of an agent: how it reaches its model, and its task."""
 
 import os
 from collections.abc import Collection, Mapping
@@ -13,9 +13,10 @@ from bombus.rollout.tasks import AgentTask
 from bombus.rollout.workspace import GIT_ELSEWHERE, EpisodeFolder
 from bombus.sdk.types import Credentials
 
-# An agent inherits none of these: keys of the user and of the hive, and what a harness says to its own child processes.
+# Prefixes of variables that no agent inherits: keys of the user and the hive, and variables that harnesses set for
+# their own child processes.
 WITHHELD = ("ANTHROPIC_", "BOMBUS_", "CLAUDE", "CODEX_", "MSWEA_", "OPENAI_", "OPENCODE", "QWEN_")
-# All that the agent and the tests of a task folder inherit, which somebody else has written: no key has such a name.
+# The agent and the tests of a task folder, which is third-party code, inherit only these: none is the name of a key.
 SHARED = frozenset(
     [
         "CURL_CA_BUNDLE",
@@ -40,7 +41,7 @@ SHARED = frozenset(
     ]
 )
 PROXIES = ("all_proxy", "http_proxy", "https_proxy")
-# What is set for every agent, because a library that it uses may call home.
+# Set for every agent, because a library that it uses may contact its vendor.
 QUIET = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_AGENTS_DISABLE_TRACING": "1"}
 
 
@@ -57,11 +58,11 @@ class ModelAccess(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def root(self) -> str:
-        """The base URL as Anthropic's clients want it."""
+        """The base URL as Anthropic's clients expect it, without `/v1`."""
         return self.base_url.removesuffix("/v1")
 
     def variables(self, dialects: Collection[ApiDialect]) -> dict[str, str]:
-        """Return what clients of these dialects read, and our own names for it."""
+        """Return the variables that clients of these dialects read, and our own BOMBUS_ ones."""
         found = {"BOMBUS_BASE_URL": self.base_url, "BOMBUS_API_KEY": self.api_key, "BOMBUS_MODEL": self.model, **QUIET}
         if {ApiDialect.CHAT, ApiDialect.RESPONSES} & set(dialects):
             found |= {
@@ -83,14 +84,14 @@ class ModelAccess(msgspec.Struct, frozen=True, kw_only=True):
         return urlsplit(self.base_url).hostname or ""
 
     def words(self) -> dict[str, str]:
-        """Return the fields of presets."""
+        """Return the values of the fields that a preset may use."""
         return {"base_url": self.base_url, "api_key": self.api_key}
 
 
 def inherited(environment: Mapping[str, str], task: AgentTask | None = None) -> dict[str, str]:
-    """Return what an agent may see of the environment of bombus itself, without keys and repositories.
+    """Return the part of our own environment that an agent may see, without keys and git's repository variables.
 
-    That of a `task` with a package sees what every program needs, and nothing else.
+    The agent of a `task` with a package gets only the variables in `SHARED`, the locale and the proxies.
     """
     if task is not None and task.package is not None:
         return {
@@ -106,7 +107,7 @@ def inherited(environment: Mapping[str, str], task: AgentTask | None = None) -> 
 
 
 def with_decimal_points(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return variables with which programs write 0.5 and not 0,5, and otherwise keep the language that they have."""
+    """Return the environment with which programs write 0.5 and not 0,5, but otherwise keep their language."""
     language = environment.get("LC_ALL")
     if not language:
         return {**environment, "LC_NUMERIC": "C"}
@@ -115,7 +116,7 @@ def with_decimal_points(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def without_proxy(host: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with which the hive is called without a proxy, where the environment has one."""
+    """Return the variables that keep calls to `host` off the proxy, none if the environment has no proxy."""
     if not any(name.lower() in PROXIES for name in environment):
         return {}
     direct = [environment.get(name, "") for name in ("NO_PROXY", "no_proxy")]
@@ -134,7 +135,7 @@ def agent_variables(
     folder: EpisodeFolder,
     task: AgentTask | None = None,
 ) -> dict[str, str]:
-    """Return the environment of an agent, without what its task says. The files of its preset are made."""
+    """Return the environment of an agent, without `task_variables`, and write the files of its preset."""
     outer = inherited(os.environ, task)
     variables = {
         **outer,

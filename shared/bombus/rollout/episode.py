@@ -1,4 +1,4 @@
-"""Play one episode: copy the workspace, claim, run the agent, judge what it has done, and report it."""
+"""Play one episode: copy the workspace, claim an episode, run the agent, judge its work, and report the reward."""
 
 import asyncio
 import os
@@ -28,9 +28,9 @@ from bombus.sdk.aio import AsyncSwarmClient
 from bombus.sdk.errors import EpisodeGone, InfraError
 from bombus.sdk.types import Credentials, EpisodeUsage, Task, WorkflowOutput
 
-LOOKS_FOR_CALLS = 4  # of two seconds each: a coordinator that takes over counts calls later
+LOOKS_FOR_CALLS = 4  # of two seconds each: after a failover, the new coordinator counts calls late
 SILENT_AGENTS = 3
-SHOWN_CHARACTERS = 2000  # of an agent's output, in the metadata of its episode and when it has made no call
+SHOWN_CHARACTERS = 2000  # of an agent's output, in its episode's metadata and in the message when it made no call
 
 
 class Pointless(BombusError):
@@ -38,7 +38,7 @@ class Pointless(BombusError):
 
 
 class TakenBack(BombusError):
-    """The hive has ended the episode, such as one that was open for longer than a batch waits."""
+    """The hive has ended the episode, for example because it was open for longer than a batch waits."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class _OpenEpisode:
     folder: EpisodeFolder
     credentials: Credentials
     watched: WatchedEpisode
-    printed: Path  # by its agent
+    printed: Path  # the file for its agent's output
 
     @property
     def uuid(self) -> str:
@@ -61,9 +61,10 @@ class _OpenEpisode:
 
 
 class EpisodePlayer:
-    """Plays episodes of a plan. `unfinished` has those that were claimed, and neither ended nor aborted.
+    """Plays episodes of a plan. `unfinished` holds the UUIDs of claimed episodes that were neither ended nor aborted.
 
-    `reporting` has the tasks that have begun to report a reward: the hive may have it already, so they are let finish.
+    `reporting` holds the asyncio tasks that have begun to report a reward: the hive may already have it, so they must
+    be allowed to finish.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class EpisodePlayer:
             return await self._lost(one, LossReason.INFRA, str(error))
         except (EpisodeGone, TakenBack):
             self.unfinished.discard(one.uuid)
-            why = "it was open for longer than the hive waits for one"
+            why = "it was open for longer than the hive waits"
             return LostEpisode(loss=LossReason.TAKEN_BACK, why=why, episode=one.name, output=self._kept_output(one))
 
     async def _played(self, one: _OpenEpisode, output: OutputFile) -> PlayedEpisode | LostEpisode:
@@ -144,7 +145,7 @@ class EpisodePlayer:
         """Raise `InfraError` for an agent that may have failed because its calls were not answered."""
         if self._client.missed_at > began:
             raise InfraError(
-                f"the hive was away while the agent ran, and the agent failed (exit code {ended.exit_code})"
+                f"the hive was unreachable while the agent ran, and the agent failed (exit code {ended.exit_code})"
             )
         _, status = await self._client.get_engine_status()
         if status.get("serving_replicas") == 0:
@@ -154,7 +155,7 @@ class EpisodePlayer:
         return str(one.printed) if self._kept is not None else ""
 
     def _prompt(self, task: AgentTask) -> str:
-        """Return the prompt as its agent reads it in a command."""
+        """Return the prompt as it is put into the agent's command."""
         return self._plan.preset.prompt(task.prompt) if self._plan.preset is not None else task.prompt
 
     def _words(self, command: CommandTemplate, one: _OpenEpisode, prompt: str) -> list[str]:
@@ -186,7 +187,7 @@ class EpisodePlayer:
         return ended
 
     async def _used(self, one: _OpenEpisode) -> EpisodeUsage:
-        """Return what the episode has used in all. It looks longer for calls where there are none so far."""
+        """Return the episode's usage in all. Ask several times if no calls are counted yet. Raises `TakenBack`."""
         used = EpisodeUsage()
         for _ in range(LOOKS_FOR_CALLS):
             found = await self._client.episode_usage(one.uuid)
@@ -199,9 +200,9 @@ class EpisodePlayer:
         return used
 
     def _check_silence(self, ended: EndedProgram, output: OutputFile) -> None:
-        """Raise `InfraError` for an agent whose calls none was answered, `Pointless` when no other agent calls either.
+        """Raise `InfraError` for an agent without an answered call, or `Pointless` if no agent has had one.
 
-        An agent that runs at the same time may have been slower to call, so that several must have been silent then.
+        Other agents that are still running may just be slower to call: then `SILENT_AGENTS` must have been silent.
         """
         self._silent += 1
         if self._watch.has_seen_calls or (self._watch.count > 1 and self._silent < SILENT_AGENTS):
@@ -211,7 +212,7 @@ class EpisodePlayer:
     # ---- its end ------------------------------------------------------------------------------------------------
 
     async def _judge(self, one: _OpenEpisode, ended: EndedProgram) -> Judgement:
-        """Run the reward command. Raises `InfraError` when it does not say how good the agent was."""
+        """Run the reward command, or the task's tests. Raises `InfraError` if they give no reward."""
 
         def beside(name: str) -> OutputFile:
             return OutputFile(one.printed.with_name(f"{one.printed.stem}-{name}.txt"))
@@ -286,7 +287,7 @@ def _judge_variables(one: _OpenEpisode, ended: EndedProgram) -> dict[str, str]:
 
 
 def _has_failed(ended: EndedProgram) -> bool:
-    """Whether an agent failed, or was at it for too long; at other limits it was doing well."""
+    """Whether an agent ended with an error, of its own accord or at its time limit; other limits are not failures."""
     return ended.exit_code != 0 and ended.stopped in (None, StopReason.TIMEOUT)
 
 
@@ -296,6 +297,6 @@ def _no_call(ended: EndedProgram, output: OutputFile) -> str:
     said = f"Its output ends with:\n{printed}" if printed else "It printed nothing."
     return (
         f"the agent {how} after {ended.seconds:.0f} s, but none of its model calls was answered. Either it does not "
-        "use $BOMBUS_BASE_URL or one of the variables that docs/rollout.md lists, or the hive refused its calls, such "
-        f"as a prompt over the job's rollout.max_prompt_length. {said}"
+        "use $BOMBUS_BASE_URL or one of the variables that docs/rollout.md lists, or the hive refused its calls, for "
+        f"example because of a prompt over the job's rollout.max_prompt_length. {said}"
     )

@@ -1,4 +1,4 @@
-"""What a rollout is given on its command line, checked before anything is claimed."""
+"""The command line of a rollout, checked before any episode is claimed."""
 
 import os
 import tempfile
@@ -39,25 +39,25 @@ class RolloutOptions(BaseModel):
     n: Annotated[int | None, Flag(declared_elsewhere=True)] = Field(default=None, ge=1, le=4096)
 
     workspace: Annotated[Path | None, Flag(metavar="DIR", default="an empty folder")] = Field(
-        default=None, description="the folder that each episode gets a copy of, and in which its commands run"
+        default=None, description="the folder that is copied for each episode, whose commands run in the copy"
     )
     url: Annotated[str, Flag(metavar="URL")] = Field(
         default=URL, description="the hive; its key comes from $BOMBUS_CLIENT_KEY or $BOMBUS_ADMIN_KEY"
     )
     engine: Annotated[str, Flag(metavar="NAME", default="the hive's first")] = Field(
-        default="", description="the engine that plays"
+        default="", description="the engine that serves the model"
     )
     job: Annotated[Path | None, Flag(metavar="FILE")] = Field(
         default=None, description="start this job first, or join it if it is running; without it, one must be running"
     )
-    eval: bool = Field(default=False, description="play evaluation episodes, which are not trained")
+    eval: bool = Field(default=False, description="play evaluation episodes, which are not trained on")
 
-    preset: Annotated[str, Flag(metavar="NAME", default="the agent's first word, where it is one")] = Field(
+    preset: Annotated[str, Flag(metavar="NAME", default="the agent's first word, if it is a preset")] = Field(
         default="",
         description=f"the harness whose variables and files are set: {', '.join(PRESETS)}, or {NO_PRESET}",
     )
     dialect: Annotated[tuple[ApiDialect, ...], Flag(default="all")] = Field(
-        default=(), description="may be given several times: whose variables an agent without a preset gets"
+        default=(), description="the API whose variables an agent without a preset gets; may be given several times"
     )
     sandbox: Annotated[str, Flag(metavar="CMD")] = Field(
         default="", description="a command to put before the agent's and the reward's, such as `bwrap ...`"
@@ -76,7 +76,7 @@ class RolloutOptions(BaseModel):
         default=None, ge=1, description="stop an agent whose calls have sampled this many tokens; checked once a second"
     )
     on_limit: Literal["reward", "abort"] = Field(
-        default="reward", description="what becomes of an episode whose agent was stopped"
+        default="reward", description="what to do with an episode whose agent was stopped at a limit"
     )
     retries: Annotated[int, Flag(metavar="N")] = Field(
         default=2, ge=0, le=100, description="how often to replay an episode whose infrastructure failed"
@@ -92,10 +92,10 @@ class RolloutOptions(BaseModel):
         default=None, ge=1, le=COUNT_MAX, description="run until the trainer has made this many more steps"
     )
     seed: Annotated[int | None, Flag(metavar="N")] = Field(
-        default=None, description="shuffle the tasks, anew in each epoch; without it they keep their order"
+        default=None, description="shuffle the tasks, differently in each epoch; without it they keep their order"
     )
     out: Annotated[Path | None, Flag(metavar="DIR")] = Field(
-        default=None, description="keep a line for each episode in episodes.jsonl, and what its agent printed"
+        default=None, description="the folder for episodes.jsonl, with a line for each episode, and for agents' output"
     )
     scratch: Annotated[Path, Flag(metavar="DIR", default="$TMPDIR or /tmp")] = Field(
         default_factory=lambda: Path(tempfile.gettempdir()), description="where the copies of the workspace are made"
@@ -110,7 +110,7 @@ class RolloutOptions(BaseModel):
         try:
             return path.expanduser()
         except RuntimeError as error:
-            raise ValueError(f"{path} is in the home of a user that is not known here") from error
+            raise ValueError(f"{path} is in the home of a user that does not exist on this machine") from error
 
     @model_validator(mode="after")
     def _fit_together(self) -> "RolloutOptions":
@@ -120,12 +120,12 @@ class RolloutOptions(BaseModel):
 
 
 class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that an episode is made from."""
+    """Everything that is needed to play episodes."""
 
     options: RolloutOptions
     tasks: list[AgentTask]
     agent: CommandTemplate
-    reward: CommandTemplate | None  # None: the tasks have tests of their own
+    reward: CommandTemplate | None  # None: the tasks have their own tests
     sandbox: CommandTemplate | None
     preset: HarnessPreset | None
     dialects: tuple[ApiDialect, ...]
@@ -140,7 +140,7 @@ class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True):
         return self.options.epochs or (None if self.options.steps else 1)
 
     def timeout_s(self, task: AgentTask) -> float:
-        """How long an agent may take: what its task says, unless the command line says less."""
+        """How long an agent may take: its task's limit if it has one, unless the command line gives a lower one."""
         given, own = self.options.timeout_s, task.package.timeout_s if task.package is not None else None
         if own is None:
             return given
@@ -151,7 +151,7 @@ class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True):
         return self.options.reward_timeout_s if task.package is None else task.package.reward_timeout_s
 
     def episode_s(self, task: AgentTask) -> float:
-        """How long an episode may last, with the time that it takes to stop and report it."""
+        """How long an episode may last, including the time that it takes to stop and report it."""
         return self.timeout_s(task) + self.reward_timeout_s(task) + 600.0
 
 
@@ -175,7 +175,7 @@ def plan_of(options: RolloutOptions) -> RolloutPlan:
     if preset is not None and options.dialect:
         raise Refused(
             Code.BAD_CONFIG,
-            f"--dialect is for agents without a preset, and {typed.words[0]} has one: add --preset none",
+            f"--dialect is for agents without a preset, but {typed.words[0]} has one: add --preset none",
         )
     plan = RolloutPlan(
         options=options,
@@ -202,7 +202,7 @@ def plan_of(options: RolloutOptions) -> RolloutPlan:
 
 
 def _check_agent_of_packages(agent: CommandTemplate, tasks: Sequence[AgentTask]) -> None:
-    """Raise `Refused` for a program that the sandboxes of tasks do not have. A path may be that of a task's file."""
+    """Raise `Refused` if a task's sandbox hides the agent's program. Its path may name a file of the task."""
     program = agent.words[0]
     if "/" not in program:
         check_program(agent, None)
@@ -210,13 +210,13 @@ def _check_agent_of_packages(agent: CommandTemplate, tasks: Sequence[AgentTask])
         if os.path.isabs(program) and task.package is not None and hides(task.package, Path(program)):
             raise Refused(
                 Code.BAD_CONFIG,
-                f"--agent: the sandbox of task {task.task_id} hides {program}, because it has folders of its own in "
-                f"place of /tmp, /run, {task.package.workdir} and the folder of --task: put the program elsewhere",
+                f"--agent: the sandbox of task {task.task_id} hides {program}, because it has other folders in place "
+                f"of /tmp, /run, {task.package.workdir} and the folder of --task: put the program elsewhere",
             )
 
 
 def _tasks(options: RolloutOptions) -> list[AgentTask]:
-    """Read the tasks, of a file or of a folder. Raises `Refused`, also for flags that do not go with them."""
+    """Read the tasks from a file or a folder. Raises `Refused`, including for flags that do not fit that choice."""
     if not options.task.is_dir():
         if not options.reward:
             raise Refused(Code.BAD_CONFIG, "--reward is missing: only a folder of tasks has tests that judge them")
@@ -235,7 +235,7 @@ def _tasks(options: RolloutOptions) -> list[AgentTask]:
 
 
 def shortage_of_tasks(plan: RolloutPlan, pool: PoolInformation) -> str:
-    """Return why the tasks alone never complete a batch of the job, "" when they do."""
+    """Return why the tasks alone cannot complete a batch of the job, "" if they can."""
     wanted = pool.completed_task_target
     if pool.sample_collection_method not in METHODS_OF_TASKS or len(plan.tasks) >= wanted:
         return ""

@@ -1,8 +1,8 @@
 """What each known harness needs to be pointed at a hive: variables, flags and files, as data.
 
-The switches keep a conversation append-only (no compaction, no notes of its own), and the harness away from hosts other
-than the hive. Values and files have fields: the episode's `{base_url}`, `{api_key}` and `{workspace}`, and `{home}`, a
-folder that it has for itself.
+The settings keep a conversation append-only (no compaction, no automatic memory), and stop the harness from contacting
+any host but the hive. Values and files may contain the fields `{base_url}`, `{api_key}`, `{workspace}` and `{home}`,
+the episode's private home folder.
 """
 
 import json
@@ -17,11 +17,11 @@ from bombus.errors import Code, Refused
 from bombus.rollout.commands import CommandTemplate, filled
 from bombus.rollout.tasks import AgentTask
 
-MODEL_NAME = "policy"  # no harness knows it; known names make some of them send other requests
+MODEL_NAME = "policy"  # unknown to every harness: some send different requests for models that they know
 CONTEXT_TOKENS = 100_000_000  # a window that is never full: the hive itself says when a prompt is too long
 OUTPUT_TOKENS = 32_000  # the hive caps it
 NO_PRESET = "none"
-COMMAND_MARKS = ("-", "/", "!")  # what begins so can be an option, or a command of the harness
+COMMAND_MARKS = ("-", "/", "!")  # a prompt that begins with one may be read as an option or a harness command
 
 
 class ApiDialect(StrEnum):
@@ -35,10 +35,10 @@ class ApiDialect(StrEnum):
 class HarnessPreset(msgspec.Struct, frozen=True, kw_only=True):
     """How a harness is run.
 
-    `subcommand` is the word that runs it without a terminal. `flags` are for every run; `unattended` for runs without
-    anybody who could be asked for permission. `files` are made below `{home}`, by their path there. `unset` has
-    variables of its dialect that it is better without. `trims_prompts` says that it takes a prompt such as `/clear` for
-    a command of its own also when there is a space before it.
+    `subcommand` is the word that runs it without a terminal. `flags` are for every run, `unattended` for runs without a
+    user who could be asked for permission. `files` maps paths below `{home}` to contents. `unset` lists variables of
+    its dialect that are not passed to it. `trims_prompts` says that it treats a prompt such as `/clear` as a command
+    even after a leading space.
     """
 
     dialect: ApiDialect
@@ -57,25 +57,25 @@ class HarnessPreset(msgspec.Struct, frozen=True, kw_only=True):
         return CommandTemplate((program, *before, *_lacking(self.flags + self.unattended, rest), *rest), typed.flag)
 
     def check_prompts(self, tasks: Sequence[AgentTask]) -> None:
-        """Raise `Refused` for a task that the harness would take for one of its own commands."""
+        """Raise `Refused` if the harness would treat a task's prompt as one of its own commands."""
         for task in tasks:
             if self.trims_prompts and task.prompt.lstrip().startswith("/"):
                 raise Refused(
                     Code.BAD_CONFIG,
-                    f"the prompt of task {task.task_id} begins with a slash, which this harness takes for a command: "
-                    "write a word before it",
+                    f"the prompt of task {task.task_id} begins with a slash, so this harness would treat it as a "
+                    "command: put a word before the slash",
                 )
 
     def prompt(self, text: str) -> str:
-        """Return a prompt that the harness takes for neither an option nor a command of its own."""
+        """Return the prompt, with a leading space if the harness might read it as an option or a command."""
         return f" {text}" if text.startswith(COMMAND_MARKS) else text
 
     def interactive(self, program: str, rest: Sequence[str]) -> list[str]:
-        """Return the words that start it in a terminal."""
+        """Return the words that start the harness in a terminal."""
         return [program, *_lacking(self.flags, rest), *rest]
 
     def write_files(self, home: Path, values: Mapping[str, str]) -> None:
-        """Write its files. The values go into JSON and TOML, which quote texts alike."""
+        """Write the preset's files. JSON and TOML use the same escapes for the values."""
         quoted = {name: _quoted(value) for name, value in values.items()}
         for name, text in self.files.items():
             path = home / name
@@ -84,7 +84,7 @@ class HarnessPreset(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _lacking(flags: tuple[str, ...], typed: Sequence[str]) -> list[str]:
-    """Return the flags that are not typed. A flag's value is the word after it, unless that is a flag too."""
+    """Return the flags that are not in `typed`. The word after a flag is its value, unless it is a flag itself."""
     lacking: list[str] = []
     is_typed = False
     for word in flags:
@@ -97,7 +97,7 @@ def _lacking(flags: tuple[str, ...], typed: Sequence[str]) -> list[str]:
 
 
 def _quoted(text: str) -> str:
-    """Return a text as it stands between quotes in JSON and in TOML, which has no pairs of escapes for an emoji."""
+    """Escape a text for a quoted string in JSON or TOML. TOML has no surrogate pairs, so emoji stay as they are."""
     return json.dumps(text, ensure_ascii=False)[1:-1].replace("\x7f", "\\u007f")
 
 
@@ -109,7 +109,7 @@ _LITELLM = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
 _CLAUDE = HarnessPreset(
     dialect=ApiDialect.MESSAGES,
-    # All of its tools are 60,000 characters of each prompt, and one of them calls a model of its own.
+    # All of its tools together take 60,000 characters of each prompt, and one of them makes its own model calls.
     flags=("--tools=Bash,Edit,Read,Write",),
     unattended=("--dangerously-skip-permissions",),
     variables={
@@ -123,17 +123,17 @@ _CLAUDE = HarnessPreset(
         "DISABLE_AUTO_COMPACT": "1",
         "DISABLE_PROMPT_CACHING": "1",
         "ENABLE_TOOL_SEARCH": "false",
-        "IS_SANDBOX": "1",  # root is refused the flag above without it
+        "IS_SANDBOX": "1",  # without it, root may not use --dangerously-skip-permissions
     },
     files={
-        # Without it, a terminal shows the questions of a first start.
+        # Without this file, a session in a terminal begins with the onboarding questions.
         "claude/.claude.json": _as_json(
             {"hasCompletedOnboarding": True, "projects": {"{workspace}": {"hasTrustDialogAccepted": True}}}
         ),
-        # By default another call of the model would judge each tool call.
+        # By default, an extra model call would judge each tool call.
         "claude/settings.json": _as_json({"permissions": {"defaultMode": "default"}}),
     },
-    unset=("ANTHROPIC_API_KEY",),  # it would ask whether to use this one; the token does without
+    unset=("ANTHROPIC_API_KEY",),  # it would ask whether to use the key; it uses ANTHROPIC_AUTH_TOKEN without asking
 )
 
 _CODEX = HarnessPreset(
@@ -254,7 +254,7 @@ PRESETS: dict[str, HarnessPreset] = {
 
 
 def preset_of(program: str, named: str = "") -> HarnessPreset | None:
-    """Return the preset of this name, or else of this program; None where there is none. Raises `Refused`."""
+    """Return the preset `named`, by default that of `program`, or None. Raises `Refused` for an unknown name."""
     if named and named != NO_PRESET and named not in PRESETS:
-        raise Refused(Code.BAD_CONFIG, f"there is no preset {named!r}: there are {', '.join(PRESETS)} and {NO_PRESET}")
+        raise Refused(Code.BAD_CONFIG, f"there is no preset {named!r}: use one of {', '.join(PRESETS)}, {NO_PRESET}")
     return PRESETS.get(named or PurePath(program).name)

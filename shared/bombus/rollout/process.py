@@ -1,4 +1,4 @@
-"""Run one program in its own process group, with a time limit, and leave nothing of it behind."""
+"""Run one program in its own process group, with a time limit, and leave none of its processes behind."""
 
 import asyncio
 import os
@@ -35,10 +35,10 @@ class StopReason(StrEnum):
 
 
 class OutputFile:
-    """A new file for what a program prints.
+    """A new file for a program's output.
 
-    It is read back through the descriptor with which it was made, so that it does not matter what a program puts in
-    its place: a link to another file, or a pipe that nobody writes to.
+    It is read back through the descriptor that created it, so it does not matter if the program replaces it, for
+    example with a link to another file or with a pipe that has no writer.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,7 +64,7 @@ class OutputFile:
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run. Its output goes to a file, and its errors too unless they have a file of their own."""
+    """A program to run. Its standard output goes to `output`; so does its standard error if `errors` is None."""
 
     words: Sequence[str]
     folder: Path
@@ -77,7 +77,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EndedProgram(msgspec.Struct, frozen=True):
-    """How a program ended: its exit code, minus the signal's number if a signal ended it."""
+    """How a program ended. `exit_code` is the negative signal number if a signal ended it."""
 
     exit_code: int
     seconds: float
@@ -87,7 +87,7 @@ class EndedProgram(msgspec.Struct, frozen=True):
 async def run_program(
     program: Program, timeout_s: float, stop: "asyncio.Future[StopReason] | None" = None
 ) -> EndedProgram:
-    """Run a program until it ends, a limit is reached or `stop` has a result; then end what it has started, too.
+    """Run a program until it ends, a limit is reached or `stop` has a result; then end all processes of its group.
 
     Raises `CannotStart`.
     """
@@ -104,7 +104,7 @@ async def run_program(
 
 
 async def _started(program: Program) -> asyncio.subprocess.Process:
-    """Start a program. One that has begun when this is cancelled is ended with all that it has started by then."""
+    """Start a program. If this is cancelled, end the program and every process that it has started by then."""
     starting = asyncio.ensure_future(_start(program))
     try:
         return await asyncio.shield(starting)
@@ -115,7 +115,7 @@ async def _started(program: Program) -> asyncio.subprocess.Process:
 
 
 async def _over(waited: "set[asyncio.Future[Any]]", deadline: float, program: Program) -> StopReason | None:
-    """Wait until one of these is done, or a limit is reached: return which."""
+    """Wait until one of `waited` is done (return None) or a limit is reached (return which)."""
     while True:
         left = deadline - time.monotonic()
         done, _ = await asyncio.wait(waited, timeout=min(max(left, 0.0), LOOK_S), return_when=asyncio.FIRST_COMPLETED)
@@ -144,7 +144,7 @@ async def _start(program: Program) -> asyncio.subprocess.Process:
 
 
 async def _end(process: asyncio.subprocess.Process, ending: "asyncio.Future[int]") -> None:
-    """Ask the group to end, and kill what is left of it after a moment."""
+    """Ask the process group to end, and kill the processes that are left after `GRACE_S`."""
     try:
         if not ending.done():
             _signal_group(process.pid, signal.SIGTERM)
@@ -158,4 +158,4 @@ def _signal_group(group: int, number: signal.Signals) -> None:
     try:
         os.killpg(group, number)
     except (ProcessLookupError, PermissionError):
-        pass  # all of it has ended, or what is left belongs to another user
+        pass  # the group has ended, or its remaining processes belong to another user

@@ -1,4 +1,4 @@
-"""How episodes went: their records, what is kept of them in a folder, and the summary of a rollout."""
+"""Record the results of episodes: as objects, as lines in the folder of `--out`, and as the summary of a rollout."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from bombus.sdk.types import EpisodeUsage
 
 RECORDS = "episodes.jsonl"
 OUTPUTS = "outputs"
-FAILURES_IN_A_ROW = 16  # infrastructure that fails so often does not recover by itself
+FAILURES_IN_A_ROW = 16  # after so many, the infrastructure is not expected to recover
 
 
 class LossReason(StrEnum):
@@ -29,7 +29,7 @@ class LossReason(StrEnum):
 class PlayedEpisode(msgspec.Struct, frozen=True, kw_only=True):
     """An episode that ended with a reward.
 
-    `stopped` says why its agent did not end by itself, `complaint` what a reward command said that failed.
+    `stopped` says why its agent was stopped, None if it exited. `complaint` is the error of a failed reward command.
     """
 
     episode: str
@@ -40,11 +40,11 @@ class PlayedEpisode(msgspec.Struct, frozen=True, kw_only=True):
     stopped: StopReason | None = None
     output: str = ""
     complaint: str = ""
-    parts: Mapping[str, float] = {}  # of the reward, where it has names
+    parts: Mapping[str, float] = {}  # the named parts of the reward, if any
 
 
 class LostEpisode(msgspec.Struct, frozen=True, kw_only=True):
-    """An episode that was aborted, or that was not begun: then it has no name."""
+    """An episode that was aborted, or could not be claimed: then `episode` is ""."""
 
     loss: LossReason
     why: str
@@ -53,7 +53,7 @@ class LostEpisode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def record_of(task: AgentTask, result: PlayedEpisode | LostEpisode) -> dict[str, object]:
-    """Return what is kept of an episode."""
+    """Return the record of an episode, a line of `episodes.jsonl`."""
     record: dict[str, object] = {"task_id": task.task_id, "episode": result.episode}
     if isinstance(result, LostEpisode):
         return {**record, "reward": None, "lost": result.loss, "why": result.why, "output": result.output}
@@ -71,20 +71,20 @@ def record_of(task: AgentTask, result: PlayedEpisode | LostEpisode) -> dict[str,
 
 
 class RecordFolder:
-    """The folder of `--out`: a line for each episode, and what its programs printed."""
+    """The folder of `--out`: a line for each episode, and the output of its programs."""
 
     def __init__(self, path: Path) -> None:
         self._lines = private_folder(path) / RECORDS
         self._outputs = private_folder(path / OUTPUTS)
 
     def output(self, episode: str) -> Path:
-        """Return the file for what an agent prints."""
+        """Return the path of the file for an agent's output."""
         return self._outputs / f"{episode}.txt"
 
     def played(self) -> Counter[str]:
-        """Return how many episodes of each task have a reward, or were given up at a limit: those of earlier runs.
+        """Return how many episodes of each task earlier runs finished, with a reward or aborted at a limit.
 
-        A line that a kill has cut is ended, and does not count.
+        If a kill cut the last line short, a newline is appended to it, and it does not count.
         """
         if not self._lines.exists():
             return Counter()
@@ -100,7 +100,7 @@ class RecordFolder:
 
 
 def _played_task(line: bytes) -> str:
-    """Return the task of an episode that is not played again, "" for another line."""
+    """Return the task ID of a record whose episode is not to be replayed, "" for any other line."""
     try:
         record = msgspec.json.decode(line, type=dict[str, Any])
     except msgspec.MsgspecError:
@@ -110,22 +110,22 @@ def _played_task(line: bytes) -> str:
 
 
 def mean_of(rewards: Sequence[float]) -> str:
-    """Return the mean as it is shown."""
+    """Return the mean as text, "-" if there are no rewards."""
     return f"{sum(rewards) / len(rewards):.3f}" if rewards else "-"
 
 
 class FailuresInARow:
-    """Counts the episodes whose infrastructure failed since one was last played to its end, by task."""
+    """Counts, by task, the infrastructure failures since an episode was last played to its end."""
 
     def __init__(self, tasks: int) -> None:
         self._is_one_task = tasks == 1
         self._failed: Counter[str] = Counter()
 
     def add(self, task: AgentTask, result: PlayedEpisode | LostEpisode) -> str:
-        """Count an episode. Return why the next ones would fail too, "" as long as they may not.
+        """Count an episode. Return why the next ones are expected to fail too, or "".
 
-        Half of the failures must be of other tasks than the one that failed most: one bad task says nothing of the
-        others.
+        If there are several tasks, half of `FAILURES_IN_A_ROW` must come from tasks other than the one that failed
+        most: one bad task says nothing about the others.
         """
         if isinstance(result, PlayedEpisode):
             self._failed.clear()
@@ -138,7 +138,7 @@ class FailuresInARow:
 
 
 class RolloutTally:
-    """Counts the episodes of a rollout. `total` is None for one that runs until the trainer has made its steps."""
+    """Counts the episodes of a rollout. `total` is None if it runs until the trainer has made a number of steps."""
 
     def __init__(self, total: int | None) -> None:
         self.total = total
@@ -147,11 +147,11 @@ class RolloutTally:
         self.stopped: Counter[str] = Counter()
         self.lost: Counter[str] = Counter()
         self.steps = 0
-        self._complaint = ""  # the latest of a reward command
+        self._complaint = ""  # the latest from the reward command
         self._rewards_before = 0  # how many rewards there were when the newest step was made
 
     def stepped(self, steps: int) -> list[float]:
-        """Note that the trainer has made this many steps, and return the rewards since it had made fewer."""
+        """Record that the trainer has now made this many steps, and return the rewards since the previous call."""
         since, self._rewards_before, self.steps = self.rewards[self._rewards_before :], len(self.rewards), steps
         return since
 
@@ -174,7 +174,7 @@ class RolloutTally:
         return f"{done} episodes, mean reward {mean}, {self.running} running{lost}{steps}{complaint}"
 
     def summary(self) -> Iterator[str]:
-        """Yield the lines that close a rollout."""
+        """Yield the lines of the final summary."""
         steps = f"; the trainer has made {self.steps} steps" if self.steps else ""
         yield f"{len(self.rewards)} episodes, mean reward {mean_of(self.rewards)}{steps}"
         if self._said():
@@ -185,5 +185,5 @@ class RolloutTally:
             yield f"  {count} lost: {why}"
 
     def _said(self) -> str:
-        """Return what the reward command complained of, as long as it has rewarded nothing."""
+        """Return a message with the reward command's latest complaint, "" if any reward so far is not 0."""
         return f"the reward command failed: {self._complaint}" if self._complaint and not any(self.rewards) else ""

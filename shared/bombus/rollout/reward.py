@@ -1,4 +1,4 @@
-"""How a reward command's exit code and output become a reward."""
+"""Turn a reward command's exit code and output into a reward."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,13 +9,13 @@ from bombus.hive.episodes import REWARD_MAX
 from bombus.sdk.errors import InfraError
 
 CANNOT_START = (126, 127)  # a shell's exit codes for a program that it may not run, or does not find
-SIGNALLED = range(129, 193)  # and for one that a signal has ended: 128 and the signal's number
+SIGNALLED = range(129, 193)  # a shell's exit codes for a program that a signal ended: 128 plus the signal's number
 SHOWN_CHARACTERS = 200
 
-_UNSEEN = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|\ufeff")  # colours, and the mark with which some files begin
+_UNSEEN = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|\ufeff")  # color codes, and the byte order mark
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?|[+-]?(inf|infinity|nan)", re.IGNORECASE | re.ASCII)
-# What is meant as a reward but is not a number, such as `0,5`, `50%`, `[0.5]`, `True`, `tensor(0.5)` and `reward: 0.5`.
-# The last lines of pytest, unittest, `go test`, `cargo test` and make are none of these.
+# Malformed rewards, such as `0,5`, `50%`, `[0.5]`, `True`, `tensor(0.5)` and `reward: 0.5`. The last lines of pytest,
+# unittest, `go test`, `cargo test` and make must not match.
 _FIGURE = r"[+-]?(\d+([.,_]\d+)*|[.,]\d+)(e[+-]?\d+)?"
 _VALUE = (
     rf"[\"'(\[]*{_FIGURE}\s*(%|/\s*{_FIGURE})?[\"')\],]*|true|false|none|null|[a-z_][\w.]*\([\"'\[]*{_FIGURE}\b.*\)"
@@ -27,9 +27,9 @@ _NEARLY = re.compile(
 
 
 class Judgement(msgspec.Struct, frozen=True):
-    """What a reward command has said. `complaint` is the last line of its errors when it failed and gave 0.
+    """The result of a reward command. `complaint` is the last line of its errors if it failed and gave 0.
 
-    `parts` are the rewards by their names, where it gave several.
+    `parts` are the named rewards of a `reward.json`, empty without one.
     """
 
     reward: float
@@ -38,7 +38,7 @@ class Judgement(msgspec.Struct, frozen=True):
 
 
 def judgement_of(exit_code: int, output: str, errors: str) -> Judgement:
-    """Return what a reward command has said. Raises `InfraError` like `reward_of`, with the last line of its errors."""
+    """Return the result of a reward command. Raises `InfraError` as `reward_of` does, with its last line of errors."""
     lines = errors.strip().splitlines()
     said = lines[-1] if lines else ""
     try:
@@ -49,10 +49,10 @@ def judgement_of(exit_code: int, output: str, errors: str) -> Judgement:
 
 
 def reward_of(exit_code: int, output: str) -> float:
-    """Return the reward: the last line of the output if it is a number, else 1 for the exit code 0 and 0 for others.
+    """Return the reward: the last line of the output if it is a number, else 1 for exit code 0 and 0 for any other.
 
-    Raises `InfraError` when the command did not judge: a signal ended it, its program was not found, what it printed
-    last is nearly a number, or its number is not one that the hive takes.
+    Raises `InfraError` if the command did not judge: a signal ended it, its program could not start, one of its last
+    two lines looks like a malformed reward, or the hive does not accept its number.
     """
     check_signal(exit_code)
     lines = [line.strip() for line in _UNSEEN.sub("", output).splitlines() if line.strip()]
@@ -61,29 +61,29 @@ def reward_of(exit_code: int, output: str) -> float:
         _check_intended(lines[-2:])
         return _reward_of_code(exit_code)
     if not is_reward(float(last)):
-        raise InfraError(f"the reward command's last line is {last}, but a reward is at most {REWARD_MAX:.0e} in size")
+        raise InfraError(f"the reward command's last line is {last}, but must be at most {REWARD_MAX:.0e} in size")
     return float(last)
 
 
 def is_reward(number: float) -> bool:
-    """Return whether the hive takes this number, which has to be finite."""
+    """Return whether the hive accepts this number as a reward: it must be finite and at most `REWARD_MAX` in size."""
     return abs(number) <= REWARD_MAX
 
 
 def check_signal(exit_code: int) -> None:
-    """Raise `InfraError` for a command that a signal ended: a number that it had printed by then may be anything."""
+    """Raise `InfraError` for a command that a signal ended: a number that it printed before cannot be trusted."""
     if exit_code < 0:
         raise InfraError(f"the reward command was ended by signal {-exit_code}")
     if exit_code in SIGNALLED:
-        raise InfraError(f"what the reward command ran was ended by signal {exit_code - 128}")
+        raise InfraError(f"a program that the reward command ran was ended by signal {exit_code - 128}")
 
 
 def _check_intended(last_lines: Sequence[str]) -> None:
-    """Raise `InfraError` when one of the last two lines seems to be meant as the reward: the exit code is not, then."""
+    """Raise `InfraError` if one of the last two lines seems to be meant as the reward, so the exit code is not."""
     for where, line in zip(("last line", "last line but one"), reversed(last_lines), strict=False):
         if _NUMBER.fullmatch(line) or _NEARLY.fullmatch(line):
             raise InfraError(
-                f"the reward command's {where} is {line[:SHOWN_CHARACTERS]!r}: print the reward alone in the last "
+                f"the reward command's {where} is {line[:SHOWN_CHARACTERS]!r}: print the reward alone on the last "
                 "line, as a number such as 0.25, or print nothing (>/dev/null) if the exit code is the reward"
             )
 

@@ -21,9 +21,9 @@ from bombus.task_groups import first_failure
 
 log = logging.getLogger("bombus")
 
-ABORT_S = 15.0  # for the hive to take note of episodes that are given up
+ABORT_S = 15.0  # for the request that aborts the open episodes at the end
 STEP_LOOK_S = 1.0
-FAILURE_PAUSE_S = 1.0  # before the next episode of a slot whose infrastructure failed
+FAILURE_PAUSE_S = 1.0  # before a worker's next episode after an infrastructure failure
 
 
 class RolloutListener:
@@ -34,11 +34,11 @@ class RolloutListener:
     def finished(self, task: AgentTask, result: PlayedEpisode | LostEpisode, tally: RolloutTally) -> None: ...
 
     def stepped(self, rewards: Sequence[float], tally: RolloutTally) -> None:
-        """The trainer has made a step; `rewards` are those since the one before it."""
+        """Called when the trainer has made a step. `rewards` are the rewards since its previous step."""
 
 
 class RolloutRun:
-    """One run of a plan. `tally` counts its episodes, also after it was interrupted."""
+    """One run of a plan. `tally` counts its episodes, and stays valid after an interruption."""
 
     def __init__(self, plan: RolloutPlan, client: AsyncSwarmClient, repeat: int, listener: RolloutListener) -> None:
         options = plan.options
@@ -47,16 +47,16 @@ class RolloutRun:
         self._listener = listener
         self._kept = RecordFolder(options.out) if options.out is not None else None
         done = self._kept.played() if self._kept is not None else None
-        self.done_before = sum(done.values()) if done else 0  # by earlier runs, as `--out` has it
+        self.done_before = sum(done.values()) if done else 0  # by earlier runs, according to the folder of `--out`
         self._schedule = Schedule(plan.tasks, repeat, plan.epochs, options.seed, done)
         self._watch = EpisodeWatch(client, plan.limits)
         self._player = EpisodePlayer(plan, client, self._watch, self._kept)
-        self._numbers = itertools.count()  # of episodes' folders: what one has left behind is in no other's way
+        self._numbers = itertools.count()  # names of episodes' folders: none is reused, as its files may not be removed
         self._failures = FailuresInARow(len(plan.tasks))
         self.tally = RolloutTally(self._schedule.total if options.steps is None else None)
 
     async def run(self) -> None:
-        """Play until all is played. Raises `Pointless`, and the client's errors."""
+        """Play until no episode is left, or the wanted steps are made. Raises `Pointless`, and the client's errors."""
         async with _scratch(self._plan.options.scratch) as scratch, self._nothing_left_open():
             await self._play_all(scratch)
 
@@ -73,7 +73,7 @@ class RolloutRun:
                 helper.cancel()
 
     async def _work(self, scratch: Path) -> None:
-        """Play one episode after another, each in a folder of its own."""
+        """Play one episode after another, each in its own folder."""
         while (attempt := self._schedule.next()) is not None:
             self.tally.running += 1
             self._listener.changed(self.tally)
@@ -102,7 +102,10 @@ class RolloutRun:
             raise Pointless(f"--out {self._plan.options.out} can no longer be written: {error.strerror}") from error
 
     def _plays_again(self, attempt: Attempt, result: PlayedEpisode | LostEpisode) -> bool:
-        """Put an episode back that was lost without its agent's fault. One that the hive took back costs no retry."""
+        """Requeue a lost episode and return True, unless its agent was at fault or it is out of retries.
+
+        An episode that the hive took back uses up no retry.
+        """
         if isinstance(result, PlayedEpisode) or result.loss == LossReason.LIMIT:
             return False
         failed = _has_failed(result)
@@ -112,9 +115,9 @@ class RolloutRun:
         return True
 
     async def _follow_steps(self, first: int, workers: Sequence["asyncio.Task[None]"]) -> None:
-        """Count the trainer's steps from `first`, and end the workers when they are as many as wanted.
+        """Count the trainer's steps from `first`, and stop the workers when the wanted number is reached.
 
-        Those that report a reward finish, so that the tally has all episodes of the trainer's batches.
+        Workers that are reporting a reward may finish, so that the tally has all episodes of the trainer's batches.
         """
         wanted = self._plan.options.steps
         while wanted is None or self.tally.steps < wanted:
@@ -132,7 +135,7 @@ class RolloutRun:
 
     @asynccontextmanager
     async def _nothing_left_open(self) -> AsyncIterator[None]:
-        """Abort what is still open at the end."""
+        """Abort the episodes that are still open at the end."""
         try:
             yield
         finally:
@@ -143,7 +146,7 @@ class RolloutRun:
                             list(self._player.unfinished), detail="the rollout was stopped"
                         )
                 except (SwarmError, TimeoutError) as error:
-                    log.warning("open episodes could not be aborted, and will end when they are idle: %s", error)
+                    log.warning("open episodes could not be aborted; the hive will end them once idle: %s", error)
 
 
 def _has_failed(result: PlayedEpisode | LostEpisode) -> bool:

@@ -1,4 +1,4 @@
-"""Which episode comes next: epochs of tasks, groups of one task, and episodes that are played again."""
+"""Choose the next episode to play: epochs of tasks, groups of episodes of one task, and replayed episodes."""
 
 import itertools
 import random
@@ -18,10 +18,11 @@ class Attempt(msgspec.Struct, frozen=True):
 
 
 class Schedule:
-    """Hands out each task `repeat` times, one task after another, for this many epochs; None: endlessly.
+    """Hands out each task `repeat` times, one task after another, for this many epochs, or endlessly if None.
 
-    With a seed each epoch has an order of its own, without one that of the file. `done` counts the episodes of each
-    task that an earlier run of the same schedule has played: they are left out, wherever it was when it ended.
+    With a seed, each epoch is shuffled differently; without one, the tasks keep the order of the file. `done` counts
+    the episodes of each task that earlier runs of the same schedule have played: as many episodes of that task are
+    skipped.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Schedule:
         self._stopped = True
 
     def again(self, attempt: Attempt, *, failed: bool) -> None:
-        """Play an episode again before any other, so that its group is soon complete."""
+        """Queue an episode for replay before all new ones, so that its group is soon complete."""
         self._again.append(Attempt(attempt.task, attempt.failed + failed))
 
 

@@ -1,4 +1,4 @@
-"""One episode by hand: a harness in the terminal, with a model of the hive."""
+"""Play one episode by hand: run a harness in the terminal with a model of the hive."""
 
 import signal
 import subprocess
@@ -20,11 +20,11 @@ from bombus.sdk.types import Credentials, EpisodeKind
 
 DAY_S = 86_400.0
 KEEP_ALIVE_S = 10.0
-SIGNALLED = 128  # a shell reports a program that a signal has ended with this and the signal's number
+SIGNALLED = 128  # a shell adds this to the number of the signal that has ended a program
 
 
 class HarnessSession(msgspec.Struct, frozen=True, kw_only=True):
-    """What to start, one of `PRESETS`, and where. `arguments` are put after the harness's own flags."""
+    """Which harness of `PRESETS` to start, and where. `arguments` are put after the flags of its preset."""
 
     harness: str
     arguments: Sequence[str]
@@ -61,7 +61,7 @@ def run_harness(session: HarnessSession, credentials: Credentials, scratch: Path
 
 @contextmanager
 def _signals_raised() -> Iterator[None]:
-    """Leave by an exception when the terminal is closed or the process is asked to end."""
+    """Raise `SystemExit` when the terminal is closed or the process is asked to end."""
     earlier = {number: signal.signal(number, _leave) for number in (signal.SIGHUP, signal.SIGTERM) if is_heeded(number)}
     try:
         yield

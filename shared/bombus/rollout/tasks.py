@@ -9,31 +9,32 @@ import msgspec
 
 from bombus.json_lines import read_json_lines
 
-TASK_ID_CHARACTERS = 512  # what the hive takes
+TASK_ID_CHARACTERS = 512  # the most that the hive accepts
 TASK_BYTES = 100_000  # Linux gives a program no argument or variable over 128 KiB
 PATH_FIELDS = frozenset({"workspace", "folder"})  # fields of a command that every episode has, whatever its task
 
 
 class TaskPackage(msgspec.Struct, frozen=True, kw_only=True):
-    """A task folder in Harbor's format, and the limits that it sets itself, in seconds.
+    """A task folder in Harbor's format, and the limits that it sets, in seconds.
 
-    `files` is what the agent finds in its working directory, None for nothing. Agents see nothing of `hidden`.
+    `files` is the folder that is copied into the agent's working directory, None for an empty one. The folder `hidden`
+    is hidden from agents.
     """
 
     folder: Path
     hidden: Path
     files: Path | None
     workdir: str
-    timeout_s: float | None  # None: what `--timeout-s` says
+    timeout_s: float | None  # None: `--timeout-s` applies
     reward_timeout_s: float
     variables: dict[str, str] = {}
     judge_variables: dict[str, str] = {}
 
 
 class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
-    """What an agent is to do. `fields` has everything that its line holds besides the id and the prompt.
+    """A task for an agent. `fields` holds everything on its line except the ID and the prompt.
 
-    A task with a `package` has a sandbox, limits and a reward of its own.
+    A task with a `package` has its own sandbox, limits and reward.
     """
 
     task_id: str
@@ -45,7 +46,7 @@ class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.encode({"task_id": self.task_id, "prompt": self.prompt, **self.fields}).decode()
 
     def words(self) -> dict[str, str]:
-        """Return the text that each field of this task puts into a command. Only texts are put in as they are."""
+        """Return the text that each field of this task puts into a command: strings as they are, others as JSON."""
         values = {"task_id": self.task_id, "prompt": self.prompt, **self.fields}
         return {name: value if isinstance(value, str) else _json(value) for name, value in values.items()}
 
@@ -53,23 +54,23 @@ class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
 def read_tasks(path: Path) -> list[AgentTask]:
     """Return the tasks of a file, one for each line that is not empty.
 
-    A line is an object with the text `prompt`. Unless it has a `task_id`, that has the file's name, the number of the
-    line and its digest, so that other files of the same name have other tasks. Its other fields can be put into
-    commands. Raises `Refused` with the number of the line that is wrong.
+    A line must be an object with the string `prompt`. Its `task_id` defaults to the file's name, the number of the line
+    and its digest, so that another file of the same name has different tasks. Its other fields can be put into
+    commands. Raises `Refused` with the number of the invalid line.
     """
     seen: dict[str, int] = {}
 
     def read(line: str, number: int) -> AgentTask:
         task = task_of(line, f"{path.stem}-{number}-{_digest(line)}")
         if seen.setdefault(task.task_id, number) != number:
-            raise ValueError(f"task_id {task.task_id!r} is also that of line {seen[task.task_id]}")
+            raise ValueError(f"task_id {task.task_id!r} is already used on line {seen[task.task_id]}")
         return task
 
     return read_json_lines(path, "task", read, option="--task")
 
 
 def task_of(line: str, default_id: str) -> AgentTask:
-    """Return the task of one line. Raises `ValueError` with what is wrong."""
+    """Return the task of one line. Raises `ValueError` if the line is invalid."""
     try:
         values = msgspec.json.decode(line, type=dict[str, Any])
     except msgspec.MsgspecError as error:
@@ -84,13 +85,13 @@ def task_of(line: str, default_id: str) -> AgentTask:
 
 
 def checked_task(task_id: object, prompt: str, fields: dict[str, Any], package: TaskPackage | None = None) -> AgentTask:
-    """Return a task that the hive and a program's arguments can hold. Raises `ValueError` with what is wrong."""
+    """Return a task that fits the limits of the hive and of a program's arguments. Raises `ValueError` otherwise."""
     if not isinstance(task_id, str) or not 1 <= len(task_id) <= TASK_ID_CHARACTERS:
-        raise ValueError(f"`task_id` is a text of 1 to {TASK_ID_CHARACTERS} characters")
+        raise ValueError(f"`task_id` must be a string of 1 to {TASK_ID_CHARACTERS} characters")
     task = AgentTask(task_id=task_id, prompt=prompt, fields=fields, package=package)
     if len(task.as_json().encode()) > TASK_BYTES:
         raise ValueError(
-            f"it has over {TASK_BYTES} bytes, which is more than a program's arguments can hold: put what is long into "
+            f"it has over {TASK_BYTES} bytes, which is more than a program's arguments can hold: put long values into "
             "a file of the workspace"
         )
     if any("\0" in text for text in task.words().values()):
@@ -101,7 +102,7 @@ def checked_task(task_id: object, prompt: str, fields: dict[str, Any], package: 
 def _check_fields(fields: Mapping[str, Any]) -> None:
     for name in fields:
         if name in PATH_FIELDS:
-            raise ValueError(f"`{name}` is not for tasks: it is the path that each episode has")
+            raise ValueError(f"a task cannot set `{name}`: it is a path of the episode")
 
 
 def _digest(line: str) -> str:

@@ -1,4 +1,4 @@
-"""Keep the episodes that are being played alive, and report when one must stop: it has ended, or exceeds a limit."""
+"""Keep the episodes being played alive, and report when one must stop: the hive ended it, or it reached a limit."""
 
 import asyncio
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ from bombus.sdk.types import EpisodeUsage
 
 LOOK_S = 1.0
 EPISODES_PER_REQUEST = 1024
-MISSED_LOOKS = 2  # after so many the episode is over: one gateway may not have heard yet of what another handed out
+MISSED_LOOKS = 2  # before an episode counts as over; after one, the gateway may just not know about it yet
 
 
 class EpisodeLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The most calls of an episode, and the most tokens that they may sample; None: no limit."""
+    """The most calls that an episode may make, and the most tokens that they may sample; None means no limit."""
 
     turns_max: int | None = None
     tokens_max: int | None = None
@@ -38,7 +38,7 @@ class WatchedEpisode:
         self._missed = 0
 
     def seen(self, used: EpisodeUsage | None, limits: EpisodeLimits) -> None:
-        """Note what the hive said of it, None when it is not among the open ones."""
+        """Record the usage that the hive reported, None if the episode is not among the open ones."""
         self._missed = self._missed + 1 if used is None else 0
         self.used = used or self.used
         reason = StopReason.OVER if self._missed >= MISSED_LOOKS else limits.reason_to_stop(self.used)
@@ -47,7 +47,7 @@ class WatchedEpisode:
 
 
 class EpisodeWatch:
-    """Asks the hive once a second what the open episodes of this client have used."""
+    """Asks the hive once a second for the usage of the episodes that are being played."""
 
     def __init__(self, client: AsyncSwarmClient, limits: EpisodeLimits) -> None:
         self._client = client

@@ -25,7 +25,7 @@ log = logging.getLogger("bombus")
 # Copies share their blocks with the original where the file system can do that.
 COPY = ("cp", "-a", "--reflink=auto") if sys.platform == "linux" else ("cp", "-a")
 
-# Variables that lead git to a repository other than that of its folder (`git rev-parse --local-env-vars`).
+# Variables that make git use a repository other than that of its folder (`git rev-parse --local-env-vars`).
 GIT_ELSEWHERE = frozenset(
     {
         "GIT_ALTERNATE_OBJECT_DIRECTORIES",
@@ -46,13 +46,13 @@ GIT_ELSEWHERE = frozenset(
     }
 )
 
-ROOM_BYTES = 64 << 10  # a disk with less is full
+ROOM_BYTES = 64 << 10  # a disk with less free space counts as full
 
 
 class EpisodeFolder(msgspec.Struct, frozen=True):
-    """The folder of one episode. `workspace` has the name that its original has, which some agents show their model.
+    """The folder of one episode. `workspace` has the name of its original, because some agents show it to their model.
 
-    Its agent may do what it likes there, so that bombus keeps nothing of its own in it.
+    The agent may change anything in the folder, so bombus keeps its own files elsewhere.
     """
 
     path: Path
@@ -69,11 +69,11 @@ class EpisodeFolder(msgspec.Struct, frozen=True):
 
     @property
     def outputs(self) -> Path:
-        """Where bombus keeps what the programs of the episode print: beside the folder."""
+        """The folder for the output of the episode's programs, beside `path` and not in it."""
         return self.path.with_name(f"{self.path.name}.outputs")
 
     def words(self) -> dict[str, str]:
-        """Return the fields of commands that are paths."""
+        """Return the values of the command fields that are paths."""
         return {"workspace": str(self.workspace), "folder": str(self.path)}
 
 
@@ -85,24 +85,24 @@ def check_workspace(workspace: Path, scratch: Path, out: Path | None = None) -> 
     if scratch.resolve().is_relative_to(found):
         raise Refused(
             Code.BAD_CONFIG,
-            f"--scratch {scratch} is inside the workspace {found}, so that copies would copy themselves",
+            f"--scratch {scratch} is inside the workspace {found}, so copies would copy themselves",
         )
     if out is not None and out.resolve().is_relative_to(found):
         raise Refused(
             Code.BAD_CONFIG,
-            f"--out {out} is inside the workspace {found}, so that agents would read what others have printed",
+            f"--out {out} is inside the workspace {found}, so agents could read the output of other agents",
         )
     for git in _git_elsewhere(found):
         raise Refused(
             Code.BAD_CONFIG,
-            f"--workspace {workspace} has {git}, which keeps a git repository or its files (core.worktree) elsewhere, "
-            "as a worktree or a submodule does: agents would commit to the original. Give a clone of it",
+            f"--workspace {workspace} has {git}, whose git repository or working tree (core.worktree) is elsewhere, as "
+            "in a worktree or a submodule: agents would commit to the original. Give a clone instead",
         )
     return found
 
 
 def _git_elsewhere(workspace: Path) -> Iterator[Path]:
-    """Yield each `.git` whose repository is not a part of the workspace, and so of a copy."""
+    """Yield each `.git` whose repository or working tree is outside the workspace, so that a copy would share it."""
     for parent, folders, files in os.walk(workspace):
         if ".git" in folders or ".git" in files:
             git = Path(parent, ".git")
@@ -114,12 +114,12 @@ def _git_elsewhere(workspace: Path) -> Iterator[Path]:
 
 
 def _leads_out(workspace: Path, start: Path, path: Path) -> bool:
-    """Return whether a path that is written in `start` would lead from a copy of the workspace to somewhere else."""
+    """Return whether a path, relative to `start` or absolute, would lead out of a copy of the workspace."""
     return path.is_absolute() or not (start / path).resolve().is_relative_to(workspace)
 
 
 def _work_tree(git_folder: Path) -> Path:
-    """Return the `core.worktree` of a repository as it is written there, or its own folder where it has none."""
+    """Return the `core.worktree` of a repository, not resolved, or an empty path if it has none."""
     if shutil.which("git") is None:
         return Path()
     for name in ("config.worktree", "config"):
@@ -131,7 +131,7 @@ def _work_tree(git_folder: Path) -> Path:
 
 
 def _target(git: Path) -> Path:
-    """Return where a `.git` leads, as it is written there."""
+    """Return the path to which a `.git` link or file points, not resolved; `.git` itself if it is a folder."""
     if git.is_symlink():
         return git.readlink()
     if git.is_file():
@@ -140,14 +140,14 @@ def _target(git: Path) -> Path:
 
 
 def check_scratch(scratch: Path) -> None:
-    """Raise `Refused` when no folder can be made there."""
+    """Raise `Refused` unless `scratch` is a folder in which files can be written."""
     if not scratch.is_dir():
         raise Refused(Code.BAD_CONFIG, f"--scratch {scratch} is not a folder")
     _check_writable(scratch, f"--scratch {scratch}")
 
 
 def check_out(out: Path) -> None:
-    """Raise `Refused` when `out` is not a folder in which files can be written, and cannot become one."""
+    """Raise `Refused` unless `out` is, or can be created as, a folder in which files can be written."""
     there = out.absolute()
     while not os.path.lexists(there):
         there = there.parent
@@ -170,7 +170,7 @@ async def episode_folder(path: Path, workspace: Path | None) -> AsyncIterator[Ep
     Raises `InfraError` when the workspace cannot be copied, and `OSError` when a folder cannot be made, because there
     is one already or the disk is full.
     """
-    # One level deeper than the other folders, because a workspace may be called like one of them.
+    # One level deeper than the other folders, because a workspace may have the same name as one of them.
     folder = EpisodeFolder(path, path / "copy" / (workspace.name if workspace is not None else "workspace"))
     made = (path, folder.outputs)
     for each in made:
@@ -196,7 +196,7 @@ def check_room(folder: Path) -> None:
 async def _copy(source: Path, folder: EpisodeFolder) -> None:
     """Copy a workspace into the folder of an episode. Raises `InfraError`.
 
-    What copies has a process group of its own: a Ctrl-C in the terminal reaches bombus alone, which ends it.
+    The copying program has its own process group: a Ctrl-C in the terminal reaches only bombus, which then ends it.
     """
     with OutputFile(folder.outputs / "copy.txt") as printed:
         words = (*COPY, "--", f"{source}/.", str(folder.workspace))
@@ -210,7 +210,7 @@ async def _copy(source: Path, folder: EpisodeFolder) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder and everything in it, what an agent has made read-only too. Says so where that fails."""
+    """Remove a folder and everything in it, even if an agent has made it read-only. Log a warning if that fails."""
     try:
         _remove(path)
     except RecursionError:
@@ -220,7 +220,7 @@ def remove_folder(path: Path) -> None:
 
 
 def _remove_deep(path: Path) -> None:
-    """Remove a folder with more folders in each other than Python's own functions can follow."""
+    """Remove a folder that is nested too deeply for Python's own functions."""
     try:
         removed = subprocess.run(
             ("rm", "-rf", "--", path), capture_output=True, text=True, errors="replace", check=False
@@ -240,7 +240,7 @@ def _remove(path: Path) -> None:
 
     def retry(remove: Callable[..., Any], name: str, _: object) -> None:
         if not os.path.lexists(name):
-            return  # the end of a rollout and that of its episode remove the same folder
+            return  # the rollout and its episode may remove the same folder at the same time
         os.chmod(Path(name).parent, 0o700)
         if os.path.isdir(name) and not os.path.islink(name):
             os.chmod(name, 0o700)
@@ -256,7 +256,7 @@ def _remove(path: Path) -> None:
 
 
 def _folders_in(folder: str) -> Iterator[Path]:
-    """Yield the folders below one, each before it is looked into."""
+    """Yield the folders below `folder`, each before its own entries are read."""
     for parent, folders, _ in os.walk(folder):
         for name in folders:
             if not os.path.islink(each := Path(parent, name)):

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class _LoopRuntime:
-    """Waits in the event loop of the caller, and runs agents in tasks, whose cancellation needs no check."""
+    """Waits in the caller's event loop, and runs agents in tasks, whose cancellation needs no check."""
 
     def __init__(self, http: httpx.AsyncClient, sleep: Callable[[float], Awaitable[None]]) -> None:
         self._http = http
@@ -117,7 +117,7 @@ class AsyncSwarmClient(HiveCore):
 
     @property
     def lost_episodes(self) -> Counter[str]:
-        """How many episodes of groups were lost, by the kind of the error. A caller may put a new counter here."""
+        """How many episodes of groups were lost, by error type. The caller may replace the counter."""
         return self._playing.lost
 
     @lost_episodes.setter

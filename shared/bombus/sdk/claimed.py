@@ -1,4 +1,4 @@
-"""The episodes that a client has claimed: until when each may last, and how a program that ends gives them up."""
+"""A client's claimed episodes: how long each may last, and how a program that exits gives them up."""
 
 import logging
 import math
@@ -13,7 +13,7 @@ from bombus.sdk.requests import NoReply, ServerReply, ServerRequest, is_success,
 
 log = logging.getLogger("bombus")
 
-LIFETIMES = 2.0  # by default an episode may last this many times its idle limit
+LIFETIMES = 2.0  # by default, an episode may last this many times its idle limit
 EPISODES_MAX = 100_000
 ABORTED_AT_ONCE = 1024
 GIVE_BACK_S = 5.0  # longer than the server holds a claim in one slice
@@ -32,12 +32,12 @@ class ClaimedEpisodes:
         self.client_uuid = client_uuid or str(uuid.uuid4())
         self.root = _OF_ENGINE.sub("", server_url.rstrip("/"))
         self.clock = clock
-        self.shortest_idle_s = math.inf  # of the idle limits of all that were ever claimed
+        self.shortest_idle_s = math.inf  # over all episodes ever claimed
         self._lock = threading.Lock()
-        self._over_at: dict[str, float] = {}  # by episode that is open: when its time is over
-        self._multi_model: dict[str, None] = {}  # those that are parts of multi-model ones
-        self._sampled: dict[str, bool] = {}  # whether this client has ended them: those claimed with a sampler
-        self._taking: set[str] = set()  # of these, those that a call of `take_datums` reads now
+        self._over_at: dict[str, float] = {}  # open episode -> when its time is over
+        self._multi_model: dict[str, None] = {}  # episodes that are parts of multi-model episodes
+        self._sampled: dict[str, bool] = {}  # episode claimed with a sampler -> whether this client has ended it
+        self._taking: set[str] = set()  # those of them that a call of `take_datums` is reading
 
     def note(
         self,
@@ -48,7 +48,7 @@ class ClaimedEpisodes:
         are_multi_model: bool = False,
         are_sampled: bool = False,
     ) -> None:
-        """Note that episodes were claimed, and until when they may last."""
+        """Record claimed episodes, and how long they may last."""
         over_at = self.clock() + (lifetime_s or LIFETIMES * idle_s)
         with self._lock:
             self.shortest_idle_s = min(self.shortest_idle_s, idle_s)
@@ -65,7 +65,7 @@ class ClaimedEpisodes:
             return list(self._over_at)
 
     def still_open(self, episodes: Sequence[str]) -> list[str]:
-        """Return those of these episodes that are `open`."""
+        """Return those of these episodes that are still open."""
         with self._lock:
             return [episode for episode in episodes if episode in self._over_at]
 
@@ -75,9 +75,9 @@ class ClaimedEpisodes:
         return over_at is not None and self.clock() > over_at
 
     def finished(self, episode: str) -> bool:
-        """Note that an agent is done, and return whether it is in time.
+        """Note that an agent is done, and return whether it was in time.
 
-        If so, its episode may wait for the others of its group as long as they take.
+        If it was, its episode may wait for the others of its group for as long as they take.
         """
         if self.is_late(episode):
             return False
@@ -86,20 +86,20 @@ class ClaimedEpisodes:
         return True
 
     def extend(self, episodes: Sequence[str], seconds: float) -> None:
-        """Let episodes last longer, whose agents have begun so many seconds after their claim."""
+        """Extend the time of episodes whose agents began this many seconds after their claim."""
         with self._lock:
             for episode in episodes:
                 if episode in self._over_at:
                     self._over_at[episode] += seconds
 
     def over(self, episodes: Sequence[str]) -> None:
-        """Note that episodes are not open any more."""
+        """Note that episodes are no longer open."""
         with self._lock:
             for episode in episodes:
                 self._over_at.pop(episode, None)
                 self._multi_model.pop(episode, None)
 
-    # ---- those that have something to teach -------------------------------------------------------------------
+    # ---- episodes whose data can be taken ----------------------------------------------------------------------
 
     def ended(self, episodes: Sequence[str]) -> None:
         """Note that episodes have ended, so that their data can be taken."""
@@ -107,7 +107,7 @@ class ClaimedEpisodes:
             self._sampled |= {episode: True for episode in episodes if episode in self._sampled}
 
     def begin_taking(self, episodes: Sequence[str] | None) -> list[str]:
-        """Return those of these episodes, by default of all that have ended, that no other call takes now."""
+        """Reserve and return those of these episodes (default: all that have ended) that no other call is taking."""
         with self._lock:
             wanted = [episode for episode, ended in self._sampled.items() if ended] if episodes is None else episodes
             ours = [episode for episode in dict.fromkeys(wanted) if episode not in self._taking]
@@ -115,7 +115,7 @@ class ClaimedEpisodes:
         return ours
 
     def taken(self, episodes: Sequence[str]) -> None:
-        """Note that the data of episodes were taken, and are not to be taken again."""
+        """Note that the data of episodes have been taken, and must not be taken twice."""
         with self._lock:
             for episode in episodes:
                 self._sampled.pop(episode, None)
@@ -124,15 +124,16 @@ class ClaimedEpisodes:
         with self._lock:
             self._taking.difference_update(episodes)
 
-    # ---- what is sent once, whatever the reply ----------------------------------------------------------------
+    # ---- requests that are sent once, without retries ----------------------------------------------------------------
 
     async def touch_client(self, within_s: float, send: Send) -> bool:
-        """Show that this client is alive. Returns whether the hive has heard it: there is one attempt, and no error."""
+        """Show that this client is alive. Returns whether the hive replied: this makes one attempt, and raises
+        nothing."""
         return is_success(await send(posted("/touch_client", {"client_uuid": self.client_uuid}, within_s)))
 
     async def give_up(self, episodes: Sequence[str], send: Send) -> None:
-        """Abort the episodes of an interrupted program, which wants to end: there is one attempt, and a warning when it
-        fails."""
+        """Abort the episodes of an interrupted program. Since it is about to exit, there is one attempt, and a warning
+        if that fails."""
         with self._lock:
             parts = [episode for episode in episodes if episode in self._multi_model]
         await self._abort_once(self.multi_model_path("abort"), parts, send)
@@ -144,7 +145,7 @@ class ClaimedEpisodes:
             body = self.abort_body(some, False, "the client was interrupted")
             if not is_success(await send(posted(path, body, GIVE_BACK_S))):
                 left = len(episodes) - first
-                log.warning("%d open episodes could not be aborted, and will end when they are idle", left)
+                log.warning("%d open episodes could not be aborted, and will end once idle for too long", left)
                 break
         self.over(episodes)
 
@@ -157,5 +158,6 @@ class ClaimedEpisodes:
         }
 
     def multi_model_path(self, what: str) -> str:
-        """Return a route of multi-model episodes. Those are at the hive's root, whatever the client's engine is."""
+        """Return a route for multi-model episodes. These routes are at the hive's root, even if the client's URL has an
+        engine."""
         return f"{self.root}/{what}_multi_model_episodes"

@@ -28,14 +28,14 @@ from bombus.sdk.types import EpisodeKind, MultiModelEpisode, Task, WorkflowOutpu
 
 log = logging.getLogger("bombus")
 
-KEPT_ALIVE_S = 5.0  # for a sign of life that is under way when it is not needed any more
+KEPT_ALIVE_S = 5.0  # for a heartbeat still in progress when the block ends
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class _ThreadRuntime:
-    """Waits in the thread of the caller, and runs agents in threads: none of its methods waits for an event loop."""
+    """Waits in the caller's thread, and runs agents in threads: none of its methods waits for an event loop."""
 
     def __init__(self, http: httpx.Client, claimed: ClaimedEpisodes, sleep: Callable[[float], None]) -> None:
         self._http = http
@@ -63,8 +63,8 @@ class _ThreadRuntime:
     async def each(
         self, indices: Sequence[int], attempt: Callable[[int], Coroutine[Any, Any, None]], workers: int
     ) -> None:
-        """Carry out `attempt` for each index in threads. When this is interrupted, their episodes are given up, and
-        agents' own code has a few seconds to end."""
+        """Call `attempt` for each index in threads. If this is interrupted, their episodes are given up, and the
+        agents' own code gets a few seconds to end."""
         agents = threads.AgentThreads(indices, lambda index: finished(attempt(index)), workers)
         try:
             agents.run()
@@ -75,7 +75,7 @@ class _ThreadRuntime:
                 agents.interruption.tell(self._connections.end)
                 await self._give_up(agents.interruption)
                 agents.leave()
-                await self._give_up(agents.interruption)  # what a thread had just claimed
+                await self._give_up(agents.interruption)  # episodes that a thread had just claimed
             raise
 
     async def _give_up(self, interruption: threads.Interruption) -> None:
@@ -90,7 +90,7 @@ class _ThreadRuntime:
 
 @contextmanager
 def beating(touch: Callable[[], object], every_s: float) -> Iterator[None]:
-    """Call `touch` every few seconds in a thread of its own while the block runs."""
+    """Call `touch` every few seconds in a separate thread while the block runs."""
     over = threading.Event()
 
     def beat() -> None:
@@ -118,7 +118,7 @@ def _carried_out(operation: Coroutine[Any, Any, T]) -> T:
 def _blocking(
     operation: Callable[Concatenate[HiveCore, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate["SwarmClient", P], T]:
-    """Return the method of a `SwarmClient` that carries out an operation in the thread of its caller."""
+    """Return the `SwarmClient` method that runs an operation in its caller's thread."""
 
     @wraps(operation)
     def method(client: "SwarmClient", /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -131,10 +131,10 @@ class SwarmClient:
     """A client of one engine. Threads may share it.
 
     `retry_s` is how long a request is retried while the server is away or busy. `engine` is for hives that train
-    several models. `api_key` is for hives that require one: their client key, or their admin key to start and stop
-    engines too. It may be part of the address (`http://host:10086/k/<key>`), or come from `$BOMBUS_ADMIN_KEY` or
-    `$BOMBUS_CLIENT_KEY`.
-    `transport_` and `sleep` are for tests. The errors that methods raise are in `bombus.sdk.errors`.
+    several models. `api_key` is for hives that require one: their client key, or their admin key to also start and stop
+    engines. It may be part of the address (`http://host:10086/k/<key>`), or come from `$BOMBUS_ADMIN_KEY` or
+    `$BOMBUS_CLIENT_KEY`. `transport_` and `sleep` are for tests. The errors that methods raise are in
+    `bombus.sdk.errors`.
     """
 
     def __init__(  # noqa: PLR0913 - the options of a client
@@ -176,7 +176,7 @@ class SwarmClient:
 
     @property
     def lost_episodes(self) -> Counter[str]:
-        """How many episodes of groups were lost, by the kind of the error. A caller may put a new counter here."""
+        """How many episodes of groups were lost, by error type. The caller may replace the counter."""
         return self._playing.lost
 
     @lost_episodes.setter
@@ -189,8 +189,8 @@ class SwarmClient:
 
     @property
     def missed_at(self) -> float:
-        """When the hive last gave no reply, 502 to 504, or a 500 that is not its own, on the clock of `time.monotonic`;
-        minus infinity: never."""
+        """When the hive last gave no reply, a 502 to 504, or a 500 without a code, as `time.monotonic` seconds, or
+        minus infinity if it never did."""
         return self._core.missed_at
 
     def close(self) -> None:
@@ -207,7 +207,7 @@ class SwarmClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ---- one request, or a few: `ClientCore` and `HiveCore` have their code and their documentation -----------
+    # ---- operations of one or a few requests: see `ClientCore` and `HiveCore` for code and documentation ------
 
     begin_episode = _blocking(HiveCore.begin_episode)
     begin_episodes = _blocking(HiveCore.begin_episodes)
@@ -245,13 +245,13 @@ class SwarmClient:
 
     @contextmanager
     def keep_alive(self, *episode_uuids: str, every_s: float = 30.0) -> Iterator[None]:
-        """Keep episodes from going idle while the block runs: for tools that take long."""
+        """Keep episodes from going idle while the block runs, such as during slow tools."""
         with beating(lambda: self.touch_episodes(episode_uuids), every_s):
             yield
 
     @contextmanager
     def keep_multi_model_alive(self, *episodes: MultiModelEpisode, every_s: float = 30.0) -> Iterator[None]:
-        """Keep multi-model episodes from going idle while the block runs: for tools that take long."""
+        """Keep multi-model episodes from going idle while the block runs, such as during slow tools."""
         with beating(lambda: self.touch_multi_model_episodes(episodes), every_s):
             yield
 
@@ -267,8 +267,8 @@ class SwarmClient:
         `func` begins and ends its own episode. With `auto_retry`, a call that raises is repeated up to twice, after a
         pause. Raises `EpisodesFailed` once all are done, if some failed for good.
 
-        When it is interrupted (Ctrl-C), the episodes that `func` has begun are aborted, and every operation of this
-        client in `func` raises `KeyboardInterrupt`. Code in `func` that keeps running is not waited for.
+        If it is interrupted (Ctrl-C), the episodes that `func` has begun are aborted, and every operation of this
+        client in `func` raises `KeyboardInterrupt`. Code in `func` that keeps running is waited for only a few seconds.
         """
         return _carried_out(self._playing.run_tasks(tasks, func, max_workers, auto_retry))
 
@@ -287,11 +287,11 @@ class SwarmClient:
         """Run `n` episodes of one task: claim them in one request, run them at once, and end them in one request.
 
         `func(task, credentials)` returns the outcome or just the reward; it may be a coroutine function. An episode
-        whose agent raises is aborted (for an `InfraError`, as an infrastructure failure) and is None in the result. Up
-        to `replace_infra` of those that infrastructure is to blame for, or that the hive has taken back, are played
-        again, as episodes of their own, so that a broken environment leaves no hole in the group. Episodes that are
-        done, or wait for one of `max_workers`, are kept while others go on. What was lost is logged, and counted by the
-        kind of its error in `lost_episodes`. Raises `EpisodesFailed` when all fail.
+        whose agent raises is aborted (for an `InfraError`, as an infrastructure failure), and its result is None. Up to
+        `replace_infra` episodes that failed because of infrastructure, or that the hive took back, are replaced by new
+        episodes, so that a broken environment leaves no hole in the group. Episodes that are done, or wait for one of
+        `max_workers`, are kept alive while others run. Lost episodes are logged, and counted by error type in
+        `lost_episodes`. Raises `EpisodesFailed` if all fail.
         """
         claim = partial(
             self._core.begin_episodes,
@@ -333,7 +333,7 @@ class SwarmClient:
 
 
 def start_engines(pairs: Sequence[tuple[SwarmClient, JobLike]], force_restart: bool = False) -> None:
-    """Bring several engines to ROLLING at the same time. Raises an `ExceptionGroup` of the errors."""
+    """Bring several engines to ROLLING at the same time. Raises an `ExceptionGroup` of their errors."""
     with ThreadPoolExecutor(max(1, len(pairs))) as pool:
         started = [
             pool.submit(client.auto_sync_train_config_and_start_engine, job, force_restart) for client, job in pairs

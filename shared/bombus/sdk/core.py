@@ -1,7 +1,8 @@
 """The operations of a client on its engine. Each is written once, for clients in threads and on event loops.
 
-They are coroutines that wait only in their `Exchange`. That of `AsyncSwarmClient` waits in the caller's loop. That of
-`SwarmClient` blocks the caller's thread, so that there each operation is done when it is first resumed (`finished`).
+They are coroutines that wait only in their `Exchange`. The exchange of `AsyncSwarmClient` waits in the caller's loop.
+That of `SwarmClient` blocks the caller's thread, so that each operation completes the first time that it is resumed
+(`finished`).
 """
 
 import itertools
@@ -65,13 +66,13 @@ log = logging.getLogger("bombus")
 CLAIM_WAIT_S = 20.0  # how long the server holds a claim before it answers
 CLAIM_PAUSE_S = 1.0  # before the next claim, if the server did not wait
 THROTTLE_PAUSE_S = 2.0
-REPLACE_WAIT_S = 60.0  # for an episode in the place of one that was lost
+REPLACE_WAIT_S = 60.0  # for an episode in place of a lost one
 POLL_S = 0.5
 USAGE_PAUSE_S = 0.2
-CALL_COUNTED_S = 2.0  # the longest from the answer of a call until it is counted
+CALL_COUNTED_S = 2.0  # the longest time between a call's answer and its being counted
 START_TIMEOUT_S = 600.0
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.25, 10.0
-READ_AT_ONCE = 256  # ended episodes: the server answers with as many of them as fit
+READ_AT_ONCE = 256  # ended episodes: the server returns as many of them as fit
 TAKEN_AT_ONCE = 1024
 
 OFFLINE, BOOTING, ROLLING = "ENGINE.OFFLINE", "ENGINE.BOOTING", "ENGINE.ROLLING"
@@ -85,7 +86,7 @@ EpisodeReport = tuple[Task, str, WorkflowOutput]
 
 
 class Exchange(Protocol):
-    """How a client reaches its hive, and how it waits: what differs between threads and event loops."""
+    """How a client sends requests to its hive and waits: the part that differs between threads and event loops."""
 
     async def send(self, request: ServerRequest) -> ServerReply | NoReply: ...
 
@@ -96,12 +97,12 @@ class Exchange(Protocol):
         ...
 
     def note_claimed(self, episodes: Sequence[str]) -> None:
-        """Note that these episodes were claimed, which an interrupted program gives back."""
+        """Note that these episodes were claimed. They are given back if the program is interrupted."""
         ...
 
 
 def finished(operation: Coroutine[Any, Any, T]) -> T:
-    """Carry out an operation whose exchange blocks this thread, and return its result."""
+    """Run an operation whose exchange blocks this thread, and return its result."""
     try:
         operation.send(None)
     except StopIteration as done:
@@ -114,9 +115,9 @@ def finished(operation: Coroutine[Any, Any, T]) -> T:
 class ClientCore:
     """The operations of one client on its engine. Safe to use from many threads.
 
-    `server_url` is the hive's, without an engine's prefix. `claimed` has the client's episodes, and its clock. `jitter`
-    returns numbers from 0 to 1. `on_claimed` is called with the silence after which the hive takes this client for
-    dead; a client without it does not touch.
+    `server_url` is the hive's, without an engine's prefix. `claimed` contains the client's episodes, and its clock.
+    `jitter` returns numbers from 0 to 1. `on_claimed` is called with the seconds of silence after which the hive
+    considers this client dead; without it, the client does not send heartbeats.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of a client
@@ -141,10 +142,10 @@ class ClientCore:
         self._retry_s = retry_s
         self._lock = threading.Lock()
         self._reached = False  # whether the server has ever replied
-        self._waiting = False  # whether it has stopped replying
-        self._suspended = ""  # the reason that this client has warned of
-        self._started_tasks: list[str] = []  # that this client has begun, for throttling
-        self._may_touch = True  # whether the hive is one of those that take the touches of clients
+        self._waiting = False  # whether the server has stopped replying
+        self._suspended = ""  # the reason that was last logged
+        self._started_tasks: list[str] = []  # begun by this client, for throttling
+        self._may_touch = True  # whether the hive supports heartbeats of clients
 
     @property
     def client_uuid(self) -> str:
@@ -152,8 +153,8 @@ class ClientCore:
 
     @property
     def missed_at(self) -> float:
-        """When the hive last gave no reply, 502 to 504, or a 500 that is not its own, on the clock of `time.monotonic`;
-        minus infinity: never."""
+        """When the hive last gave no reply, a 502 to 504, or a 500 without a code, as `time.monotonic` seconds, or
+        minus infinity if it never did."""
         return self._missed_at
 
     # ---- requests ---------------------------------------------------------------------------------------------
@@ -161,8 +162,8 @@ class ClientCore:
     async def _request(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = GENERAL_TIMEOUT_S
     ) -> dict[str, Any]:
-        """Send until there is a reply, backing off while there is none. All attempts have one id, so that a command
-        whose reply was lost is not carried out twice."""
+        """Send a request until there is a reply, with backoff. All attempts have the same id, so that a command whose
+        reply was lost is not carried out twice."""
         if method == "POST":
             request = posted(path, body or {}, timeout_s)
         else:
@@ -196,13 +197,13 @@ class ClientCore:
     async def _command(
         self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = START_TIMEOUT_S
     ) -> None:
-        """Send a command that the engine may refuse for its phase. Raises `WrongPhase`."""
+        """Send a command that the engine may refuse because of its phase. Raises `WrongPhase`."""
         reply = await self._request("POST", path, body, timeout_s)
         if not reply.get("success"):
             raise WrongPhase(str(reply.get("failure_reason", "")), str(reply.get("code", "")), 200)
 
     def _warn_of_waiting(self) -> None:
-        """Warn once each time that the server goes away, so that waiting is not mistaken for work."""
+        """Warn once per outage of the server, so that waiting is not mistaken for work."""
         with self._lock:
             waiting, self._waiting = self._waiting, True
         if not waiting:
@@ -210,8 +211,7 @@ class ClientCore:
             log.warning("waiting for %s, up to %g s: %s", self.server_url, self._retry_s, todo)
 
     def _backoff(self, attempt: int, at_least_s: float) -> float:
-        """Return a pause that doubles each time, and is up to half as long again at random, so that clients do not all
-        come back at once."""
+        """Return a pause that doubles each time, with up to 50% jitter, so that clients do not all retry at once."""
         pause: float = min(BACKOFF_FIRST_S * 2 ** min(attempt, 20), BACKOFF_MAX_S)
         return max(pause, at_least_s) * (1 + self._jitter() / 2)
 
@@ -230,13 +230,13 @@ class ClientCore:
         """Claim an episode, waiting until there is one. Returns its id and the credentials that an agent needs.
 
         The server aborts it after `discard_episode_timeout` seconds without a call or a touch, by default 240 or two
-        steps of the engine, whichever is longer; and once this process was not heard from for the job's
-        `collection.client_silence_s`, however long the former is. After `max_episode_time` seconds (default: twice
-        `discard_episode_timeout`) `end_episode` aborts it instead of ending it. Raises `EngineOffline`, and `NoEpisode`
-        after `max_wait_s`.
+        steps of the engine, whichever is longer. It also aborts it if this process has been silent for the job's
+        `collection.client_silence_s`, regardless of that timeout. After `max_episode_time` seconds (default: twice
+        `discard_episode_timeout`), `end_episode` aborts it instead of ending it. Raises `EngineOffline`, and
+        `NoEpisode` after `max_wait_s`.
 
-        Where you train yourself (docs/training.md), `sampler` is the path of the saved model that the episode plays
-        with, as `save_weights_for_sampler` returned it, or `base`; `take_datums` returns what it has to teach.
+        If you train with your own loop (docs/training.md), `sampler` is the path of the saved model that the episode
+        plays with, as returned by `save_weights_for_sampler`, or `base`; `take_datums` returns the data to train on.
         """
         task_id = ""
         if throttle_policy is not None and episode_type == "train":
@@ -266,7 +266,7 @@ class ClientCore:
     ) -> list[Credentials]:
         """Claim `n` episodes in one request, all or none. See `begin_episode`.
 
-        Whoever is interrupted while it waits (Ctrl-C, a cancelled task) leaves no episode open.
+        If this is interrupted while it waits (Ctrl-C, a cancelled task), no episode stays open.
         """
         body: dict[str, Any] = {"count": n, "episode_type": episode_type, "task_id": task_id}
         if sampler:
@@ -282,7 +282,8 @@ class ClientCore:
     async def _claim(
         self, path: str, abort_path: str, body: dict[str, Any], idle_s: float | None, max_wait_s: float | None
     ) -> dict[str, Any]:
-        """Send a claim until it is granted, and return the reply. When it is interrupted, its episodes are aborted."""
+        """Send a claim until it is granted, and return the reply. If this is interrupted, the claimed episodes are
+        aborted."""
         body = {"client_uuid": self.client_uuid, "claim_id": uuid.uuid4().hex, **body}
         if idle_s is not None:
             body["discard_episode_timeout"] = float(idle_s)
@@ -301,7 +302,8 @@ class ClientCore:
             raise
 
     async def _granted(self, path: str, body: dict[str, Any], max_wait_s: float | None) -> dict[str, Any]:
-        """Send a claim until it is granted, and return the reply. `body` has the id and the waits of the last one."""
+        """Send a claim until it is granted, and return the reply. On return, `body` contains the id and the wait times
+        of the last attempt."""
         began = self._clock()
         while True:
             attempt_at = self._clock()
@@ -316,7 +318,7 @@ class ClientCore:
                     continue
                 if error.code != Code.OTHER_CLAIM:
                     raise
-                body["claim_id"] = uuid.uuid4().hex  # the reply was lost for so long that the server took them back
+                body["claim_id"] = uuid.uuid4().hex  # the reply was lost until the server took the claim back
                 continue
             if reply.get("success"):
                 return reply
@@ -331,10 +333,10 @@ class ClientCore:
                 await self._exchange.sleep(CLAIM_PAUSE_S * (1 + self._jitter()))
 
     async def _give_back(self, path: str, abort_path: str, body: dict[str, Any]) -> None:
-        """Abort the episodes of a claim whose caller was interrupted while the reply was on its way.
+        """Abort the episodes of a claim whose caller was interrupted before the reply arrived.
 
-        The server grants a claim id once, so that asking again tells what the lost reply said. Each request is tried
-        once: an interrupted program wants to end, and what it leaves is aborted when it is idle.
+        The server grants a claim id only once, so that repeating the claim returns what the lost reply contained. Each
+        request is tried once: an interrupted program is about to exit, and episodes left open are aborted once idle.
         """
         send = self._exchange.send
         reply = await send(posted(path, body | {"wait_s": 0.0, "waited_s": 0.0}, GIVE_BACK_S))
@@ -345,7 +347,7 @@ class ClientCore:
     def _credentials(
         self, episode: Mapping[str, str], model: str, at: str = "", version: int | None = None
     ) -> Credentials:
-        """Return what an agent needs; `at` is the address of the hive where that is not the client's own."""
+        """Return the credentials that an agent needs; `at` is the hive's address if that is not the client's own."""
         return Credentials(
             base_url=(at or self.server_url) + urlsplit(episode["openai_base_url"]).path,
             api_key=episode["openai_api_key"],
@@ -362,7 +364,7 @@ class ClientCore:
         lifetime_s: float | None,
         **kinds: bool,
     ) -> None:
-        """Note what a reply has granted, and until when it may last."""
+        """Record the episodes that a reply has granted, and how long they may last."""
         idle_s = idle_s or float(reply.get("discard_episode_timeout", IDLE_S))
         episodes = [one.episode_uuid for one in claimed]
         self.claimed.note(episodes, idle_s, lifetime_s, **kinds)
@@ -384,13 +386,13 @@ class ClientCore:
     # ---- ending -----------------------------------------------------------------------------------------------
 
     async def end_episode(self, task: Task, episode_uuid: str, workflow_output: WorkflowOutput) -> None:
-        """Report how an episode went. Repeating a report is harmless; a different one raises `OtherOutcome`."""
+        """Report an episode's outcome. Repeating a report is harmless; a different one raises `OtherOutcome`."""
         await self.end_episodes([(task, episode_uuid, workflow_output)])
 
     async def end_episodes(self, ends: Sequence[EpisodeReport]) -> None:
-        """Report (task, episode id, output) of several episodes in one request, all or none.
+        """Report (task, episode id, outcome) for several episodes in one request, all or none.
 
-        Those that have lasted too long are aborted instead, with a warning.
+        Episodes that have lasted too long are aborted instead, with a warning.
         """
         late = [episode for _, episode, _ in ends if self.claimed.is_late(episode)]
         if late:
@@ -407,25 +409,26 @@ class ClientCore:
         await self.abort_episodes([episode_uuid], infra=infra, detail=detail)
 
     async def abort_episodes(self, episode_uuids: Sequence[str], *, infra: bool = False, detail: str = "") -> None:
-        """Abort episodes. Those that are already over stay as they are."""
+        """Abort episodes. Nothing changes for those that are already over."""
         if not episode_uuids:
             return
         await self._request("POST", "/abort_episodes", self.claimed.abort_body(episode_uuids, infra, detail))
         self.claimed.over(episode_uuids)
 
-    # ---- what was learnt --------------------------------------------------------------------------------------
+    # ---- data of ended episodes --------------------------------------------------------------------------------
 
     async def take_datums(
         self, episode_uuids: Sequence[str] | None = None, *, estimator: Estimator | str = Estimator.DR_GRPO
     ) -> list[EpisodeDatum]:
-        """Return the tokens of ended episodes of a run of training operations as data for a loss, and let them go.
+        """Return the tokens of ended episodes of a training-operations run as data for a loss, and release the
+        episodes.
 
-        By default those are all that this client has begun with a `sampler`, has ended, and has not taken before. Each
-        is compared with the others of its task and sampler that are taken with it, by default as its reward less their
-        mean. Of calls at the same time, each episode is taken by one.
+        By default these are all episodes that this client has begun with a `sampler`, has ended, and has not taken
+        before. Each is compared with the others of its task and sampler taken in the same call, by default as its
+        reward minus their mean. If several calls run at the same time, each episode is taken by only one of them.
         """
         compared = Estimator(estimator)
-        datums_of((), compared)  # an estimator that cannot be used is refused before anything is taken
+        datums_of((), compared)  # refuses an unusable estimator before anything is taken
         ours = self.claimed.begin_taking(episode_uuids)
         try:
             return await self._taken(ours, compared)
@@ -439,15 +442,16 @@ class ClientCore:
         for first in range(0, len(names), TAKEN_AT_ONCE):
             try:
                 await self._post("/take_ended_episodes", {"episode_uuids": names[first : first + TAKEN_AT_ONCE]})
-            except SwarmError as error:  # their tokens are here: what is left there goes by itself
+            except SwarmError as error:  # their tokens have been read: the server's copies will expire
                 log.warning("episodes whose data were read stay on the server until they expire: %s", error)
         self.claimed.taken(episodes)
         return datums
 
     async def _read_ended(self, episodes: list[str]) -> tuple[list[EndedEpisode], list[str]]:
-        """Read ended episodes, in as many requests as it takes, and return them, and those whose calls are lost.
+        """Read ended episodes, in as many requests as necessary. Return them, and the ids of those whose calls are
+        lost.
 
-        What gives no data is reported with a warning.
+        Episodes without data are logged with a warning.
         """
         found: list[EndedEpisode] = []
         lost: list[str] = []
@@ -460,9 +464,9 @@ class ClientCore:
                 missing, rest = {**dict.fromkeys(reply["gone"], "it is gone"), **reply["lost"]}, list(reply["left"])
                 lost += reply["lost"]
             except (msgspec.MsgspecError, KeyError, TypeError) as error:
-                raise ServerFault(f"The server's reply does not have ended episodes: {error}") from error
+                raise ServerFault(f"The server's reply contains no ended episodes: {error}") from error
             if len(rest) >= len(asked):
-                raise ServerFault("The server leaves all episodes for another request.")
+                raise ServerFault("The server left all of the requested episodes for another request.")
             for episode, why in missing.items():
                 log.warning("episode %s gives no data: %s", without_secret(episode), why)
             left = rest + later
@@ -477,17 +481,17 @@ class ClientCore:
         return list((await self._post("/touch_episodes", {"episode_uuids": list(episode_uuids)}))["over"])
 
     async def watch_episodes(self, episode_uuids: Sequence[str]) -> dict[str, EpisodeUsage]:
-        """Keep these episodes from going idle. Returns what those that are still open have used so far."""
+        """Keep these episodes from going idle. Returns the usage so far of those that are still open."""
         reply = await self._post("/touch_episodes", {"episode_uuids": list(episode_uuids)})
         if "used" not in reply:
-            raise ServerFault("The hive is older than this client: it does not say what episodes have used.")
+            raise ServerFault("The hive is older than this client: it does not report the usage of episodes.")
         return {episode: EpisodeUsage.model_validate(used) for episode, used in reply["used"].items()}
 
     async def episode_usage(self, episode_uuid: str) -> EpisodeUsage | None:
-        """Return what an episode has used once its agent has made its last call; None when the episode is over.
+        """Return an episode's usage after its agent's last call, or None if the episode is over.
 
-        A call is answered a moment before it is counted. So this looks until nothing has changed since the last look,
-        and for longer where there is no call at all.
+        A call is counted a moment after it was answered. So this polls until two results are equal, and for longer if
+        there is no call at all.
         """
         began = self._clock()
         before: EpisodeUsage | None = None
@@ -503,13 +507,14 @@ class ClientCore:
         return bool((await self._post("/can_continue_episode", {"episode_uuid": episode_uuid}))["can_continue"])
 
     async def replay_latest_llm_call(self, episode_uuid: str = "") -> dict[str, Any]:
-        """Return `{input, output}` of the newest complete call of an episode; with the admin key, of all."""
+        """Return `{input, output}` of the newest complete call of an episode, or, with the admin key and no id, of all
+        episodes."""
         return await self._request("POST", "/replay_latest_llm_call", {"episode_uuid": episode_uuid})
 
     # ---- the engine -------------------------------------------------------------------------------------------
 
     async def get_engine_status(self) -> tuple[str, dict[str, Any]]:
-        """Return the phase and its details; ("ENGINE.CANNOT_CONNECT", ...) when the server does not reply."""
+        """Return the phase and its details, or ("ENGINE.CANNOT_CONNECT", ...) if the server does not reply."""
         try:
             reply = await self._request("GET", "/get_engine_status", timeout_s=10.0)
         except (ServerUnreachable, ServerBusy) as error:
@@ -535,9 +540,9 @@ class ClientCore:
             log.warning("%s", no_effect(str(key)))
 
     async def start_engine(self) -> None:
-        """Start the engine and wait until it is ROLLING. Raises `WrongPhase`, `EngineOffline` with the reason.
+        """Start the engine and wait until it is ROLLING. Raises `WrongPhase`, or `EngineOffline` with the reason.
 
-        Raises `BadConfig` when the job cannot go on at the checkpoints that its experiment has left.
+        Raises `BadConfig` if the job cannot continue from the checkpoints left by its experiment.
         """
         reply = await self._request("POST", "/start_engine", timeout_s=START_TIMEOUT_S)
         if not reply.get("success"):
@@ -553,12 +558,12 @@ class ClientCore:
         await self.wait_for_status(OFFLINE)
 
     async def resume_engine(self) -> None:
-        """Let a suspended run try again, once the cause is gone. Raises `WrongPhase` when the engine runs no job."""
+        """Let a suspended run continue, once the cause is gone. Raises `WrongPhase` if the engine runs no job."""
         await self._command("/resume_engine")
         self._suspended = ""
 
     def _warn_of_suspension(self, reply: Mapping[str, Any]) -> None:
-        """Log once for each reason that the run is suspended: whoever waits for it waits for its operator."""
+        """Log once per reason that the run is suspended: waiting clients then depend on the operator."""
         why = str(reply.get("suspended", ""))
         if why not in ("", self._suspended):
             log.warning("the run is suspended: %s", why)
@@ -566,9 +571,9 @@ class ClientCore:
         self._suspended = why
 
     async def wait_for_status(self, wanted: str, timeout_s: float = 3600.0) -> None:
-        """Wait until the engine is in this phase. Raises `EngineOffline` when it goes OFFLINE, `TimeoutError`.
+        """Wait until the engine is in this phase. Raises `EngineOffline` if it goes OFFLINE, and `TimeoutError`.
 
-        Why its run is suspended is logged, once for each reason.
+        If its run is suspended, each reason is logged once.
         """
         began = self._clock()
         while True:
@@ -588,9 +593,9 @@ class ClientCore:
     async def auto_sync_train_config_and_start_engine(
         self, agent_jet_job: JobLike, force_restart: bool = False
     ) -> None:
-        """Bring the engine to ROLLING: start it with this job if it is OFFLINE, else join the job that it runs.
+        """Bring the engine to ROLLING: start it with this job if it is OFFLINE, else join the running job.
 
-        If the job that runs differs, this logs a warning, or raises `OtherModel` when it trains another model.
+        If the running job differs, this logs a warning, or raises `OtherModel` if it trains another model.
         `force_restart` stops it and starts this one.
         """
         job = job_document(agent_jet_job)
@@ -607,7 +612,7 @@ class ClientCore:
             except WrongPhase as error:
                 if isinstance(error, EngineOffline):
                     raise
-                # Another client was faster, perhaps between our two requests: its job runs.
+                # Another client was faster, perhaps between our two requests: its job is running.
                 log.info("the engine is being started by another client (%s)", error.why)
         elif reply.get("global_step") or reply.get("pool_episodes"):
             log.warning("%s", _where_it_goes_on(self.server_url, reply))
@@ -618,8 +623,8 @@ class ClientCore:
             log.info("the engine at %s is ROLLING; watch it with `bombus overwatch`", self.server_url)
 
     async def _join(self, job: JobLike) -> None:
-        """Join the job that runs. Raises `OtherModel`. Any other difference is only a warning, because the clients of
-        one engine need not agree on settings that are not theirs, such as the learning rate."""
+        """Join the running job. Raises `OtherModel`. Any other difference is only a warning, because the clients of one
+        engine need not agree on settings that do not concern them, such as the learning rate."""
         reply = await self._request("POST", "/compare_train_config", _job_body(job))
         differences: dict[str, Any] = reply["differences"]
         if not differences:
@@ -630,11 +635,11 @@ class ClientCore:
         log.warning("%s", why)
 
     async def agree_sync_weight(self) -> None:
-        """Say that this client has sampled enough for this batch. Raises `WrongPhase`."""
+        """Tell the server that this client has sampled enough for this batch. Raises `WrongPhase`."""
         await self._command("/agree_sync_weight", {"client_uuid": self.client_uuid}, GENERAL_TIMEOUT_S)
 
     async def push_verbose_log(self, tag: str, message: str) -> bool:
-        """Write a line to the server's log. Returns False when it was dropped: too many came within a second."""
+        """Write a line to the server's log. Returns False if it was dropped because too many came within a second."""
         return bool((await self._request("POST", "/push_verbose_log", {"tag": tag, "message": message}))["success"])
 
 
@@ -644,7 +649,8 @@ def _job_body(job: JobLike) -> dict[str, Any]:
 
 
 def _where_it_goes_on(url: str, reply: Mapping[str, Any]) -> str:
-    """Say at which step an engine that another program has started continues, and what that has left."""
+    """Describe the step at which this program continues an engine started by another one, and the episodes already
+    pooled."""
     left = reply.get("pool_episodes", 0)
     pool = f", and the next batch begins with {left} ended episodes of its pool" if left else ""
     return (
@@ -654,24 +660,24 @@ def _where_it_goes_on(url: str, reply: Mapping[str, Any]) -> str:
 
 
 def _describe_differences(url: str, differences: dict[str, Any]) -> str:
-    """Say how a job differs from the one that runs, and how to train it instead."""
+    """Describe how a job differs from the running one, and how to train it instead."""
     first = sorted(differences, key=lambda name: name != MODEL)[:DIFFERENCES_SHOWN]
     shown = [f"{name} is {differences[name]['running']!r}, not {differences[name]['wanted']!r}" for name in first]
     more = f", and {len(differences) - len(first)} more" if len(differences) > len(first) else ""
     return (
-        f"The engine at {url} keeps running its current job, which is not yours: {'; '.join(shown)}{more}. "
+        f"The engine at {url} keeps running its current job, which differs from yours: {'; '.join(shown)}{more}. "
         "To train yours, stop the engine first, with client.stop_engine() or `bombus stop`."
     )
 
 
 def check_task(task: Task) -> None:
-    """Raise `NoTaskId` for a task with which no episode can be ended."""
+    """Raise `NoTaskId` for a task without an id, with which no episode can be ended."""
     if not task.task_id:
         raise NoTaskId("task.task_id is empty: episodes are compared within a task, so it needs an id")
 
 
 def end_body(task: Task, episode: str, output: WorkflowOutput | BaseModel) -> dict[str, Any]:
-    """Return how the server is told of an episode's end, as `reports` has it. Raises `NoTaskId` for a task without an
+    """Return the request body that reports an episode's end (see `reports`). Raises `NoTaskId` for a task without an
     id."""
     check_task(task)
     given = {name: getattr(output, name, None) for name in ("metadata", "log_metrics", "is_success")}
@@ -686,16 +692,17 @@ def end_body(task: Task, episode: str, output: WorkflowOutput | BaseModel) -> di
 
 
 def warn_of_late(episodes: Iterable[str]) -> None:
-    """Log which episodes have lasted too long, by the names that may be shown."""
+    """Log which episodes have lasted too long, by the names that are safe to show."""
     log.warning(
         "%s lasted longer than max_episode_time: aborted instead of ended. Begin with a longer "
-        "discard_episode_timeout, or give max_episode_time.",
+        "discard_episode_timeout, or pass max_episode_time.",
         ", ".join(episodes),
     )
 
 
 def _granted_ids(reply: ServerReply) -> list[str]:
-    """Return the episodes that a claim's reply grants, parts of multi-model ones too; none where it cannot be read."""
+    """Return the episodes granted by a claim's reply, including parts of multi-model ones, or none if it cannot be
+    read."""
     try:
         granted = object_of(reply)
         parts = [part for episode in granted.get("multi_model_episodes", ()) for part in episode.values()]

@@ -1,24 +1,16 @@
 """The errors of a client.
 
-SwarmError                 every refusal: `code` (stable), `status` (HTTP) and a sentence that says what to do
-├── ServerUnreachable      there was no reply for as long as requests are retried
-├── ServerBusy             the server was busy for as long as requests are retried
-├── BadRequest             the request itself is wrong
-│   ├── BadConfig          the job in it is wrong
-│   └── BadReward          the reward in it is wrong
-├── Unauthorized           the key is missing, wrong or expired
-├── WrongPhase             the engine is not in a phase that allows this
-│   ├── EngineOffline      the engine does not run; if its run failed, the sentence says why
-│   └── OtherModel         the engine runs, but trains another model than the job names
-├── NoEpisode              no episode became free in time
-├── EpisodeGone            the episode is over, or never existed
-├── NotYourEpisode         another client holds it
-├── OtherOutcome           it has already ended with another outcome
-└── ServerFault            the server failed; its log says more
+SwarmError every refusal: `code` (stable), `status` (HTTP) and a sentence that says what to do ├── ServerUnreachable the
+server did not reply, however often the request was retried ├── ServerBusy the server was busy, however often the
+request was retried ├── BadRequest the request itself is wrong │ ├── BadConfig the job in it is wrong │ └── BadReward
+the reward in it is wrong ├── Unauthorized the key is missing, wrong or expired ├── WrongPhase the engine is not in a
+phase that allows this │ ├── EngineOffline the engine is not running; if its run failed, the sentence says why │ └──
+OtherModel the engine is running, but trains a different model than the job names ├── NoEpisode no episode became free
+in time ├── EpisodeGone the episode is over, or never existed ├── NotYourEpisode another client holds the episode ├──
+OtherOutcome the episode has already ended with another outcome └── ServerFault the server failed; its log says more
 
-NoTaskId                   a task has no id
-InfraError                 raised by an agent's code: its environment broke, and the model is not to blame
-EpisodesFailed             some of many runs failed for good; it has the results of the others
+NoTaskId a task has no id InfraError raised by an agent's code: its environment broke, and the model is not to blame
+EpisodesFailed some of many runs failed for good; the error contains the results of the others
 """
 
 from typing import Any
@@ -55,7 +47,7 @@ class BadReward(BadRequest):
 
 
 class NoTaskId(ValueError):
-    """A task has no id, so that its episodes cannot be compared."""
+    """A task has no id, so its episodes cannot be compared."""
 
 
 class Unauthorized(SwarmError):
@@ -95,11 +87,12 @@ class ServerFault(SwarmError):
 
 
 class InfraError(BombusError):
-    """To be raised by an agent whose environment broke: the episode is aborted instead of being scored."""
+    """An agent raises this if its environment broke: the episode is then aborted instead of being scored."""
 
 
 class EpisodesFailed(BombusError):
-    """Raised after many runs. `results` has None for each that failed; `failures` maps their indices to the errors."""
+    """Raised after many runs. `results` contains None for each that failed; `failures` maps their indices to the
+    errors."""
 
     def __init__(self, results: list[Any], failures: dict[int, Exception]) -> None:
         first = next(iter(failures.values()))

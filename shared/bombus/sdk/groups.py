@@ -1,6 +1,6 @@
-"""A group of episodes of one task: which are ended, which are aborted, and which are played again.
+"""A group of episodes of one task: which are ended, which are aborted, and which are replaced.
 
-Both clients and multi-model episodes share it.
+Both clients use it, for single and multi-model episodes.
 """
 
 import logging
@@ -28,20 +28,20 @@ from bombus.sdk.types import Credentials, MultiModelEpisode, Task, WorkflowOutpu
 
 log = logging.getLogger("bombus")
 
-KEEP_LEAST_S = 0.1  # between two signs of life, however short the idle limit is
-REFUSED = (BadRequest, NotYourEpisode, OtherOutcome)  # reports that other episodes of the group are not to blame for
+KEEP_LEAST_S = 0.1  # between two touches, however short the idle limit is
+REFUSED = (BadRequest, NotYourEpisode, OtherOutcome)  # refusals that concern only one report of the group
 
 ClaimT = TypeVar("ClaimT", bound=Credentials | MultiModelEpisode)
 GivenT = TypeVar("GivenT")  # what an agent returns
 OutcomeT = TypeVar("OutcomeT")
-Claiming = Callable[..., Coroutine[Any, Any, list[ClaimT]]]  # `begin_episodes` with what all of a group have in common
+Claiming = Callable[..., Coroutine[Any, Any, list[ClaimT]]]  # `begin_episodes` with the group's common arguments
 
 
 class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
-    """The episodes of a group in their places, and what became of them. Threads may share it.
+    """The episodes of a group, one per place, and their results. Threads may share it.
 
-    Up to `replace_infra` of those that infrastructure or the hive has taken are replaced. `lost` counts all that were
-    lost by the kind of the error, those that were replaced too. `claim(n, max_wait_s=)` claims `n` more.
+    Up to `replace_infra` episodes that were lost to infrastructure or taken back by the hive are replaced. `lost`
+    counts all lost episodes by error type, including replaced ones. `claim(n, max_wait_s=)` claims `n` more.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
         self._claim = claim
         self._claimed: list[ClaimT] = list(claimed)
         self._ended: set[int] = set()
-        self._waiting = dict.fromkeys(range(len(claimed)), core.claimed.clock())  # since when, those not begun yet
+        self._waiting = dict.fromkeys(range(len(claimed)), core.claimed.clock())  # place not begun yet -> waiting since
         self._replacements_left = replace_infra
         self._replaced = 0
         self._lock = threading.Lock()
@@ -64,7 +64,8 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
         return len(self._claimed)
 
     def begin(self, index: int) -> ClaimT:
-        """Return the newest episode in a place, whose agent begins now. What it has waited is not of its own time."""
+        """Return the newest episode in a place, whose agent begins now. Its time limit is extended by the time that it
+        waited."""
         claimed = self._claimed[index]
         if (since := self._waiting.pop(index, None)) is not None:
             self._core.claimed.extend(self._ids(claimed), self._core.claimed.clock() - since)
@@ -72,19 +73,19 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
 
     @property
     def episodes(self) -> list[str]:
-        """The newest episode in each place, on each of its engines."""
+        """The newest episode in each place, one for each of its engines."""
         return [episode for one in self._claimed for episode in self._ids(one)]
 
     @property
     def keep_every_s(self) -> float:
-        """How often to `keep` what is done or waits, so that none of it goes idle."""
+        """How often to call `keep`, so that no finished or waiting episode goes idle."""
         return min(running.KEEP_FINISHED_S, max(KEEP_LEAST_S, self._core.claimed.shortest_idle_s / 3))
 
     def succeeded(self, index: int, given: GivenT) -> None:
-        """Note what an agent has returned.
+        """Record an agent's result.
 
-        Raises `ValueError`, `BadReward` for what no episode can be ended with, and `EpisodeGone` for an agent that has
-        taken too long: its episode would be aborted in the place of its end.
+        Raises `ValueError` or `BadReward` for a result with which no episode can be ended, and `EpisodeGone` if the
+        agent took too long: its episode would be aborted instead of ended.
         """
         claimed = self._claimed[index]
         result = self._checked(claimed, given)
@@ -106,7 +107,7 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
     # ---- operations ---------------------------------------------------------------------------------------------
 
     async def replace(self, index: int) -> bool:
-        """Claim another episode in the place of one that failed. Returns whether one is there to be played."""
+        """Claim another episode in place of one that failed. Returns whether there is one to be played."""
         with self._lock:
             if not self._is_replaceable(index):
                 return False
@@ -115,7 +116,7 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
             await self._abort(index)
             (claimed,) = await self._claim(1, max_wait_s=REPLACE_WAIT_S)
         except SwarmError as error:
-            log.warning("no episode could be claimed in the place of %s: %r", self._claimed[index].episode, error)
+            log.warning("no episode could be claimed in place of %s: %r", self._claimed[index].episode, error)
             return False
         with self._lock:
             del self.failures[index]
@@ -128,10 +129,11 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
         await self._touch([*self._done(), *self._waiting])
 
     async def end(self) -> list[int]:
-        """End the episodes whose agents are done, at once, and abort the others.
+        """End the episodes whose agents are done, together, and abort the others.
 
-        One that the hive has taken back meanwhile, or whose report it refuses, is lost, and no other one with it. Where
-        such ones are to be replaced, nothing is ended yet: this returns their places, and is to be called again.
+        An episode that the hive has taken back, or whose report it refuses, is lost without affecting the others. If
+        lost episodes are to be replaced, nothing has been ended yet: this returns their places, and must be called
+        again after they were replayed.
         """
         while done := self._done():
             try:
@@ -150,23 +152,21 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
         for index in self.failures:
             try:
                 await self._abort(index)
-            except SwarmError as error:  # what the others have done is at the hive, and is not lost by this
-                log.warning(
-                    "%s could not be aborted, and ends when it is idle: %s", self._claimed[index].episode, error
-                )
+            except SwarmError as error:  # the reports of the others have reached the hive, and are not affected
+                log.warning("%s could not be aborted, and will end once idle: %s", self._claimed[index].episode, error)
         return []
 
     def outcome(self) -> list[OutcomeT | None]:
-        """Return the results, None for each that was lost. Raises `EpisodesFailed` when all of them were."""
+        """Return the results, with None for each lost episode. Raises `EpisodesFailed` if all were lost."""
         if len(self.failures) == len(self._claimed):
             raise EpisodesFailed(list(self.results), self.failures)
         return self.results
 
     def tell(self) -> None:
-        """Log how many episodes the group has, and why others were lost, where any were."""
+        """If episodes were lost, log how many the group still has, and why the others were lost."""
         if self.lost:
             log.warning(
-                "the group of task %s has %d of %d episodes: %s were lost, and %d of these replaced",
+                "the group of task %s has %d of %d episodes: %s were lost, of which %d were replaced",
                 self.task.task_id,
                 len(self._claimed) - len(self.failures),
                 len(self._claimed),
@@ -182,7 +182,7 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
         return is_lost and self._replacements_left > 0
 
     async def _end_each(self, places: Sequence[int]) -> None:
-        """End episodes one by one, so that those whose report is refused are known."""
+        """End episodes one by one, to find out which reports are refused."""
         for index in places:
             try:
                 await self._end([index])
@@ -190,7 +190,7 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
             except (EpisodeGone, *REFUSED) as error:
                 self.failed(index, error)
 
-    # ---- of one kind of episode ---------------------------------------------------------------------------------
+    # ---- for one kind of episode ---------------------------------------------------------------------------------
 
     @abstractmethod
     def _ids(self, claimed: ClaimT) -> list[str]: ...
@@ -206,7 +206,7 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
 
     @abstractmethod
     async def _touch(self, places: Sequence[int]) -> list[int]:
-        """Keep these from going idle. Returns those that have ended."""
+        """Keep the episodes in these places from going idle. Returns the places of those that have ended."""
 
 
 class SingleGroup(GroupRun[Credentials, AgentResult, WorkflowOutput]):

@@ -1,4 +1,5 @@
-"""The heartbeat of a client: it shows the hive that the client's process is alive, and reports a clean end."""
+"""A client's heartbeat: shows the hive that the client's process is alive, and aborts its open episodes at a clean
+exit."""
 
 import atexit
 import os
@@ -17,15 +18,15 @@ from bombus.sdk.requests import NoReply, ServerReply, ServerRequest
 
 THREAD = "bombus-heartbeat"
 BEAT_S = 3.0
-AGAIN_S = 1.0  # after one that did not reach the hive
-BEATS = 5  # at least so many within the silence after which the hive takes the client for dead
+AGAIN_S = 1.0  # after a beat that did not reach the hive
+BEATS = 5  # at least this many within the silence after which the hive considers the client dead
 
 
 class Heartbeat:
-    """Sends one request every few seconds while a client has open episodes, however many those are.
+    """Sends one request every few seconds while a client has any open episodes.
 
-    It has a thread of its own, so that an agent that blocks the thread or the loop of its client is no silence. That
-    ends with the client, also with one that was not closed and that nothing refers to any more.
+    It has its own thread, so that it continues even if an agent blocks the client's thread or loop. The thread ends
+    with the client, even if the client is garbage-collected without having been closed.
     """
 
     def __init__(self, claimed: ClaimedEpisodes, options: Mapping[str, Any]) -> None:
@@ -39,10 +40,10 @@ class Heartbeat:
         _all.add(self)
 
     def begin(self, silence_s: float) -> None:
-        """Beat for a hive that takes the client for dead after so much silence."""
+        """Start beating for a hive that considers the client dead after `silence_s` seconds without a sign of life."""
         with self._lock:
             self._every_s = min(self._every_s, silence_s / BEATS)
-            if self._thread is not None and self._thread.is_alive():  # that of a parent process is not
+            if self._thread is not None and self._thread.is_alive():  # a forked process has no thread yet
                 return
             over = self._over
             arguments = (weakref.ref(self, lambda _: over.set()), over, self._options)
@@ -50,12 +51,12 @@ class Heartbeat:
             self._thread.start()
 
     def beat(self, http: httpx.Client) -> float:
-        """Show that the client is alive, if it has open episodes, and return after how many seconds to do so again."""
+        """Show that the client is alive, if it has open episodes, and return the seconds until the next beat."""
         is_heard = not self._claimed.open() or finished(self._claimed.touch_client(self._every_s, _by(http)))
         return self._every_s if is_heard else min(self._every_s, AGAIN_S)
 
     def end(self) -> None:
-        """Stop, and abort the episodes that are open. A fork of the client's process leaves them alone."""
+        """Stop, and abort the open episodes. In a fork of the client's process they are left alone."""
         self._over.set()
         if self._process == os.getpid() and (episodes := self._claimed.open()):
             with httpx.Client(**self._options) as http:
@@ -67,12 +68,12 @@ _all: "weakref.WeakSet[Heartbeat]" = weakref.WeakSet()
 
 @atexit.register
 def _end_at_exit() -> None:
-    """End what programs have not closed."""
+    """End the heartbeats of clients that were not closed."""
     end_each(list(_all), GIVE_BACK_S)
 
 
 def end_each(heartbeats: Sequence[Heartbeat], within_s: float) -> None:
-    """End heartbeats until the time is over, as where a hive does not answer: the others end by their silence."""
+    """End heartbeats until the time is over, which happens if a hive does not answer; the rest end through silence."""
     until = time.monotonic() + within_s
     for heartbeat in heartbeats:
         heartbeat.end()

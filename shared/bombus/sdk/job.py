@@ -1,4 +1,4 @@
-"""`Job`: the configuration of a run from keyword arguments, with the names that AgentJet's users know."""
+"""`Job`: a run's configuration from keyword arguments, with the names that AgentJet users know."""
 
 import copy
 import logging
@@ -21,7 +21,7 @@ from bombus.config.documents import (
 
 log = logging.getLogger("bombus")
 
-# Each keyword and its path below `ajet.`; those that are not in AJET_KEYS are passed on and have no effect here.
+# Each keyword and its path below `ajet.`; paths that are not in AJET_KEYS are passed on, but have no effect here.
 KEYWORDS: dict[str, str] = {
     "experiment_dir": "experiment_dir",
     "project_name": "project_name",
@@ -63,9 +63,9 @@ class JobConfig:
 class Job:
     """A validated job. Keywords override `base_yaml_config`, and `bombus` (our own groups) overrides keywords.
 
-    Any of the four lengths may be given; the others are derived. `run` is the configuration that the engine will have.
-    Keys of the file that have no effect and are not in the job's document, which the server reads, are logged here.
-    Raises `Refused(BAD_CONFIG)`.
+    Any of the four lengths may be given; the others are derived. `run` is the engine's resulting configuration. Keys of
+    the file that have no effect and are not part of the document that the server reads are logged here. Raises
+    `Refused(BAD_CONFIG)`.
     """
 
     def __init__(  # noqa: PLR0913 - AgentJet's signature
@@ -156,7 +156,7 @@ def job_document(job: JobLike) -> Tree | str:
 
 
 def _document(run: RunConfig, ajet: Tree, given: Tree, own: Tree) -> Tree:
-    """Spell out everything below `ajet`, so that a reader of that block alone sees the whole job."""
+    """Write all settings out below `ajet`, so that a reader of that block alone sees the whole job."""
     effective = run.model_dump(mode="json")
     document = _with(ajet, {})
     for path, value in PASSED_ON.items():
@@ -172,7 +172,7 @@ def _document(run: RunConfig, ajet: Tree, given: Tree, own: Tree) -> Tree:
 
 
 def _left_out(base: RunConfig) -> list[str]:
-    """Return the keys without effect that stand outside `ajet`: the job's own document has only what is below it."""
+    """Return the keys without effect that are outside `ajet`: the job's own document contains only those below it."""
     return [key for key in base.ignored if not key.startswith("ajet.")]
 
 

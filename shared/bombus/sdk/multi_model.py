@@ -1,4 +1,5 @@
-"""The client's operations on multi-model episodes, which are one episode on each of several engines of a hive."""
+"""The client's operations on multi-model episodes, each of which is one episode on each of several engines of a
+hive."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ AsyncMultiModelAgent = Callable[[Task, MultiModelEpisode], Awaitable[MultiModelR
 
 
 class HiveCore(ClientCore):
-    """The operations of one client on its engine, and on multi-model episodes of any engines of the hive."""
+    """The operations of a client on its engine, and on multi-model episodes of any of the hive's engines."""
 
     async def begin_multi_model_episode(  # noqa: PLR0913 - those of `begin_episode`
         self,
@@ -28,10 +29,10 @@ class HiveCore(ClientCore):
     ) -> MultiModelEpisode:
         """Claim one episode on each of several engines at once, waiting until all of them have one.
 
-        `engines` names the engine of each role, such as `{"planner": "big", "worker": "small"}`, and the result has the
-        credentials of each: `episode["planner"]`. The episodes have one outcome: they are ended together, by
-        `end_multi_model_episode`, or aborted together, and activity of one keeps all of them. See `begin_episode`;
-        there is no `throttle_policy`, which divides the batch of one engine among its clients.
+        `engines` names the engine of each role, such as `{"planner": "big", "worker": "small"}`, and the result
+        contains the credentials of each: `episode["planner"]`. The episodes have one outcome: they are ended together,
+        by `end_multi_model_episode`, or aborted together, and activity of one keeps all of them alive. See
+        `begin_episode`; there is no `throttle_policy`, because that divides the batch of one engine among its clients.
         """
         (episode,) = await self.begin_multi_model_episodes(
             1,
@@ -58,8 +59,8 @@ class HiveCore(ClientCore):
         """Claim `n` multi-model episodes in one request, all or none. See `begin_multi_model_episode`."""
         if len(set(engines.values())) != len(engines) or len(engines) < 2:
             raise ValueError(
-                f"a multi-model episode is on two or more engines, one for each role, but this is {dict(engines)}: "
-                "several roles of one engine's model call it by the same credentials"
+                f"a multi-model episode needs two or more engines, one for each role, not {dict(engines)}: let roles "
+                "with the same model share one role's credentials"
             )
         body = {"engines": list(engines.values()), "count": n, "episode_type": episode_type, "task_id": task_id}
         claim, abort = self.claimed.multi_model_path("claim"), self.claimed.multi_model_path("abort")
@@ -78,16 +79,16 @@ class HiveCore(ClientCore):
         return claimed
 
     async def end_multi_model_episode(self, task: Task, episode: MultiModelEpisode, results: MultiModelResult) -> None:
-        """Report how a multi-model episode went: for each role an output, or just a reward.
+        """Report the results of a multi-model episode: for each role an outcome, or just a reward.
 
         Repeating a report is harmless; a different one raises `OtherOutcome`.
         """
         await self.end_multi_model_episodes([(task, episode, results)])
 
     async def end_multi_model_episodes(self, ends: Sequence[MultiModelReport]) -> None:
-        """Report (task, multi-model episode, results by role) of several in one request, all or none.
+        """Report (task, multi-model episode, results by role) for several episodes in one request, all or none.
 
-        Those that have lasted too long are aborted instead, with a warning.
+        Episodes that have lasted too long are aborted instead, with a warning.
         """
         body = [end_parts(task, episode, results) for task, episode, results in ends]
         late = [episode for _, episode, _ in ends if any(map(self.claimed.is_late, episode.episode_uuids))]
@@ -104,14 +105,14 @@ class HiveCore(ClientCore):
     ) -> None:
         """Abort a multi-model episode on all of its engines. `infra` says that no model is to blame.
 
-        One that is already over stays as it is.
+        If it is already over, nothing changes.
         """
         await self._abort_multi_model([episode], infra, detail)
 
     async def _abort_multi_model(
         self, episodes: Sequence[MultiModelEpisode], infra: bool = False, detail: str = ""
     ) -> None:
-        first = [episode.episode_uuids[0] for episode in episodes]  # with which the others are aborted
+        first = [episode.episode_uuids[0] for episode in episodes]  # the others are aborted with it
         body = self.claimed.abort_body(first, infra, detail)
         await self._request("POST", self.claimed.multi_model_path("abort"), body)
         self._multi_model_over(episodes)
@@ -132,12 +133,12 @@ def check_roles(episode: MultiModelEpisode, results: MultiModelResult) -> None:
     """Raise `ValueError` unless there is a result for each role of a multi-model episode."""
     if set(results) != set(episode.credentials):
         raise ValueError(
-            f"a multi-model episode is ended as a whole, with a result for each of {sorted(episode.credentials)}, but "
+            f"a multi-model episode must be ended with a result for each role, {sorted(episode.credentials)}, but "
             f"there are results for {sorted(results)}"
         )
 
 
 def end_parts(task: Task, episode: MultiModelEpisode, results: MultiModelResult) -> list[dict[str, Any]]:
-    """Return the report of a multi-model episode. Raises `ValueError` as `check_roles` does."""
+    """Return the report of a multi-model episode. Raises `ValueError` like `check_roles`."""
     check_roles(episode, results)
     return [end_body(task, one.episode_uuid, output_of(results[role])) for role, one in episode.credentials.items()]

@@ -1,4 +1,4 @@
-"""Running many episodes at once, and groups of them: the same in threads and on an event loop."""
+"""Runs many episodes at once, and groups of them, in threads or on an event loop."""
 
 import threading
 from collections import Counter
@@ -17,17 +17,17 @@ T = TypeVar("T")
 
 
 class Runtime(Exchange, Protocol):
-    """How a client runs agents; how it waits is elsewhere."""
+    """How a client runs agents, in addition to how it waits (`Exchange`)."""
 
     async def result_of(self, agent: Callable[[], T | Awaitable[T]]) -> T:
-        """Return what an agent returns. An error that is not an `Exception`, such as `SystemExit`, is raised as a
+        """Return an agent's result. An error that is not an `Exception`, such as `SystemExit`, is raised as a
         `RuntimeError`."""
         ...
 
     async def each(
         self, indices: Sequence[int], attempt: Callable[[int], Coroutine[Any, Any, None]], workers: int
     ) -> None:
-        """Carry out `attempt` for each index, up to `workers` of them at once."""
+        """Call `attempt` for each index, up to `workers` of them at once."""
         ...
 
     def beating(
@@ -38,8 +38,7 @@ class Runtime(Exchange, Protocol):
 
 
 class Playing:
-    """Calls agents for tasks, many at once. `lost` counts the episodes of groups that were lost, by the kind of the
-    error."""
+    """Calls agents for tasks, many at once. `lost` counts the lost episodes of groups by error type."""
 
     def __init__(self, core: HiveCore, runtime: Runtime) -> None:
         self.lost: Counter[str] = Counter()
@@ -64,7 +63,7 @@ class Playing:
                 try:
                     results[index] = await self._runtime.result_of(lambda: func(tasks[index]))
                     break
-                except Exception as error:  # the caller's code: whatever it raises must not stop the others
+                except Exception as error:  # an error of the caller's code must not stop the other tasks
                     self._runtime.check()
                     delay = None if running.is_mistake(error) else next(delays, None)
                     running.reports.report(error, f"task {tasks[index].task_id} failed{running.retry_note(delay)}")
@@ -88,14 +87,14 @@ class Playing:
         replace_infra: int,
         max_workers: int | None = None,
     ) -> list[OutcomeT | None]:
-        """Play a group of episodes to its end. Where that fails, none of them stays open. See `run_group`."""
+        """Play a group of episodes to the end. If that fails, none of them stays open. See `run_group`."""
         check_task(task)
         group = kind(self._core, task, claim, await claim(n), replace_infra)
 
         async def attempt(index: int) -> None:
             try:
                 group.succeeded(index, await self._runtime.result_of(lambda: func(task, group.begin(index))))
-            except Exception as error:  # the caller's code: the rest of the group goes on
+            except Exception as error:  # an error of the caller's code: the rest of the group continues
                 self._runtime.check()
                 group.failed(index, error)
 
@@ -112,7 +111,7 @@ class Playing:
                     await self._runtime.each(left, fill, running.workers_for(len(left), max_workers or len(left)))
                     left = await group.end()
         except BaseException:
-            self._runtime.check()  # whoever interrupts this thread gives them up
+            self._runtime.check()  # if this thread was interrupted, the interrupter gives the episodes up
             await self._core.claimed.give_up(group.episodes, self._runtime.send)
             raise
         group.tell()

@@ -1,7 +1,7 @@
-"""What is reported about an episode besides its reward: metadata, metrics, and whether it was a success.
+"""The data reported about an episode besides its reward: metadata, metrics, and whether it was a success.
 
-Nothing is trained by these, so that no episode is lost by them: a value that the log cannot have is converted, or is
-left out alone, with a warning.
+None of it is used for training, so it must never cost an episode: a value that the log cannot store is converted, or
+only that value is left out, with a warning.
 """
 
 import dataclasses
@@ -24,13 +24,13 @@ from bombus.hive.inbox import DEPTH_MAX
 log = logging.getLogger(__name__)
 
 METRICS_MAX = 1024
-NAME_CHARACTERS_MAX = 256  # of a metric
-VALUES_MAX = METADATA_BYTES_MAX  # that one report is looked through for: each takes a byte at least
-WARNED_MAX = 1024  # places
+NAME_CHARACTERS_MAX = 256  # of a metric's name
+VALUES_MAX = METADATA_BYTES_MAX  # examined in one report: each takes at least one byte
+WARNED_MAX = 1024  # places for which a warning is remembered
 SHOWN_CHARACTERS = 100
-_INTEGERS = range(-(1 << 63), 1 << 64)  # that MessagePack has
+_INTEGERS = range(-(1 << 63), 1 << 64)  # representable in MessagePack
 _TOO_LARGE = (
-    f"metadata and metrics of an episode have {METADATA_BYTES_MAX} bytes together: keep what is large elsewhere"
+    f"metadata and metrics of an episode may take {METADATA_BYTES_MAX} bytes together: store large data elsewhere"
 )
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -38,7 +38,7 @@ _warned: dict[str, None] = {}
 
 
 class AuxiliaryReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What the log has of an episode beside its reward."""
+    """The data on the log about an episode besides its reward."""
 
     metadata: dict[str, Any]
     log_metrics: dict[str, float]
@@ -46,7 +46,7 @@ class AuxiliaryReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_report(metadata: object, log_metrics: object, is_success: object) -> AuxiliaryReport:
-    """Return what the log can have of these. A list of numbers counts as its mean."""
+    """Return the parts of a report that the log can store. A list of numbers becomes its mean."""
     reading = _Reading()
     metrics = dict(reading.metrics(log_metrics))
     verdict = reading.verdict(is_success)
@@ -54,18 +54,18 @@ def read_report(metadata: object, log_metrics: object, is_success: object) -> Au
 
 
 class _NotPlain(Exception):
-    """A value cannot be represented in JSON, or there is no room for it. The text says why."""
+    """A value cannot be represented in JSON, or does not fit. The text gives the reason."""
 
 
 class _Reading:
-    """Reads one report. `room` is how many bytes it may still take."""
+    """Reads one report. `room` is how many more bytes it may take."""
 
     def __init__(self) -> None:
-        self.room = METADATA_BYTES_MAX - 16  # without the heads of both
+        self.room = METADATA_BYTES_MAX - 16  # minus the headers of both maps
         self._values_left = VALUES_MAX
 
     def metadata(self, given: object) -> dict[str, Any]:
-        """Return metadata, of which the smallest entries are kept where there is no room for all."""
+        """Return the metadata. If not all of it fits, the smallest entries are kept."""
         if not isinstance(given, Mapping):
             given = self._fields("metadata", given)
         by_size = sorted(given.items(), key=lambda entry: _encoded_size(entry[1]))
@@ -73,7 +73,7 @@ class _Reading:
         return {_name(key): kept[key] for key in given if key in kept}
 
     def _fields(self, place: str, given: object) -> Mapping[Any, Any]:
-        """Return what has been given in place of a mapping as one, or nothing."""
+        """Convert a value given instead of a mapping into one, or return an empty mapping."""
         try:
             found = {} if given is None else self._plain(given, place, DEPTH_MAX)
         except _NotPlain as error:
@@ -85,14 +85,15 @@ class _Reading:
         return {}
 
     def _entry(self, group: str, key: object, value: object) -> tuple[Any] | None:
-        """Return an entry's value as JSON has it where there is room for it, and leave it out otherwise."""
+        """Return an entry's value in JSON form in a 1-tuple if there is room for it, else leave it out and return
+        None."""
         found = self._maybe(value, f"{group}.{key}", DEPTH_MAX - 1)
         return found if found and self._has_room(f"{group}.{key}", {_name(key): found[0]}) else None
 
     def _has_room(self, place: str, entry: dict[str, Any]) -> bool:
         size = len(_encode(entry))
         if size > self.room:
-            _leave_out(place, f"it takes {size} bytes, and {_TOO_LARGE}")
+            _leave_out(place, f"it takes {size} bytes, but {_TOO_LARGE}")
             return False
         self.room -= size
         return True
@@ -100,7 +101,7 @@ class _Reading:
     def metrics(self, given: object) -> Iterator[tuple[str, float]]:
         named = given if isinstance(given, Mapping) else self._fields("log_metrics", given)
         if len(named) > METRICS_MAX:
-            _leave_out("log_metrics beyond the limit", f"there are {len(named)}, and the first {METRICS_MAX} are kept")
+            _leave_out("log_metrics beyond the limit", f"there are {len(named)}, but only {METRICS_MAX} are kept")
         for key, value in islice(named.items(), METRICS_MAX):
             name, number = _name(key), self._number(value)
             if len(name) > NAME_CHARACTERS_MAX:
@@ -111,7 +112,7 @@ class _Reading:
                 yield name, number
 
     def _number(self, value: object) -> float | None:
-        """Return a metric, of several numbers their mean. None where that is not a finite number."""
+        """Return a metric as a number, or the mean of several. Return None if that is not a finite number."""
         try:
             plain = self._plain(value, "", DEPTH_MAX)
         except _NotPlain:
@@ -133,7 +134,8 @@ class _Reading:
         return None
 
     def _plain(self, value: object, place: str, depth: int) -> Any:
-        """Return a value as JSON has it, without what has no form in it. Raises `_NotPlain` for the value itself."""
+        """Return a value in JSON form, without those parts of it that have none. Raises `_NotPlain` for the value
+        itself."""
         self._values_left -= 1
         if self._values_left < 0:
             raise _NotPlain(_TOO_LARGE)
@@ -154,7 +156,7 @@ class _Reading:
         return self._plain(_form_of(value), place, depth - 1)
 
     def _maybe(self, value: object, place: str, depth: int) -> tuple[Any] | None:
-        """Return a value as JSON has it, or leave it out."""
+        """Return a value in JSON form in a 1-tuple, or leave it out and return None."""
         try:
             return (self._plain(value, place, depth),)
         except _NotPlain as error:
@@ -167,7 +169,7 @@ def _name(key: object) -> str:
 
 
 def _encoded_size(value: object) -> int:
-    """Return the bytes that a value takes, 0 where that is not known yet."""
+    """Return the encoded size of a value in bytes, or 0 if it cannot be encoded yet."""
     try:
         return len(_encode(value))
     except (TypeError, ValueError, OverflowError, RecursionError):
@@ -175,17 +177,17 @@ def _encoded_size(value: object) -> int:
 
 
 def _number_of(value: Integral | Real | Decimal) -> int | float | str | None:
-    """Return a number as JSON has it, None for one that is not finite. Raises `_NotPlain`."""
+    """Return a number in JSON form, or None if it is not finite. Raises `_NotPlain`."""
     try:
         if isinstance(value, Integral):
             return int(value) if int(value) in _INTEGERS else str(int(value))
         return float(value) if math.isfinite(value) else None
-    except Exception as error:  # it is too large to be written, or its own code raises
+    except Exception as error:  # it is too large, or its own code raises
         raise _NotPlain(f"{_shown(value)} cannot be represented in JSON") from error
 
 
 def _form_of(value: object) -> object:
-    """Return the simpler form of an object: the numbers of an array, the fields of a model, the text of a date.
+    """Return a simpler form of an object: the numbers of an array, the fields of a model, the text of a date.
 
     Raises `_NotPlain`.
     """
@@ -200,26 +202,26 @@ def _form_of(value: object) -> object:
             return msgspec.structs.asdict(value)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        for method in ("tolist", "model_dump"):  # of NumPy and torch; of pydantic
+        for method in ("tolist", "model_dump"):  # the methods of NumPy and torch, and of pydantic
             if not isinstance(value, type) and callable(getattr(value, method, None)):
                 return getattr(value, method)()
         return msgspec.to_builtins(value)  # dates, UUIDs, enums
     except _NotPlain:
         raise
-    except Exception as error:  # the value's own code: whatever it raises, there is no form
+    except Exception as error:  # any error of the value's own code means that it has no JSON form
         raise _NotPlain(f"{_shown(value)} cannot be represented in JSON") from error
 
 
 def _shown(value: object) -> str:
     try:
         text = without_surrogates(repr(value))
-    except Exception:  # the value's own code: its kind is enough
+    except Exception:  # the value's own code: the type is enough
         return f"a {type(value).__name__}"
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} ..."
 
 
 def _leave_out(place: str, why: str) -> None:
-    """Warn of a value that is left out, once for each place."""
+    """Warn that a value is left out, once for each place."""
     place = place[:SHOWN_CHARACTERS]
     if place not in _warned:
         _warned[place] = None

@@ -1,4 +1,4 @@
-"""What a client sends to a hive, and how it reads the replies. Without I/O."""
+"""The requests that a client sends to a hive, and the parsing of the replies. Without I/O."""
 
 import uuid
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ JSON_HEADERS = {"Content-Type": "application/json"}
 
 
 class ServerRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to send. What it comes to is a `ServerReply` or a `NoReply`."""
+    """A request to send. Its result is a `ServerReply` or a `NoReply`."""
 
     method: str
     path: str
@@ -24,7 +24,7 @@ class ServerRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerReply(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server answered. `url` is what was asked, with the prefix of an engine."""
+    """A server's reply. `url` is the requested URL, including an engine's prefix."""
 
     status: int
     body: bytes
@@ -39,14 +39,14 @@ class NoReply(msgspec.Struct, frozen=True):
 
 
 def posted(path: str, body: Mapping[str, Any], timeout_s: float) -> ServerRequest:
-    """Return a command with an id of its own, by which the server knows it again."""
+    """Return a POST request with a unique id, by which the server recognises repetitions."""
     headers = JSON_HEADERS | {"Idempotency-Key": uuid.uuid4().hex}
     encoded = msgspec.json.encode(body)
     return ServerRequest(method="POST", path=path, body=encoded, headers=headers, timeout_s=timeout_s)
 
 
 def object_of(reply: ServerReply) -> dict[str, Any]:
-    """Return a reply's JSON object. Raises `ServerFault` where it is not one."""
+    """Return a reply's JSON object. Raises `ServerFault` if it is not one."""
     try:
         return msgspec.json.decode(reply.body, type=dict[str, Any])
     except msgspec.MsgspecError as error:
@@ -58,8 +58,8 @@ def is_success(reply: ServerReply | NoReply) -> TypeGuard[ServerReply]:
 
 
 def is_away(reply: ServerReply | NoReply, error: SwarmError) -> bool:
-    """Return whether the server is not there for now. A fault that the hive reports has a code: a 500 without comes
-    from a proxy, or from a server that is being stopped."""
+    """Return whether the server is temporarily unavailable. A fault reported by the hive has a code: a 500 without one
+    comes from a proxy, or from a server that is shutting down."""
     return isinstance(reply, NoReply) or reply.status in AWAY or (reply.status == 500 and not error.code)
 
 
@@ -73,5 +73,5 @@ def error_of(reply: ServerReply | NoReply, path: str) -> SwarmError:
     why, code = body.get("detail", body), str(body.get("code", ""))
     if reply.status == 404 and not code:
         asked = (reply.url or path).partition("?")[0]
-        why = f"The server has no {asked} ({why}): is this the address of a hive, and the engine one of its engines?"
+        why = f"The server has no {asked} ({why}): is this a hive's address, and does the hive have this engine?"
     return error_for(reply.status, code, why if isinstance(why, str) else str(why))

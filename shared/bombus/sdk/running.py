@@ -1,4 +1,4 @@
-"""Running many episodes: retries of those that fail, and what their agents return."""
+"""Runs many episodes: retries failed ones, and checks the results of their agents."""
 
 import asyncio
 import logging
@@ -24,10 +24,10 @@ log = logging.getLogger("bombus")
 ATTEMPTS_MAX = 3
 RETRY_FIRST_S = 2.0
 WORKERS_MAX = 64
-UNASKED = "it raised a CancelledError, but nobody had cancelled it"
-CANCELLED_S = 5.0  # for somebody's coroutine to end once it was cancelled
-DISTINCT_ERRORS_MAX = 1000  # that are counted
-KEEP_FINISHED_S = 30.0  # between two signs of life of episodes that wait for the rest of their group
+UNASKED = "it raised a CancelledError, but it had not been cancelled"
+CANCELLED_S = 5.0  # for a foreign coroutine to end once it was cancelled
+DISTINCT_ERRORS_MAX = 1000  # counted at most
+KEEP_FINISHED_S = 30.0  # between two touches of episodes that wait for the rest of their group
 
 T = TypeVar("T")
 AgentResult = WorkflowOutput | float  # the outcome, or just the reward
@@ -36,18 +36,18 @@ AsyncAgent = Callable[[Task, Credentials], Awaitable[AgentResult]]
 
 
 def output_of(result: AgentResult) -> WorkflowOutput:
-    """Return the outcome that an agent has returned, or that has the reward which it has. Raises `BadReward`."""
+    """Return an agent's result as an outcome. Raises `BadReward`."""
     if isinstance(result, WorkflowOutput):
         return result
     try:
         return WorkflowOutput(reward=result)
     except ValidationError as error:
         why = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
-        raise BadReward(f"the agent returned no outcome: {why}", Code.BAD_REWARD) from error
+        raise BadReward(f"the agent returned neither an outcome nor a reward: {why}", Code.BAD_REWARD) from error
 
 
 def checked_output(result: AgentResult) -> WorkflowOutput:
-    """Return the outcome that an agent has returned. Raises `BadReward` for one that the hive would refuse."""
+    """Return an agent's result as an outcome. Raises `BadReward` if the hive would refuse it."""
     output = output_of(result)
     match output.reward:
         case list() as rewards:
@@ -59,9 +59,9 @@ def checked_output(result: AgentResult) -> WorkflowOutput:
         case number:
             numbers = [number]
     for number in numbers:
-        if not abs(number) <= REWARD_MAX:  # which NaN is not either
+        if not abs(number) <= REWARD_MAX:  # also refuses NaN
             raise BadReward(
-                f"the agent returned the reward {number:g}, but one is at most {REWARD_MAX:.0e} in size",
+                f"the agent returned the reward {number:g}, but its absolute value must be at most {REWARD_MAX:.0e}",
                 Code.BAD_REWARD,
             )
     return output
@@ -70,14 +70,14 @@ def checked_output(result: AgentResult) -> WorkflowOutput:
 async def contained(
     work: Awaitable[T], left: Callable[[], object] = lambda: None, given_up: asyncio.Future[T] | None = None
 ) -> T:
-    """Return what somebody's coroutine returns, as `contained_here` does, from a task of its own.
+    """Return the result of a foreign coroutine, as `contained_here` does, but run it in a separate task.
 
-    There a group of tasks that fails can leave a cancellation with no task but that one, so that a `CancelledError` of
-    its own is told from one that was asked for even after such a group.
+    A task group that fails in it can then leave a stray cancellation only in that task, so that a `CancelledError` of
+    the coroutine itself can always be distinguished from a requested cancellation.
 
-    One that was cancelled may still return something, but no error of it hides that it was cancelled. One that goes on
-    for `CANCELLED_S` after it was cancelled is not waited for any more: `left` is called then. Nor is one that still
-    runs when `given_up` is done, whose result is returned in its place.
+    A cancelled coroutine may still return a result, but an error that it raises does not hide the cancellation. If it
+    keeps running for `CANCELLED_S` after it was cancelled, it is no longer waited for, and `left` is called. If
+    `given_up` is done while it still runs, it is no longer waited for either, and the result of `given_up` is returned.
     """
     this, before = _cancellations()
     task = asyncio.create_task(contained_here(work))
@@ -91,12 +91,12 @@ async def contained(
     except asyncio.CancelledError as error:
         if this.cancelling() == before:
             raise RuntimeError(UNASKED) from error
-        if task.done():  # without having heard of it, so that it would be lost
+        if task.done():  # it ended without seeing the cancellation, which must not be lost
             _leave(task)
             raise
         if await _has_ended(task):
             failure = None if task.cancelled() else task.exception()
-            if isinstance(failure, Exception):  # such as of a tool that calls whatever it catches its own error
+            if isinstance(failure, Exception):  # such as from a tool that wraps any error it catches in its own
                 raise error from failure
             return await task
         name = getattr(work, "__qualname__", type(work).__name__)
@@ -107,12 +107,12 @@ async def contained(
 
 
 def _leave(task: asyncio.Task[Any]) -> None:
-    """Keep asyncio from complaining about an exception that is never retrieved."""
+    """Prevent asyncio's warning about an exception that is never retrieved."""
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 async def _has_ended(task: asyncio.Task[Any]) -> bool:
-    """Cancel a task, and return whether it ends in its time, also where this is cancelled again meanwhile."""
+    """Cancel a task, and return whether it ends in time, even if this is cancelled again while it waits."""
     deadline = asyncio.get_running_loop().time() + CANCELLED_S
     while not task.done() and (left_s := deadline - asyncio.get_running_loop().time()) > 0:
         task.cancel()
@@ -122,18 +122,18 @@ async def _has_ended(task: asyncio.Task[Any]) -> bool:
 
 
 async def contained_here(work: Awaitable[T], is_stopped: Callable[[], bool] | None = None) -> T:
-    """Return what somebody's coroutine returns. Whatever it raises that is no `Exception`, such as a `SystemExit`, is a
-    `RuntimeError`, and a `CancelledError` too, such as of a task that it has cancelled and awaited, unless this task
-    was cancelled. A Ctrl-C is raised as it is.
+    """Return the result of a foreign coroutine. An error that is not an `Exception`, such as a `SystemExit`, becomes a
+    `RuntimeError`. So does a `CancelledError`, such as from a task that it has cancelled and awaited, unless this task
+    was cancelled. A Ctrl-C is raised unchanged.
 
-    `is_stopped` says whether it was, where whoever cancels this task notes that. Without it the task's own count is
-    asked, in which a group of tasks that failed can have left a cancellation.
+    `is_stopped`, if given, says whether this task was cancelled. By default the task's own cancellation count decides,
+    in which a failed task group may have left a stray cancellation.
     """
     this, before = _cancellations()
     try:
         found = await work
         if this.cancelling() > before:
-            await asyncio.sleep(0)  # a cancellation that is still to come meets this, and not what follows
+            await asyncio.sleep(0)  # a pending cancellation is raised here rather than in the caller's next await
     except asyncio.CancelledError as error:
         if is_stopped() if is_stopped is not None else this.cancelling() > before:
             raise
@@ -143,20 +143,20 @@ async def contained_here(work: Awaitable[T], is_stopped: Callable[[], bool] | No
         take_back_cancellations(this, before)
         if isinstance(error, Exception | KeyboardInterrupt | GeneratorExit):
             raise
-        raise RuntimeError(f"it raised {error!r}") from error  # it may end neither its group nor the program
+        raise RuntimeError(f"it raised {error!r}") from error  # it must end neither its group nor the program
     take_back_cancellations(this, before)
     return found
 
 
 def _cancellations() -> tuple[asyncio.Task[Any], int]:
-    """Return the task that runs, and how often it was cancelled until now."""
+    """Return the current task, and how often it has been cancelled so far."""
     this = asyncio.current_task()
     assert this is not None
     return this, this.cancelling()
 
 
 def infra_of(error: Exception) -> Exception:
-    """Return the first of a group of errors where infrastructure is to blame for all of them, and else the error."""
+    """Return the first error of a group if all of them are infrastructure failures, else the error itself."""
     first: BaseException = error
     if isinstance(error, ExceptionGroup) and error.split(InfraError)[1] is None:
         while isinstance(first, BaseExceptionGroup):
@@ -165,21 +165,22 @@ def infra_of(error: Exception) -> Exception:
 
 
 def is_mistake(error: Exception) -> bool:
-    """Return whether the program itself is wrong, so that another attempt would fail as this one did."""
+    """Return whether the error is a mistake in the program, so that another attempt would fail in the same way."""
     wrong = isinstance(error, LookupError | TypeError | AttributeError | NameError | ImportError | NotImplementedError)
     return wrong or isinstance(error, NoTaskId | BadRequest | Unauthorized)
 
 
 class ErrorReports:
-    """Shows each distinct error of the caller's code once with its traceback, and counts it from then on."""
+    """Logs the first occurrence of each distinct error of the caller's code with its traceback, and counts later
+    ones."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def report(self, error: Exception, what: str) -> None:
-        """Log that something failed: `what` says what did, and what becomes of it."""
-        cause = error.__cause__ if isinstance(error, BombusError) else error  # ours say what to do
+        """Log that something failed: `what` says what failed, and what happens next."""
+        cause = error.__cause__ if isinstance(error, BombusError) else error  # our own errors say what to do
         with self._lock:
             self._counts[key := _place_of(error)] += 1
             trim(self._counts, DISTINCT_ERRORS_MAX)
@@ -190,23 +191,22 @@ class ErrorReports:
 
 
 def _place_of(error: Exception) -> str:
-    """Return what distinguishes an error from others: its kind, and the line where it was raised, whatever its text
-    says."""
+    """Return a key that identifies an error: its type, and the line where it was raised, regardless of its text."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{type(error).__name__} {frames[-1].filename}:{frames[-1].lineno}" if frames else repr(error)
 
 
-reports = ErrorReports()  # of this program, whose groups and clients fail in the same code
+reports = ErrorReports()  # shared by all groups and clients of this program, which fail in the same code
 
 
 def retry_delays(auto_retry: bool) -> Iterator[float]:
-    """Yield the seconds to wait before each further attempt: growing, a little random, and only so many."""
+    """Yield the seconds to wait before each further attempt: a limited number, growing, with some random jitter."""
     for attempt in range(ATTEMPTS_MAX - 1 if auto_retry else 0):
         yield RETRY_FIRST_S * 2**attempt * (1 + random.random() / 2)
 
 
 def retry_note(delay: float | None) -> str:
-    return " for good" if delay is None else f", again in {delay:.0f} s"
+    return " for good" if delay is None else f", retrying in {delay:.0f} s"
 
 
 def workers_for(count: int, max_workers: int | None) -> int:

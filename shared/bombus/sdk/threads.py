@@ -1,4 +1,4 @@
-"""The threads of a client in which agents run, and how they learn that the program is interrupted."""
+"""The threads of a client in which agents run, and how they are told that the program was interrupted."""
 
 import asyncio
 import inspect
@@ -16,12 +16,12 @@ from bombus.sdk.running import contained
 
 T = TypeVar("T")
 
-LEAVE_S = 5.0  # for agents' own code, once the program is interrupted
-WAKE_S = 1.0  # a Ctrl-C that came to another thread is acted on by the main thread, once that wakes
+LEAVE_S = 5.0  # for agents' own code to end once the program is interrupted
+WAKE_S = 1.0  # the main thread acts on a Ctrl-C only when it wakes, if another thread received the signal
 
 
 class Interruption:
-    """Whether a program is interrupted, and the episodes that its threads have claimed until then."""
+    """Whether a program was interrupted, and the episodes that its threads have claimed so far."""
 
     def __init__(self) -> None:
         self._interrupted = threading.Event()
@@ -31,9 +31,10 @@ class Interruption:
         self._on_interrupt: list[Callable[[], object]] = []
 
     def tell(self, end: Callable[[], object] = lambda: None) -> None:
-        """Interrupt all threads, and end what they wait for: none of them begins to undo its own before that is done.
+        """Interrupt all threads, and then end what they wait for with `end`, which runs before any of them starts its
+        cleanup.
 
-        Otherwise `end` could end that too.
+        Otherwise `end` could end the cleanup too.
         """
         with self._lock:
             self._interrupted.set()
@@ -46,7 +47,7 @@ class Interruption:
 
     @contextmanager
     def telling(self, call: Callable[[], object]) -> Iterator[None]:
-        """Call this, which must not block, from another thread when the program is interrupted while the block runs."""
+        """If the program is interrupted while the block runs, call `call` from another thread. It must not block."""
         with self._lock:
             self.check()
             self._on_interrupt.append(call)
@@ -63,7 +64,7 @@ class Interruption:
             raise KeyboardInterrupt
 
     def sleep(self, seconds: float) -> None:
-        """Sleep until the program is interrupted, and raise `KeyboardInterrupt` then."""
+        """Sleep; if the program is interrupted, wake up and raise `KeyboardInterrupt`."""
         self._interrupted.wait(seconds)
         self.check()
 
@@ -73,7 +74,7 @@ class Interruption:
             trim(self._claimed, EPISODES_MAX)
 
     def take_claimed(self) -> list[str]:
-        """Return what was claimed since the last time."""
+        """Return the episodes claimed since the last call."""
         with self._lock:
             taken, self._claimed = list(self._claimed), {}
         return taken
@@ -93,7 +94,8 @@ def check() -> None:
 
 
 def sleep(seconds: float) -> None:
-    """Sleep as `time.sleep` does. In a thread of `AgentThreads`, an interruption of the program ends it."""
+    """Sleep like `time.sleep`. In a thread of `AgentThreads`, raise `KeyboardInterrupt` when the program is
+    interrupted."""
     if _here.interruption is not None:
         _here.interruption.sleep(seconds)
     else:
@@ -101,7 +103,7 @@ def sleep(seconds: float) -> None:
 
 
 def note_claimed(episodes: Sequence[str]) -> None:
-    """Note that this thread has claimed these episodes, which an interrupted program gives back."""
+    """Note that this thread has claimed these episodes. They are given back if the program is interrupted."""
     if _here.interruption is not None:
         _here.interruption.claimed(episodes)
 
@@ -111,19 +113,19 @@ def result_of(agent: Callable[[], Awaitable[T]]) -> T: ...
 @overload
 def result_of(agent: Callable[[], T | Awaitable[T]]) -> T: ...
 def result_of(agent: Callable[[], object]) -> object:
-    """Return what an agent returns, and where that is awaitable, its result from a loop of this thread.
+    """Return an agent's result. If the agent returns an awaitable, run it in an event loop of this thread.
 
-    When the program is interrupted, what is awaited is cancelled. A `StopIteration`, and an error that is not an
+    If the program is interrupted, the awaitable is cancelled. A `StopIteration`, or an error that is not an
     `Exception`, such as `SystemExit`, is raised as a `RuntimeError`.
     """
     try:
         found = agent()
         return task_groups.run(_awaited(found)) if inspect.isawaitable(found) else found
-    except StopIteration as error:  # no coroutine can raise it
+    except StopIteration as error:  # a coroutine cannot raise it
         raise RuntimeError(f"it raised {error!r}").with_traceback(error.__traceback__) from error
     except (Exception, KeyboardInterrupt):
         raise
-    except BaseException as error:  # the caller's code, which may end neither its group nor the program
+    except BaseException as error:  # the caller's code must end neither its group nor the program
         check()
         raise RuntimeError(f"it raised {error!r}") from error
 
@@ -145,12 +147,12 @@ async def _awaited(found: Awaitable[T]) -> T:
 class AgentThreads:
     """Threads that each call `attempt(index)` for one index after another.
 
-    They do not keep an interrupted program from ending, unlike the threads of `ThreadPoolExecutor`: agents' own code
-    may take as long as it likes. Threads that are started in one of these threads are interrupted with it.
+    Unlike the threads of `ThreadPoolExecutor`, they do not keep an interrupted program from exiting, however long the
+    agents' own code takes. Threads started inside one of these threads are interrupted with it.
     """
 
     def __init__(self, indices: Sequence[int], attempt: Callable[[int], None], count: int) -> None:
-        self.is_inner = _here.interruption is not None  # these are started in a thread of others
+        self.is_inner = _here.interruption is not None  # started inside a thread of another `AgentThreads`
         self.interruption = _here.interruption or Interruption()
         self._left = iter(indices)
         self._lock = threading.Lock()
@@ -161,7 +163,8 @@ class AgentThreads:
         ]
 
     def run(self) -> None:
-        """Return when all is done. Raises what an attempt raises, and what interrupts this."""
+        """Start the threads, and wait until all indices are done. Raises an attempt's error, or the interruption of
+        this call."""
         for thread in self._threads:
             thread.start()
         for _ in self._threads:
@@ -174,7 +177,7 @@ class AgentThreads:
                 return self._ended.get(timeout=WAKE_S)
 
     def leave(self, within_s: float = LEAVE_S) -> None:
-        """Wait for the threads, which were told, to end."""
+        """Wait for the interrupted threads to end."""
         deadline = time.monotonic() + within_s
         for thread in self._threads:
             if thread.ident is not None:
@@ -185,7 +188,7 @@ class AgentThreads:
         try:
             for index in self._indices():
                 self._attempt(index)
-        except BaseException as error:  # whatever it is, `run` raises it
+        except BaseException as error:  # any error is raised by `run`
             self._ended.put(error)
         else:
             self._ended.put(None)

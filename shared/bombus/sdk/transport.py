@@ -1,4 +1,5 @@
-"""What both clients share: a `ServerRequest` as an httpx request, and an httpx response as a `ServerReply`."""
+"""The HTTP transport of both clients: turns a `ServerRequest` into an httpx request, and a response into a
+`ServerReply`."""
 
 import os
 import socket
@@ -22,7 +23,7 @@ _CONNECTED = ("connection.connect_tcp.complete", "connection.start_tls.complete"
 
 
 def address(server_url: str, api_key: str | None, environment: Mapping[str, str] = os.environ) -> tuple[str, str]:
-    """Return the hive's URL and the key to use with it, "" for none.
+    """Return the hive's URL and the key to use with it, or "" if there is none.
 
     A key in the path is removed from the URL, because URLs appear in logs, in errors and in the base URLs of agents.
     """
@@ -37,16 +38,16 @@ def address(server_url: str, api_key: str | None, environment: Mapping[str, str]
         api_key = in_path or environment.get(ADMIN_VARIABLE) or environment.get(CLIENT_VARIABLE, "")
     key = api_key.strip()
     if not all("!" <= character <= "~" for character in key):
-        raise ValueError("the hive's key has characters that no header can carry")
+        raise ValueError("the hive's key contains characters that no header can carry: use printable ASCII")
     return url, key
 
 
 def client_options(server_url: str, engine: str | None, key: str) -> dict[str, Any]:
-    """Return httpx's options. `engine` selects that engine's routes; without it, those of the hive's first engine."""
+    """Return the httpx options. `engine` selects that engine's routes; the default is the hive's first engine."""
     limits = httpx.Limits(max_connections=CONNECTIONS_MAX, max_keepalive_connections=CONNECTIONS_MAX)
     base_url = f"{server_url}/e/{engine}" if engine else server_url
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    # A proxy of the environment cannot reach what only this machine can.
+    # A proxy from the environment cannot reach this machine's loopback address.
     trusts_environment = not is_loopback(httpx.URL(server_url).host)
     return {
         "base_url": base_url,
@@ -58,20 +59,21 @@ def client_options(server_url: str, engine: str | None, key: str) -> dict[str, A
 
 
 class OpenConnections:
-    """The connections of a client, which whoever interrupts it can end: no thread keeps waiting for a reply then."""
+    """The connections of a client, which can be shut down when it is interrupted, so that no thread keeps waiting for a
+    reply."""
 
     def __init__(self) -> None:
         self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self._lock = threading.Lock()
 
     def note(self, event: str, facts: Mapping[str, Any]) -> None:
-        """Learn of a connection from httpx, which calls this at each step of a request (its extension `trace`)."""
+        """Record a new connection. httpx calls this at each step of a request (its extension `trace`)."""
         if event in _CONNECTED:
             with self._lock:
                 self._sockets.add(facts["return_value"].get_extra_info("socket"))
 
     def end(self) -> None:
-        """End all of them. Requests that come later make new ones."""
+        """Shut down all connections. Later requests open new ones."""
         with self._lock:
             for each in self._sockets:
                 with suppress(OSError):  # it has ended already
@@ -108,7 +110,7 @@ def reply_of(response: httpx.Response) -> ServerReply:
 
 
 def sent(http: httpx.Client, request: ServerRequest, extensions: dict[str, Any] | None = None) -> ServerReply | NoReply:
-    """Send a request, and wait in this thread for its reply."""
+    """Send a request, and block until its reply."""
     try:
         return reply_of(http.request(**request_options(request), extensions=extensions))
     except httpx.RequestError as error:

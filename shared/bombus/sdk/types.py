@@ -1,4 +1,4 @@
-"""The types that a client works with: tasks, outcomes, and the credentials of an episode."""
+"""The types used by a client: tasks, outcomes, and the credentials of an episode."""
 
 from typing import Annotated, Any, Literal
 
@@ -12,8 +12,8 @@ EpisodeKind = Literal["train", "eval"]
 class Task(BaseModel):
     """One thing for an agent to do. Episodes with the same `task_id` are compared with each other.
 
-    Evaluation is counted by `data_set`, the name of the set that the task is of. What there is no field for belongs
-    into `metadata`.
+    Evaluation results are counted by `data_set`, the name of the set that the task belongs to. Anything without a field
+    goes into `metadata`.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -27,11 +27,11 @@ class Task(BaseModel):
 
 
 class WorkflowOutput(BaseModel):
-    """How an episode went. `reward` is one number, or one for each completed model call, in order or by its id.
+    """The outcome of an episode. `reward` is one number, or one for each completed model call, in order or by call id.
 
-    A call's id is that of the answer, without `chatcmpl-`. Auxiliary calls of a harness, which the job does not train
-    unless it says so, have none. The rest may hold anything: what JSON does not have, such as the numbers of NumPy, is
-    converted when the episode is ended, and what cannot be is left out with a warning.
+    A call's id is that of its answer, without `chatcmpl-`. A harness's auxiliary calls have no reward unless the job
+    trains on them. The other fields may hold anything: values that JSON lacks, such as NumPy numbers, are converted
+    when the episode is ended, and values that cannot be converted are left out with a warning.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -43,11 +43,11 @@ class WorkflowOutput(BaseModel):
 
 
 class Credentials(BaseModel):
-    """What an agent needs to call the model in this episode, and what its client needs to end it.
+    """The data that an agent needs to call the model in this episode, and that its client needs to end it.
 
-    `episode_uuid` has the secret of the claim, which ends, aborts, touches and replays the episode: agents do not need
-    it. `episode` is the episode's name on the log, and safe to show. `policy_version` is that at the claim, None where
-    the server did not say.
+    `episode_uuid` contains the secret of the claim, with which the episode is ended, aborted, touched and replayed:
+    agents do not need it. `episode` is the episode's name on the log, and safe to show. `policy_version` is the version
+    at the time of the claim, or None if the server did not give it.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -64,9 +64,9 @@ class Credentials(BaseModel):
 
 
 class MultiModelEpisode(BaseModel):
-    """One episode on each of several engines, with one outcome: `credentials` are what the agent of each role needs.
+    """One episode on each of several engines, with one outcome: `credentials` contains each role's credentials.
 
-    `engines` says which engine's model plays a role.
+    `engines` maps each role to the engine whose model plays it.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -88,7 +88,7 @@ class MultiModelEpisode(BaseModel):
 
 
 class EpisodeUsage(BaseModel):
-    """What the model calls of an episode have taken so far; tokens are summed over its calls."""
+    """The usage of an episode's model calls so far; tokens are summed over its calls."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -98,8 +98,8 @@ class EpisodeUsage(BaseModel):
 
 
 class ThrottlePolicy(BaseModel):
-    """Limits one client's share of a batch: it starts no other task while `ratio` x `expected_batch_size` of its own
-    are running or done."""
+    """Limits one client's share of a batch: it starts no new task while it has `ratio` x `expected_batch_size` tasks of
+    its own running or done."""
 
     ratio: float = Field(default=1.5, gt=0)
     expected_batch_size: int = Field(ge=1)

@@ -32,22 +32,22 @@ from bombus.slime.saved import rollout_file, save_rollout
 from bombus.slime.settings import SlimeOptions
 from bombus.slime.types import SlimeSample
 
-ATTEMPTS = 2  # at each sample of a group, with an episode of its own, before the group is lost
-LOST_MAX = 8  # groups in a row, after which something is wrong that will not pass
+ATTEMPTS = 2  # at each sample of a group, each in a new episode, before the group is lost
+LOST_MAX = 8  # groups in a row, after which the run fails
 TOUCH_S = 30.0
 TOUCHED_MAX = 512  # episodes in one request
-WHOLE_GROUPS = "_tasks"  # how the names of those methods end that train full groups alone
+WHOLE_GROUPS = "_tasks"  # the ending of the names of collection methods that batch only full groups
 
 log = logging.getLogger("bombus.slime")
 Notify = Callable[[str], None]
 
 
 class SampleAborted(InfraError):
-    """Raised for a sample that its generate function aborted. The model is not to blame."""
+    """Raised for a sample that its generate function aborted. This is not the model's fault."""
 
 
 class GroupLost(BombusError):
-    """A group of which a sample could not be played; its episodes are aborted."""
+    """Raised for a group with a sample that could not be played; the group's episodes are aborted."""
 
 
 class PlayedSample(msgspec.Struct):
@@ -75,7 +75,7 @@ class PlayedGroup(msgspec.Struct):
 
 
 class RolloutReport(msgspec.Struct):
-    """What became of the prompts of one rollout; none is skipped without being counted."""
+    """The results of the prompts of one rollout. Every prompt is counted."""
 
     rollout_id: int
     rewards: list[float] = []
@@ -84,7 +84,7 @@ class RolloutReport(msgspec.Struct):
     lost: Counter[str] = msgspec.field(default_factory=Counter)  # by the kind of the error
     unused: int = 0  # begun, but no longer needed
     removed: int = 0  # samples that a filter marked
-    reported: int = 0  # groups that were dropped or lost when it was last said how the rollout goes
+    reported: int = 0  # groups that were dropped or lost by the time of the last progress message
 
     def line(self, title: str = "rollout") -> str:
         mean = f"{sum(self.rewards) / len(self.rewards):.3f}" if self.rewards else "-"
@@ -112,10 +112,10 @@ class SlimeDriver:
         self._source = source
         self._tell = tell
         self._touch_s = touch_s
-        self._name = uuid.uuid4().hex[:8]  # so that the groups of two drivers are not compared with each other
+        self._name = uuid.uuid4().hex[:8]  # a part of task IDs: groups of two drivers are not compared with each other
         self._open: set[str] = set()
-        self._in_a_row = Counter[str]()  # groups that were lost, by where: as they were played, or as they were ended
-        self._group_size = 0  # episodes of a prompt, without which the engine trains none of them
+        self._in_a_row = Counter[str]()  # groups lost in a row, by stage: while they were "played" or "ended"
+        self._group_size = 0  # the engine trains only on groups with at least so many episodes
         self.args = options.namespace()
         self._state = GenerateState(self.args)
         self._relay = SampleRelay(client.server_url, self._state.tokenizer)
@@ -133,7 +133,7 @@ class SlimeDriver:
         }
 
     async def __aenter__(self) -> "SlimeDriver":
-        # Where the sample is not known, as in rewards, the model does not answer: its calls belong to episodes.
+        # Code that has no sample's args, such as rewards, gets no answers: every call of the model needs an episode.
         nobody = await self._relay.open(None)
         self.args.sglang_router_ip, self.args.sglang_router_port = HOST, nobody.port
         self._beating = asyncio.create_task(self._beat())
@@ -147,7 +147,7 @@ class SlimeDriver:
         await self._relay.__aexit__()
 
     async def run(self) -> list[RolloutReport]:
-        """Play all rollouts. Raises `BombusError` where many groups in a row are lost."""
+        """Play all rollouts. Raises `BombusError` if many groups in a row are lost."""
         options = self._options
         await self._learn_group_size()
         needed = len(self._source.prompts) * options.num_epoch // options.rollout_batch_size
@@ -166,16 +166,16 @@ class SlimeDriver:
         if self._options.debug_rollout_only or not trains:
             return
         self._group_size, given = pool.task_expected_num_repeat, self._options.n_samples_per_prompt
-        groups = f"the engine trains groups of {self._group_size} episodes (rollout.num_repeat)"
+        groups = f"the engine trains on groups of {self._group_size} episodes (rollout.num_repeat)"
         if given < self._group_size:
-            why = f"{groups}, which --n-samples-per-prompt {given} never fills: nothing would be trained"
+            why = f"{groups}, which --n-samples-per-prompt {given} never fills: there would be no training"
             raise Refused(Code.BAD_CONFIG, f"{why}. Give {self._group_size}, or start a job that has {given}")
         if given % self._group_size:
             left = given % self._group_size
-            self._tell(f"{groups}: of {given} samples of a prompt {left} are not trained unless others are removed")
+            self._tell(f"{groups}: {left} of {given} samples of a prompt are not trained on unless others are removed")
 
     def _tell_what_was_not_begun(self, rollouts: int) -> None:
-        """Say how many prompts no rollout has come to: a batch is never played in part."""
+        """Report how many prompts were not begun, because a batch is never played in part."""
         options, count = self._options, len(self._source.prompts)
         wanted = count * (1 if options.num_rollout else options.num_epoch)
         if (left := wanted - self._source.begun) > 0:
@@ -200,12 +200,12 @@ class SlimeDriver:
             samples = [sample for group in kept for sample in flattened(group.returned)]
             path = rollout_file(template, rollout_id)
             if left_out := save_rollout(path, rollout_id, samples):
-                self._tell(f"{path} leaves out what no file can hold: {', '.join(left_out)}")
+                self._tell(f"{path} leaves out values that no file can hold: {', '.join(left_out)}")
         report.kept = len(kept)
         return report
 
     async def _collect(self, report: RolloutReport, everything: list[PlayedGroup]) -> list[PlayedGroup]:
-        """Return a batch of groups, whose episodes are ended unless a filter is still to see all of them."""
+        """Return a batch of groups. Their episodes are ended, unless a filter has to see all groups first."""
         size = self._options.rollout_batch_size
         kept: list[PlayedGroup] = []
         pending: set[asyncio.Task[PlayedGroup]] = set()
@@ -238,11 +238,11 @@ class SlimeDriver:
         return kept
 
     def _tell_what_came_to_nothing(self, report: RolloutReport, kept: int) -> None:
-        """Say how the rollout goes each time that as many groups as a batch has were dropped or lost."""
+        """Report the progress each time that another batch's worth of groups was dropped or lost."""
         gone = report.dropped.total() + report.lost.total()
         if gone >= report.reported + self._options.rollout_batch_size:
             report.reported, report.kept = gone, kept
-            self._tell(f"{report.line('so far in rollout')}; going on")
+            self._tell(f"{report.line('so far in rollout')}; continuing")
 
     async def _is_kept(self, group: PlayedGroup, report: RolloutReport, available: int) -> bool:
         if not await self._passes(group, report, available):
@@ -250,7 +250,7 @@ class SlimeDriver:
         return "rollout_sample_filter_path" in self._functions or await self._end(group, report)
 
     def _taken(self, task: "asyncio.Task[PlayedGroup]", report: RolloutReport) -> PlayedGroup | None:
-        """Return the group that a task has played, or None where it was lost. Raises once too many are."""
+        """Return the group that a task has played, or None if it was lost. Raises `BombusError` as `_lose` does."""
         try:
             group = task.result()
         except GroupLost as error:
@@ -260,7 +260,7 @@ class SlimeDriver:
         return group
 
     def _lose(self, report: RolloutReport, stage: str, kind: str, why: str) -> None:
-        """Count a group that was lost as it was played or ended. Raises `BombusError` once too many in a row are."""
+        """Count a group that was lost while it was played or ended. Raises `BombusError` after `LOST_MAX` in a row."""
         report.lost[kind] += 1
         self._in_a_row[stage] += 1
         log.warning("%s", why)
@@ -268,7 +268,7 @@ class SlimeDriver:
             raise BombusError(f"{LOST_MAX} groups in a row were lost, the last one because: {why}")
 
     async def _passes(self, group: PlayedGroup, report: RolloutReport, available: int) -> bool:
-        """Ask the filter. A group that it drops is aborted, so that it is no part of a batch."""
+        """Return whether the dynamic sampling filter keeps a group. Abort the episodes of a group that it drops."""
         if "dynamic_sampling_filter_path" not in self._functions:
             return True
         output = as_filter_output(self._call("dynamic_sampling_filter_path", group.returned))
@@ -279,10 +279,10 @@ class SlimeDriver:
         return False
 
     def _call(self, option: str, *given: object) -> Any:
-        """Call a filter. One that raises ends the run: which groups it would have kept is not known."""
+        """Call a filter. If it raises, the run ends, because it is not known which groups it would have kept."""
         try:
             return self._functions[option](self.args, *given)
-        except Exception as error:  # the user's code: whatever it raises is said with its name
+        except Exception as error:  # the user's code may raise anything
             flag = f"--{option.replace('_', '-')} {getattr(self._options, option)}"
             why = f"the function of {flag} raised {in_one_line(error)} at {_place(error)}"
             raise BombusError(f"{why}: fix it and start again. Episodes that had not ended are aborted") from error
@@ -301,7 +301,7 @@ class SlimeDriver:
             if self._options.group_rm:
                 await self._reward([one.returned for one in played])
             for one in played:
-                output_of(one.samples, one.calls, self.args)  # rewards that no episode can have are found here
+                output_of(one.samples, one.calls, self.args)  # raises for rewards that no episode can have
         except (SwarmError, Refused):
             await self._abort(sorted(mine & self._open), "refused")
             raise
@@ -321,13 +321,13 @@ class SlimeDriver:
         return claimed
 
     async def _play(self, task: Task, prompt: SlimeSample, claimed: Credentials, mine: set[str]) -> PlayedSample:
-        """Play one sample. One that fails is played again, in an episode of its own, before the group is lost."""
+        """Play one sample. If it fails, replay it in a new episode before the group is lost."""
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return await self._attempt(copy.deepcopy(prompt), claimed)
-            except Refused:  # by us, with what is to be done about it: another attempt would go no better
+            except Refused:  # raised by bombus, and says what to do: another attempt would fail too
                 raise
-            except Exception as error:  # the hook's code: another attempt may go well
+            except Exception as error:  # the hook's code: another attempt may succeed
                 reports.report(error, f"sample {prompt.index}, attempt {attempt} of {ATTEMPTS}")
                 if attempt == ATTEMPTS or is_mistake(error):
                     raise
@@ -363,7 +363,7 @@ class SlimeDriver:
         return await contained(function(args, sample, dict(self._state.sampling_params), **more))
 
     async def _reward(self, returned: Sequence[Any]) -> None:
-        """Reward what generate functions returned: a sample of its own, a list of samples, or a group together."""
+        """Reward the results of generate functions: one sample, a list of samples, or a whole group."""
         if not self._options.group_rm and not isinstance(returned[0], list):
             if returned[0].reward is None:
                 returned[0].reward = await contained(async_rm(self.args, returned[0]))
@@ -379,17 +379,17 @@ class SlimeDriver:
     # ---- their episodes ---------------------------------------------------------------------------------------
 
     async def _end(self, group: PlayedGroup, report: RolloutReport) -> bool:
-        """End the episodes of a group. Returns whether the hive has taken them.
+        """End the episodes of a group. Return whether the hive has accepted them.
 
-        A group of which so many are removed that the hive would never train it is dropped.
+        A group is dropped if so many of its samples are removed that the hive would never train on it.
         """
         removed = [one for one in group.played if any(sample.remove_sample for sample in one.samples)]
         report.removed += len(removed)
         if removed and (left := len(group.played) - len(removed)) < self._group_size:
             await self._drop(group, "too few are left after others were removed")
-            why = f"of the group of prompt {group.number} {left} samples are left after {len(removed)} were removed"
-            needs = f"the engine trains only groups of {self._group_size}: give a larger --n-samples-per-prompt"
-            self._lose(report, "ended", "too few left", f"{why}, and {needs}")
+            why = f"the group of prompt {group.number} has {left} samples left after {len(removed)} were removed"
+            needs = f"the engine trains only on groups of {self._group_size}: give a larger --n-samples-per-prompt"
+            self._lose(report, "ended", "too few left", f"{why}, but {needs}")
             return False
         ends: list[tuple[Task, str, WorkflowOutput]] = []
         for one in group.played:
@@ -403,11 +403,11 @@ class SlimeDriver:
         except EpisodeGone as error:
             report.lost["EpisodeGone"] += 1
             log.warning("the group of %s is lost: %s", group.task.task_id, error)
-            await self._abort([episode for _, episode, _ in ends], "another of the group is over")
+            await self._abort([episode for _, episode, _ in ends], "another episode of the group is over")
             return False
         except BadReward as error:
             await self._abort([episode for _, episode, _ in ends], "the rewards were refused")
-            hint = "what is asked below /v1/ cannot be told apart: give all samples of an attempt one reward"
+            hint = "calls below /v1/ cannot be told apart: give all samples of an attempt the same reward"
             self._lose(report, "ended", "BadReward", f"the group of prompt {group.number} is lost: {error} ({hint})")
             return False
         self._in_a_row["ended"] = 0
@@ -440,7 +440,7 @@ class SlimeDriver:
 
 
 def _said(error: Exception) -> str:
-    """Return what was raised, and where, unless it is an error of ours, which says what to do."""
+    """Return an error as text, with the place that raised it unless it is a `BombusError`, which says what to do."""
     return repr(error) if isinstance(error, BombusError) else f"{error!r} at {_place(error)}"
 
 

@@ -1,4 +1,4 @@
-"""Dynamic sampling: which groups are kept, and what a filter may answer."""
+"""Dynamic sampling: filters that choose the groups to keep, and the answers that a filter may give."""
 
 from argparse import Namespace
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from bombus.slime.types import SlimeSample
 class DynamicFilterOutput:
     """Whether a group is kept, and the reason under which a dropped one is counted.
 
-    `keep_when_insufficient` keeps it nevertheless where another round of sampling would be needed.
+    `keep_when_insufficient` keeps it anyway if the batch would need another round of sampling without it.
     """
 
     keep: bool
@@ -22,7 +22,7 @@ class DynamicFilterOutput:
 
 
 def as_filter_output(given: object) -> DynamicFilterOutput:
-    """Return the answer of a filter, which may be just a truth value. Works with the real slime's class too."""
+    """Return the answer of a filter, which may be just a truth value. Accepts slime's own class too."""
     if hasattr(given, "keep"):
         reason = getattr(given, "reason", None)
         return DynamicFilterOutput(bool(given.keep), reason, bool(getattr(given, "keep_when_insufficient", False)))
@@ -35,14 +35,14 @@ def flattened(group: Sequence[Any]) -> list[Any]:
 
 
 def check_reward_nonzero_std(args: Namespace, samples: Sequence[Any], **_: object) -> DynamicFilterOutput:
-    """Keep a group whose rewards differ: one in which all are equal teaches nothing."""
+    """Keep a group if its rewards differ: a group of equal rewards gives no training signal."""
     rewards = [float(sample.get_reward_value(args)) for sample in flattened(samples)]
     keep = differ(rewards)
     return DynamicFilterOutput(keep, None if keep else f"zero_std_{round(rewards[0], 1)}")
 
 
 def check_reward_nonzero_std_with_fallback(args: Namespace, samples: Sequence[SlimeSample]) -> DynamicFilterOutput:
-    """Do the same, and keep a group nevertheless where the batch would not be filled."""
+    """Do the same as `check_reward_nonzero_std`, but keep any group that is needed to fill the batch."""
     output = check_reward_nonzero_std(args, samples)
     output.keep_when_insufficient = True
     return output

@@ -1,4 +1,4 @@
-"""Functions by the paths that slime's options give, and the package `slime` that hook files import."""
+"""Load functions by the paths in slime's options, and provide the package `slime` that hook files import."""
 
 import importlib
 import os
@@ -16,22 +16,22 @@ from bombus.errors import Code, Refused, in_one_line
 STAND_IN = Path(__file__).parent / "importable"
 FORMS = "Write package.module.function or file.py:function"
 
-# What modules of slime that are not here would need. A module that is not named counts as the one above it.
+# Why modules of slime are not here. A module that is not listed has the reason of its nearest listed parent.
 NEEDED = {
     "slime": "it is a part of slime's own trainer and servers",
     "slime.agent": "its agents work in sandboxes of E2B, behind servers of slime; `bombus rollout` runs coding agents",
     "slime.rollout": "it drives slime's own trainer and servers",
     "slime.rollout.on_policy_distillation": "slime's trainer would have to take a teacher's logprobs from samples",
-    "slime.rollout.rm_hub": "it is a reward of slime's own: put a copy of its file beside the hook file",
-    "slime.utils.processing_utils": "it is for images in prompts, which an episode here does not take",
+    "slime.rollout.rm_hub": "it is one of slime's own rewards: put a copy of its file beside the hook file",
+    "slime.utils.processing_utils": "it is for images in prompts, which episodes here do not support",
 }
 
 
 def make_slime_importable() -> bool:
-    """Let `import slime` find our package where slime itself is not installed. Returns whether it is ours.
+    """Let `import slime` find our package if slime itself is not installed. Return whether it does.
 
-    Modules of the working directory are found too, as slime's launchers find them. A checkout of slime there, which
-    needs packages that are not installed, does not count.
+    Modules in the working directory are found too, as with slime's launchers. A checkout of slime there does not count
+    as installed, because the packages that it needs are not.
     """
     here = os.getcwd()
     elsewhere = [place for place in sys.path if place and Path(place).resolve() != Path(here).resolve()]
@@ -53,14 +53,14 @@ def _is_distributed() -> bool:
 
 @cache
 def load_function(path: str) -> Any:
-    """Return what `package.module.function` names, or `folder/file.py:function`. Raises `Refused`.
+    """Return the function `package.module.function` or `folder/file.py:function`. Raises `Refused`.
 
-    A file's folder is put on the path of imports, so that it finds the modules beside it.
+    A file's folder is added to `sys.path`, so that the file can import the modules beside it.
     """
     module, function = _parts(path)
     try:
         found: Any = _import_file(module) if isinstance(module, Path) else importlib.import_module(module)
-    except Exception as error:  # the user's code: whatever it raises while it is imported
+    except Exception as error:  # the user's code may raise anything while it is imported
         raise Refused(Code.BAD_CONFIG, f"{path} cannot be imported: {_why_not(error, str(module))}") from error
     if not hasattr(found, function):
         raise Refused(Code.BAD_CONFIG, f"{path} cannot be imported: {module} has no {function!r}. {FORMS}")
@@ -68,7 +68,7 @@ def load_function(path: str) -> Any:
 
 
 def _why_not(error: BaseException, module: str) -> str:
-    """Return why a module cannot be imported. A missing name of slime's comes first, whatever error it led to."""
+    """Return why a module cannot be imported. A missing name of slime is reported first, whatever error it caused."""
     cause: BaseException | None = error
     while cause is not None:
         name = cause.name if isinstance(cause, ImportError) else None

@@ -1,4 +1,4 @@
-"""`GenerateState`, and the generation that is used where no function is named: one answer to each prompt."""
+"""`GenerateState`, and the default generate function: one answer to each prompt."""
 
 import asyncio
 import importlib.util
@@ -12,9 +12,9 @@ from bombus.weights.models import SMOLLM2, TINY, resolve_model
 
 
 class GenerateState:
-    """What all samples share: the tokenizer, the parameters of sampling, and how many run at once.
+    """The state that all samples share: the tokenizer, the sampling parameters, and the limit on concurrent samples.
 
-    Every call gives the same object, which keeps the first arguments.
+    Every call returns the same object, which keeps the arguments of the first call.
     """
 
     _only: "GenerateState | None" = None
@@ -33,7 +33,7 @@ class GenerateState:
 
     @classmethod
     def clear(cls) -> None:
-        """Forget the object: the next call begins with its own arguments."""
+        """Discard the object, so that the next call creates one with its own arguments."""
         cls._only = None
 
     def _begin(self, args: Namespace) -> None:
@@ -62,7 +62,7 @@ def sampling_params_of(args: Namespace) -> dict[str, Any]:
 def load_tokenizer(name_or_path: str, **_: object) -> Any:
     """Return the tokenizer of a model, as transformers loads it, or of `tiny` and `smollm2`, which come with bombus.
 
-    Code that a model brings is never run. Raises `Refused` where there is none.
+    Code that comes with a model is never run. Raises `Refused` if the tokenizer cannot be loaded.
     """
     if importlib.util.find_spec("transformers") is None:
         raise Refused(Code.BAD_CONFIG, "hook files need a tokenizer: pip install transformers")
@@ -77,12 +77,12 @@ def load_tokenizer(name_or_path: str, **_: object) -> Any:
 
 
 def get_model_url(args: Namespace, model_name: str, endpoint: str = "/generate") -> str:
-    """Return the address of a model. The episode of a sample has one model, whatever name is asked for."""
+    """Return the address of the model. A sample's episode has only one model, so `model_name` is ignored."""
     return f"http://{args.sglang_router_ip}:{args.sglang_router_port}{endpoint}"
 
 
 async def generate(args: Namespace, sample: SlimeSample, sampling_params: dict[str, Any]) -> SlimeSample:
-    """Sample an answer to a prompt, or go on with it. `max_new_tokens` includes what the response already has."""
+    """Sample an answer to a prompt, or continue the response. `max_new_tokens` limits the response as a whole."""
     tokenizer = GenerateState(args).tokenizer
     if not isinstance(sample.prompt, str):
         what = (

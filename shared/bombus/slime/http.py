@@ -15,14 +15,14 @@ from bombus.machine.certificates import certificates
 RETRIES_MAX = 60
 PAUSE_S = 1.0
 CONNECT_S = 10.0
-REPEATED = frozenset({408, 425, 429, 500, 502, 503, 504})  # what may be answered another time
+REPEATED = frozenset({408, 425, 429, 500, 502, 503, 504})  # statuses after which a retry may succeed
 
 log = logging.getLogger("bombus.slime")
 _clients: dict[int, httpx.AsyncClient] = {}  # by event loop: a client cannot be used in another
 
 
 def client() -> httpx.AsyncClient:
-    """Return the client of this event loop. It has no time limit, since a model may think for a long time."""
+    """Return the client of this event loop. It never times out a response, because a model may take very long."""
     key = id(asyncio.get_running_loop())
     if key not in _clients:
         _clients.clear()
@@ -42,15 +42,15 @@ async def close_client() -> None:
 
 
 def init_http_client(args: Namespace) -> None:
-    """Do nothing: a client is made when it is used."""
+    """Do nothing: a client is created when it is first used."""
 
 
 async def post(
     url: str, payload: object, max_retries: int = RETRIES_MAX, headers: Mapping[str, str] | None = None
 ) -> Any:
-    """Return the JSON, or else the text, that is answered. A server that is busy or away is asked again.
+    """Return the answer as decoded JSON, or else as text. Retry if the server is busy or cannot be reached.
 
-    Raises `httpx.HTTPError` once there is no retry left, and at once where the request itself is refused.
+    Raises `httpx.HTTPError` after the last attempt, and at once if the request itself is refused.
     """
     for attempt in range(1, max_retries + 1):
         try:

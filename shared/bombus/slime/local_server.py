@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 server for programs of this machine, whose answers come whole. It refuses web pages."""
+"""A small HTTP/1.1 server for programs of this machine, without streaming. It refuses requests from web pages."""
 
 import asyncio
 import socket
@@ -22,11 +22,11 @@ class LocalAnswer(msgspec.Struct, frozen=True):
     kind: str = JSON
 
 
-LocalAnswering = Callable[[str, str, bytes], Awaitable[LocalAnswer]]  # of a method, a path and a body
+LocalAnswering = Callable[[str, str, bytes], Awaitable[LocalAnswer]]  # called with a method, a path and a body
 
 
 class LocalServer:
-    """Serves what `answer` answers, at a port of its own. What it refuses is answered with the sentence, as JSON."""
+    """Serves the answers of `answer` on a separate port. If it raises `Refused`, the message is sent as JSON."""
 
     def __init__(self, answer: LocalAnswering) -> None:
         self._answer = answer
@@ -34,7 +34,7 @@ class LocalServer:
         self._open: set[asyncio.StreamWriter] = set()
 
     async def open(self, port: int = 0) -> int:
-        """Listen. Returns the port, which is a free one where 0 is given. Raises `OSError` where it is taken."""
+        """Listen, and return the port, a free one if `port` is 0. Raises `OSError` if it is in use."""
         listening = socket.create_server((HOST, port))
         self._server = await asyncio.start_server(self._serve, sock=listening)
         return int(listening.getsockname()[1])
@@ -48,10 +48,10 @@ class LocalServer:
 
     async def _answered(self, request: h11.Request, body: bytes | None) -> LocalAnswer:
         try:
-            if any(name == b"origin" for name, _ in request.headers):  # which browsers alone send
-                raise Refused(Code.BAD_KEY, "a web page may not use this address: programs of this machine may")
+            if any(name == b"origin" for name, _ in request.headers):  # only browsers send this
+                raise Refused(Code.BAD_KEY, "a web page may not use this address: it is for programs of this machine")
             if body is None:
-                raise Refused(Code.TOO_LARGE, f"a request has at most {BODY_BYTES_MAX >> 20} MiB: send less")
+                raise Refused(Code.TOO_LARGE, f"the body is over {BODY_BYTES_MAX >> 20} MiB: send less")
             return await self._answer(request.method.decode(), request.target.decode(), body)
         except Refused as refused:
             return LocalAnswer(refused.status, msgspec.json.encode({"error": {"message": refused.why}}))
@@ -63,7 +63,7 @@ class LocalServer:
             while await self._answer_one(wire, reader, writer):
                 wire.start_next_cycle()
         except (h11.ProtocolError, ConnectionError):
-            pass  # the client has gone, or does not speak HTTP: there is nobody to tell
+            pass  # the client is gone, or does not speak HTTP: no answer can be sent
         finally:
             self._open.discard(writer)
             writer.close()
@@ -91,7 +91,7 @@ class LocalServer:
 async def _read_request(
     wire: h11.Connection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> tuple[h11.Request | None, bytes | None]:
-    """Return a request with its body: None for the body where it is too long, and for both where no request comes."""
+    """Return a request and its body. The body is None if it is too long; both are None if no request comes."""
     request: h11.Request | None = None
     body = bytearray()
     is_long = False

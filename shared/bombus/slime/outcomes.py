@@ -1,4 +1,4 @@
-"""Turns a played sample into the end of its episode, with a reward for each call if they differ."""
+"""Turn the samples of an attempt into the outcome of its episode, with a reward for each call if they differ."""
 
 import math
 from argparse import Namespace
@@ -16,9 +16,9 @@ STATUSES = ("pending", "completed", "truncated", "aborted", "failed")
 def output_of(samples: Sequence[Any], calls: Sequence[SampledCall], args: Namespace) -> WorkflowOutput:
     """Return the outcome of an episode. Raises `ValueError` for rewards that no episode can have.
 
-    If a hook made several samples of one attempt with different rewards, each call has the reward of the sample whose
-    tokens begin with the call's. If as many calls as samples are equal, they have the samples' rewards in order. Any
-    other call that is in several samples, or has several answers, has the mean.
+    If a hook made several samples of one attempt with different rewards, each call gets the reward of the sample whose
+    tokens begin with the call's. If several calls are equal, and as many samples match them, they get those samples'
+    rewards in order. Any other call that matches several samples, or has several answers, gets the mean.
     """
     rewards = [reward_of(sample, args) for sample in samples]
     elsewhere = sum(all(not _has(sample, call) for sample in samples) for call in calls)
@@ -41,7 +41,7 @@ def reward_of(sample: Any, args: Namespace) -> float:
     try:
         number = reward_number(value)
     except ValueError as error:
-        hint = "; --reward-key NAME takes one of several" if isinstance(value, Mapping) else ""
+        hint = "; choose one of several with --reward-key NAME" if isinstance(value, Mapping) else ""
         raise ValueError(f"the reward of a sample cannot be used: {error}{hint}") from error
     if not math.isfinite(number):
         raise ValueError(f"the reward of a sample is {number}, not a finite number")
@@ -54,7 +54,7 @@ def is_aborted(sample: Any) -> bool:
 
 
 def _status(sample: Any) -> str:
-    """Return the name of a status, which a hook may also give as a text. Raises `ValueError`."""
+    """Return the name of a status, which a hook may also give as a string. Raises `ValueError`."""
     status = str(getattr(sample.status, "value", sample.status))
     if status not in STATUSES:
         raise ValueError(f"the status of a sample is {status!r}, which is not one of {', '.join(STATUSES)}")
@@ -65,13 +65,13 @@ def _by_call(samples: Sequence[Any], rewards: Sequence[float], calls: Sequence[S
     equal: dict[tuple[int, ...], list[SampledCall]] = defaultdict(list)
     for call in calls:
         equal[(len(call.prompt), *call.prompt, *call.sampled)].append(call)
-    found: dict[str, list[float]] = defaultdict(list)  # of a call's answers, by its id
+    found: dict[str, list[float]] = defaultdict(list)  # the rewards of a call's answers, by the call's ID
     for same in equal.values():
         fitting = [reward for sample, reward in zip(samples, rewards, strict=True) if _has(sample, same[0])]
         if not fitting:
             raise ValueError(
-                "a call is in none of the samples, whose rewards differ: give each sample the tokens of its own calls, "
-                "or all samples of an attempt the same reward"
+                "a call is in none of the samples, but their rewards differ: give each sample the tokens of its own "
+                "calls, or all samples of an attempt the same reward"
             )
         if len(fitting) != len(same):
             fitting = [math.fsum(fitting) / len(fitting)] * len(same)
@@ -86,7 +86,7 @@ def _has(sample: Any, call: SampledCall) -> bool:
 
 
 def _is_masked(sample: Any, call: SampledCall) -> int:
-    """Return how many of a call's sampled tokens a sample masks, which an episode cannot say: they are trained."""
+    """Return how many of a call's sampled tokens a sample masks. Episodes have no masks: they are trained on anyway."""
     if sample.loss_mask is None:
         return 0
     start = len(call.prompt) - (len(sample.tokens) - sample.response_length)

@@ -13,9 +13,9 @@ from bombus.slime.types import SlimeSample
 
 
 class PromptSource:
-    """Gives groups of samples of one prompt each, in the order of the file or shuffled, as many as are asked for.
+    """Gives groups of samples of one prompt each, in the order of the file or shuffled, without end.
 
-    At the end of the file it begins again, in another order where it shuffles.
+    After the last prompt it starts over, in a new order if it shuffles.
     """
 
     def __init__(self, options: SlimeOptions, prompts: list[SlimeSample]) -> None:
@@ -47,7 +47,7 @@ class PromptSource:
 
 
 def read_prompts(path: Path, options: SlimeOptions, tokenizer: Any) -> list[SlimeSample]:
-    """Return a sample for each line that is not empty. Raises `Refused` with the number of the line that is wrong."""
+    """Return a sample for each line that is not empty. Raises `Refused` with the number of an invalid line."""
 
     def sample(line: str, number: int) -> SlimeSample:
         return _sample(msgspec.json.decode(line, type=dict[str, Any]), options, tokenizer)
@@ -58,16 +58,16 @@ def read_prompts(path: Path, options: SlimeOptions, tokenizer: Any) -> list[Slim
 def _sample(data: dict[str, Any], options: SlimeOptions, tokenizer: Any) -> SlimeSample:
     prompt = data.get(options.input_key)
     if prompt is None:
-        raise ValueError(f"it has no {options.input_key!r}; --input-key names another field")
+        raise ValueError(f"it has no {options.input_key!r}; choose another field with --input-key")
     if options.apply_chat_template and not isinstance(prompt, str | list):
         why = f"{options.input_key!r} is neither a text nor a list of messages, which --apply-chat-template needs"
-        raise ValueError(f"{why}; --input-key names another field")
+        raise ValueError(f"{why}; choose another field with --input-key")
     if options.label_key and options.label_key not in data:
         raise ValueError(f"it has no {options.label_key!r}, which --label-key names")
     metadata = data.get(options.metadata_key)
     metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict):
-        raise ValueError(f"{options.metadata_key!r} is not an object; --metadata-key names another field")
+        raise ValueError(f"{options.metadata_key!r} is not an object; choose another field with --metadata-key")
     tools = data.get(options.tool_key) if options.tool_key else None
     if isinstance(tools, str):
         tools = msgspec.json.decode(tools)

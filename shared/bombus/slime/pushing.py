@@ -1,4 +1,4 @@
-"""Rollouts that were saved, trained: each group of samples is a rollout group of the hive's queue."""
+"""Train on saved rollouts: push each group of samples to the hive's queue as a rollout group."""
 
 import hashlib
 from argparse import Namespace
@@ -38,12 +38,12 @@ async def push_rollouts(options: SlimeOptions, tell: Callable[[str], None]) -> i
                     continue
                 await _push(http, f"{path}:{number}", body)
                 pushed += 1
-    tell(f"{pushed} groups are in the queue" + (f", {left_out} had nothing to train" if left_out else ""))
+    tell(f"{pushed} groups are in the queue" + (f", {left_out} had nothing to train on" if left_out else ""))
     return 0 if pushed else 1
 
 
 def groups_of(samples: Sequence[SlimeSample]) -> list[list[SlimeSample]]:
-    """Return the samples of each prompt. Without a `group_index` a sample is a group of its own."""
+    """Return the samples of each prompt. A sample without a `group_index` forms its own group."""
     found: dict[object, list[SlimeSample]] = defaultdict(list)
     for place, sample in enumerate(samples):
         found[("alone", place) if sample.group_index is None else sample.group_index].append(sample)
@@ -51,7 +51,7 @@ def groups_of(samples: Sequence[SlimeSample]) -> list[list[SlimeSample]]:
 
 
 def rollout_group(group: Sequence[SlimeSample], args: Namespace) -> dict[str, Any] | None:
-    """Return a group as Atropos's environments push it, or None where no sample of it is to be trained."""
+    """Return a group as Atropos's environments push it, or None if none of its samples is to be trained on."""
     kept = [one for one in group if not (one.remove_sample or is_aborted(one)) and one.response_length]
     if not kept:
         return None
@@ -81,14 +81,14 @@ def _logprobs(sample: SlimeSample, mask: Sequence[int]) -> list[float]:
     given = sample.rollout_log_probs or []
     if len(given) != sample.response_length:
         counts = f"{len(given)} rollout_log_probs for {sample.response_length} tokens of a response"
-        raise Refused(Code.BAD_CONFIG, f"sample {sample.index} has {counts}: which belongs to which is not known")
+        raise Refused(Code.BAD_CONFIG, f"sample {sample.index} has {counts}: there must be one for each")
     before = len(mask) - len(given)
     scored = [NO_LOGPROB] * before + list(given)
     return [value if train != NOT_TRAINED else NO_LOGPROB for value, train in zip(scored, mask, strict=True)]
 
 
 def _files(template: str, count: int | None) -> list[Path]:
-    """Return the files of the rollouts from 0 on that exist, at most `count`."""
+    """Return the files of the rollouts from 0 up to the first that does not exist, at most `count`."""
     if rollout_file(template, 0) == rollout_file(template, 1):
         return [Path(template)]
     found: list[Path] = []
@@ -100,7 +100,7 @@ def _files(template: str, count: int | None) -> list[Path]:
 
 
 async def _push(http: httpx.AsyncClient, name: str, body: dict[str, Any]) -> None:
-    """Push one group. It counts once, however often it is sent within the hive's window."""
+    """Push one group. It counts once, however often it is sent within the hive's deduplication window."""
     content = msgspec.json.encode(body)
     key = hashlib.sha256(name.encode() + content).hexdigest()
     headers = {"content-type": "application/json", "x-idempotency-key": key}

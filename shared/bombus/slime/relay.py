@@ -1,7 +1,7 @@
-"""An address of its own for each running sample, where hook files find SGLang's `/generate`.
+"""Give each running sample its own address, where hook files find SGLang's `/generate`.
 
-What is asked there becomes calls of the sample's episode, whatever HTTP client, thread or process asks: the port says
-which sample it is.
+Requests to it become calls of the sample's episode, whatever HTTP client, thread or process sends them, because the
+port identifies the sample.
 """
 
 from bisect import bisect_left
@@ -20,11 +20,11 @@ from bombus.machine.host_names import is_loopback
 from bombus.sdk.types import Credentials
 from bombus.slime.local_server import JSON, LocalAnswer, LocalServer
 
-TEXTS_MAX = 128  # of a sample, two for an answer that was not shown whole, whose tokens are remembered
-RETIRED_MAX = 256  # ports of samples that are over and are kept, so that none is soon given to another sample
-OVER = 403  # what a gateway answers once an episode is over
+TEXTS_MAX = 128  # texts of a sample whose tokens are remembered; an answer that was not shown whole takes two
+RETIRED_MAX = 256  # ports of ended samples that stay open, so that they are not soon given to other samples
+OVER = 403  # the status with which a gateway answers once an episode is over
 SHOWN_OTHERWISE = ("skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens", "custom_params")
-HALF_A_CHARACTER = "\ufffd"  # what a decoder makes of bytes that are not a character yet
+HALF_A_CHARACTER = "\ufffd"  # what a decoder returns for the bytes of an incomplete character
 UNSUPPORTED = ("image_data", "video_data", "audio_data", "input_embeds")
 
 
@@ -37,9 +37,9 @@ class SampledCall(msgspec.Struct, frozen=True):
 
 
 class SampleAddress:
-    """The address of one sample. `calls` has what was asked at it, in the order of the answers.
+    """The address of one sample. `calls` holds the calls that were made at it, in the order of the answers.
 
-    Without credentials it belongs to no sample, and refuses everything.
+    Without credentials it belongs to no sample, and refuses all calls of the model.
     """
 
     def __init__(self, http: httpx.AsyncClient, tokenizer: Any, credentials: Credentials | None) -> None:
@@ -47,7 +47,7 @@ class SampleAddress:
         self.port = 0
         self._http = http
         self._tokenizer = tokenizer
-        self._before = list(tokenizer.encode("a", add_special_tokens=False))  # after which answers are decoded
+        self._before = list(tokenizer.encode("a", add_special_tokens=False))  # put before an answer to decode it
         self._before_text = str(tokenizer.decode(self._before))
         self._credentials = credentials
         self._known: deque[tuple[str, list[int]]] = deque(maxlen=TEXTS_MAX)  # texts so far, and their tokens
@@ -58,13 +58,13 @@ class SampleAddress:
         self.port = await self._server.open()
 
     def retire(self) -> None:
-        """Refuse what is asked from now on: the sample is over."""
+        """Answer later calls as aborted, or refuse them: the sample is over."""
         self._is_over = True
 
     async def close(self) -> None:
         await self._server.close()
 
-    # ---- what is asked ----------------------------------------------------------------------------------------
+    # ---- requests ---------------------------------------------------------------------------------------------
 
     async def _answer(self, method: str, path: str, body: bytes) -> LocalAnswer:
         try:
@@ -76,7 +76,7 @@ class SampleAddress:
                 case _, called if called.startswith("/v1/"):
                     return await self._pass_on(method, path, body)
                 case _:
-                    why = f"{method} {path} is not offered to a sample: POST /generate and what is below /v1/ are"
+                    why = f"{method} {path} is not offered to a sample: use POST /generate, or a path below /v1/"
                     raise Refused(Code.UNKNOWN_PATH, why)
         except httpx.RequestError as error:
             why = f"the hive cannot be reached: {in_one_line(error)}"
@@ -130,10 +130,10 @@ class SampleAddress:
         self.calls.append(SampledCall(call, prompt, list(answer["output_ids"])))
 
     def _remember(self, text: str, prompt: list[int], shown: str, sampled: list[int]) -> None:
-        """Remember the tokens of a text that goes on from an answer.
+        """Remember the tokens of a prompt and its answer, for a later prompt that continues this text.
 
-        An answer may be shown without its last tokens, such as a stop or `<|im_end|>`. A text that goes on with what
-        they stand for keeps them; any other keeps those alone that the answer showed.
+        An answer may be shown without its last tokens, such as a stop string or `<|im_end|>`. A prompt that contains
+        the text of those tokens keeps them; any other prompt keeps only the tokens that were shown.
         """
         whole = self._decoded(sampled)
         self._known.append((text + whole, prompt + sampled))
@@ -142,29 +142,29 @@ class SampleAddress:
             self._known.append((text + self._decoded(kept), prompt + kept))
 
     def _shown(self, sampled: list[int], shown: str) -> int:
-        """Return how many tokens from the first on stand for the beginning of a shown text."""
+        """Return how many of the first tokens decode to the beginning of a shown text."""
 
         def ends_after(count: int) -> bool:
             return not shown.startswith(self._decoded(sampled[:count]).rstrip(HALF_A_CHARACTER))
 
-        back = 1  # nearly always the last token alone was not shown
+        back = 1  # nearly always, only the last token was not shown
         while back < len(sampled) and ends_after(len(sampled) - back):
             back *= 2
         count = bisect_left(range(len(sampled) + 1), True, lo=max(len(sampled) - back, 0), key=ends_after) - 1
         while count > 0 and not shown.startswith(self._decoded(sampled[:count])):
-            count -= 1  # its last character is not whole
+            count -= 1  # the last character is incomplete
         return max(count, 0)
 
     def _decoded(self, tokens: list[int], skips: bool = False) -> str:
-        """Return the text that tokens add to others. Decoded alone, SentencePiece's lose the space they begin with."""
+        """Return the text of tokens that follow others. Decoded alone, SentencePiece's would lose a leading space."""
         whole = str(self._tokenizer.decode(self._before + tokens, skip_special_tokens=skips))
         return whole[len(self._before_text) :]
 
     def _prompt(self, asked: dict[str, Any]) -> tuple[list[int], str | None]:
-        """Return the tokens of a prompt, and its text where it was given as one.
+        """Return the tokens of a prompt, and its text if it was given as text.
 
-        A text that goes on from an answer keeps the tokens that were sampled, so that what is trained is what the next
-        answer was conditioned on.
+        A text that continues an answer keeps the tokens that were sampled, so that the trained tokens are those that
+        the next answer was conditioned on.
         """
         text = asked.pop("text", None)
         if text is None and isinstance(asked.get("input_ids"), list):
@@ -207,7 +207,7 @@ class SampleRelay:
         return address
 
     async def retire(self, address: SampleAddress) -> None:
-        """End an address. Its port answers for a while that the sample is over, so that late requests find no other."""
+        """End an address. Its port stays open for a while, so that late requests do not reach another sample."""
         address.retire()
         self._current.discard(address)
         self._retired.append(address)
@@ -227,6 +227,6 @@ def _fields(body: bytes) -> dict[str, Any]:
 
 
 def _aborted() -> LocalAnswer:
-    """Return what SGLang answers for a request that was aborted: nothing was sampled, and the hook gives up."""
+    """Return SGLang's answer to a request that was aborted: nothing was sampled, and the hook gives up."""
     meta = {"finish_reason": {"type": "abort"}, "prompt_tokens": 0, "completion_tokens": 0, "output_token_logprobs": []}
     return LocalAnswer(200, msgspec.json.encode({"text": "", "output_ids": [], "meta_info": meta}))

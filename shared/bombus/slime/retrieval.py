@@ -1,4 +1,4 @@
-"""`/retrieve` in the form of Search-R1's retrieval server, over a small index: what hook files name as `search_url`."""
+"""`/retrieve` as in Search-R1's retrieval server, over a small index; hook files use it as their `search_url`."""
 
 import asyncio
 from typing import Any
@@ -25,20 +25,20 @@ _asked = msgspec.json.Decoder(_Retrieve)
 
 
 class Retrieval:
-    """Answers queries, several in one request, with the documents that fit them best."""
+    """Answers queries, several in one request, with the documents that match them best."""
 
     def __init__(self, index: LocalIndex, count: int = 3) -> None:
         self._index = index
         self._count = count
 
     async def answer(self, method: str, path: str, body: bytes) -> LocalAnswer:
-        """Raises `Refused`."""
+        """Answer one request. Raises `Refused`."""
         if (method, path) != ("POST", "/retrieve"):
-            raise Refused(Code.UNKNOWN_PATH, f"{method} {path} is not offered: POST /retrieve is")
+            raise Refused(Code.UNKNOWN_PATH, f"{method} {path} is not offered: use POST /retrieve")
         try:
             asked = decoded(_asked.decode, body)
         except msgspec.MsgspecError as error:
-            raise Refused(Code.MALFORMED, f"the body does not fit: {in_one_line(error)}") from error
+            raise Refused(Code.MALFORMED, f"the body is not valid: {in_one_line(error)}") from error
         count = asked.topk or self._count
         if len(asked.queries) > QUERIES_MAX or not 1 <= count <= COUNT_MAX:
             why = f"at most {QUERIES_MAX} queries with a topk from 1 to {COUNT_MAX} are answered at once: send fewer"

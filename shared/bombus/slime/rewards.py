@@ -1,4 +1,4 @@
-"""`async_rm` and `batched_async_rm`, which ask the reward function that is named, and the rule for boxed answers."""
+"""`async_rm` and `batched_async_rm`, which call the chosen reward function, and the score of boxed answers."""
 
 import asyncio
 from argparse import Namespace
@@ -39,12 +39,12 @@ async def batched_async_rm(args: Namespace, samples: Sequence[Any], **kwargs: An
 
 
 def score_of_box(solution_str: str, ground_truth: object, strict_box_verify: bool = False) -> dict[str, Any]:
-    """Return 1 where the last box at the end of a solution has the very text of the true answer, and -1 otherwise.
+    """Return the score 1 if the last box at the end of a solution holds exactly the true answer, and -1 otherwise.
 
-    It is slime's `math_dapo_utils.compute_score` with `strict_box_verify`. Raises `Refused` without that.
+    This is slime's `math_dapo_utils.compute_score` with `strict_box_verify`. Raises `Refused` without that flag.
     """
     if not strict_box_verify:
-        why = "slime.rollout.rm_hub.math_dapo_utils.compute_score is offered with strict_box_verify=True alone"
+        why = "slime.rollout.rm_hub.math_dapo_utils.compute_score is offered only with strict_box_verify=True"
         needs = "otherwise it needs slime's rules for units and LaTeX. Put a copy of that file beside the hook file"
         raise Refused(Code.UNSUPPORTED, f"{why}: {needs}, and import it from there")
     found = boxed(solution_str[-END_CHARS:])
@@ -53,7 +53,7 @@ def score_of_box(solution_str: str, ground_truth: object, strict_box_verify: boo
 
 
 def boxed(text: str) -> str | None:
-    r"""Return what the last `\boxed{...}` of a text holds, or None where there is none that is closed."""
+    r"""Return the content of the last `\boxed{...}` of a text, or None if there is none or it is not closed."""
     start = text.rfind(BOX) + len(BOX)
     if start < len(BOX):
         return None

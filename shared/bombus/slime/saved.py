@@ -1,4 +1,4 @@
-"""Rollouts as files: those that slime itself reads and writes (.pt), and JSON lines."""
+"""Rollouts as files, in the format of slime itself (.pt) or as JSON lines."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ from bombus.slime.types import SlimeSample
 
 TORCH_ENDING = ".pt"
 DEPTH_MAX = 32  # of values within values
-INTEGERS = range(-(1 << 63), 1 << 64)  # that JSON can hold here
+INTEGERS = range(-(1 << 63), 1 << 64)  # that our JSON encoder accepts
 LEFT_OUT = object()  # in the place of a value that a file cannot hold
 NUMBERS_OF_NUMPY = "?bhilqBHILQefd"
 NEEDS_CODE = re.compile(r"GLOBAL (\S+)|but got (<class '[^']+'>)")
@@ -34,8 +34,8 @@ def rollout_file(template: str, rollout_id: int) -> Path:
 def save_rollout(path: Path, rollout_id: int, samples: Sequence[Any]) -> list[str]:
     """Write the samples of a rollout to a file, replacing any file of that name.
 
-    Arrays and tensors become lists. What no file can hold, such as an object that a hook put into a sample, is left
-    out; the names of what was left out are returned. Raises `BombusError` if the file cannot be written.
+    Arrays and tensors become lists. Values that no file can hold, such as an object that a hook put into a sample, are
+    left out, and their names are returned. Raises `BombusError` if the file cannot be written.
     """
     left_out: set[str] = set()
     rows = [_plain(sample.to_dict(), "", left_out) for sample in samples]
@@ -50,16 +50,16 @@ def save_rollout(path: Path, rollout_id: int, samples: Sequence[Any]) -> list[st
             lines = (msgspec.json.encode({"rollout_id": rollout_id, **row}) for row in rows)
             partial.write_bytes(b"".join(line + b"\n" for line in lines))
         partial.replace(path)
-    except (OSError, RuntimeError) as error:  # torch raises the latter where a disk is full
-        why = f"the rollout cannot be written to {path} ({in_one_line(error)}): its episodes have ended as they should"
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError if the disk is full
+        why = f"the rollout cannot be written to {path} ({in_one_line(error)}), but its episodes ended normally"
         raise BombusError(f"{why}; make room, or give another --save-debug-rollout-data") from error
     return sorted(left_out)
 
 
 def _plain(value: Any, name: str, left_out: set[str], above: tuple[int, ...] = ()) -> Any:
-    """Return a value as both kinds of files hold it, or `LEFT_OUT`, whose name is added to those that are left out.
+    """Return a value in a form that both kinds of files can hold, or add its name to `left_out` and return `LEFT_OUT`.
 
-    `above` has the ids of what the value lies in, so that what holds itself is left out.
+    `above` has the ids of the containers around the value, so that a container inside itself is left out.
     """
     found = LEFT_OUT
     inside = (*above, id(value))
@@ -75,7 +75,7 @@ def _plain(value: Any, name: str, left_out: set[str], above: tuple[int, ...] = (
     elif isinstance(value, Enum):
         return _plain(value.value, name, left_out, inside)
     elif hasattr(value, "tolist"):
-        with suppress(Exception):  # the user's object, whose method may do anything: it is left out
+        with suppress(Exception):  # the method of a user's object may raise anything: the object is left out then
             return _plain(value.tolist(), name, left_out, inside)
     else:
         found = _plain_scalar(value)
@@ -85,7 +85,7 @@ def _plain(value: Any, name: str, left_out: set[str], above: tuple[int, ...] = (
 
 
 def _are_numbers(values: Sequence[Any]) -> bool:
-    """Return whether values can be written as they are: tokens, masks and logprobs, of which a response has many."""
+    """Return whether values can be written unchanged. This is a fast path for tokens, masks and logprobs."""
     kinds = {*map(type, values)}
     return kinds == {float} or (kinds == {int} and min(values) in INTEGERS and max(values) in INTEGERS)
 
@@ -118,7 +118,7 @@ def _plain_scalar(value: object) -> Any:
 
 
 def check_can_save(template: str) -> None:
-    """Raises `Refused` where the files cannot be written, before anything is played."""
+    """Raise `Refused` if the files cannot be written, before anything is played."""
     if rollout_file(template, 0).suffix == TORCH_ENDING and find_spec("torch") is None:
         raise Refused(Code.BAD_CONFIG, f"{template} needs torch: install it, or name a file that ends in .jsonl")
 
@@ -131,14 +131,14 @@ def load_rollout(path: Path) -> list[SlimeSample]:
         else:
             rows = (msgspec.json.decode(line) for line in path.read_bytes().splitlines() if line.strip())
         return [SlimeSample.from_dict(row) for row in rows]
-    except Exception as error:  # whatever a damaged file makes of its reader
+    except Exception as error:  # a damaged file may make its reader raise anything
         needs = NEEDS_CODE.search(str(error))
-        why = f"it holds {needs[1] or needs[2]}, which takes code: save plain values" if needs else in_one_line(error)
+        why = f"loading {needs[1] or needs[2]} would run code: save plain values" if needs else in_one_line(error)
         raise Refused(Code.BAD_CONFIG, f"{path} cannot be read as a rollout: {why}") from error
 
 
 def _load_torch(path: Path) -> Any:
-    """Return what a .pt file holds: plain values, tensors, and numbers and arrays of NumPy."""
+    """Load a .pt file, which may hold only plain values, tensors, and numbers and arrays of NumPy."""
     import torch
 
     makes: dict[Any, str] = {np.float64(0).__reduce__()[0]: "scalar", np.zeros(1).__reduce__()[0]: "_reconstruct"}

@@ -1,4 +1,4 @@
-"""The options of `bombus slime`, which have slime's names, and `args` as hook files are given them."""
+"""The options of `bombus slime`, which have slime's names, and the `args` with which hook files are called."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -11,7 +11,7 @@ from bombus.config.flags import Flag
 from bombus.slime.rewards import refusal_of
 from bombus.weights.models import SMOLLM2, TINY, loadable_name
 
-# What hook files read of slime's other arguments, with the values that say that nothing of it is used.
+# Other arguments of slime that hook files read, with values that mean that the feature is not used.
 OTHERS: dict[str, object] = {
     "ci_test": False,
     "context_parallel_size": 1,
@@ -36,7 +36,7 @@ FunctionPath = Annotated[str | None, Flag(metavar="PATH")]
 
 
 class HookArguments(Namespace):
-    """`args` as hook files read it. An argument that is not there raises an error that says what to do."""
+    """The `args` of hook files. Reading an argument that is not there raises an error that says what to do."""
 
     def __getattr__(self, name: str) -> Any:
         given = name in SlimeOptions.model_fields
@@ -64,19 +64,19 @@ class SlimeOptions(BaseModel):
         default="", description="the model's folder, or tiny or smollm2: hook files use its tokenizer"
     )
     prompt_data: Annotated[Path | None, Flag(metavar="FILE")] = Field(
-        default=None, description="the prompts, a JSON object in each line"
+        default=None, description="the prompts, a JSON object on each line"
     )
-    input_key: Text = Field(default="input", description="the field of a line that has the prompt")
+    input_key: Text = Field(default="input", description="the field of a line with the prompt")
     label_key: Annotated[str | None, Flag(metavar="NAME")] = Field(default=None, description="the field with the label")
     metadata_key: Text = Field(default="metadata", description="the field with the metadata")
     tool_key: Text = Field(default="tools", description="the field with the tools, which become part of the metadata")
     apply_chat_template: bool = Field(default=False, description="turn a prompt of messages into one text")
     apply_chat_template_kwargs: Annotated[str, Flag(metavar="JSON")] = Field(
-        default="{}", description="more arguments of the chat template"
+        default="{}", description="extra arguments for the chat template"
     )
     rollout_shuffle: bool = Field(default=False, description="draw prompts in a random order")
     rollout_seed: Annotated[int, Flag(metavar="N")] = Field(default=42, ge=0, description="the seed of that order")
-    num_rollout: Annotated[int | None, Flag(metavar="N", default="what the epochs need")] = Field(
+    num_rollout: Annotated[int | None, Flag(metavar="N", default="as many as the epochs need")] = Field(
         default=None, ge=1, le=10_000_000, description="how many rollouts are made"
     )
     num_epoch: Annotated[int, Flag(metavar="N")] = Field(
@@ -92,13 +92,13 @@ class SlimeOptions(BaseModel):
         default=None, ge=1, le=65_536, description="prompts that are begun at a time"
     )
     rollout_max_response_len: Annotated[int, Flag(metavar="N")] = Field(
-        default=8192, ge=1, le=10_000_000, description="tokens of an answer"
+        default=8192, ge=1, le=10_000_000, description="the most tokens of an answer"
     )
     rollout_max_context_len: Annotated[int | None, Flag(metavar="N")] = Field(
-        default=None, ge=1, le=10_000_000, description="tokens of a conversation, for hook files that read it"
+        default=None, ge=1, le=10_000_000, description="the most tokens of a conversation, for hook files that read it"
     )
     max_tokens_per_gpu: Annotated[int | None, Flag(metavar="N")] = Field(
-        default=None, ge=1, le=10_000_000, description="the same, for hook files that read this in its place"
+        default=None, ge=1, le=10_000_000, description="the same, for hook files that read this argument instead"
     )
     rollout_temperature: Annotated[float, Flag(metavar="T")] = Field(
         default=1.0, ge=0, le=100, description="the temperature of sampling"
@@ -114,36 +114,36 @@ class SlimeOptions(BaseModel):
     )
     custom_generate_function_path: FunctionPath = Field(default=None, description="generate(args, sample, params)")
     custom_rm_path: FunctionPath = Field(
-        default=None, description="reward_func(args, sample), or with --group-rm a list"
+        default=None, description="reward_func(args, sample), with a list of samples if --group-rm"
     )
     rm_type: Annotated[str | None, Flag(metavar="NAME")] = Field(default=None, description="only remote_rm")
     rm_url: Annotated[str | None, Flag(metavar="URL")] = Field(default=None, description="the server of remote_rm")
     group_rm: bool = Field(default=False, description="reward the samples of a prompt together")
     reward_key: Annotated[str | None, Flag(metavar="NAME")] = Field(
-        default=None, description="the value that counts, of rewards that have several"
+        default=None, description="the value to use if rewards have several"
     )
-    dynamic_sampling_filter_path: FunctionPath = Field(default=None, description="which groups are kept")
-    rollout_sample_filter_path: FunctionPath = Field(default=None, description="marks samples that are not trained")
+    dynamic_sampling_filter_path: FunctionPath = Field(default=None, description="chooses the groups to keep")
+    rollout_sample_filter_path: FunctionPath = Field(default=None, description="marks samples not to train on")
     rollout_all_samples_process_path: FunctionPath = Field(
-        default=None, description="is given all groups of a rollout, including dropped ones"
+        default=None, description="is called with all groups of a rollout, including dropped ones"
     )
     use_tis: bool = Field(default=False, description="correct for the sampler's logprobs, with --job")
     tis_clip: Annotated[float | None, Flag(metavar="C")] = Field(
         default=None, gt=0, description="the bound of that correction, with --job"
     )
     save_debug_rollout_data: Annotated[str | None, Flag(metavar="FILE")] = Field(
-        default=None, description="write each rollout to this file, {rollout_id} is its number; .pt or .jsonl"
+        default=None, description="write each rollout to this .pt or .jsonl file; {rollout_id} stands for its number"
     )
     load_debug_rollout_data: Annotated[str | None, Flag(metavar="FILE")] = Field(
-        default=None, description="train from rollouts that were written, and sample nothing"
+        default=None, description="train on rollouts that were saved in such files, and sample nothing"
     )
-    debug_rollout_only: bool = Field(default=False, description="play and score, and train nothing")
+    debug_rollout_only: bool = Field(default=False, description="play and score without training")
 
     search_port: Annotated[int | None, Flag(metavar="PORT")] = Field(
-        default=None, ge=1, le=65535, description="serve /retrieve at this port of this machine, as a search_url"
+        default=None, ge=1, le=65535, description="serve /retrieve at this port of this machine, for a search_url"
     )
     search_documents: Annotated[Path | None, Flag(metavar="FILE", default="those of the tasks `search`")] = Field(
-        default=None, description="what is searched, a JSON object with title and text in each line"
+        default=None, description="the documents to search, a JSON object with title and text on each line"
     )
 
     @field_validator("server_url")
@@ -185,15 +185,15 @@ class SlimeOptions(BaseModel):
 
     @property
     def job_overrides(self) -> dict[str, dict[str, Any]]:
-        """What the options say of the job, by group."""
+        """The settings of the job that the options override, by group."""
         tis = {"use_tis": self.use_tis or None, "tis_clip": self.tis_clip}
         trainer = {name: value for name, value in tis.items() if value is not None}
         return {"trainer": trainer} if trainer else {}
 
     def namespace(self) -> Namespace:
-        """Return `args` as hook files read them: the options, and what they may ask for of slime's others."""
+        """Return the `args` of hook files: the options, and the other arguments of slime that they may read."""
         own = self.model_dump()
-        if self.hf_checkpoint in (TINY, SMOLLM2):  # hook files load its tokenizer themselves, by what they find here
+        if self.hf_checkpoint in (TINY, SMOLLM2):  # hook files load its tokenizer themselves, by this name
             own["hf_checkpoint"] = loadable_name(self.hf_checkpoint, "bfloat16", 0)
         own |= {"prompt_data": str(self.prompt_data), "rollout_stop": list(self.rollout_stop) or None}
         own |= {"apply_chat_template_kwargs": self.chat_template_arguments}

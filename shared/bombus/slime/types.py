@@ -1,4 +1,4 @@
-"""`Sample`, which slime's hooks take and return. Its attributes and the form of `to_dict` are slime's."""
+"""`Sample`, which slime's hooks get and return. Its attributes and the form of `to_dict` are slime's."""
 
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass
 class SlimeSample:
-    """One attempt at a prompt: what was asked, what was sampled, and what it was worth.
+    """One attempt at a prompt: the prompt, the response and the reward.
 
     `tokens` has the prompt and then the response; `loss_mask` and `rollout_log_probs` have one number for each of the
     `response_length` tokens of the response.
@@ -24,7 +24,7 @@ class SlimeSample:
 
     @dataclass
     class SpecInfo:
-        """Counters of speculative decoding, of which this server reports none."""
+        """Counters of speculative decoding; bombus reports none."""
 
         spec_accept_token_num: int = 0
         spec_draft_token_num: int = 0
@@ -86,7 +86,7 @@ class SlimeSample:
         return self.response_length if self.loss_mask is None else sum(self.loss_mask)
 
     def get_reward_value(self, args: Namespace) -> Any:
-        """Return the reward, or where a reward has several values that of `args.reward_key`. Raises `ValueError`."""
+        """Return the reward, or its value under `args.reward_key` if that is set. Raises `ValueError` without one."""
         if not args.reward_key:
             return self.reward
         if not isinstance(self.reward, Mapping) or args.reward_key not in self.reward:
@@ -94,14 +94,14 @@ class SlimeSample:
         return self.reward[args.reward_key]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what a file of rollouts has of a sample; attributes that a hook has added are in it too."""
+        """Return the sample as a file of rollouts holds it, including attributes that a hook has added."""
         plain = {"status": getattr(self.status, "value", self.status)}  # hooks may have set a text
         counters = {"spec_info": self.spec_info.to_dict(), "prefix_cache_info": self.prefix_cache_info.to_dict()}
         return {**vars(self), **plain, **counters}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> "SlimeSample":
-        """Raises `ValueError` for a status that is not known."""
+        """Return the sample that `to_dict` describes. Raises `ValueError` for an unknown status."""
         own = {one.name for one in fields(SlimeSample)}
         given = dict(data)
         given["status"] = SlimeSample.Status(given["status"])
@@ -128,9 +128,9 @@ class SlimeSample:
         text: str | None = None,
         update_terminal_info: bool = True,
     ) -> None:
-        """Add tokens to the response: those of the model with their logprobs, or others, which are not trained.
+        """Add tokens to the response: the model's with their logprobs, or other tokens, which are not trained on.
 
-        Raises `ValueError` where tokens of the model have no logprobs, or as many as do not fit.
+        Raises `ValueError` if tokens of the model have no logprobs, or not one for each.
         """
         added = [int(token) for token in tokens or ()]
         scores = None if log_probs is None else [float(value) for value in log_probs]
@@ -140,18 +140,18 @@ class SlimeSample:
             raise ValueError("tokens of the model need their log_probs: ask for return_logprob")
         if added and not trainable:
             if scores is not None:
-                raise ValueError("tokens that are not trained have no log_probs: leave them out")
+                raise ValueError("tokens that are not trained on have no log_probs: leave log_probs out")
             scores = [0.0] * len(added)
         self.response += text or ""
         before = self.response_length
-        if added:  # to the lists that are there, which a hook may hold too
+        if added:  # in place, because a hook may hold the same lists
             self.tokens += added
             self.response_length += len(added)
             self.loss_mask = [1] * before if self.loss_mask is None else self.loss_mask
             self.loss_mask += [int(trainable)] * len(added)
         if scores is not None:
             if self.rollout_log_probs is None and trainable and before:
-                raise ValueError("the response has tokens without rollout_log_probs: append them with theirs first")
+                raise ValueError("the response has tokens without rollout_log_probs: append their log_probs first")
             self.rollout_log_probs = [0.0] * before if self.rollout_log_probs is None else self.rollout_log_probs
             self.rollout_log_probs += scores
         if meta_info is not None and update_terminal_info:
@@ -164,7 +164,7 @@ class SlimeSample:
                 raise ValueError(f"{name} has {len(values)} values for a response of {self.response_length} tokens")
 
     def update_from_meta_info(self, args: Namespace | None, meta_info: Mapping[str, Any]) -> None:
-        """Take the status and the counters of an answer, as hook files for slime's earlier releases ask for it."""
+        """Copy the status and the counters of an answer; hook files for slime's earlier releases call this."""
         if "finish_reason" not in meta_info:
             return
         self.prefix_cache_info.add(meta_info)

@@ -1,1 +1,1 @@
-"""Tasks that are ready to be played, by name, such as `reasoning_gym:leg_counting`, and their environments."""
+"""Ready-made tasks by name, such as `reasoning_gym:leg_counting`, and their environments."""

@@ -1,7 +1,7 @@
-"""Entries of reasoning-gym, made in a process of their own that salts hashes alike everywhere.
+"""Entries of reasoning-gym, made in a separate process with a fixed hash seed.
 
-Some generators choose from a set in its order, which Python salts anew for each process. In this one the same seed and
-index are the same entry, whichever program asks.
+Some generators choose from a set in its iteration order, which depends on a random hash seed in each Python process. In
+this process, the same seed and index give the same entry to any program.
 """
 
 import atexit
@@ -25,7 +25,7 @@ END_S = 10.0
 DATASETS_KEPT = 8
 ENTRIES_KEPT = 4096
 HASH_SEED = "0"
-# With -P, and our own folder last: no file of the folder that it is run in, such as random.py, is a module.
+# With -P, and our own folder last, so that no file in the working directory, such as random.py, is imported.
 PROGRAM = (
     "import sys; sys.path.append(sys.argv[1]); from bombus.tasks.entries import serve_entries; "
     "serve_entries(int(sys.argv[2]))"
@@ -33,7 +33,7 @@ PROGRAM = (
 
 
 class EntryMaker:
-    """Makes entries in a process that is started with the first of them, and ends with this one.
+    """Makes entries in a process that starts with the first entry, and ends with this process.
 
     Threads may share it.
     """
@@ -44,7 +44,8 @@ class EntryMaker:
         self._connection: Connection | None = None
 
     def pickled_entry(self, generator: str, seed: int, index: int) -> bytes:
-        """Return an entry as pickle: JSON would lose tuples and sets that verifiers compare. Raises `ResetFailed`."""
+        """Return an entry as a pickle: JSON would lose the tuples and sets that verifiers compare. Raises
+        `ResetFailed`."""
         what = f"entry {index} of reasoning_gym:{generator}"
         with self._one:
             try:
@@ -53,7 +54,7 @@ class EntryMaker:
                 if not connection.poll(ENTRY_S):
                     raise TimeoutError(f"it took longer than {ENTRY_S:g} s")
                 entry, failure = connection.recv()
-            except BaseException as error:  # an interrupt, too: the answer would be taken for that of the next question
+            except BaseException as error:  # including an interrupt: its answer would be taken for the next one's
                 self._end()
                 if isinstance(error, OSError | EOFError):
                     raise ResetFailed(f"{what} could not be made: {in_one_line(error)}") from error
@@ -63,7 +64,7 @@ class EntryMaker:
         return bytes(entry)
 
     def close(self) -> None:
-        """End the process. Another entry starts a new one."""
+        """End the process. The next entry starts a new one."""
         with self._one:
             self._end()
 
@@ -93,7 +94,7 @@ class EntryMaker:
 
 @lru_cache(DATASETS_KEPT)
 def dataset_of(generator: str, seed: int, size: int = SIZE_MAX) -> Any:
-    """Return a data set of reasoning-gym. Some make all of their entries at once, which takes seconds for many."""
+    """Return a reasoning-gym data set. Some make all their entries at once, which takes seconds for large sizes."""
     from reasoning_gym import create_dataset
 
     return create_dataset(generator, size=size, seed=seed)
@@ -105,20 +106,20 @@ def _kept(generator: str, seed: int, index: int) -> bytes:
 
 
 def entry_of(generator: str, seed: int, index: int) -> dict[str, Any]:
-    """Return an entry, which is the same in every process. Raises `ResetFailed` where it cannot be made."""
-    entry: dict[str, Any] = pickle.loads(_kept(generator, seed, index))  # from a process of our own
+    """Return an entry, which is the same in every process. Raises `ResetFailed` if it cannot be made."""
+    entry: dict[str, Any] = pickle.loads(_kept(generator, seed, index))  # from our own process
     return entry
 
 
 def _answered(generator: str, seed: int, index: int) -> tuple[bytes, str]:
     try:
         return pickle.dumps(dataset_of(generator, seed)[index]), ""
-    except Exception as error:  # the generator's own code, whose failure is told to who asked
+    except Exception as error:  # an error of the generator's own code is reported to the caller
         return b"", in_one_line(error) or type(error).__name__
 
 
 def serve_entries(descriptor: int) -> None:
-    """Answer what comes through a connection until the program that asks has ended."""
+    """Answer the requests on a connection until the requesting program has ended."""
     connection = Connection(descriptor)
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
@@ -126,11 +127,12 @@ def serve_entries(descriptor: int) -> None:
 
 
 def _make_anew() -> None:
-    """Let a forked program start its own process. If it shared its parent's, each would get the other's answers."""
+    """Let a forked program start its own process. With a shared one, parent and child would get each other's
+    answers."""
     global _maker
     _maker = EntryMaker()
 
 
 _maker = EntryMaker()
-atexit.register(lambda: _maker.close())  # whichever it is then
+atexit.register(lambda: _maker.close())  # the current one, perhaps replaced after a fork
 os.register_at_fork(after_in_child=_make_anew)

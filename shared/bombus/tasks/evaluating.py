@@ -1,4 +1,4 @@
-"""Evaluation of the policy that a hive trains: episodes that are not trained on, counted by policy version."""
+"""Evaluation of the policy that a hive trains: episodes that are not trained on, with scores per policy version."""
 
 import asyncio
 import logging
@@ -21,17 +21,17 @@ from bombus.tasks.playing import FAILURES_IN_A_ROW_MAX, EpisodeScore, ServerFail
 
 log = logging.getLogger("bombus")
 
-ABORT_S = 15.0  # for the hive to take note of episodes that are given up
-LOOK_S = 1.0  # between two looks for a new version
+ABORT_S = 15.0  # for the hive to abort the episodes that are given up
+LOOK_S = 1.0  # between two checks for a new version
 NOT_BEGUN = "the hive had closed it before its turn came"
-EPISODE_S_MAX = 86_400.0  # of an episode that waits for its turn; the hive ends the wait where it closes a batch
+EPISODE_S_MAX = 86_400.0  # for an episode waiting for its turn; the hive ends the wait if it closes a batch
 
 
 class EvalScore(EpisodeScore, frozen=True, kw_only=True):
-    """How an evaluation episode went.
+    """The score of an evaluation episode.
 
-    `version` is the policy version that has sampled all of it, None where `versions` are several. For an episode
-    without an answer it is that of its claim.
+    `version` is the policy version that sampled all of it, or None if there were several, which `versions` lists. For
+    an episode without an answer it is the version of its claim.
     """
 
     version: int | None
@@ -39,7 +39,7 @@ class EvalScore(EpisodeScore, frozen=True, kw_only=True):
 
 
 class EvalSet(msgspec.Struct, frozen=True, kw_only=True):
-    """Tasks to play, and how. Tasks without a data set belong to this one."""
+    """Tasks to play, and the rollout to play them with. Tasks without a data set are assigned to this one."""
 
     name: str
     tasks: Sequence[Task]
@@ -47,21 +47,21 @@ class EvalSet(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _EvalEpisode(msgspec.Struct, frozen=True):
-    task: Task  # which names its data set
+    task: Task  # with its data set
     number: int
     rollout: Rollout
 
 
 class Evaluation:
-    """Plays data sets once. `report` hears of each episode that is over.
+    """Plays data sets once. `report` is called with the score of each finished episode.
 
-    Up to `claim` episodes are claimed together. In a synchronous run they play one version, because the hive's next
-    batch waits for them. `versions` has the versions of the claims: one, unless the engine goes on between two claims.
-    In an asynchronous run nothing waits, and each score names the versions that sampled it.
+    Up to `claim` episodes are claimed together. In a synchronous run they all play one version, because the hive's next
+    batch waits for them. `versions` contains the versions of the claims: one, unless the engine advances between two
+    claims. In an asynchronous run nothing waits, and each score names the versions that sampled its episode.
 
     `cut_off` counts the episodes that the hive closed before they ended, which have no reward. A data set is given up
-    when too many of its episodes in a row fail. Raises the client's errors, and `ServerFailed` for data sets that were
-    given up, once the others are played.
+    if too many of its episodes in a row fail. Raises the client's errors, and `ServerFailed` for the data sets that
+    were given up, once the others have been played.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class Evaluation:
         self._slots = asyncio.Semaphore(at_once)
         self._claim = claim
         self._open: set[str] = set()
-        self._over: set[str] = set()  # those that the hive has closed
-        self._failed: Counter[str] = Counter()  # episodes in a row, by data set
-        self._given_up: dict[str, str] = {}  # with the reason, by data set
+        self._over: set[str] = set()  # episodes that the hive has closed
+        self._failed: Counter[str] = Counter()  # failed episodes in a row, by data set
+        self._given_up: dict[str, str] = {}  # data set -> reason
         self._unplayed: Counter[str] = Counter()
         self.versions: list[int] = []
         self.cut_off = 0
@@ -99,7 +99,7 @@ class Evaluation:
 
     def _why_given_up(self, name: str) -> str:
         why = f"{FAILURES_IN_A_ROW_MAX} episodes of {name} in a row failed, the last one with: {self._given_up[name]}"
-        return why + (f"; {self._unplayed[name]} more of it were not played" if self._unplayed[name] else "")
+        return why + (f"; {self._unplayed[name]} more of its episodes were not played" if self._unplayed[name] else "")
 
     def _note_version(self, version: int) -> None:
         if version not in self.versions:
@@ -114,7 +114,7 @@ class Evaluation:
         async with self._slots:
             name, uuid = episode.task.data_set, credentials.episode_uuid
             if name in self._given_up:
-                self._unplayed[name] += 1  # and it is aborted with what is left open
+                self._unplayed[name] += 1  # it is aborted with the other open episodes
                 return
             score = _not_begun(episode, credentials) if uuid in self._over else await self._scored(episode, credentials)
             self._open.discard(uuid)
@@ -143,21 +143,21 @@ class Evaluation:
             return _without_reward(score, credentials, result.error)
         try:
             await self._client.end_episodes([(task, credentials.episode_uuid, result.output())])
-        except EpisodeGone as error:  # such as one that its batch did not wait for any longer
+        except EpisodeGone as error:  # such as an episode for which its batch no longer waited
             return await self._closed_by_the_hive(score, credentials, error)
         return score
 
     async def _closed_by_the_hive(
         self, score: EvalScore, credentials: Credentials, error: InfraError | SwarmError
     ) -> EvalScore:
-        """Find out which other episodes were closed with this one, so that none of them is begun."""
+        """Find out which other episodes were closed with this one, so that none of them is started."""
         self._over.add(credentials.episode_uuid)
         self._over.update(await self._client.touch_episodes(list(self._open)))
         return _without_reward(score, credentials, error)
 
     @asynccontextmanager
     async def _nothing_left_open(self, claimed: Sequence[Credentials]) -> AsyncIterator[None]:
-        """Keep episodes alive while they are played or wait for it, and abort what is still open at the end."""
+        """Keep the episodes alive while they are played or wait to be, and abort those still open at the end."""
         uuids = [each.episode_uuid for each in claimed]
         self._open.update(uuids)
         try:
@@ -169,14 +169,14 @@ class Evaluation:
                     async with asyncio.timeout(ABORT_S):
                         await self._client.abort_episodes(list(self._open), detail="the evaluation was stopped")
                 except (SwarmError, TimeoutError) as error:
-                    log.warning("open episodes could not be aborted, and will end when they are idle: %s", error)
+                    log.warning("open episodes could not be aborted, and will end once idle for too long: %s", error)
                 self._open.clear()
 
 
 class EvalSchedule:
-    """Says which policy versions are evaluated: the first that is seen, and then those that `every` divides.
+    """Decides which policy versions are evaluated: the first one seen, and then the multiples of `every`.
 
-    Where evaluation is slower than training, versions are skipped: the newest one is next.
+    If evaluation is slower than training, versions are skipped: the newest one is next.
     """
 
     def __init__(self, every: int) -> None:
@@ -188,7 +188,7 @@ class EvalSchedule:
         return run != self._run or version >= self._next
 
     def played(self, run: int, version: int) -> list[int]:
-        """Note that a version was evaluated. Returns those that were skipped before it."""
+        """Note that a version was evaluated. Returns the due versions that were skipped before it."""
         skipped = [] if run != self._run else list(range(self._next, version, self._every))
         self._run = run
         self._next = (version // self._every + 1) * self._every
@@ -196,9 +196,9 @@ class EvalSchedule:
 
 
 async def wait_until_due(client: AsyncSwarmClient, schedule: EvalSchedule) -> tuple[int, int] | None:
-    """Wait for a version that is to be evaluated, and return its run and itself.
+    """Wait for a version that is due for evaluation, and return its run and its number.
 
-    None is returned when the engine is no longer running.
+    Returns None once the engine is no longer running.
     """
     while True:
         _, status = await client.get_engine_status()
@@ -222,7 +222,7 @@ def _episodes(data_sets: Sequence[EvalSet], repeat: int) -> Iterator[_EvalEpisod
 
 def _version_of(credentials: Credentials) -> int:
     if credentials.policy_version is None:
-        raise SwarmError("the server does not say which policy version a claim is of: is it a hive of bombus?")
+        raise SwarmError("the server does not give the policy version of a claim: is it a bombus hive?")
     return credentials.policy_version
 
 
@@ -238,7 +238,8 @@ def _not_begun(episode: _EvalEpisode, credentials: Credentials) -> EvalScore:
 
 
 def _without_reward(score: EvalScore, credentials: Credentials, error: Exception) -> EvalScore:
-    """Return the score of an episode that was aborted. Its reason does not name it, so that equal ones are counted."""
+    """Return the score of an aborted episode. Its error does not name the episode, so that equal errors are counted
+    together."""
     why = in_one_line(error).replace(f"Episode {credentials.episode}", "the episode")
     return msgspec.structs.replace(score, status=RolloutStatus.ABORTED, reward=None, is_success=None, error=why)
 

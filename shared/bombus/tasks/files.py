@@ -1,4 +1,4 @@
-"""A data set in a file of JSON lines, whose tasks are played in a class of the user's own."""
+"""A data set in a JSON Lines file, whose tasks are played with the user's own class."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,11 +10,11 @@ from bombus.sdk.types import Task
 from bombus.tasks.kinds import TaskDraw
 
 SUFFIX = ".jsonl"
-NAME_CHARACTERS_MAX = 128  # what the hive takes
+NAME_CHARACTERS_MAX = 128  # the hive's limit
 
 
 class FileTasks:
-    """The tasks of a file as a `TaskSet`, which has the file's name. A draw has the first of them, whatever its seed.
+    """The tasks of a file as a `TaskSet` with the file's name. A draw returns the first tasks, whatever its seed.
 
     `environment` is `module:Class`. Raises `Refused` for a file or a class that cannot be used.
     """
@@ -23,15 +23,15 @@ class FileTasks:
         if not environment:
             raise Refused(
                 Code.BAD_CONFIG,
-                f"--task {path} is a file, and its tasks need an environment: name a class with --env module:Class",
+                f"--task {path} is a file, so its tasks need an environment: name a class with --env module:Class",
             )
         if len(path.stem) > NAME_CHARACTERS_MAX:
             raise Refused(
-                Code.BAD_CONFIG, f"--task {path}: a data set's name has at most {NAME_CHARACTERS_MAX} characters"
+                Code.BAD_CONFIG, f"--task {path}: a data set's name must have at most {NAME_CHARACTERS_MAX} characters"
             )
         self._tasks = read_environment_tasks(path)
         if not all(task.task_id for task in self._tasks):
-            raise Refused(Code.BAD_CONFIG, f"--task {path} has an empty task_id: leave it out, or give it a text")
+            raise Refused(Code.BAD_CONFIG, f"--task {path} has an empty task_id: leave it out, or give it a value")
         self._class = load_class(environment)
         self.name = path.stem
         self.budgets = RolloutBudgets()
@@ -46,4 +46,4 @@ class FileTasks:
         return {}
 
     def close(self) -> None:
-        """Do nothing: a file that was read holds nothing."""
+        """Do nothing: the file has been read and closed."""

@@ -1,6 +1,6 @@
-"""Programs of ours in namespaces of their own, where the kernel allows it, for what models have written.
+"""Runs our own programs, which process text written by models, in separate namespaces if the kernel allows it.
 
-They see the programs of this machine, read-only, a home in memory, no other process, and no network.
+The programs see this machine's programs, read-only, a home in memory, no other processes, and no network.
 """
 
 import shlex
@@ -13,12 +13,12 @@ from pathlib import Path
 from bombus.environments.backends.shell import NAMESPACES
 
 SETUP = Path(__file__).with_name("isolation.sh")
-HOME, CONFIG = "/bombus/home", "/bombus/config"  # inside
+HOME, CONFIG = "/bombus/home", "/bombus/config"  # paths inside the namespaces
 WITHOUT_CAPABILITIES = "setpriv --no-new-privs --bounding-set=-all --inh-caps=-all --ambient-caps=-all"
 
 
 def why_no_isolation() -> str:
-    """Return what this machine lacks, "" for nothing; its kernel may still refuse."""
+    """Return what this machine lacks for isolation, or "" if nothing is missing; its kernel may still refuse."""
     if sys.platform != "linux" or shutil.which("unshare") is None or shutil.which("setpriv") is None:
         return "that needs Linux, with `unshare` and `setpriv` (package util-linux)"
     return ""
@@ -27,9 +27,10 @@ def why_no_isolation() -> str:
 def isolated(
     root: Path, config: Path, program: Sequence[str], packages: Sequence[str], before: Sequence[str] = ()
 ) -> list[str]:
-    """Return the command that runs `before` and then `program`, which has no capabilities, in new namespaces.
+    """Return the command that runs `before` and then `program`, without capabilities, in new namespaces.
 
-    Both are words after that of Python. `root` is an empty folder, and `config` a file that is shown at `CONFIG`.
+    Both are arguments of the Python interpreter. `root` is an empty folder, and `config` a file that appears at
+    `CONFIG`.
     """
     lines = [shlex.join([sys.executable, *before])] if before else []
     lines.append(f"exec {WITHOUT_CAPABILITIES} {shlex.join([sys.executable, *program])}")
@@ -38,18 +39,18 @@ def isolated(
 
 
 def import_path(packages: Sequence[str]) -> str:
-    """Return where a program finds our own package, and these."""
+    """Return the PYTHONPATH with which a program finds our own package and these packages."""
     return ":".join(map(str, _sites(packages)))
 
 
 def _sites(packages: Sequence[str]) -> list[Path]:
-    """Return the folder that holds our package, and those of what it needs, whichever way they were installed."""
+    """Return the folder that contains our package, and those of these packages, however they were installed."""
     found = [find_spec(name) for name in packages]
     sites = [Path(spec.origin).parent.parent for spec in found if spec is not None and spec.origin is not None]
     return list(dict.fromkeys([Path(__file__).parents[2], *sites]))
 
 
 def _folders(packages: Sequence[str]) -> list[str]:
-    """Return the folders that a program reads, parents before what is in them. Of our own tree only the package."""
+    """Return the folders that a program may read, parents before their contents. Of our own tree, only the package."""
     shown = {str(Path(__file__).parents[1]), sys.prefix, sys.base_prefix, *map(str, _sites(packages)[1:])}
     return sorted(shown)

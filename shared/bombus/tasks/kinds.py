@@ -1,4 +1,4 @@
-"""What a set of ready tasks is: tasks that are drawn from a seed, and the environment that they are played in."""
+"""The interface of a set of ready-made tasks: tasks drawn from a seed, and the environment in which they are played."""
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
@@ -14,21 +14,22 @@ from bombus.sdk.types import Task
 
 SIZE_MAX = 20_000
 SEED_MAX = 999
-SEEDS_OF_A_DRAW = 1_000_000  # a generator makes its task i from seed + i, and no two draws may meet
+SEEDS_OF_A_DRAW = 1_000_000  # a generator makes task i from seed + i, and draws must not overlap
 EVAL_SEEDS = 1_000_000_000  # seeds of evaluation tasks begin here, so that no task is in both splits
 
 OptionsT = TypeVar("OptionsT", bound=BaseModel)
 
 
 class TaskSplit(StrEnum):
-    """Which tasks are meant: those to train on, or those that are never trained on."""
+    """Which tasks to draw: those for training, or those held out for evaluation."""
 
     TRAIN = "train"
     EVAL = "eval"
 
 
 class TaskDraw(msgspec.Struct, frozen=True, kw_only=True):
-    """Which tasks to draw. The same draw gives the same tasks; another seed or split gives others where it can."""
+    """Which tasks to draw. The same draw gives the same tasks; another seed or split gives different ones if
+    possible."""
 
     size: int
     seed: int = 0
@@ -36,29 +37,30 @@ class TaskDraw(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not 1 <= self.size <= SIZE_MAX:
-            raise Refused(Code.BAD_CONFIG, f"{self.size} tasks cannot be drawn: from 1 to {SIZE_MAX} can")
+            raise Refused(Code.BAD_CONFIG, f"{self.size} tasks cannot be drawn: draw from 1 to {SIZE_MAX}")
         if not 0 <= self.seed <= SEED_MAX:
-            raise Refused(Code.BAD_CONFIG, f"the seed {self.seed} is refused: it must be from 0 to {SEED_MAX}")
+            raise Refused(Code.BAD_CONFIG, f"the seed is {self.seed}: it must be from 0 to {SEED_MAX}")
 
     @property
     def first_seed(self) -> int:
-        """The seed of the first task, where a generator takes one for each: the others have those after it."""
+        """The seed of the first task, for a generator that needs one per task; the other tasks use the seeds after
+        it."""
         return self.seed * SEEDS_OF_A_DRAW + (EVAL_SEEDS if self.split == TaskSplit.EVAL else 0)
 
 
 class TaskSet(Protocol):
-    """A set of ready tasks that is open."""
+    """An open set of ready-made tasks."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def budgets(self) -> RolloutBudgets:
-        """What an episode may use unless something else is asked for."""
+        """The default budgets of an episode."""
         ...
 
     def draw(self, draw: TaskDraw) -> list[Task]:
-        """Return tasks, perhaps fewer than were asked for. Raises `Refused` where there are none."""
+        """Return the tasks, perhaps fewer than requested. Raises `Refused` if there are none."""
         ...
 
     def environment(self) -> object:
@@ -66,27 +68,27 @@ class TaskSet(Protocol):
         ...
 
     def figures(self) -> Mapping[str, float]:
-        """Return what the set itself has counted, such as the hit rate of a cache."""
+        """Return statistics of the set itself, such as the hit rate of a cache."""
         ...
 
     def close(self) -> None:
-        """Free what the set holds, such as processes. Closing again does nothing."""
+        """Free the resources of the set, such as processes. Closing again does nothing."""
         ...
 
 
 class TaskName(msgspec.Struct, frozen=True, kw_only=True):
-    """A name that a family has. `flaw` says what is known to be wrong with its tasks."""
+    """The name of a set in a family. `flaw` describes a known defect of its tasks."""
 
     name: str
     flaw: str = ""
 
 
 class TaskFamily(msgspec.Struct, frozen=True, kw_only=True):
-    """Sets of tasks that come from one source.
+    """Sets of tasks from one source.
 
-    `package` must be importable ("": none), and the extra `extra` installs it. `names` lists the sets; a family that
-    does not have names (`has_names`) is a single set. `open` opens a set by its name and its options, which are among
-    `options`.
+    `package` must be importable ("" means none is needed), and the extra `extra` installs it. `names` lists the sets; a
+    family without names (`has_names`) is a single set. `open` opens a set by its name and options; `options` are the
+    names of the options.
     """
 
     name: str
@@ -106,11 +108,11 @@ class NoOptions(BaseModel):
 
 
 class TasksNotInstalled(BombusError):
-    """What a family needs is not installed, or not usable here. The sentence says what to do."""
+    """A dependency of a family is not installed or not usable here. The message says what to do."""
 
 
 def options_of(model: type[OptionsT], name: str, given: Mapping[str, str]) -> OptionsT:
-    """Return the options of a set, from text. Raises `Refused` with a sentence for each that is wrong."""
+    """Parse the options of a set from text. Raises `Refused` with a clause for each invalid one."""
     try:
         return model.model_validate(dict(given))
     except ValidationError as error:
@@ -128,5 +130,5 @@ def _sentences(model: type[BaseModel], name: str, error: ValidationError) -> lis
         elif field is None or problem["type"] == "value_error":
             sentences.append(f"{name}: {problem['msg'].removeprefix('Value error, ')}")
         else:
-            sentences.append(f"the option {option}={problem['input']} of {name} is refused: {allowed(field)}")
+            sentences.append(f"the option {option}={problem['input']} of {name} is not allowed: {allowed(field)}")
     return sentences

@@ -1,4 +1,4 @@
-"""Play ready tasks against a model, without training: how each episode went, and what is shown of all of them."""
+"""Play ready-made tasks with a model, without training, and summarise the results of the episodes."""
 
 import asyncio
 import time
@@ -16,17 +16,17 @@ from bombus.errors import BombusError, Code, Refused, in_one_line
 from bombus.sdk.types import Credentials, Task
 from bombus.task_groups import first_failure
 
-UNANSWERED_S = 60.0  # for a server to answer its first call: one that is still starting takes some time
+UNANSWERED_S = 60.0  # for a server to answer its first call: it may still be starting
 REASONS_SHOWN_MAX = 3
-FAILURES_IN_A_ROW_MAX = 16  # a server that has failed so often does not recover by itself
+FAILURES_IN_A_ROW_MAX = 16  # a server that has failed so often will not recover
 
 
 class ServerFailed(BombusError):
-    """So many episodes in a row failed that the others would, too."""
+    """So many episodes in a row failed that the rest would fail too."""
 
 
 class EpisodeScore(msgspec.Struct, frozen=True, kw_only=True):
-    """How an episode went. One that was aborted has no reward, and `error` says why."""
+    """The score of an episode. If it was aborted, it has no reward, and `error` gives the reason."""
 
     tasks: str
     task_id: str
@@ -43,7 +43,7 @@ class EpisodeScore(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
     def line(self) -> str:
-        """Return it for a person."""
+        """Return the score as a line for people to read."""
         if self.reward is None:
             return f"{self.task_id}: aborted: {self.error}"
         truncated = ", truncated" if self.status == RolloutStatus.TRUNCATED else ""
@@ -52,7 +52,7 @@ class EpisodeScore(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def score_of_rollout(tasks: str, task: Task, number: int, result: RolloutResult, seconds: float) -> EpisodeScore:
-    """Return what is kept of a rollout."""
+    """Return the score to record for a rollout."""
     transcript, scores = result.transcript, result.scores
     return EpisodeScore(
         tasks=tasks,
@@ -80,7 +80,7 @@ class EpisodeSummary:
         self.name = name
         self.rewards: list[float] = []
         self.solved = 0
-        self.judged = 0  # episodes of which the environment says whether they were solved
+        self.judged = 0  # episodes for which the environment says whether they were solved
         self.truncated = 0
         self.aborted: Counter[str] = Counter()
         self.turns = 0
@@ -103,7 +103,7 @@ class EpisodeSummary:
             self.metrics.setdefault(name, []).append(value)
 
     def row(self) -> tuple[str, ...]:
-        """Return the cells of the table; the means are over the episodes that have a reward."""
+        """Return the cells of the table row; the means are over the episodes that have a reward."""
         count = len(self.rewards)
         return (
             self.name,
@@ -118,7 +118,8 @@ class EpisodeSummary:
         )
 
     def notes(self) -> Iterator[str]:
-        """Yield lines with the means of metrics, and with the reasons of what was aborted."""
+        """Yield a line with the means of the metrics, and a line for each of the commonest reasons of aborted
+        episodes."""
         if self.metrics:
             yield f"{self.name}: " + ", ".join(
                 f"{name} {sum(values) / len(values):.3g}" for name, values in self.metrics.items()
@@ -128,7 +129,7 @@ class EpisodeSummary:
 
 
 def table(summaries: Sequence[EpisodeSummary]) -> list[str]:
-    """Return the lines of a table, the names at the left and the figures at the right of their columns."""
+    """Return the lines of a table, with names aligned left and figures aligned right."""
     rows = [EpisodeSummary.HEAD, *(summary.row() for summary in summaries)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(EpisodeSummary.HEAD))]
     return [
@@ -138,13 +139,13 @@ def table(summaries: Sequence[EpisodeSummary]) -> list[str]:
 
 
 class ScoreFile:
-    """A file with a JSON line for each episode. It must not exist yet: what another run has written is kept."""
+    """A file with a JSON line per episode. It must not exist yet, so that another run's results are not overwritten."""
 
     def __init__(self, path: Path) -> None:
         try:
             self._file = path.open("xb")
         except FileExistsError as error:
-            raise Refused(Code.BAD_CONFIG, f"{path} already exists: name another file, or move that one") from error
+            raise Refused(Code.BAD_CONFIG, f"{path} already exists: name another file, or move this one") from error
         except OSError as error:
             raise Refused(Code.BAD_CONFIG, f"{path} cannot be written: {in_one_line(error)}") from error
 
@@ -157,9 +158,9 @@ class ScoreFile:
 
 
 class ServerPatience:
-    """Reports why calls are asked again, and gives up a server that has answered none for `within_s`.
+    """Reports why calls are retried, and gives up on a server that has never answered once `within_s` have passed.
 
-    It is the `watch` of a rollout. `report` hears the first few reasons.
+    It is the `watch` of a rollout. `report` is called with the first few reasons.
     """
 
     def __init__(
@@ -168,7 +169,7 @@ class ServerPatience:
         within_s: float = UNANSWERED_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.gave_up = ""  # with the reason, once it has
+        self.gave_up = ""  # the reason, once it has given up
         self._report = report
         self._within_s = within_s
         self._clock = clock
@@ -182,7 +183,7 @@ class ServerPatience:
     def asked_again(self, why: str) -> None:
         if why not in self._reasons and len(self._reasons) < REASONS_SHOWN_MAX:
             self._reasons.add(why)
-            self._report(f"{why}; asking again")
+            self._report(f"{why}; retrying")
         if self._has_answered:
             return
         now = self._clock()
@@ -194,10 +195,10 @@ class ServerPatience:
 
 
 class TaskRun:
-    """Plays each task of a set several times, with `at_once` episodes side by side.
+    """Plays each task of a set several times, with up to `at_once` episodes at a time.
 
-    `report` hears of each episode that is over. Raises `ServerFailed` where nothing works, or the rollout's `patience`
-    has come to its end.
+    `report` is called with the score of each finished episode. Raises `ServerFailed` if too many episodes in a row
+    fail, or if the rollout's `patience` has given up.
     """
 
     def __init__(  # noqa: PLR0913 - what a run consists of

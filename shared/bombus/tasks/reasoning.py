@@ -20,15 +20,15 @@ INSTRUCTION = (
 )
 ABOUT = "puzzles, arithmetic, logic and algorithms from reasoning-gym, each with a verifier"
 
-# Their own gold answers score 0, or 0.01, in reasoning-gym 0.1.25.
+# The gold answers of these generators score 0, or 0.01, in reasoning-gym 0.1.25.
 GOLD_SCORES_NOTHING = frozenset({"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"})
 FLAWS = {
     **dict.fromkeys(GOLD_SCORES_NOTHING, "its own gold answers score 0"),
     "game_of_life_halting": "its verifier treats any answer as True",
-    "coin_flip": "its verifier takes 0 for any probability that begins with 0",
+    "coin_flip": "its verifier accepts 0 for any probability that begins with 0",
     "puzzle24": "its verifier accepts any four numbers that make 24",
 }
-NOT_A_GENERATOR = frozenset({"composite"})  # it mixes others, and has no tasks of its own
+NOT_A_GENERATOR = frozenset({"composite"})  # it combines other generators
 
 _CLOSED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _OPEN = re.compile(r"<answer>((?:(?!<answer>).)*)\Z", re.DOTALL)
@@ -66,7 +66,7 @@ class ReasoningTasks:
 
 
 class ReasoningPuzzle:
-    """One question. The reward is what the generator's own verifier gives the answer, from 0 to 1."""
+    """One question. The reward is the score from the generator's own verifier, from 0 to 1."""
 
     def __init__(self) -> None:
         self._generator = ""
@@ -82,14 +82,14 @@ class ReasoningPuzzle:
         return [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": self._entry["question"]}]
 
     def gold(self, task: Task) -> list[str]:
-        """Return the reply that is right."""
+        """Return the correct reply."""
         known = task.metadata
         entry = entry_of(known["generator"], known["generator_seed"], known["index"])
         return [f"<answer>{entry['answer']}</answer>"]
 
     @reward
     def score(self, transcript: Transcript) -> float:
-        """Return the verifier's score of the answer, or 0 if the verifier cannot read it."""
+        """Return the verifier's score for the answer, or 0 if the verifier cannot read it."""
         answer = answer_in(_last_text(transcript))
         if answer not in self._scores:
             self._scores = {answer: score_of(self._generator, answer, self._entry)}
@@ -97,7 +97,7 @@ class ReasoningPuzzle:
 
     @metric
     def has_answer(self, transcript: Transcript) -> float:
-        """Return whether the reply has an answer in tags."""
+        """Return whether the reply contains an answer in tags."""
         return float(_tagged_answer(_last_text(transcript)) is not None)
 
     @success
@@ -107,16 +107,17 @@ class ReasoningPuzzle:
 
 
 def answer_in(text: str) -> str:
-    """Return the last answer in tags; without any, all of the text."""
+    """Return the last answer in tags, or the whole text if there is none."""
     found = _tagged_answer(text)
     return (text if found is None else found).strip()
 
 
 def score_of(generator: str, answer: str, entry: dict[str, Any]) -> float:
-    """Return the verifier's score, from 0 to 1; 0 for an answer that it cannot read, or with which it does not end.
+    """Return the verifier's score, from 0 to 1. The score is 0 for an answer that it cannot read or does not finish
+    judging.
 
-    An answer that has the whole question in it is wrong: some verifiers find what they look for in the question. So is
-    one that has "nan" for a number, unless the right one has it, too: some verifiers take it for any number.
+    An answer that contains the whole question is wrong, because some verifiers would find the solution in the question.
+    So is one that contains "nan", unless the correct answer does too: some verifiers accept it as any number.
     """
     if entry["question"].strip() in answer or (_has_nan(answer) and not _has_nan(str(entry["answer"]))):
         return 0.0
@@ -125,7 +126,8 @@ def score_of(generator: str, answer: str, entry: dict[str, Any]) -> float:
 
 
 def _tagged_answer(text: str) -> str | None:
-    """Return the last answer in tags. A tag that is not closed is a mention of it where there is a closed one."""
+    """Return the last answer in tags. An unclosed tag counts only if there is no closed one: otherwise it is a mere
+    mention."""
     if closed := _CLOSED.findall(text):
         return str(closed[-1])
     found = _OPEN.search(text)
@@ -133,7 +135,7 @@ def _tagged_answer(text: str) -> str | None:
 
 
 def _has_nan(answer: str) -> bool:
-    """Return whether an answer has NaN in it, perhaps with spaces between the letters, which some verifiers remove."""
+    """Return whether an answer contains NaN, including with spaces between the letters, which some verifiers remove."""
     return any(_NOT_A_NUMBER.search(each) for each in (answer, "".join(answer.split())))
 
 
@@ -145,7 +147,7 @@ def _last_text(transcript: Transcript) -> str:
 def _names() -> Sequence[TaskName]:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # of a package that it imports, when that is first compiled
+            warnings.simplefilter("ignore", SyntaxWarning)  # from a package that it imports, when first compiled
             from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise TasksNotInstalled(

@@ -1,4 +1,4 @@
-"""All families of ready tasks, and how a set is opened by its name."""
+"""All families of ready-made tasks, and the function that opens a set by its name."""
 
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -15,7 +15,7 @@ FAMILIES: dict[str, TaskFamily] = {
 
 
 def is_installed(family: TaskFamily) -> bool:
-    """Return whether what a family needs can be imported."""
+    """Return whether the package that a family needs can be imported."""
     return not family.package or find_spec(family.package) is not None
 
 
@@ -24,21 +24,19 @@ def how_to_install(family: TaskFamily) -> str:
 
 
 def family_of(name: str) -> TaskFamily:
-    """Return a family by its name, or by that of one of its sets. Raises `Refused` where there is none."""
+    """Return a family by its name or by the name of one of its sets. Raises `Refused` if there is none."""
     family = FAMILIES.get(name.partition(":")[0])
     if family is None:
-        own = (
-            ". Tasks of your own are played by `bombus eval --env`, or by `Rollout` in a program (docs/environments.md)"
-        )
+        own = ". To play your own tasks, use `bombus eval --env`, or `Rollout` in a program (docs/environments.md)"
         known = f"there are no tasks {name!r}: there are {', '.join(FAMILIES)}; see `bombus tasks`"
         raise Refused(Code.BAD_CONFIG, known + (own if name.endswith(".jsonl") else ""))
     return family
 
 
 def open_tasks(name: str, options: Mapping[str, str] = {}) -> TaskSet:
-    """Open a set of tasks by its name, such as `reasoning_gym:leg_counting`. Close it when it is no longer used.
+    """Open a set of tasks by its name, such as `reasoning_gym:leg_counting`. The caller must close it.
 
-    Raises `Refused` for a name or an option that there is not, and `TasksNotInstalled`.
+    Raises `Refused` for an unknown name or option, and `TasksNotInstalled`.
     """
     family = family_of(name)
     _, colon, member = name.partition(":")

@@ -1,4 +1,5 @@
-"""Small jobs with files in a sandbox: `shell`. Each is made from a seed; what is left in its folder is the reward."""
+"""Small jobs with files in a sandbox: `shell`. Each is generated from a seed; the reward depends on the resulting
+files."""
 
 import hashlib
 import random
@@ -22,10 +23,10 @@ INSTRUCTION = (
 
 
 class ShellJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A job: what is asked for, a line that makes its folder, and one that solves it.
+    """A job: its prompt, a command line that prepares its folder, and one that solves it.
 
-    In the end the files in `left` must have these contents. The file `answer` must read `expected`, but for space
-    around it; where there is no `answer`, there must be no other files than those in `left`.
+    At the end, the files in `left` must have these contents. The file `answer` must contain `expected`, apart from
+    surrounding whitespace; if there is no `answer`, there must be no other files than those in `left`.
     """
 
     prompt: str
@@ -36,20 +37,21 @@ class ShellJob(msgspec.Struct, frozen=True, kw_only=True):
     expected: str = ""
 
     def check(self) -> str:
-        """Return a line of shell that says what is left: digests, since a name could imitate a content."""
+        """Return a shell command that prints the resulting files as digests, since a file's name could imitate its
+        content."""
         if not self.answer:
             return "sha256sum -- *"
         return f"sha256sum -- {shlex.join(sorted(self.left))} && cat -- {self.answer}"
 
     def is_right(self, output: str) -> bool:
-        """Return whether `check` printed what it must."""
+        """Return whether the output of `check` is correct."""
         *digests, rest = output.split("\n", len(self.left))
         expected = [f"{hashlib.sha256(self.left[name].encode()).hexdigest()}  {name}" for name in sorted(self.left)]
         return (digests, rest.strip()) == (expected, self.expected)
 
 
 def _files(contents: Mapping[str, str]) -> str:
-    """Return a line of shell that writes these files."""
+    """Return a shell command that writes these files."""
     return "; ".join(f"printf %s {shlex.quote(text)} > {shlex.quote(name)}" for name, text in contents.items())
 
 
@@ -147,7 +149,7 @@ JOBS: dict[str, Callable[[random.Random], ShellJob]] = {
 
 
 def job_of(task: Task) -> ShellJob:
-    """Return the job that a drawn task names. Raises `ResetFailed`."""
+    """Return the job of a drawn task. Raises `ResetFailed`."""
     kind = task.metadata.get("job")
     if kind not in JOBS:
         raise ResetFailed(f"metadata['job'] is {kind!r}: it must be one of {', '.join(JOBS)}")
@@ -155,7 +157,7 @@ def job_of(task: Task) -> ShellJob:
 
 
 class ShellEnvironment:
-    """A folder in a sandbox, which is its own unless a `backend` is given. The reward is 1 for a job that is done."""
+    """A folder in a sandbox, created here unless a `backend` is given. The reward is 1 if the job is done."""
 
     def __init__(self, backend: ShellSandbox | None = None) -> None:
         self._backend = backend
@@ -190,23 +192,23 @@ class ShellEnvironment:
         return "\n".join(filter(None, (result.output.strip(), *notes))) or "(done, without output)"
 
     def gold(self, task: Task) -> list[object]:
-        """Return the call that does the job, and the last words."""
+        """Return the call that does the job, and the final answer."""
         return [("run", {"command": job_of(task).gold}), "Done."]
 
     @reward
     async def is_left_so(self) -> float:
-        """Return whether the folder is as it was asked for."""
+        """Return whether the folder is as the job demands."""
         return float(await self.is_done())
 
     @success
     async def is_done(self) -> bool:
-        """Return whether the folder is as it was asked for."""
+        """Return whether the folder is as the job demands."""
         result = await self._sandbox().run(self._job.check())
         return result.code == 0 and self._job.is_right(result.output)
 
     @metric
     def failed_commands(self) -> float:
-        """Return how many commands had another exit code than 0."""
+        """Return how many commands had a nonzero exit code."""
         return float(self._failed)
 
     async def close(self) -> None:
@@ -222,7 +224,7 @@ class ShellEnvironment:
 
 
 class ShellTasks:
-    """Jobs of all kinds, in turn."""
+    """Jobs of all kinds, in rotation."""
 
     name = "shell"
     budgets = RolloutBudgets(turns_max=8, tokens_max=8192)

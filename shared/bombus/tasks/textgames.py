@@ -1,4 +1,4 @@
-"""The text games of TextArena: `textarena:<game>`. A game for several players is played by the model against itself."""
+"""The text games of TextArena: `textarena:<game>`. In a game for several players, the model plays against itself."""
 
 import asyncio
 import random
@@ -21,16 +21,16 @@ from bombus.sdk.types import Task
 from bombus.tasks.kinds import TaskDraw, TaskFamily, TaskName, TasksNotInstalled, options_of
 
 PLAYERS_MAX = 15
-RAW = "-raw"  # games without wrappers: each observation has only what is new, so that a conversation is extended
+RAW = "-raw"  # games without wrappers: each observation contains only what is new, which extends the conversation
 MORE_PLAYERS = {"MarketEntryGame-v0": 2, "PublicGoodsGame-v0": 2, "QuantumTicTacToe-v0": 2, "SpiteAndMalice-v0": 2}
 INSTRUCTION = "You play a game. Reply with your move in square brackets, as the rules of the game say."
 
-# What keeps games of textarena 0.7.4 from being played here, where nothing is downloaded.
+# Why some games of textarena 0.7.4 cannot be played here, where nothing is downloaded.
 _WORDS, _KEY, _SYNTAX, _OTHER, _ARGUMENTS = (
     "needs word lists that NLTK downloads",
-    "needs a key of OpenRouter for its own model",
+    "needs an OpenRouter key for its own model",
     "is not valid Python 3.11",
-    "needs packages or files that textarena does not bring",
+    "needs packages or files that textarena does not include",
     "passes wrong arguments to textarena, and fails in the middle of a match",
 )
 FLAWS = {
@@ -47,11 +47,11 @@ FLAWS = {
 }
 
 ResultT = TypeVar("ResultT")
-_chance = threading.Lock()  # the games draw from Python's own generator, which all of them share
+_chance = threading.Lock()  # the games use Python's global random generator, which all of them share
 
 
 class ArenaOptions(BaseModel):
-    """What `--set` takes."""
+    """The options of `--set`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -59,7 +59,7 @@ class ArenaOptions(BaseModel):
         default=None,
         ge=1,
         le=PLAYERS_MAX,
-        description="how many players the model plays; by default the fewest the game allows",
+        description="how many players the model plays (default: the fewest that the game allows)",
     )
 
 
@@ -95,7 +95,7 @@ class ArenaTasks:
 
 
 class ArenaMatch:
-    """A match. Each player is a role of its own, `player 0` and so on, and each call has the reward of its player."""
+    """A match. Each player has its own role, `player 0` and so on, and each call gets the reward of its player."""
 
     def __init__(self) -> None:
         self._random = random.Random()
@@ -124,14 +124,14 @@ class ArenaMatch:
         self._invalid = sum(bool(each.get("invalid_move")) for each in about.values())
 
     async def _goes_on(self, name: str, step: Callable[[], ResultT]) -> ResultT:
-        """Do a step of the game. Raises `EnvironmentLost` where the game itself fails."""
+        """Run a step of the game. Raises `EnvironmentLost` if the game itself fails."""
         try:
             return await self._in_turn(step)
         except Exception as error:  # the game's own code
             raise EnvironmentLost(f"{name} failed in the middle of a match: {in_one_line(error)}") from error
 
     async def _in_turn(self, step: Callable[[], ResultT]) -> ResultT:
-        """Do a step of the game in a thread, with this match's own chance in place of the one that all share."""
+        """Run a step of the game in a thread, with this match's random state in place of the shared one."""
 
         def done() -> ResultT:
             with _chance, redirect_stdout(StringIO()):
@@ -147,7 +147,7 @@ class ArenaMatch:
 
     @reward(low=-1.0, high=1.0)
     def outcome(self, calls: list[AgentCall]) -> list[float]:
-        """Return each call's share: what its player got. A match that was not finished is worth 0 to everybody."""
+        """Return the reward of each call, which is its player's reward. In an unfinished match every player gets 0."""
         by_role = {_role(player): value for player, value in self._rewards.items()}
         return [by_role.get(call.role, 0.0) for call in calls]
 
@@ -163,19 +163,19 @@ class ArenaMatch:
 
     @metric
     def invalid_moves(self) -> float:
-        """Return how many players lost the match by a move that the rules forbid."""
+        """Return how many players lost the match by an illegal move."""
         return float(self._invalid)
 
 
 def _ended(game: Any) -> tuple[dict[int, float], dict[int, dict[str, Any]]]:
-    """Return what each player has got, and what the game says of each."""
+    """Return each player's reward, and the game's information about each player."""
     rewards, about = game.close()
     return {player: float(value) for player, value in (rewards or {}).items()}, about or {}
 
 
 @lru_cache(128)
 def fewest_players(game: str) -> int:
-    """Return the fewest players that a game can be played by. Raises `Refused` for a game that cannot be played."""
+    """Return the fewest players with which a game can be played. Raises `Refused` for a game that cannot be played."""
     why = ""
     if FLAWS.get(_plain(game)) == _ARGUMENTS:
         raise Refused(Code.BAD_CONFIG, f"{game} {_ARGUMENTS}")
@@ -199,18 +199,18 @@ def fewest_players(game: str) -> int:
 
 
 def _made(game: str) -> Any:
-    """Make a game. Raises `ResetFailed` where it cannot be, whatever its code does."""
+    """Make a game. Raises `ResetFailed` if that fails for any reason."""
     arena = _textarena()
     try:
         return arena.make(game + RAW)
-    except Exception as error:  # the game's own code, which may read files or import packages that are not there
+    except Exception as error:  # the game's own code may need missing files or packages
         flaw = FLAWS.get(_plain(game))
         raise ResetFailed(f"{game} {flaw}" if flaw else f"{game} cannot be made: {in_one_line(error)}") from error
 
 
 @lru_cache(1)
 def _textarena() -> Any:
-    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # it tells of downloads that it tries
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # it prints its attempts to download files
         try:
             import textarena
         except ImportError as error:
@@ -221,7 +221,7 @@ def _textarena() -> Any:
 
 
 def _observation(player: int, seen: str | list[tuple[Any, ...]]) -> str:
-    """Return what a player is told: what is new, except its own moves."""
+    """Return the observation as shown to a player: the new messages, except its own moves."""
     if isinstance(seen, str):
         return seen
     lines = [

@@ -1,8 +1,9 @@
-"""Answers to reasoning-gym's questions, judged in a process of their own.
+"""Scores answers to reasoning-gym's questions in a separate process.
 
-Some verifiers evaluate an answer as Python, with `eval` or by way of SymPy: it can call anything, and never end. So
-each is judged in a child of that process, which is killed in time. Where the kernel allows it, that process is in
-namespaces, and each child in two of its own, in which it sees no other answer and leaves no process.
+Some verifiers evaluate an answer as Python, with `eval` or through SymPy: it can call anything, and may never end. So
+each answer is judged in a child of that process, which is killed after a time limit. If the kernel allows it, the
+process runs in namespaces, and each child in its own PID and user namespaces, in which it sees no other answer and
+leaves no process behind.
 """
 
 import atexit
@@ -41,7 +42,7 @@ FILE_BYTES_MAX = 1 << 20
 PROGRAM = ("-P", "-s", "-m", "bombus.tasks.verifying")
 PACKAGES = ("reasoning_gym", "sympy", "numpy", "msgspec", "pydantic", "httpx")
 _BEGUN, _NOTHING = b"b", b"-"
-_END = b"\n"  # of what is said, which may be said twice
+_END = b"\n"  # of a verdict, which may be sent twice
 _CLONE_NEWUSER, _CLONE_NEWPID = 0x10000000, 0x20000000
 _SYS_CLONE = {"x86_64": 56, "aarch64": 220}
 
@@ -49,9 +50,9 @@ log = logging.getLogger("bombus")
 
 
 class AnswerJudge:
-    """Has answers judged in a process that is started with the first of them, and ends with this one.
+    """Judges answers in a process that starts with the first answer, and ends with this process.
 
-    Threads may share it. `verify_s` is the time of one answer.
+    Threads may share it. `verify_s` is the time limit for one answer.
     """
 
     def __init__(self, verify_s: float = VERIFY_S) -> None:
@@ -67,12 +68,12 @@ class AnswerJudge:
     def score(self, generator: str, answer: str, entry: Mapping[str, Any]) -> float | None:
         """Return the verifier's score for an answer, or None if it is not a number or does not come in time.
 
-        Raises `EnvironmentLost` where there is no process that judges.
+        Raises `EnvironmentLost` if the judging process is not available.
         """
         request = pickle.dumps((answer, dict(entry)))
         why = ""
         with self._slots:
-            for _ in range(2):  # a process that ends costs nobody an answer, but for one that ends each
+            for _ in range(2):  # retry once if the process ends, so that only an answer that ends each process is lost
                 ours, theirs = socket.socketpair()
                 with ours:
                     with theirs:
@@ -85,23 +86,23 @@ class AnswerJudge:
         raise EnvironmentLost(f"an answer was not judged: {why}")
 
     def start(self) -> None:
-        """Start the process without waiting for it, so that the first answer need not wait for its imports."""
+        """Start the process without waiting for it, so that the first answer does not have to wait for its imports."""
         with self._one:
             self._running()
 
     def close(self) -> None:
-        """End the process. Another answer starts a new one."""
+        """End the process. The next answer starts a new one."""
         with self._one:
             self._end()
 
     def end(self) -> None:
-        """End the process for good, as the program ends: threads that it leaves start no other one."""
+        """End the process for good, at the program's exit: threads that are still running cannot start another one."""
         with self._one:
             self._is_over = True
             self._end()
 
     def _hand_over(self, generator: str, theirs: socket.socket) -> None:
-        """Give one end of a connection to the process. Raises `EnvironmentLost`."""
+        """Send one end of a connection to the process. Raises `EnvironmentLost`."""
         name = generator.encode().ljust(NAME_BYTES)
         with self._one:
             try:
@@ -115,10 +116,10 @@ class AnswerJudge:
             except OSError as error:
                 self._end()
                 raise EnvironmentLost(f"answers cannot be judged: {error}") from error
-        raise EnvironmentLost("answers cannot be judged: the process that judges them ends at once")
+        raise EnvironmentLost("answers cannot be judged: the process that judges them keeps ending at once")
 
     def _ready(self) -> socket.socket:
-        """Return the channel of a process that has begun to listen."""
+        """Return the channel of a process that is ready to receive answers."""
         channel = self._running()
         if self._is_ready:
             return channel
@@ -131,7 +132,7 @@ class AnswerJudge:
             if not _has_begun(channel):
                 raise ConnectionError("the process that judges them did not start")
         self._is_ready = True
-        self._clean_up()  # a process that has begun has left the folder
+        self._clean_up()  # a process that is ready no longer needs the folder
         return channel
 
     def _running(self) -> socket.socket:
@@ -144,7 +145,7 @@ class AnswerJudge:
 
     def _started(self, *, isolate: bool) -> socket.socket:
         if self._is_over:
-            raise ConnectionError("the program ends")
+            raise ConnectionError("the program is ending")
         self._channel, theirs = socket.socketpair()
         with theirs:
             words = (*PROGRAM, str(theirs.fileno()), str(self._verify_s))
@@ -178,7 +179,7 @@ class AnswerJudge:
         self._clean_up()
 
     def _clean_up(self) -> None:
-        """Remove the folder that became the root of the process."""
+        """Remove the folder that was mounted as the root of the process."""
         folder, self._folder = self._folder, None
         if folder is not None:
             folder.cleanup()
@@ -188,7 +189,7 @@ def _has_begun(channel: socket.socket) -> bool:
     channel.settimeout(START_S)
     try:
         return channel.recv(1) == _BEGUN
-    except OSError:  # nothing came in time, or it has ended
+    except OSError:  # nothing was received in time, or the process has ended
         return False
 
 
@@ -198,21 +199,22 @@ def _ask(connection: socket.socket, request: bytes) -> None:
 
 
 def _judged(connection: socket.socket, verify_s: float) -> float | None:
-    """Return what comes through the connection of one answer. Raises `OSError` where nothing does."""
+    """Return the score received on an answer's connection. Raises `OSError` if none is received."""
     if connection.recv(1) != _BEGUN:
         raise ConnectionError("its verifier could not be made")
-    connection.settimeout(verify_s + START_S)  # it is killed before
+    connection.settimeout(verify_s + START_S)  # the child is killed before that
     said = connection.recv(64)
     if not said:
         raise ConnectionError("the process that judges has ended")
     try:
-        return float(said.partition(_END)[0])  # what came of text that a model has written: not unpickled
+        return float(said.partition(_END)[0])  # derived from text that a model has written: never unpickled
     except ValueError:
         return None
 
 
 def _variables(home: str) -> dict[str, str]:
-    """Return all variables of the process: nothing of this one's, which may have keys."""
+    """Return all environment variables of the process. None are inherited from this process, whose variables may hold
+    keys."""
     return {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "PYTHONPATH": import_path(PACKAGES),
@@ -233,21 +235,22 @@ def _warn(why: str) -> None:
     )
 
 
-# ---- in the process ----
+# ---- in the judging process ----
 
 
 class _Child(NamedTuple):
-    """The process of one answer. What it has not said by its end is said for it, so that whoever waits knows."""
+    """The process of one answer. If it has sent no verdict when it ends, one is sent for it, so that the caller does
+    not wait."""
 
     connection: socket.socket
     until: float
 
 
 def serve(descriptor: int, verify_s: float) -> None:
-    """Judge what comes through the channel, each answer in a child of this process, until it is closed."""
-    import reasoning_gym  # noqa: F401 - each child has it then
+    """Judge the answers that arrive on the channel, each in a child of this process, until the channel is closed."""
+    import reasoning_gym  # noqa: F401 - so that each child inherits it
 
-    gc.freeze()  # so that children do not copy what they only collect
+    gc.freeze()  # so that garbage collection in a child does not copy memory pages
     channel = socket.socket(fileno=descriptor)
     channel.sendall(_BEGUN)
     channel.settimeout(LOOK_S)
@@ -274,10 +277,10 @@ def serve(descriptor: int, verify_s: float) -> None:
 
 
 def _begun(generator: str, connection: socket.socket) -> int:
-    """Return the child that judges what comes through a connection, 0 where there is no verifier."""
+    """Return the PID of a child that judges the answer on a connection, or 0 if there is no verifier."""
     try:
-        verifier = dataset_of(generator, seed=0, size=1)  # it does not depend on either
-    except Exception:  # the generator's own code: whoever asks is told by the end of the connection
+        verifier = dataset_of(generator, seed=0, size=1)  # the verifier depends on neither seed nor size
+    except Exception:  # the generator's own code: closing the connection tells the caller
         return 0
     if child := _forked():
         return child
@@ -292,23 +295,24 @@ def _begun(generator: str, connection: socket.socket) -> int:
 def _judge(verifier: Any, connection: socket.socket) -> None:
     connection.settimeout(None)
     with connection.makefile("rb") as asked:
-        answer, entry = pickle.loads(asked.read(int.from_bytes(asked.read(8))))  # from the program that asks
+        answer, entry = pickle.loads(asked.read(int.from_bytes(asked.read(8))))  # from the requesting program
     _limit()
     connection.sendall(_BEGUN)
     try:
         said = repr(float(verifier.score_answer(answer, entry))).encode()
-    except Exception:  # the verifier's own code: it cannot read the answer
+    except Exception:  # the verifier's own code cannot read the answer
         said = _NOTHING
     connection.sendall(said + _END)
 
 
 def _forked() -> int:
-    """Fork as `os.fork` does, into a PID namespace and a user namespace of the child's own where the kernel allows it.
+    """Fork like `os.fork`, into new PID and user namespaces if the kernel allows it.
 
-    There the child can neither signal nor read the memory of other answers, and whatever it starts ends with it.
+    There the child can neither signal other answers' processes nor read their memory, and any process that it starts
+    ends with it.
     """
     if sys.platform == "linux" and (clone := _SYS_CLONE.get(platform.machine())):
-        here = ctypes.PyDLL(None)  # which keeps the GIL, as `os.fork` does
+        here = ctypes.PyDLL(None)  # keeps the GIL, as `os.fork` does
         here.PyOS_BeforeFork()
         child: int = here.syscall(clone, _CLONE_NEWUSER | _CLONE_NEWPID | signal.SIGCHLD, 0, 0, 0, 0)
         if child == 0:
@@ -321,7 +325,7 @@ def _forked() -> int:
 
 
 def _limit() -> None:
-    """Set limits to the process of one answer. An ordinary user's starts no other one."""
+    """Set the resource limits of the process of one answer. Unless it runs as root, it cannot start another process."""
     if sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES_MAX, MEMORY_BYTES_MAX))
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES_MAX, FILE_BYTES_MAX))
@@ -330,7 +334,7 @@ def _limit() -> None:
 
 
 def _end_late(children: dict[int, _Child]) -> None:
-    """Note which children have ended, and kill those whose time is over."""
+    """Reap the children that have ended, and kill those whose time is over."""
     for pid, child in list(children.items()):
         if not os.waitpid(pid, os.WNOHANG)[0]:
             if time.monotonic() < child.until:
@@ -338,18 +342,18 @@ def _end_late(children: dict[int, _Child]) -> None:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         del children[pid]
-        with child.connection, contextlib.suppress(OSError):  # whoever asked has its answer, and is gone
+        with child.connection, contextlib.suppress(OSError):  # the caller may have its answer already, and be gone
             child.connection.sendall(_NOTHING + _END)
 
 
 def _make_anew() -> None:
-    """Let a forked program start a process of its own."""
+    """Let a forked program start its own process."""
     global judge
     judge = AnswerJudge()
 
 
 judge = AnswerJudge()
-atexit.register(lambda: judge.end())  # whichever it is then
+atexit.register(lambda: judge.end())  # the current one, perhaps replaced after a fork
 os.register_at_fork(after_in_child=_make_anew)
 
 if __name__ == "__main__":

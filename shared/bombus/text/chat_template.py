@@ -15,26 +15,26 @@ from bombus.errors import EngineFault
 from bombus.text.sandbox import Steps, environment
 
 SWITCHES_MAX = 8
-STEPS_MAX = 200_000  # of a rendering of nothing, which is some 50 ms
-STEPS_OF_PAIR = 4  # more for each pair of messages or tools, as a template may look at all messages for each of them
-STEPS_OF_CHARACTER = 1 / 8  # more for each character of the messages, as it may read a text several times
+STEPS_MAX = 200_000  # for rendering an empty conversation, some 50 ms
+STEPS_OF_PAIR = 4  # in addition for each pair of messages or tools: a template may look at all messages for each one
+STEPS_OF_CHARACTER = 1 / 8  # in addition for each character of the messages: a template may read it several times
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _SWITCHES = ("think", "reason", "enable")
 
 
 class TemplateRefused(ValueError):
-    """Raised when a template cannot render a conversation: it says so itself, or fails at it."""
+    """Raised if a template cannot render a conversation: it refuses the conversation, or fails on it."""
 
 
 class ChatTemplate:
     """A compiled chat template.
 
-    `variables` are there in each rendering: the names of special tokens, and the job's. Some models have a template of
-    its own for conversations with tools: `source_with_tools`.
+    `variables` are passed to each rendering: special tokens by name, and the job's variables. `source_with_tools` is
+    the separate template that some models have for conversations with tools.
     """
 
     def __init__(self, source: str, variables: Mapping[str, Any], source_with_tools: str = "") -> None:
-        """Raises `EngineFault` when a source is not a template."""
+        """Compile the template. Raises `EngineFault` if that fails."""
         self.variables = dict(variables)
         self._sources = [source, source_with_tools] if source_with_tools else [source]
         try:
@@ -44,10 +44,10 @@ class ChatTemplate:
         self._template, self._template_with_tools = compiled[0], compiled[-1]
         self._globals = dict(environment().globals)
         for template in compiled:
-            template.globals = self._globals  # jinja2's own mapping is looked through for each rendering
+            template.globals = self._globals  # jinja2 would iterate over its own mapping at each rendering
 
     def given(self, variables: Mapping[str, Any]) -> Self:
-        """Return this template with further variables, or other values of those that it has."""
+        """Return a copy of this template with these variables added or replaced."""
         made = copy.copy(self)
         made.variables = {**self.variables, **variables}
         return made
@@ -58,7 +58,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool,
     ) -> str:
-        """Return the text of a conversation, with special tokens by their names. Raises `TemplateRefused`."""
+        """Return the text of a conversation, with special tokens written by name. Raises `TemplateRefused`."""
         template = self._template_with_tools if tools else self._template
         try:
             with Steps(_steps_max(messages, tools)):
@@ -70,7 +70,7 @@ class ChatTemplate:
                     "documents": None,
                     "add_generation_prompt": add_generation_prompt,
                 }
-                context = template.new_context(given, shared=True)  # not copied once more
+                context = template.new_context(given, shared=True)  # shared: it need not be copied
                 return environment().concat(template.root_render_func(context))
         except jinja2.TemplateError as error:
             raise TemplateRefused(str(error.message or type(error).__name__)) from error
@@ -78,22 +78,22 @@ class ChatTemplate:
             raise TemplateRefused(f"{type(error).__name__}: {error}") from error
 
     def switches(self) -> list[str]:
-        """Return the variables that the template looks up and that may turn reasoning on, by their names.
+        """Return the variables that the template looks up whose names suggest that they turn reasoning on.
 
-        A gateway renders with each of them, so they are few, whatever a template looks up.
+        A gateway renders with each of them, so at most `SWITCHES_MAX` are returned.
         """
         return sorted(name for name in self.looked_up() if any(part in name for part in _SWITCHES))[:SWITCHES_MAX]
 
     def looked_up(self) -> set[str]:
-        """Return the variables that the template looks up in addition to those that rendering gives; it may set some
-        itself."""
+        """Return the variables that the template looks up, except those of every rendering. It may set some itself."""
         trees = (environment().parse(source) for source in self._sources)
         return set().union(*map(find_undeclared_variables, trees)) - GIVEN - environment().globals.keys()
 
     def remakers(self) -> list[Callable[[str], str]]:
-        """Return what the template may do to a text, other than to trim it, cut it, or change its case.
+        """Return functions that change a text as the template may, other than by trimming, cutting or changing case.
 
-        These are replacements of texts that it names, and splits at them, of which it may join the parts.
+        They replace texts that the template names, remove those at which it splits (it may join the parts), or strip
+        tags.
         """
         trees = [environment().parse(source) for source in self._sources]
         calls = [call for tree in trees for call in tree.find_all(nodes.Call)]
@@ -105,7 +105,7 @@ class ChatTemplate:
         return [*made, do_striptags] if any(filter.name == "striptags" for filter in filters) else made
 
     def looked_for(self) -> list[str]:
-        """Return the texts that the template looks for in others, or compares with them: no words, no single signs."""
+        """Return the texts that the template searches for or compares with, except words and single characters."""
         trees = [environment().parse(source) for source in self._sources]
         places = [place for tree in trees for place in tree.find_all((nodes.Compare, nodes.Call, nodes.Filter))]
         constants = [node.value for place in places for node in place.find_all(nodes.Const)]
@@ -119,7 +119,7 @@ class ChatTemplate:
         return "\0".join([*texts, *self.words()])
 
     def words(self) -> list[str]:
-        """Return the texts in the template's expressions."""
+        """Return the string constants in the template's expressions."""
         trees = [environment().parse(source) for source in self._sources]
         constants = [node.value for tree in trees for node in tree.find_all(nodes.Const)]
         return [constant for constant in constants if isinstance(constant, str)]
@@ -132,7 +132,7 @@ def _steps_max(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[st
 
 
 def _constant(args: Sequence[nodes.Node]) -> str:
-    """Return the text that an argument in a template's source is; empty where it is no text, or there is none."""
+    """Return the first of these arguments if it is a string constant, and otherwise an empty text."""
     return str(args[0].value) if args and isinstance(args[0], nodes.Const) and isinstance(args[0].value, str) else ""
 
 
@@ -141,7 +141,7 @@ def _replaced(text: str, old: str, new: str) -> str:
 
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message without keys that are null, and with its reasoning under each name that templates read."""
+    """Return a message without null values, and with its reasoning under each name that templates read."""
     message = {key: value for key, value in message.items() if value is not None}
     reasoning = next((message[key] for key in _REASONING if key in message), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}

@@ -14,14 +14,14 @@ from bombus.weights.tokenizer_fit import read_json, token_ids
 
 _WORDS = ("look", "again")
 _MARKER = re.compile(r"<[|｜][^<>|｜\s]{1,64}[|｜]>")
-# Some templates take no system message, and some only one message.
+# Some templates accept no system message, and some only one message.
 _PLAIN_TURNS = (("system", "user", "assistant", "user"), ("user", "assistant", "user"), ("user",))
 
 
 def with_chat_template(files: Mapping[str, bytes], given: str) -> dict[str, bytes]:
     """Return a model's text files with the chat template that its job gives: as text, or as the name of a file.
 
-    Raises `EngineFault` when it is neither.
+    Raises `EngineFault` if it is neither.
     """
     if given in ("", NO_CHAT_TEMPLATE):
         return dict(files)
@@ -37,10 +37,10 @@ def _read(name: str) -> bytes:
 
 
 def check_text(files: Mapping[str, bytes], model: ModelConfig) -> None:
-    """Raise `EngineFault` unless a gateway can read the tokenizer, and the chat template renders what a user says.
+    """Raise `EngineFault` unless a gateway can read the tokenizer, and the chat template renders a user's message.
 
-    The markers of the tokenizer's own template have to be its tokens. `files` have the job's own template already.
-    Nothing is rendered for a job without conversations.
+    Markers in the tokenizer's own template must be tokens. `files` must already include the job's own template, if any.
+    Only the tokenizer is checked for a job that sets no chat template (`NO_CHAT_TEMPLATE`).
     """
     tokenizer = Tokenizer(files)
     if model.chat_template == NO_CHAT_TEMPLATE:
@@ -51,14 +51,14 @@ def check_text(files: Mapping[str, bytes], model: ModelConfig) -> None:
     marker = "" if model.chat_template else unknown_marker(template, token_ids(read_json(files, "tokenizer.json")))
     if marker:
         raise EngineFault(
-            f"the tokenizer of {model.tokenizer or model.path!r} does not fit its chat template, which writes "
-            f"{marker!r}: that is not one of its tokens; correct its files, set model.tokenizer to the model's own, "
+            f"the tokenizer of {model.tokenizer or model.path!r} does not fit its chat template: the template writes "
+            f"{marker!r}, which is not a token; correct the tokenizer's files, set model.tokenizer to the model's own, "
             f"or set model.chat_template to a template that fits"
         )
 
 
 def template_of(tokenizer: Tokenizer, name: str) -> str:
-    """Return the chat template of the model `name`. Raises `EngineFault` when it has none."""
+    """Return the chat template of the model `name`. Raises `EngineFault` if it has none."""
     if not tokenizer.chat_template.strip():
         raise EngineFault(
             f"{name!r} has no chat template: set model.chat_template in the job to one, or to "
@@ -68,7 +68,7 @@ def template_of(tokenizer: Tokenizer, name: str) -> str:
 
 
 def _check_renders(template: ChatTemplate) -> None:
-    """Raise `EngineFault` unless a user's message, as text or as a list of parts, is in what the template writes."""
+    """Raise `EngineFault` unless the template's output depends on a user's message, as text or as a list of parts."""
     why = ""
     for as_parts in (False, True):
         try:
@@ -91,10 +91,10 @@ def _rendered(template: ChatTemplate, roles: Sequence[str], content: Any) -> str
 
 
 def unknown_marker(template: ChatTemplate, ids: Mapping[str, int]) -> str:
-    """Return a marker that a template writes around texts and that is not a token; empty when there is none.
+    """Return a marker that a template writes around texts but that is not a token; empty if there is none.
 
-    Where no marker is a token, the model learned them as plain text. Markers that the template only compares, or writes
-    around tools or images, are not looked at: many a model lacks their tokens, and has a template that names them.
+    If no marker is a token, the model learned them as plain text. Markers that the template only compares with, or
+    writes around tools or images, are ignored: many models have templates that name such markers, but lack the tokens.
     """
     written = "\0".join(_plain_conversations(template))
     markers = sorted({marker for marker in _MARKER.findall(template.literals()) if marker in written})
@@ -104,7 +104,7 @@ def unknown_marker(template: ChatTemplate, ids: Mapping[str, int]) -> str:
 
 
 def _plain_conversations(template: ChatTemplate) -> Iterator[str]:
-    """Yield conversations of only texts as the template renders them, those that it refuses left out."""
+    """Yield renderings of text-only conversations. Conversations that the template refuses are left out."""
     for roles in _PLAIN_TURNS:
         for as_parts in (False, True):
             try:

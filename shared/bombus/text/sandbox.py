@@ -1,6 +1,6 @@
 """The sandbox in which chat templates run: jinja2's, with the filters and globals that transformers gives them.
 
-What a template does is bounded, since it is someone else's program, and nothing can end a thread that runs it.
+The work of a template is bounded, since it is third-party code, and a thread that runs it cannot be stopped.
 """
 
 import datetime
@@ -22,24 +22,24 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-COUNT_MAX = 100_000  # of characters or places that a template asks for at once
+COUNT_MAX = 100_000  # of any width or count that a template passes to a filter or a method of texts
 NUMBER_BITS_MAX = 1 << 12
 PLACES_MAX = 100
-TEXT_MAX = 10_000_000  # characters of a text, or members of a list, that is a repetition or put together
-# They take no longer where a value is larger, or count by themselves.
+TEXT_MAX = 10_000_000  # characters of a text, or members of a list, made by repetition or concatenation
+# Filters that take no longer for a larger value, or that count their own steps.
 QUICK_FILTERS = {"abs", "attr", "count", "d", "default", "first", "float", "int", "items", "last", "length", "tojson"}
-STEP_CHARACTERS = 256  # of a text that is read or made, for a step
-MACRO_STEPS = 10  # of a call of a macro
+STEP_CHARACTERS = 256  # of text that are read or made in one step
+MACRO_STEPS = 10  # for each call of a macro
 _WIDE_FORMAT = re.compile(r"%[^%A-Za-z]*(?:\d{6}|\*)")
 
 # ---- steps --------------------------------------------------------------------------------------------------------
 
 
 class Steps:
-    """Bounds what templates do in a block to this many steps. They raise `SecurityError` after them.
+    """Limits templates to this many steps while the block runs. Beyond that they raise `SecurityError`.
 
-    One is taken for each member that is looped over, each call of a macro, and some hundred characters of a text. What
-    else a template does takes no longer than its source is long.
+    Each member that is looped over counts as one step, each call of a macro as `MACRO_STEPS`, and every
+    `STEP_CHARACTERS` characters of a text as one. All other work is bounded by the length of a template's source.
     """
 
     def __init__(self, count: float) -> None:
@@ -53,7 +53,7 @@ class Steps:
         _budget.reset(self._token)
 
 
-# Nothing is counted while a template is compiled.
+# There is no limit while a template is compiled.
 _budget: ContextVar[Steps] = ContextVar("_budget", default=Steps(float("inf")))  # noqa: B039  it stays as it is
 
 
@@ -63,7 +63,7 @@ def _take(count: int) -> None:
     if budget.left < 0:
         raise SecurityError(
             f"it takes more than {budget.count} steps; send fewer messages, or give the job a model.chat_template with "
-            f"fewer loops in loops"
+            f"fewer nested loops"
         )
 
 
@@ -75,7 +75,7 @@ def _size(value: object) -> int:
 
 
 def _looped(iterable: Iterable[Any]) -> Iterable[Any]:
-    """Return what a loop goes over, and take a step for each of its members."""
+    """Return the iterable of a loop, and count a step for each of its members."""
     try:
         _take(len(iterable))  # type: ignore[arg-type]
     except TypeError:
@@ -118,9 +118,9 @@ def _filtered(node: nodes.Node, name: str) -> nodes.Filter:
 
 
 class _Generation(Extension):
-    """Renders what stands in `{% generation %}`, a block that marks what the model writes, for training on text.
+    """Renders the contents of `{% generation %}`, a block that marks the model's own text, for training on text.
 
-    Variables that are set in the block end with it.
+    Variables that are set in the block are local to it.
     """
 
     tags = {"generation"}  # noqa: RUF012  the base class has a set
@@ -135,7 +135,7 @@ class _Generation(Extension):
 
 
 class _Namespace(Namespace):
-    """A namespace whose attributes have no leading underscore, as in transformers."""
+    """A namespace that refuses attributes with a leading underscore, as in transformers."""
 
     def __init__(*args: Any, **attributes: Any) -> None:
         self, *given = args
@@ -154,9 +154,9 @@ def _check_attribute(name: object) -> None:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Bounds what an expression can make, such as `7 ** 10 ** 8`, which would stop the process for hours.
+    """Bounds the values of expressions such as `7 ** 10 ** 8`, which would block the process for hours.
 
-    Operators that are intercepted are not folded when a template is compiled either.
+    The intercepted operators are not constant-folded either when a template is compiled.
     """
 
     intercepted_binops = frozenset({"**", "*", "%", "+"})
@@ -227,7 +227,7 @@ def _check_product(left: Any, right: Any) -> None:
 
 def _check_format(text: str) -> None:
     if _WIDE_FORMAT.search(text):
-        raise SecurityError("a format has a width that is too large, or that is not in it")
+        raise SecurityError("a format has a width that is too large, or that is an argument (*)")
 
 
 def _check_counts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -236,7 +236,7 @@ def _check_counts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
 
 
 def _counting(filter: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter that refuses numbers with which it would make very long texts, lists or numbers."""
+    """Return a filter that refuses arguments that would make very long texts, lists or numbers."""
 
     @wraps(filter)
     def checked(value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -247,7 +247,7 @@ def _counting(filter: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _charged(filter: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter that takes steps for what it reads."""
+    """Return a filter that counts steps for the size of its value."""
     place = 1 if hasattr(filter, "jinja_pass_arg") else 0  # after the context or the environment
 
     @wraps(filter)
@@ -295,7 +295,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Replace jinja2's filter, which escapes characters of HTML."""
+    """Replace jinja2's filter, which escapes HTML characters."""
     made = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     _take(_size(made))
     return made
@@ -311,7 +311,7 @@ _now: ContextVar[datetime.datetime | None] = ContextVar("_now", default=None)
 
 
 def at_one_time(work: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Let time stand still for templates while a function runs: some write seconds, and renderings are compared."""
+    """Wrap a function so that templates see one fixed time while it runs, and their renderings can be compared."""
 
     @wraps(work)
     def held(*args: _P.args, **kwargs: _P.kwargs) -> _T:

@@ -13,24 +13,24 @@ from bombus.config.template_variables import SPECIAL_TOKENS
 from bombus.errors import EngineFault
 from bombus.weights.tokenizer_fit import read_json, template_sources
 
-# Special tokens that are part of the text where nothing else is said; all others are left out of it.
+# Special tokens that are part of the text by default; all others are left out of it.
 SHOWN_SPECIALS = frozenset(
     {"<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"}
 )
-LONG_CHARACTERS = 4096  # a batch, for which other threads may run, takes some time to set up
+LONG_CHARACTERS = 4096  # longer texts are encoded as a batch: other threads may run, but it takes time to set up
 _BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
 
 
 class Tokenizer:
     """One model's tokenizer.
 
-    `shown` has the names of special tokens that are part of the text. It may be set before the first text is decoded.
-    `added` has the names of all added tokens by id, `specials` those of special ones. `named` has the special tokens
-    that a chat template may name, such as `bos_token`.
+    `shown` holds the special tokens that are part of the text. It may be set only before the first text is decoded.
+    `added` maps the ids of all added tokens to their text, `specials` those of the special ones. `named` maps the names
+    that a chat template may use, such as `bos_token`, to special tokens.
     """
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
-        """Load from the files of a model's folder, by name. Raises `EngineFault` when they cannot be used."""
+        """Load from the files of a model's folder, by name. Raises `EngineFault` if they cannot be used."""
         if "tokenizer.json" not in files:
             raise EngineFault("the model has no tokenizer.json: save it with a fast tokenizer")
         try:
@@ -38,7 +38,7 @@ class Tokenizer:
             self.fast = Fast.from_str(files["tokenizer.json"].decode())
         except Exception as error:  # the library raises nothing narrower
             raise EngineFault(f"tokenizer.json cannot be read: {error}") from error
-        # A tokenizer that was saved after a training may cut or pad texts. transformers does neither to conversations.
+        # A tokenizer that was saved after training may truncate or pad texts. transformers does not do so for chats.
         self.fast.no_truncation()
         self.fast.no_padding()
         self._to_bytes = _piece_reader(described.get("decoder"))
@@ -49,7 +49,7 @@ class Tokenizer:
         self.chat_template = templates.get("default", "")
         self.template_with_tools = templates.get("tool_use", "")
         self.named = _named_specials(self.config, read_json(files, "special_tokens_map.json"))
-        # The name of the token that stands for any text which the tokenizer does not know; empty where there is none.
+        # The token that stands for text that the tokenizer does not know; empty if there is none.
         self.unknown = self.named.get("unk_token") or str(getattr(self.fast.model, "unk_token", None) or "")
         self._add_tokens()
         added = self.fast.get_added_tokens_decoder()
@@ -59,7 +59,7 @@ class Tokenizer:
         self.shown: Collection[str] = SHOWN_SPECIALS
 
     def _add_tokens(self) -> None:
-        """Add the tokens that only tokenizer_config.json has, and take over the flags that it gives to others.
+        """Add the tokens that only tokenizer_config.json has, and apply its flags to the others.
 
         transformers does the same when it loads the files.
         """
@@ -79,7 +79,7 @@ class Tokenizer:
         return [*self.named.values(), *(_content(token) for token in (extra if isinstance(extra, list) else ()))]
 
     def encode(self, text: str) -> list[int]:
-        """Encode text in which names of special tokens stand for these tokens."""
+        """Encode text, in which special tokens may be written by name."""
         return encoded(self.fast, text)
 
     def token_id(self, token: str) -> int | None:
@@ -97,11 +97,11 @@ class Tokenizer:
         try:
             return b"".join([pieces[token] for token in tokens])
         except IndexError:
-            raise EngineFault(f"a sampled token is outside the tokenizer's vocabulary of {len(pieces)}") from None
+            raise EngineFault(f"a sampled token is outside the vocabulary of {len(pieces)} tokens") from None
 
     @cached_property
     def pieces(self) -> list[bytes]:
-        """The bytes that each token adds to the text, by id: none for a special token that is not in `shown`."""
+        """The bytes that each token adds to the text, by id; empty for special tokens that are not in `shown`."""
         vocabulary = self.fast.get_vocab(with_added_tokens=True)
         # A model's head may be padded beyond its vocabulary: such tokens have no text.
         size = max(max(vocabulary.values(), default=0) + 1, int(self.model_config.get("vocab_size") or 0))
@@ -115,7 +115,7 @@ class Tokenizer:
 
 
 def encoded(fast: Fast, text: str) -> list[int]:
-    """Return the tokens of a text. While a long one is encoded, other threads run."""
+    """Return the tokens of a text. While a long text is encoded, other threads can run."""
     if len(text) <= LONG_CHARACTERS:
         return list(fast.encode(text, add_special_tokens=False).ids)
     return list(fast.encode_batch_fast([text], add_special_tokens=False)[0].ids)
@@ -129,7 +129,7 @@ def _content(token: Any) -> str:
 
 
 def _named_specials(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens that have a name: those that all models have, and the model's own."""
+    """Return the special tokens by name: the names that all models have, and the model's own."""
     extra = config.get("extra_special_tokens")
     given = {**special_map, **config, **(extra if isinstance(extra, dict) else {})}
     own = [name for name in given if name.endswith("_token") or (isinstance(extra, dict) and name in extra)]
@@ -138,7 +138,7 @@ def _named_specials(config: Mapping[str, Any], special_map: Mapping[str, Any]) -
 
 
 class _PieceReader:
-    """Turns the names of tokens into bytes, as one kind of decoder does."""
+    """Converts the tokens of a vocabulary to bytes, as one kind of decoder does."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -157,7 +157,7 @@ class _PieceReader:
 
 
 def _piece_reader(decoder: dict[str, Any] | None) -> _PieceReader:
-    """Return the reader for a decoder whose tokens can be read one by one. Raises `EngineFault` for any other."""
+    """Return the reader for a decoder that decodes tokens one by one. Raises `EngineFault` for any other."""
     kind = decoder.get("type") if decoder else None
     if kind == "Sequence" and decoder:
         kinds = {step.get("type") for step in decoder.get("decoders", ())}
@@ -170,12 +170,12 @@ def _piece_reader(decoder: dict[str, Any] | None) -> _PieceReader:
     if kind in (None, "Fuse"):
         return _PieceReader("Plain")
     raise EngineFault(
-        f"a tokenizer with a decoder of type {kind} is not supported: byte-level BPE and SentencePiece are"
+        f"a tokenizer with a decoder of type {kind} is not supported: it must be byte-level BPE or SentencePiece"
     )
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the bytes of byte-level BPE's characters: printable ones are themselves, others begin at U+0100."""
+    """Return the byte of each character of byte-level BPE: printable bytes are themselves, others start at U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     hidden = (byte for byte in range(256) if byte not in set(printable))

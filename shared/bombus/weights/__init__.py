@@ -1,1 +1,1 @@
-"""Files of weights: models by name, deltas, LoRA adapters, and whether a tokenizer fits."""
+"""Weight files: models by name, deltas, LoRA adapters, and whether a tokenizer fits a model."""

@@ -1,4 +1,4 @@
-"""LoRA adapters as files that peft and vLLM read: what a policy version adds to a model that does not change (R15)."""
+"""LoRA adapters as files that peft and vLLM read: a policy version's addition to a fixed base model (R15)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 ADAPTER_FORMAT = "safetensors-lora"
 ADAPTER_FILE = "adapter_model.safetensors"
-# A file's name; the tensors' metadata has the file's content under it, so that their digest covers it.
+# The name of a file. The tensor file's metadata has its content under the same name, so that the digest covers it.
 ADAPTER_CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
-VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of max-lora-rank that vLLM 0.32 takes
-ScaleOf = Callable[[str], float]  # what the product B A of a layer is multiplied by, by the layer's name
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of max-lora-rank that vLLM 0.32 accepts
+ScaleOf = Callable[[str], float]  # maps a layer's name to the scale of its product B A
 LOW_A, LOW_B = ".lora_A.weight", ".lora_B.weight"
 
 
 class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """peft's configuration. `r` is the rank, and `target_modules` are names of layers, whole or their last parts."""
+    """peft's configuration. `r` is the rank, and `target_modules` are full names of layers or their last parts."""
 
     r: int
     lora_alpha: float
@@ -57,14 +57,14 @@ def merged(weight: "Tensor", low_a: "Tensor", low_b: "Tensor", scale: float) -> 
 
 @dataclass
 class Rounding:
-    """How much of an adapter is lost when its model is merged: squared norms of what it adds, and of the lost part."""
+    """How much of an adapter is lost to rounding in a merge: squared norms of what it adds, and of the lost part."""
 
     added: float = 0.0
     lost: float = 0.0
 
     @property
     def share_lost(self) -> float:
-        """The lost part's norm as a share of the norm of all that the adapter adds."""
+        """The norm of the lost part, as a fraction of the norm of what the adapter adds."""
         return (self.lost / self.added) ** 0.5 if self.added else 0.0
 
     def note(self, before: "Tensor", exact: "Tensor", rounded: "Tensor") -> None:
@@ -73,9 +73,9 @@ class Rounding:
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
-    """Return the configuration that the digest of the adapter in `folder` covers.
+    """Return the configuration in the metadata of the adapter in `folder`, which the adapter's digest covers.
 
-    Raises `EngineFault` when it cannot be read, or when the configuration file beside it differs.
+    Raises `EngineFault` if it cannot be read, or if the configuration file next to it differs.
     """
     with TensorFile(folder / ADAPTER_FILE) as file:
         text = file.metadata.get(ADAPTER_CONFIG, "")
@@ -83,7 +83,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         config = decoded(_config.decode, text)
         beside = (folder / ADAPTER_CONFIG).read_text()
     except (OSError, msgspec.MsgspecError) as error:
-        raise EngineFault(f"the adapter in {folder} does not say how it is made: {error}") from error
+        raise EngineFault(f"the configuration of the adapter in {folder} cannot be read: {error}") from error
     if beside != text or config.r < 1:
         raise EngineFault(f"{folder / ADAPTER_CONFIG} does not belong to the adapter next to it")
     return config

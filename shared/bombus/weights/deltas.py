@@ -1,7 +1,7 @@
-"""Deltas: what changed between two versions of a model's safetensors file, bit for bit, as another such file (R15).
+"""Deltas: the bit-exact changes between two versions of a model's safetensors file, as another such file (R15).
 
-The new values of each changed tensor are stored under its name, and the numbers of elements between one of them and the
-next under `gaps:<name>`. Nothing is computed with the values: NaN, -0.0 and denormals are bits like any other.
+The new values of each changed tensor are stored under its name, and the numbers of unchanged elements between them
+under `gaps:<name>`. Values are compared and copied as bits, including NaN, -0.0 and denormals.
 """
 
 import shutil
@@ -27,7 +27,7 @@ FULL_FORMAT = "safetensors"
 FULL_FILE = "model.safetensors"
 DELTA_FORMAT = "safetensors-delta"
 DELTA_FILE = "delta.safetensors"
-BASE = "base"  # key in a delta's metadata: the version that it changes, as JSON of `Weights`
+BASE = "base"  # key in a delta's metadata: the version that the delta applies to, as JSON of `Weights`
 GAPS = "gaps:"
 HEADER_BYTES_MAX = 256 << 20
 CHAIN_MAX = 1024
@@ -45,10 +45,10 @@ UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 @dataclass(frozen=True, eq=False)
 class Patch:
-    """New bits for a tensor, as a flat array. Without `gaps` they are all of its elements.
+    """New bits for a tensor, as a flat array. Without `gaps`, they replace all of its elements.
 
-    `gaps` (uint8 or uint16) are counted from the element before: 0 is the next one. Where a gap is wider than its type
-    can hold, an element in between is stored with the value that it already has.
+    Each gap (uint8 or uint16) counts the elements skipped since the previous position, so 0 is the next element. If a
+    gap is too wide for its type, an element in between is stored with its unchanged value.
     """
 
     values: Bits
@@ -66,7 +66,7 @@ class Patch:
 
 
 def patch_between(before: Bits, after: Bits) -> Patch | None:
-    """Return the smallest patch that turns `before` into `after`, or None when they are equal.
+    """Return the smallest patch that turns `before` into `after`, or None if they are equal.
 
     Both are flat arrays of the same length.
     """
@@ -94,12 +94,12 @@ def patch_between(before: Bits, after: Bits) -> Patch | None:
 
 
 def _fillers(steps: NDArray[np.int64], kind: type[np.unsignedinteger]) -> NDArray[np.int64]:
-    """Return how many unchanged elements are stored before each changed one, where its gap is too wide for `kind`."""
+    """Return how many unchanged elements must be stored before each changed one because its gap is too wide."""
     return (steps - 1) // (np.iinfo(kind).max + 1)
 
 
 def apply_patch(patch: Patch, onto: Bits) -> None:
-    """Change a flat tensor in place. Raises `EngineFault` when the patch is for a tensor of another size or type."""
+    """Patch a flat tensor in place. Raises `EngineFault` if the patch is for a tensor of a different size or type."""
     where = patch.positions()
     fits = len(where) == len(patch.values) and (not len(where) or where[-1] < len(onto))
     if not fits or onto.dtype != patch.values.dtype or (patch.gaps is None and len(onto) != len(where)):
@@ -123,9 +123,9 @@ _base = msgspec.json.Decoder(Weights)
 
 
 class TensorFile:
-    """A safetensors file open for reading, its tensors as flat bits.
+    """A safetensors file open for reading, which returns tensors as flat bits.
 
-    Raises `EngineFault` for a file that cannot be read or is not a safetensors file.
+    Raises `EngineFault` if the file cannot be read or is not a safetensors file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -148,14 +148,14 @@ class TensorFile:
 
     @property
     def names(self) -> list[str]:
-        """The tensors' names, in the order in which their values lie in the file."""
+        """The names of the tensors, in the order of their data in the file."""
         return sorted(self._entries, key=lambda name: self._entries[name].data_offsets)
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
     def bits(self, name: str) -> Bits:
-        """Return a tensor's elements, flat, as unsigned integers of their width, in an array that the caller owns."""
+        """Return a tensor's elements as a new flat array of unsigned integers of the same width."""
         entry = self._entries[name]
         start, end = entry.data_offsets
         content = bytearray(end - start)
@@ -198,11 +198,11 @@ class DeltaFile(TensorFile):
     """A delta open for reading."""
 
     def base(self) -> Weights:
-        """Return the version that the delta changes, as the log had it. Raises `EngineFault` when it is not named."""
+        """Return the version that the delta applies to, as on the log. Raises `EngineFault` if it names none."""
         try:
             return decoded(_base.decode, self.metadata.get(BASE, ""))
         except msgspec.MsgspecError as error:
-            raise EngineFault(f"{self._path} does not say what it changes: {error}") from error
+            raise EngineFault(f"{self._path} does not name the version that it applies to: {error}") from error
 
     def patches(self) -> Iterator[tuple[str, Patch]]:
         """Yield the name and the patch of each changed tensor."""
@@ -215,9 +215,9 @@ class DeltaFile(TensorFile):
 
 
 def chain(weights: Weights, folder_of: Callable[[str], Path] = Path) -> list[Weights]:
-    """Return a version and those that it builds on, down to a full copy, newest first. Only headers are read.
+    """Return a version and the versions that it builds on, down to a full copy, newest first. Only headers are read.
 
-    Raises `EngineFault` when one of the deltas cannot be read.
+    Raises `EngineFault` if one of the deltas cannot be read.
     """
     if weights.adapter_of is not None:
         return [weights, weights.adapter_of]
@@ -231,9 +231,9 @@ def chain(weights: Weights, folder_of: Callable[[str], Path] = Path) -> list[Wei
 
 
 async def deltas_below(newest: Path, delta_file: Callable[[Weights], Awaitable[Path]]) -> tuple[list[Path], Weights]:
-    """Return a delta's file and those of the deltas that it builds on, oldest first, and the full copy below them.
+    """Return the files of a delta and of the deltas that it builds on, oldest first, and the full copy below them.
 
-    `delta_file` fetches and checks a delta. Raises `EngineFault` when one of them cannot be read.
+    `delta_file` fetches and checks a delta. Raises `EngineFault` if one of them cannot be read.
     """
     files = [newest]
     while True:
@@ -247,7 +247,7 @@ async def deltas_below(newest: Path, delta_file: Callable[[Weights], Awaitable[P
 
 
 def patched(base: TensorFile, deltas: Sequence[DeltaFile]) -> Iterator[tuple[str, Bits]]:
-    """Yield the tensors of `base`, in the order of its file, with what `deltas` (oldest first) change in them."""
+    """Yield the tensors of `base`, in the order of its file, after applying `deltas` (oldest first)."""
     for name in base.names:
         bits = base.bits(name)
         for delta in deltas:
@@ -257,10 +257,10 @@ def patched(base: TensorFile, deltas: Sequence[DeltaFile]) -> Iterator[tuple[str
 
 
 def rebuild(base: Path, deltas: Sequence[Path], into: Path) -> str:
-    """Write the full file that `deltas` (oldest first) make of the full file `base`, and return its sha256.
+    """Apply `deltas` (oldest first) to the full file `base`, write the result to `into`, and return its sha256.
 
-    It takes one pass and holds one tensor in memory. `base` is never changed in place: an engine may have mapped it,
-    and a delta that turns out wrong must leave it intact.
+    It takes one pass with one tensor in memory. `base` is never changed in place: an engine may have mapped it, and it
+    must stay intact if a delta turns out to be wrong.
     """
     digest = sha256()
     with ExitStack() as stack, into.open("wb") as out:
@@ -276,7 +276,7 @@ def rebuild(base: Path, deltas: Sequence[Path], into: Path) -> str:
 
 
 def copy_companions(version: Path, into: Path) -> None:
-    """Fill the folder `into` with copies of all files of a version's folder except its tensors."""
+    """Copy all files of a version's folder, except its tensors, into the folder `into`."""
     into.mkdir(mode=0o700, exist_ok=True)
     for file in version.iterdir():
         if file.is_file() and file.name not in (FULL_FILE, DELTA_FILE):
@@ -284,6 +284,6 @@ def copy_companions(version: Path, into: Path) -> None:
 
 
 def file_sha256(path: Path) -> str:
-    """Return the digest of a file. Raises `OSError` when it cannot be read."""
+    """Return the SHA-256 of a file, in hex. Raises `OSError` if it cannot be read."""
     with path.open("rb") as file:
         return file_digest(file, "sha256").hexdigest()

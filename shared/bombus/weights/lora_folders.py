@@ -1,7 +1,7 @@
-"""Models that are named by the folder of a LoRA run: the base of its adapter, with the adapter merged into it.
+"""Models given as the folder of a LoRA run: the base of its adapter, with the adapter merged into it.
 
-Such a folder is an export or another adapter that peft reads, a version that a trainer has published, or the folder of
-a run with its versions.
+Such a folder is an export or another adapter that peft reads, a version that a trainer has published, or a run's folder
+of versions.
 """
 
 import logging
@@ -26,13 +26,13 @@ CONFIG, CHECKPOINT_STATE = "config.json", "state.safetensors"
 FLOATS = ("BF16", "F16", "F32", "F64")
 _VERSION = re.compile(r"^version-(\d+)-epoch-(\d+)$")
 CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of peft's init_lora_weights
-LOST_MAX = 0.5  # the share of an adapter, as a norm, that may be rounded away when it is merged
+LOST_MAX = 0.5  # the fraction of an adapter's norm that may be rounded away when it is merged
 _NumberT = TypeVar("_NumberT", int, float)
 EXPORT = "write it as a folder with `bombus export`, and name that"
 
 
 class PeftConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What peft's configuration says of an adapter."""
+    """The fields of peft's configuration of an adapter that matter for merging."""
 
     r: int
     lora_alpha: float
@@ -49,38 +49,38 @@ class PeftConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def changes_base(self) -> bool:
-        """Whether training began by taking the adapter's first values out of the base's weights."""
+        """Whether training began by subtracting the adapter's initial values from the base's weights."""
         return str(self.init_lora_weights).lower().startswith(CHANGE_BASE)
 
     @property
     def has_patterns(self) -> bool:
-        """Whether some layers have a rank or an alpha of their own."""
+        """Whether some layers have a separate rank or alpha."""
         return bool(self.rank_pattern or self.alpha_pattern)
 
     def rank_of(self, layer: str) -> int:
         return _matching(self.rank_pattern, layer, self.r)
 
     def scale_of(self, layer: str) -> float:
-        """Return what the product B A of a layer is multiplied by."""
+        """Return the scale of the product B A of a layer."""
         rank, alpha = self.rank_of(layer), _matching(self.alpha_pattern, layer, self.lora_alpha)
         return alpha / (rank**0.5 if self.use_rslora else rank)
 
     @property
     def obstacles(self) -> list[str]:
-        """Return what this adapter has that is not merged here."""
+        """Return the names of the settings of this adapter that merging does not support."""
         plain = PeftConfig(r=self.r, lora_alpha=self.lora_alpha)
         names = ("peft_type", "bias", "use_dora", "fan_in_fan_out", "modules_to_save")
         return [name for name in names if (getattr(self, name) or None) != (getattr(plain, name) or None)]
 
 
 def _matching(patterns: Mapping[str, _NumberT] | None, layer: str, otherwise: _NumberT) -> _NumberT:
-    """Return what the first pattern says that matches a layer's name, or its last parts, whole: peft's rule."""
+    """Return the value of the first pattern that matches a layer's full name or its last parts, as peft does."""
     found = (value for pattern, value in (patterns or {}).items() if re.match(rf"(.*\.)?({pattern})$", layer))
     return next(found, otherwise)
 
 
 def of_a_run(folder: Path) -> Path:
-    """Return the newest version in the folder of a run, and any other folder as it is."""
+    """Return the newest version in the folder of a run, or any other folder unchanged."""
     if not folder.is_dir():
         return folder
     found = [(match, path) for path in folder.iterdir() if (match := _VERSION.match(path.name))]
@@ -88,19 +88,19 @@ def of_a_run(folder: Path) -> Path:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Return whether the folder has an adapter, and not a whole model."""
+    """Return whether the folder has an adapter instead of a whole model."""
     return (folder / ADAPTER_FILE).is_file()
 
 
 def why_no_model(folder: Path) -> str:
-    """Return why a folder of a trainer is not a model, with what to name instead; "" for any other folder."""
+    """Return why a trainer's folder is not a model, and what to give instead, or "" for any other folder."""
     if (folder / CHECKPOINT_STATE).is_file():
         return (
-            f"{folder} is a trainer's checkpoint: a run begins at it with trainer.resume, in its own hive. For "
-            "any other, write its version as a folder with `bombus export`, and name that"
+            f"{folder} is a trainer's checkpoint: only a run in its own hive can begin at it, with trainer.resume. "
+            "For any other use, write its version as a folder with `bombus export`, and name that"
         )
     if (folder / DELTA_FILE).is_file() and not (folder / FULL_FILE).is_file():
-        return f"{folder} has only what a version changes: {EXPORT}"
+        return f"{folder} has only the changes of a version: {EXPORT}"
     return ""
 
 
@@ -110,10 +110,10 @@ Fill = Callable[[Path], None]  # fills an empty folder
 def merged_model(
     folder: Path, dtype: str, base_named: Callable[[str], Path], made: Callable[[str, Fill], Path]
 ) -> Path:
-    """Return the folder of the model that the adapter in `folder` makes of its base.
+    """Return the folder of the base model with the adapter in `folder` merged into it.
 
-    `base_named` returns the folder of a model by its name. `made` makes a folder once, given its name and a function
-    that fills it. The model is in the dtypes of its base, or in float32. Raises `EngineFault` when it cannot be made.
+    `base_named` returns the folder of a model by its name. `made` creates a folder once, given its name and a function
+    that fills it. The model is in the dtypes of its base, or in float32. Raises `EngineFault` if merging is impossible.
     """
     config = peft_config(folder)
     _check_base(folder)
@@ -124,7 +124,7 @@ def merged_model(
 def peft_config(folder: Path) -> PeftConfig:
     """Return the configuration of the adapter in `folder`.
 
-    Raises `EngineFault` when it cannot be read, or has what is not computed here.
+    Raises `EngineFault` if it cannot be read, or if merging does not support its settings.
     """
     try:
         config = msgspec.json.decode((folder / ADAPTER_CONFIG).read_bytes(), type=PeftConfig)
@@ -143,7 +143,7 @@ def peft_config(folder: Path) -> PeftConfig:
         )
     if config.obstacles:
         raise EngineFault(
-            f"the adapter in {folder} has {', '.join(config.obstacles)} in its configuration, which is not computed "
+            f"the adapter in {folder} has {', '.join(config.obstacles)} in its configuration, which is not supported "
             "here: merge it with peft, and name the model's folder"
         )
     return config
@@ -158,7 +158,7 @@ def _check_pattern(folder: Path, pattern: str) -> None:
 
 
 def _check_base(folder: Path) -> None:
-    """Raise `EngineFault` if the base of an adapter is that adapter. It may be another one, which is merged first."""
+    """Raise `EngineFault` if an adapter is, even indirectly, its own base. A base may itself be an adapter's folder."""
     each, seen = folder, set[Path]()
     while is_adapter(each) and _base_beside(each) is None:
         if each.resolve() in seen:
@@ -171,10 +171,10 @@ def _check_base(folder: Path) -> None:
 
 
 def _base_beside(folder: Path) -> Path | None:
-    """Return the base that a trainer has published beside its adapters, None if there is none."""
+    """Return the base that a trainer has published next to its adapters, or None if there is none."""
     found = sorted(folder.absolute().parent.glob("base-epoch-*"))
     if len(found) > 1:
-        raise EngineFault(f"{folder.parent} has {len(found)} models that adapters were made for: {EXPORT}")
+        raise EngineFault(f"{folder.parent} has {len(found)} base models, so the adapter's is unknown: {EXPORT}")
     return found[0] if found else None
 
 
@@ -182,8 +182,7 @@ def _base_named(folder: Path, config: PeftConfig, base_named: Callable[[str], Pa
     name = config.base_model_name_or_path
     if not name:
         raise EngineFault(
-            f"the adapter in {folder} does not say which model it is for: give base_model_name_or_path in its "
-            f"{ADAPTER_CONFIG}"
+            f"the adapter in {folder} does not name its base model: set base_model_name_or_path in its {ADAPTER_CONFIG}"
         )
     try:
         return base_named(name)
@@ -196,7 +195,7 @@ def _tensor_files(base: Path) -> list[Path]:
 
 
 def _name(folder: Path, base: Path, dtype: str) -> str:
-    """Return a name that changes with the adapter, its base, the precision and all that is copied."""
+    """Return a name that depends on the adapter, its base, the precision and all copied files."""
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in _tensor_files(base)]
     read = [file_sha256(folder / name) for name in (ADAPTER_FILE, ADAPTER_CONFIG)]
     texts = [(str(name), file_sha256(source / name)) for source in (base, folder) for name in _texts(source)]
@@ -229,7 +228,7 @@ def _merge(base: Path, folder: Path, scale_of: ScaleOf, dtype: str, draft: Path)
     lost = f"{100 * rounding.share_lost:.0f} % of the adapter in {folder}"
     if rounding.share_lost > LOST_MAX:
         raise EngineFault(f"{lost} would be rounded away in the precision of its base: set model.dtype to float32")
-    log.info("%s is rounded away in its base, %s", lost, base)
+    log.info("%s is rounded away in the precision of its base, %s", lost, base)
 
 
 def _heads(source: TensorFile, dtype: str) -> list[TensorHead]:
@@ -240,9 +239,10 @@ def _heads(source: TensorFile, dtype: str) -> list[TensorHead]:
 
 
 def _texts(source: Path) -> list[Path]:
-    """Return the names of what is copied, in folders within it too: all but tensors and the adapter's configuration.
+    """Return the relative paths of the files to copy: text files of the folder and its subfolders.
 
-    A file may be a link, as in the hub's cache. A folder that is one could lead anywhere.
+    The adapter's configuration and indexes of tensors are left out. Files may be symlinks, as in the hub's cache, but
+    symlinked subfolders are not followed, since they could lead anywhere.
     """
     folders = [source, *(each for each in source.iterdir() if each.is_dir() and not each.is_symlink())]
     return sorted(file.relative_to(source) for folder in folders for file in folder.iterdir() if _is_text(file))

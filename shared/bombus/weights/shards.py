@@ -18,12 +18,12 @@ from bombus.weights.deltas import FULL_FILE, WIDTHS, Bits
 INDEX_FILE = "model.safetensors.index.json"
 SHARD_BYTES_MAX = 5 * 10**9  # transformers' own limit
 ALIGN = 8
-METADATA = {"format": "pt"}  # transformers reads no file that lacks it
+METADATA = {"format": "pt"}  # transformers refuses files without it
 
 
 @dataclass(frozen=True)
 class TensorHead:
-    """What a file's header says of a tensor; `dtype` is safetensors' name, such as `BF16`."""
+    """The entry of a tensor in a file's header. `dtype` is safetensors' name, such as `BF16`."""
 
     name: str
     dtype: str
@@ -35,7 +35,7 @@ class TensorHead:
 
 
 def safetensors_head(heads: Iterable[TensorHead], metadata: Mapping[str, str] | None) -> bytes:
-    """Return the beginning of a safetensors file with these tensors, up to the values of the first."""
+    """Return the beginning of a safetensors file with these tensors, up to the data of the first."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for head in heads:
@@ -51,7 +51,7 @@ def safetensors_head(heads: Iterable[TensorHead], metadata: Mapping[str, str] | 
 
 
 def shards_of(heads: Iterable[TensorHead], bytes_max: int) -> list[list[TensorHead]]:
-    """Divide tensors, in their order, into files of at most `bytes_max`; a larger tensor has a file of its own."""
+    """Divide tensors, in order, into files of at most `bytes_max`; a larger tensor gets a separate file."""
     shards: list[list[TensorHead]] = [[]]
     size = 0
     for head in heads:
@@ -69,13 +69,13 @@ def write_model(
     tensors: Iterator[tuple[str, Bits]],
     bytes_max: int = SHARD_BYTES_MAX,
 ) -> dict[str, str]:
-    """Write the tensors that `heads` announces, one after the other. Return the sha256 of each file by its name."""
+    """Write the tensors, which must be those of `heads` in order. Return the sha256 of each file by its name."""
     shards = shards_of(heads, bytes_max)
     count = len(shards)
     names = [FULL_FILE] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
     digests = {name: _write_file(folder / name, shard, tensors) for name, shard in zip(names, shards, strict=True)}
     if next(tensors, None) is not None:
-        raise ValueError("more tensors than announced")
+        raise ValueError("there are more tensors than heads")
     if count > 1:
         place = {head.name: name for name, shard in zip(names, shards, strict=True) for head in shard}
         index = {"metadata": {"total_size": sum(head.bytes for head in heads)}, "weight_map": place}
@@ -92,7 +92,7 @@ def _write_file(path: Path, heads: Sequence[TensorHead], tensors: Iterator[tuple
         for head in heads:
             name, bits = next(tensors)
             if name != head.name or bits.nbytes != head.bytes:
-                raise ValueError(f"tensor {name} of {bits.nbytes} bytes is not the {head.name} that was announced")
+                raise ValueError(f"the next head is {head.name} of {head.bytes} bytes, not {name} of {bits.nbytes}")
             content = bits.view(np.uint8).data
             digest.update(content)
             file.write(content)

@@ -1,7 +1,8 @@
-"""Checks from files alone that a tokenizer is the model's own: with another one a model trains on noise.
+"""Checks, from files alone, that a tokenizer belongs to the model: with any other one, the model trains on noise.
 
-Three things count: no id is beyond the model's vocabulary, that vocabulary is not far larger than the tokenizer's, and
-the ends of sequences are special tokens of the tokenizer. `bombus.text.checking` looks at its chat template.
+Three conditions are checked: no token id is beyond the model's vocabulary, that vocabulary is not much larger than the
+tokenizer's, and the model's end-of-sequence ids are special tokens of the tokenizer. `bombus.text.checking` checks the
+chat template.
 """
 
 import json
@@ -12,17 +13,18 @@ from bombus.errors import EngineFault
 from bombus.weights.models import TOOL_TEMPLATE
 
 # A model's vocabulary is padded beyond its tokenizer's, to round numbers or with spare ids: by 0.3 % (Qwen 2.5), 0.5 %
-# (gpt-oss) or 1.8 % (Phi-2). Another model's tokenizer differs by more, except among tiny ones.
+# (gpt-oss) or 1.8 % (Phi-2). The tokenizer of a different model differs by more, unless both are tiny.
 UNUSED_SHARE_MAX = 0.05
 UNUSED_MAX_OF_SMALL = 256
 ROLES = ("eos", "bos", "pad")
 
 
 def check_fit(files: Mapping[str, bytes], model: str, tokenizer: str) -> None:
-    """Raise `EngineFault` with one sentence that says what does not fit, unless the tokenizer is the model's own.
+    """Raise `EngineFault` with one sentence that says what does not fit, unless the tokenizer fits the model.
 
-    `files` are the tokenizer's, with the model's config.json and generation_config.json. In the model's own folder only
-    the end of sequence is compared: the other two ids are not used, and old ones are left there by many a fine-tuning.
+    `files` are the tokenizer's, with the model's config.json and generation_config.json. If the tokenizer comes from
+    the model's own folder, only the end-of-sequence id is compared: the other two ids are not used, and many fine-tuned
+    models still have old ones there.
     """
     own = tokenizer == model
     misfit = _misfit(files, ("eos",) if own else ROLES)
@@ -35,14 +37,14 @@ def check_fit(files: Mapping[str, bytes], model: str, tokenizer: str) -> None:
 
 
 def _misfit(files: Mapping[str, bytes], compared: Sequence[str]) -> str:
-    """Say what does not fit; empty when everything does."""
+    """Return a clause that says what does not fit, or "" if everything does."""
     described, config = read_json(files, "tokenizer.json"), read_json(files, "config.json")
     ids = token_ids(described)
     size = config.get("vocab_size") or _inner(config, "text_config").get("vocab_size")
     if not ids:
         return "its tokenizer.json has no tokens"
     if not isinstance(size, int):
-        return ""  # there is nothing to compare; ids that the model cannot embed fail when it is loaded
+        return ""  # the size is unknown; ids that the model cannot embed fail when it is loaded
     highest = max(ids, key=lambda token: ids[token])
     if ids[highest] >= size:
         return f"its token {highest!r} has the id {ids[highest]}, but the model's ids end at {size - 1}"
@@ -53,9 +55,9 @@ def _misfit(files: Mapping[str, bytes], compared: Sequence[str]) -> str:
 
 
 def token_ids(described: Mapping[str, Any]) -> dict[str, int]:
-    """Return every token of a tokenizer.json with its id, added tokens too."""
+    """Return every token of a tokenizer.json with its id, including added tokens."""
     vocabulary = _inner(described, "model").get("vocab") or {}
-    if isinstance(vocabulary, list):  # Unigram's: pairs of token and score
+    if isinstance(vocabulary, list):  # of a Unigram model: pairs of token and score
         vocabulary = {str(entry[0]): index for index, entry in enumerate(vocabulary)}
     added = {str(token["content"]): int(token["id"]) for token in described.get("added_tokens") or ()}
     return {**vocabulary, **added}
@@ -64,10 +66,11 @@ def token_ids(described: Mapping[str, Any]) -> dict[str, int]:
 def _role_misfit(
     files: Mapping[str, bytes], ids: Mapping[str, int], config: Mapping[str, Any], compared: Sequence[str]
 ) -> str:
-    """Say which token of a role the tokenizer lacks, or which of the model's ids for a `compared` role is not special.
+    """Return which role's token the tokenizer lacks, or which of the model's ids for a `compared` role is not special.
 
-    The tokenizer may prefer another special token: models have several ends of sequence, and some well-known ones name
-    one in config.json that their tokenizer does not. With another model's tokenizer the id belongs to part of a word.
+    The tokenizer may have a different special token for the role: models have several ends of sequence, and the one in
+    config.json of some well-known models is not the one that their tokenizer names. In the tokenizer of a different
+    model, the id is usually that of a part of a word.
     """
     text, generation = read_json(files, "tokenizer_config.json"), read_json(files, "generation_config.json")
     added = read_json(files, "tokenizer.json").get("added_tokens") or ()
@@ -92,7 +95,7 @@ def _role_misfit(
 
 
 def template_sources(files: Mapping[str, bytes]) -> dict[str, str]:
-    """Return the chat templates of a model's files: "default", and perhaps "tool_use" for conversations with tools."""
+    """Return the chat templates in a model's files by name: "default", and "tool_use" for conversations with tools."""
     in_files = {"default": "chat_template.jinja", "tool_use": TOOL_TEMPLATE}
     found = {name: files[file].decode("utf-8", "replace") for name, file in in_files.items() if file in files}
     given = read_json(files, "tokenizer_config.json").get("chat_template")
@@ -103,7 +106,7 @@ def template_sources(files: Mapping[str, bytes]) -> dict[str, str]:
 
 
 def read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """Return the object in a file of JSON, an empty one where there is none. Raises `EngineFault` for other text."""
+    """Return the object in a JSON file, or an empty one if there is none. Raises `EngineFault` if it is not JSON."""
     try:
         found = json.loads(files.get(name) or b"{}")
     except ValueError as error:

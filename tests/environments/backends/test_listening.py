@@ -57,7 +57,7 @@ async def test_a_simulator_whose_port_another_program_has_taken_meanwhile_does_n
         simulator = SimulatorProcess(
             [sys.executable, "-c", late], health="/health", reset="/reset", port=0, port_variable="PORT"
         )
-        with pytest.raises(EnvironmentLost, match="ended with code 4 at its start"):
+        with pytest.raises(EnvironmentLost, match="exited with code 4 while starting"):
             await simulator.start()
         await simulator.stop()
         other.shutdown()

@@ -498,7 +498,7 @@ async def test_a_cancellation_that_a_rollout_lets_out_is_a_bug_of_it_and_cancels
         raise asyncio.CancelledError
 
     async with served(slots=2) as (_, url), opened(make, url, 2, group_size=2) as pool:
-        with pytest.raises(RuntimeError, match="raised a CancelledError, but nobody had cancelled it"):
+        with pytest.raises(RuntimeError, match="raised a CancelledError, but it had not been cancelled"):
             await pool.run_group(TASK, wrong)
 
 

@@ -130,7 +130,7 @@ async def test_an_action_that_is_one_of_several_kinds_is_shown_as_it_is_describe
         (tool,) = (await environment.open(Task())).tools
         assert tool.parameters == {"type": "object", **kinds}
         other = await called(environment, "look")
-        assert (other.failed, other.text) == (True, "look is not a tool: there is step")
+        assert (other.failed, other.text) == (True, "look is not a tool: the only tool is step")
 
 
 async def test_of_a_tool_of_mcp_its_text_is_shown_and_of_other_parts_all_that_there_is() -> None:

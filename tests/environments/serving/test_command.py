@@ -29,7 +29,7 @@ STORE = "tests.environments.serving.test_plain_classes:Store"
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        ([COUNTER, "--host", "0.0.0.0"], "give --key-file, or say --trusted-network"),
+        ([COUNTER, "--host", "0.0.0.0"], "pass --key-file, or --trusted-network if anyone"),
         ([COUNTER, "--slots", "0"], "slots"),
         ([COUNTER, "--ttl-s", "0"], "--ttl-s"),
         ([COUNTER, "--port", "-1"], "--port -1 is refused"),

@@ -137,7 +137,7 @@ async def test_one_whose_connection_is_silent_lapses_also_in_the_middle_of_a_cal
             await socket.send(TASK)
             await socket.recv()
             socket.transport.pause_reading()  # so that it answers no ping
-            assert "ended before the call did" in await poster.why("tools/call", name="hang", session_id=session)
+            assert "ended before its call" in await poster.why("tools/call", name="hang", session_id=session)
             await until(lambda: len(server.table.free) == 1)
             socket.transport.abort()
 
@@ -275,7 +275,7 @@ async def test_a_session_has_so_many_calls_under_way_and_no_more() -> None:
                 asyncio.create_task(poster.ask("tools/call", name="nap", session_id=session)) for _ in range(POSTS_MAX)
             ]
             await until(lambda: sum(seat.posts for seat in server._seats.values()) == POSTS_MAX)
-            assert f"{POSTS_MAX} calls of this session are under way" in await poster.why(
+            assert f"{POSTS_MAX} calls of this session are in progress" in await poster.why(
                 "tools/call", name="add", session_id=session
             )
             assert [(await call)["result"]["data"] for call in calls] == ["rested"] * POSTS_MAX
@@ -286,9 +286,9 @@ async def test_a_session_has_so_many_calls_under_way_and_no_more() -> None:
     ("body", "code", "why"),
     [
         (b"{", RpcError.PARSE, "the body is not JSON"),
-        (b"[]", RpcError.INVALID_REQUEST, "the body is one request"),
+        (b"[]", RpcError.INVALID_REQUEST, "the body must be one request"),
         (b'{"method": "tools/list", "params": 3}', RpcError.INVALID_REQUEST, "`$.params`"),
-        (b'{"method": "tools/list"}', RpcError.INVALID_PARAMS, "params has no session_id"),
+        (b'{"method": "tools/list"}', RpcError.INVALID_PARAMS, "params have no session_id"),
         (b'{"method": "tools/list", "params": {"session_id": "x"}}', RpcError.SERVER, "session 'x' has ended"),
     ],
 )

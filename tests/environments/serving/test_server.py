@@ -193,7 +193,7 @@ async def test_an_environment_that_leaves_the_program_ends_neither_the_server_no
             await session.reset({})
             with pytest.raises(StepRefused, match=r"it raised SystemExit\(3\)"):
                 await session.step({"tool": "leave"})
-            with pytest.raises(StepRefused, match="raised a CancelledError, but nobody had cancelled it"):
+            with pytest.raises(StepRefused, match="raised a CancelledError, but it had not been cancelled"):
                 await session.step({"tool": "cancel"})
             assert (await session.step({"tool": "add"})).observation["failed"] is False
         await until(lambda: server.counts()["leased"] == 0 and len(server.table.free) == 1)

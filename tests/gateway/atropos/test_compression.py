@@ -50,7 +50,7 @@ def test_a_body_of_exactly_the_limit_is_read() -> None:
     [
         ("gzip", PACKED[:-3], Code.MALFORMED, "it was cut"),
         ("gzip", PACKED + PACKED[:9], Code.MALFORMED, "it was cut"),
-        ("gzip", PACKED + b"more", Code.MALFORMED, "something else follows it"),
+        ("gzip", PACKED + b"more", Code.MALFORMED, "other data follows it"),
         ("gzip", TEXT, Code.MALFORMED, "The body is not gzip"),
         ("gzip", PACKED[:-8] + bytes(8), Code.MALFORMED, "data check|checksum"),
         ("gzip", zlib.compress(TEXT), Code.MALFORMED, "The body is not gzip"),

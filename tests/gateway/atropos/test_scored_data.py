@@ -110,7 +110,7 @@ def test_programs_write_whole_numbers_as_floats_and_flags_for_numbers() -> None:
 @pytest.mark.parametrize(
     ("change", "place", "why"),
     [
-        ({"tokens": []}, "tokens", "tokens has 0 sequences; a group has 1 to 16384"),
+        ({"tokens": []}, "tokens", "tokens has 0 sequences, but a group must have 1 to 16384"),
         ({"tokens": [[5, 6], []]}, "tokens[1]", "is a sequence without tokens; leave it out of its group"),
         ({"tokens": [[5, -6], [7]]}, "tokens[0][1]", "Expected `int` >= 0"),
         ({"tokens": [[5, 1 << 31], [7]]}, "tokens[0][1]", "Expected `int` <= 2147483647"),

@@ -387,7 +387,7 @@ async def test_a_sampler_of_a_base_is_never_one_of_another(hive: OperationHive, 
     assert hive.engine.started is not None
     assert hive.engine.started.base == "org/other"
     refused = await client.post("asample", json=sample(sampler))
-    why = "This sampler has another base than engine main, which now has org/other: make another one."
+    why = "This sampler has another base than engine main, which now has org/other: create another sampler."
     assert (refused.status_code, refused.json()["detail"]) == (404, why)
 
 
@@ -406,7 +406,7 @@ async def test_nothing_is_sampled_when_the_run_is_over(
     await hive.bus.inbox.request(inbox.Stop(id=new_id(), engine=ENGINE))
     await until(lambda: gateway.follower.hive.engine(ENGINE).phase is Phase.OFFLINE)
     answer = await failure(client, sample(sampler))
-    assert answer["error"].endswith("create a model, or a sampling client of its base, which starts it.")
+    assert answer["error"].endswith("start a run by creating a model, or a sampling client of the base.")
 
 
 async def test_a_prompt_of_one_token_has_no_logprob_and_no_alternatives_also_of_a_sampler_that_was_cloned(

@@ -63,7 +63,7 @@ def test_a_session_of_sampling_may_begin_with_a_checkpoint(kind: str, inflight: 
     [
         ({"path": "../up"}, "'../up' cannot be the name of a checkpoint"),
         ({"path": ".hidden"}, "cannot be the name"),
-        ({"path": "x" * 129}, "it has 1 to 128 letters"),
+        ({"path": "x" * 129}, "use 1 to 128 letters"),
         ({"path": "a", "ttl_seconds": 0}, "ttl_seconds is 0.0, but must be above 0"),
         ({"path": "a", "ttl_seconds": -1}, "ttl_seconds is -1.0"),
         ({"path": "a", "ttl_seconds": 1e12}, "at most 315360000; null keeps it forever"),

@@ -188,8 +188,8 @@ def test_what_cannot_be_done_is_an_operation_that_has_failed(body: bytes, why: s
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        (request(DATUM, model=""), "model_id is a text of 1 to 256 characters"),
-        (request(DATUM, model="x" * 257), "this one has 257"),
+        (request(DATUM, model=""), "model_id must have 1 to 256 characters"),
+        (request(DATUM, model="x" * 257), "but has 257"),
         (request(DATUM, seq=0), "seq_id is 0, but request numbers begin at 1"),
     ],
 )

@@ -163,7 +163,7 @@ MASKED = {"model_input": {"input_ids": [1], "attention_mask": [1]}, "loss_fn_inp
         (body([datum([5], weights=tensor([1], 2))]), "has 1 numbers, which are not of shape [2]"),
         (
             body([datum([5], weights={"data": [1], "shape": [1, 2], "sparse_crow_indices": [0, 1]})]),
-            "data[0].loss_fn_inputs['weights'] is sparse, which only protobuf bodies may be",
+            "data[0].loss_fn_inputs['weights'] is sparse, which JSON bodies do not support",
         ),
         (body([{**TARGETS, "routed_experts": [[[0]]]}]), "routed_experts cannot be replayed"),
         (body([TARGETS], routed_experts=[[[[0]]]]), "routed_experts cannot be replayed"),

@@ -174,7 +174,7 @@ def test_a_session_of_sampling_is_of_a_base_or_a_checkpoint(
     [
         (b'{"session_id": "S", "sampling_session_seq_id": 0}', "Neither model_path nor base_model is given"),
         (b'{"session_id": "S", "base_model": "b"}', "sampling_session_seq_id is missing"),
-        (b'{"sampling_session_seq_id": 0, "base_model": "b"}', "session_id is a text of 1 to 256 characters"),
+        (b'{"sampling_session_seq_id": 0, "base_model": "b"}', "session_id must have 1 to 256 characters"),
     ],
 )
 def test_a_session_of_nothing_is_refused(given: bytes, why: str) -> None:

@@ -96,7 +96,7 @@ def test_what_is_listed_counts_against_the_room_of_the_request() -> None:
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        (tensor([9], [0, 1], [2], 2), "columns outside of the 2 that there are"),
+        (tensor([9], [0, 1], [2], 2), "columns outside of its 2"),
         (tensor([9], [0, 1], [-1], 2), "columns outside"),
         (tensor([9, 8], [0, 2], [1, 1], 2), "a row whose columns do not rise"),
         (tensor([9, 8], [0, 2], [1, 0], 2), "a row whose columns do not rise"),
@@ -104,8 +104,8 @@ def test_what_is_listed_counts_against_the_room_of_the_request() -> None:
         (tensor([9], [1, 1], [1], 2), "row pointers that do not rise"),
         (tensor([9, 8], [0, 2, 1, 2], [0, 1], 2), "row pointers that do not rise"),
         (tensor([9, 8], [0, 2], [1], 2), "1 columns for 2 values"),
-        (SparseTensor(3, 2, array("q"), array("q", [0, 0]), array("q")), "2 row pointers, and 3 rows need 4"),
-        (SparseTensor(-1, 2, array("q"), array("q"), array("q")), "0 row pointers, and -1 rows need 0"),
+        (SparseTensor(3, 2, array("q"), array("q", [0, 0]), array("q")), "2 row pointers, but 3 rows need 4"),
+        (SparseTensor(-1, 2, array("q"), array("q"), array("q")), "0 row pointers, but -1 rows need 0"),
     ],
 )
 def test_parts_that_do_not_fit_each_other_are_refused(wrong: SparseTensor, why: str) -> None:

@@ -286,7 +286,7 @@ async def test_a_delivered_batch_that_is_asked_for_again_and_lost_says_how_to_go
     await bus.purge_below(bus.subjects.trajectories_stream, 2, ">")
     refused = await hive.http.get("/batch?after=0")
     assert refused.status_code == 500
-    assert "Ask for what comes after=1" in refused.json()["message"]
+    assert "Ask for the next one with after=1" in refused.json()["message"]
     assert await get(hive, "/batch?after=1") == {"batch": None}
 
 

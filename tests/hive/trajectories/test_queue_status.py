@@ -14,7 +14,7 @@ def test_what_minimums_leave_no_room_for_is_told_so() -> None:
     assert form(queue) == (2, 3, 4, 5)
     assert stranded(queue) == [
         "No batch has room for 1 group (1 of 2 sequences) of environments without a minimum: the minimums of others "
-        "are all of it. Register one of those again with a smaller min_batch_allocation."
+        "add up to the whole batch. Register one of those again with a smaller min_batch_allocation."
     ]
 
 
@@ -102,7 +102,7 @@ def test_sizes_that_make_no_batch_are_named_with_what_would_complete_one() -> No
     queue = queue_of(8)
     push(queue, groups(None, 3, 3, 3, 3, 4))
     assert stranded(queue) == [
-        "5 groups (4 of 3, 1 of 4 sequences) are queued, and no selection of them has exactly 8 sequences. One more "
+        "5 groups (4 of 3, 1 of 4 sequences) are queued, but no selection of them has exactly 8 sequences. One more "
         "group of 1, 2, 4, 5 or 8 sequences would complete a batch."
     ]
 
@@ -111,8 +111,8 @@ def test_a_group_that_is_in_no_batch_while_others_are_is_named() -> None:
     queue = queue_of(8)
     push(queue, groups(None, 5, 4, 4))
     assert stranded(queue) == [
-        "1 group (1 of 5 sequences) fits in no batch of 8 sequences with what is queued now. It stays until groups "
-        "come that complete one."
+        "1 group (1 of 5 sequences) fits in no batch of 8 sequences with the groups queued now. It stays until "
+        "groups arrive that complete one."
     ]
 
 
@@ -120,7 +120,7 @@ def test_an_environment_that_lacks_its_minimum_is_named() -> None:
     queue = queue_of(8, environment(0, 4, minimum=0.5), environment(1, 4))
     push(queue, groups(1, 4, 4))
     assert stranded(queue) == [
-        "Environment 0 (math_0) asks for 4 of the 8 sequences of each batch and has 0 queued: no batch is formed until "
+        "Environment 0 (math_0) asks for 4 of the 8 sequences of each batch but has 0 queued: no batch is formed until "
         "it has more, or has left."
     ]
 

@@ -92,7 +92,7 @@ TWO_POSITIONS = PackedCandidates(counts=pack_ints([1, 0]), tokens=pack_ints([5])
         ({"lengths": b"\1\0\0\0\0"}, "a group of 1 sequences"),
         ({"scores": PackedFloats.of([1.0, 2.0])}, "a group of 1 sequences has 2 scores"),
         ({"masks": b""}, "4 bytes of tokens and 0 of masks are not 1 each"),
-        ({"ref_logprobs": PackedFloats(b"")}, "1 tokens have 0 numbers beside them"),
+        ({"ref_logprobs": PackedFloats(b"")}, "1 tokens have 0 logprobs"),
         ({"distill_token_ids": TWO_POSITIONS}, "1 tokens have candidates for 2 positions"),
     ],
 )
@@ -103,7 +103,7 @@ def test_a_group_whose_parts_do_not_belong_together_cannot_be_made(fields: dict[
 
 @pytest.mark.parametrize(("counts", "tokens"), [([2], [5]), ([-1, 1], [])])
 def test_candidates_are_as_many_as_their_positions_have(counts: list[int], tokens: list[int]) -> None:
-    with pytest.raises(ValueError, match="candidates are not as many as their positions have"):
+    with pytest.raises(ValueError, match="candidates do not match the counts of their positions"):
         PackedCandidates(counts=pack_ints(counts), tokens=pack_ints(tokens))
 
 

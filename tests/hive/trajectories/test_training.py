@@ -27,20 +27,20 @@ def test_a_group_of_tokens_masks_and_scores_is_trained() -> None:
     [
         (
             replace(GROUP, ref_logprobs=PackedFloats.of([0.0] * 5)),
-            "ref_logprobs is not taken by this run's own trainer",
+            "ref_logprobs is not accepted by this run's own trainer",
         ),
-        (replace(GROUP, distill_token_ids=CANDIDATES), "distill_token_ids is not taken by this run's own trainer"),
-        (replace(GROUP, distill_logprobs=CANDIDATES), "distill_logprobs is not taken by this run's own trainer"),
-        (replace(GROUP, images=b'[null,"aGk="]'), "images is not taken by this run's own trainer"),
+        (replace(GROUP, distill_token_ids=CANDIDATES), "distill_token_ids is not accepted by this run's own trainer"),
+        (replace(GROUP, distill_logprobs=CANDIDATES), "distill_logprobs is not accepted by this run's own trainer"),
+        (replace(GROUP, images=b'[null,"aGk="]'), "images is not accepted by this run's own trainer"),
         (replace(GROUP, overrides=b'[{"kl_beta":0.1},{}]'), "overrides[0].kl_beta is not known"),
         (replace(GROUP, overrides=b"[{}]"), "overrides must be a list with one entry for each of 2 sequences"),
         (
             replace(GROUP, overrides=b'[null,{"temperature":"hot"}]'),
             "overrides[1].temperature must be a number from 0 to",
         ),
-        (replace(GROUP, overrides=b'[null,{"set_advantage_to_zero":1}]'), "overrides[1].set_advantage_to_zero is true"),
+        (replace(GROUP, overrides=b'[null,{"set_advantage_to_zero":1}]'), "overrides[1].set_advantage_to_zero must be"),
         (replace(GROUP, group_overrides=b'{"lr":1}'), "group_overrides.lr is not known"),
-        (replace(GROUP, masks=pack_ints([-100, 6, 1, -100, 8])), "masks[0][2] is 1: a mask is -100 where a token is"),
+        (replace(GROUP, masks=pack_ints([-100, 6, 1, -100, 8])), "masks[0][2] is 1: a mask must be -100 if the token"),
         (
             replace(GROUP, inference_logprobs=PackedFloats.of([1.0, -1.0, -1.0, 1.0, 1.0])),
             "inference_logprobs[1][1] is",
@@ -49,7 +49,7 @@ def test_a_group_of_tokens_masks_and_scores_is_trained() -> None:
             replace(GROUP, advantages=PackedFloats.of([1.0] * 4), advantage_lengths=pack_ints([3, 1])),
             "advantages[1] does not have one number for each token",
         ),
-        (replace(GROUP, advantages=PackedFloats.of([1e39, 0, 0, 0, 0])), "advantages[0] has a number that is beyond"),
+        (replace(GROUP, advantages=PackedFloats.of([1e39, 0, 0, 0, 0])), "advantages[0] has a number that does not"),
     ],
 )
 def test_what_would_be_trained_otherwise_than_it_was_meant_is_refused_by_name(group: RolloutGroup, why: str) -> None:

@@ -66,7 +66,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / ADAPTER_FILE).write_bytes(data)
     refused = refusal(address, tmp_path)
     assert refused.code == Code.MALFORMED
-    assert f"and not {address}: it is damaged" in refused.why
+    assert f"not {address}: it was damaged" in refused.why
 
 
 def test_a_file_that_was_cut_off_is_refused_even_under_its_own_address(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_one_that_is_not_there_can_neither_be_used_nor_removed() -> None:
 
 def test_the_same_tensors_with_another_scale_are_refused() -> None:
     store = store_of("a", room=1)
-    with pytest.raises(Refused, match=r"scale of 1 for layer, .* with 2"):
+    with pytest.raises(Refused, match=r"scale of 1 for layer, .* with a scale of 2"):
         store.put("a", adapter(scale=2.0))
 
 

@@ -247,7 +247,7 @@ def test_a_job_with_longer_sequences_than_the_cache_holds_is_served_up_to_that_l
     engine.add(2, request([2] * 70, max_tokens=50))
     answers = finish(engine)
     assert [(len(answers[ticket].only.tokens), answers[ticket].only.finish) for ticket in (1, 2)] == [(9, "length")] * 2
-    with pytest.raises(Refused, match="the prompt has 79 tokens; this model takes 79 with its completion") as caught:
+    with pytest.raises(Refused, match="has 79 tokens; this model takes 79 for prompt and completion") as caught:
         engine.add(3, request([3] * 79))
     assert caught.value.code == Code.PROMPT_TOO_LONG
 

@@ -185,7 +185,7 @@ async def test_logprobs_of_another_distribution_than_the_sampled_one_are_detecte
     kind: type[ExternalServer], folders: list[Path]
 ) -> None:
     async with backend_of(kind(folders[0], raw=True)) as (backend, _):
-        with pytest.raises(EngineFault, match="not of the one that it samples from"):
+        with pytest.raises(EngineFault, match="not of the distribution that it samples from"):
             await backend.load(Policy(folders[0], 1, 0, CONTEXT), ignore_stage)
 
 

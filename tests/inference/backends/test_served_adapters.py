@@ -290,7 +290,7 @@ def test_an_engine_that_serves_other_weights_already_takes_no_adapters(model: Pr
 def test_a_change_of_weights_that_does_not_fit_leaves_the_base_as_it_is(model: PreTrainedModel) -> None:
     engine = engine_for(model)
     name = "model.layers.0.self_attn.q_proj.weight"
-    with pytest.raises(EngineFault, match="is not this model's"):
+    with pytest.raises(EngineFault, match="does not fit this model's"):
         engine.patch_weights({name: TensorPatch(torch.ones(1), torch.tensor([1 << 20]))}, 1, 1)
     with pytest.raises(EngineFault, match="lack"):
         engine.swap_weights({}, 1, 1)

@@ -138,7 +138,7 @@ def test_values_beyond_half_precision_are_refused_where_that_is_computed_in(
     ("limits", "code", "words"),
     [
         ({"rank_max": 3}, Code.UNSUPPORTED, "has rank 4, .* up to 3: start it with a higher --vllm-max-lora-rank"),
-        ({"bytes_max": 1000}, Code.TOO_LARGE, "has room for 1000 by --adapters-mb"),
+        ({"bytes_max": 1000}, Code.TOO_LARGE, "reads at most 1000: start it with a larger --adapters-mb"),
     ],
 )
 def test_an_adapter_beyond_the_limits_is_refused(
@@ -155,7 +155,7 @@ def test_another_file_than_the_address_means_is_refused(
     model: LlamaForCausalLM, shapes: Shapes, tmp_path: Path
 ) -> None:
     write_adapter(tmp_path / "given", random_adapter(model, 1))
-    with pytest.raises(Refused, match="it is damaged, or was written again"):
+    with pytest.raises(Refused, match="it was damaged or overwritten"):
         copy_adapter(address_of(1), tmp_path / "given", tmp_path / "copy", rules(shapes))
     with pytest.raises(Refused, match="cannot be served"):
         copy_adapter(address_of(1), tmp_path / "nothing", tmp_path / "copy", rules(shapes))

@@ -84,7 +84,7 @@ async def test_a_tokenizer_that_vllm_cannot_use_is_done_without(
     await stage.backend.load(policy, ignore_stage)
     assert await stage.serves(0, run=2)
     assert stage.backend.constrains is constrains
-    assert ("starts without the model's tokenizer" in caplog.text) is not constrains
+    assert ("is started without the model's tokenizer" in caplog.text) is not constrains
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -115,7 +115,7 @@ async def test_a_prompt_is_scored_by_one_version_or_the_call_is_tried_elsewhere(
 
 
 async def test_adapters_are_served_in_a_run_of_operations_alone(stage: Stage) -> None:
-    with pytest.raises(Refused, match="vLLM in a run of operations") as refused:
+    with pytest.raises(Refused, match="vLLM does in an operations run") as refused:
         await stage.backend.load_adapter(address_of(1), stage.folder)
     assert refused.value.code == Code.UNSUPPORTED
     asked = msgspec.structs.replace(request([5]), adapter=address_of(1))
@@ -158,7 +158,7 @@ async def test_a_model_on_which_vllm_serves_no_adapters_is_served_without_them(
 ) -> None:
     await stage.backend.load(replace(stage.policy(0, "plain", run=2), beside=True), ignore_stage)
     assert await stage.serves(0, run=2)
-    assert "starts without adapters besides the policy" in caplog.text
+    assert "is started without adapters besides the policy" in caplog.text
 
 
 async def test_weights_that_fail_to_load_end_the_child_and_the_next_ones_start_another(stage: Stage) -> None:
@@ -201,7 +201,7 @@ async def test_a_run_gets_a_child_of_its_own_and_unloading_ends_it(stage: Stage)
 
 
 async def test_a_child_that_does_not_start_is_an_engine_fault(stage: Stage) -> None:
-    with pytest.raises(EngineFault, match="vLLM did not start; its last words: RuntimeError: no such model"):
+    with pytest.raises(EngineFault, match="vLLM did not start; its last output: RuntimeError: no such model"):
         await stage.backend.load(stage.policy(0, "dead", run=2), ignore_stage)
     assert stage.backend.pid is None
 
@@ -220,7 +220,7 @@ async def test_a_vllm_that_lacks_what_a_trainer_needs_is_refused_and_ended(stage
         await stage.backend.load(stage.policy(0, f"without_{lacks}", run=2), ignore_stage)
     assert str(caught.value) == (
         "this vLLM does not return what a trainer needs: the ids, logprobs and weight versions of the tokens "
-        f"that it samples ({what}; its last words: nothing): run `bombus install vllm` for one that does"
+        f"that it samples ({what}; its last output: nothing): run `bombus install vllm` for one that does"
     )
     assert (stage.backend.version, stage.backend.pid) == (-1, None)
     assert (await stage.client.refused(stage.backend, request([5], run=2))).code == "no_replica"

@@ -58,7 +58,7 @@ async def test_it_is_ready_once_it_answers_and_stopping_leaves_no_process(server
 
 
 async def test_its_last_words_are_the_reason_why_it_did_not_start(server: VllmServer) -> None:
-    with pytest.raises(EngineFault, match="did not start; its last words: RuntimeError: no such model: nowhere"):
+    with pytest.raises(EngineFault, match="did not start; its last output: RuntimeError: no such model: nowhere"):
         await start(server, "dies")
     assert server.ended.is_set()
 

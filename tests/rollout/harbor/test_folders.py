@@ -83,9 +83,9 @@ def test_a_base_without_steps_needs_no_image(tmp_path: Path, dockerfile: str, wo
         ("FROM a\nRUN apt-get install -y \\\n jq\n", "", "", "environment/Dockerfile line 2 is RUN apt-get install"),
         ("FROM a\nFROM b\n", "", "", "environment/Dockerfile line 2 is FROM b"),
         ("FROM a\nCOPY data /data\n", "", "", "environment/Dockerfile line 2 is COPY data /data"),
-        ("FROM a\nWORKDIR /root\n", "", "", "its working directory is /root, which is not a folder of its own"),
+        ("FROM a\nWORKDIR /root\n", "", "", "its working directory is /root, where the sandbox cannot put"),
         ("FROM a\nWORKDIR /app/../etc\n", "", "", "its working directory is /app/../etc"),
-        ("FROM a\nWORKDIR /bees:wax\n", "", "", "its working directory is /bees:wax, which is not a folder of its own"),
+        ("FROM a\nWORKDIR /bees:wax\n", "", "", "its working directory is /bees:wax, where the sandbox cannot put"),
         ("FROM a\nCOPY . .\nWORKDIR /data\n", "", "", "environment/Dockerfile line 3 is WORKDIR /data"),
         ("FROM a\nWORKDIR bees\n", "", "", "environment/Dockerfile line 2 is WORKDIR bees"),
         ('FROM a\nWORKDIR "/app"\n', "", "", 'environment/Dockerfile line 2 is WORKDIR "/app"'),
@@ -99,7 +99,7 @@ def test_a_base_without_steps_needs_no_image(tmp_path: Path, dockerfile: str, wo
             None,
             "[environment]\nworkdir = '/old'",
             "",
-            "its working directory is /old, which is not a folder of its own",
+            "its working directory is /old, where the sandbox cannot put",
         ),
         (None, "[environment]\ndocker_image = 'x'", "", "task.toml sets environment.docker_image"),
         (None, "[environment]\ngpus = 1", "", "task.toml sets environment.gpus"),
@@ -134,7 +134,7 @@ def test_files_that_are_kept_out_of_an_image_are_not_shown_to_an_agent(tmp_path:
 
 def test_what_an_agent_is_said_to_have_done_before_is_not_left_out_silently(tmp_path: Path) -> None:
     (task_folder(tmp_path / "one") / "trajectory.json").write_text("{}")
-    with pytest.raises(Refused, match=r"one \(its trajectory\.json is what an agent has done before"):
+    with pytest.raises(Refused, match=r"one \(its trajectory\.json holds an earlier agent's actions"):
         read_task_folders(tmp_path)
 
 
@@ -180,13 +180,13 @@ def test_services_need_an_image(tmp_path: Path) -> None:
     [
         ("[agent", "task.toml cannot be read: "),
         ("agent = 1", "agent in task.toml is not a table"),
-        ("[agent]\ntimeout_sec = 0", "agent.timeout_sec in task.toml is 0, but a time limit is up to 86400 s"),
+        ("[agent]\ntimeout_sec = 0", "agent.timeout_sec in task.toml is 0, but must be above 0 and at most 86400 s"),
         ("[agent]\ntimeout_sec = true", "agent.timeout_sec in task.toml is True"),
-        ("[task]\nname = 7", "`task_id` is a text of 1 to 512 characters"),
-        ("[verifier.env]\nKEY = '${OPENAI_API_KEY}'", "verifier.env.KEY in task.toml takes a variable of its caller"),
+        ("[task]\nname = 7", "`task_id` must be a string of 1 to 512 characters"),
+        ("[verifier.env]\nKEY = '${OPENAI_API_KEY}'", "verifier.env.KEY in task.toml refers to a variable of Harbor's"),
         ("[environment.env]\nOPENAI_BASE_URL = 'x'", "environment.env in task.toml sets OPENAI_BASE_URL"),
-        ("[verifier.env]\n'-S' = 'x'", "verifier.env in task.toml has '-S', which is not the name of a variable"),
-        ("[environment]\nworkdir = 7", "environment.workdir in task.toml is not a text"),
+        ("[verifier.env]\n'-S' = 'x'", "verifier.env in task.toml has '-S', which is not a valid name for a variable"),
+        ("[environment]\nworkdir = 7", "environment.workdir in task.toml is not a string"),
     ],
 )
 def test_what_is_wrong_with_a_task_is_said(tmp_path: Path, toml: str, why: str) -> None:
@@ -200,7 +200,7 @@ def test_variables_are_no_longer_than_a_program_can_be_given(tmp_path: Path) -> 
     folder = task_folder(tmp_path / "one", f"[verifier.env]\nKEY = '{'x' * 65532}'")  # with KEY= 65,536 bytes
     assert read_task_folders(tmp_path)
     (folder / "task.toml").write_text(f"[verifier.env]\nKEY = '{'x' * 65533}'")
-    with pytest.raises(Refused, match=r"one: verifier.env in task.toml has over 65536 bytes: put what is long"):
+    with pytest.raises(Refused, match=r"one: verifier.env in task.toml has over 65536 bytes: put long values"):
         read_task_folders(tmp_path)
 
 
@@ -227,7 +227,7 @@ def test_a_part_of_a_task_that_is_a_link_to_elsewhere_is_refused(tmp_path: Path,
     (folder / name).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(Refused) as refused:
         read_task_folders(tmp_path / "tasks")
-    assert f"its {name} is a link that leads out of it, to {tmp_path / 'elsewhere'}: put a copy" in str(refused.value)
+    assert f"its {name} is a link that leads out of the data set, to {tmp_path / 'elsewhere'}:" in str(refused.value)
 
 
 def test_a_task_that_is_a_link_to_elsewhere_is_refused_for_agents_could_read_its_tests_there(tmp_path: Path) -> None:
@@ -243,10 +243,10 @@ def test_a_task_that_is_a_link_to_elsewhere_is_refused_for_agents_could_read_its
 def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
     for name in ("a", "b"):
         task_folder(tmp_path / name, "[task]\nname = 'x/y'")
-    with pytest.raises(Refused, match="another folder has the name 'x/y' too"):
+    with pytest.raises(Refused, match="another task is also named 'x/y'"):
         read_task_folders(tmp_path)
 
 
 def test_a_folder_without_tasks_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="has no tasks: a Harbor folder has 1 to"):
+    with pytest.raises(Refused, match="has no tasks: a Harbor folder must have 1 to"):
         read_task_folders(tmp_path)

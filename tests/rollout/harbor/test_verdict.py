@@ -32,13 +32,13 @@ def test_the_reward_is_in_one_of_two_files_whatever_the_exit_code(
     ("files", "why"),
     [
         ({}, "the tests ended with exit code 1 and wrote neither reward.txt nor reward.json: no pytest"),
-        ({"reward.txt": ""}, "reward.txt has '', but a reward is a number"),
-        ({"reward.txt": "nan"}, "reward.txt has 'nan', but a reward is a number"),
+        ({"reward.txt": ""}, "reward.txt has '', but a reward must be a number"),
+        ({"reward.txt": "nan"}, "reward.txt has 'nan', but a reward must be a number"),
         ({"reward.txt": "x" * 70_000}, "reward.txt has over 65536 bytes"),
         ({"reward.json": "[1]"}, "reward.json is not an object of rewards"),
         ({"reward.json": "{}"}, "reward.json has no reward in it"),
-        ({"reward.json": '{"reward": 1, "b": "0.5"}'}, "reward.json has '0.5', but a reward is a number"),
-        ({"reward.json": '{"reward": null}'}, "reward.json has 'None', but a reward is a number"),
+        ({"reward.json": '{"reward": 1, "b": "0.5"}'}, "reward.json has '0.5', but a reward must be a number"),
+        ({"reward.json": '{"reward": null}'}, "reward.json has 'None', but a reward must be a number"),
     ],
 )
 def test_tests_that_leave_no_number_have_not_judged(tmp_path: Path, files: dict[str, str], why: str) -> None:

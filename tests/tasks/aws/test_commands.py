@@ -56,14 +56,14 @@ def test_options_of_every_command_come_first_and_the_region_is_always_said(line:
         ("aws s3 ls '", "cannot be split into words"),
         ("aws s3 ls\naws s3 ls", "give one command at a time"),
         ("aws s3 ls; aws s3 ls", "give one command at a time"),
-        ("aws s3 ls s3://logs aws s3 ls", "aws s3 ls takes 1 of the form s3://bucket/key, and not 4"),
+        ("aws s3 ls s3://logs aws s3 ls", "aws s3 ls takes 1 of the form s3://bucket/key, not 4"),
         ("aws sqs list-queues aws s3 ls", "aws does not belong to an option"),
-        ("aws ssm put-parameter --value help", "As a value it is written --name=help"),
+        ("aws ssm put-parameter --value help", "write the value help as --name=help"),
         ("aws s3 ls " + "x" * 20_000, "over 20000 characters"),
         ("aws s3 ls s3://\ud800", "is not text"),
         ("aws s3 ls s3://a\0", "is not text"),
-        ("aws", "names a service and an operation"),
-        ("aws s3", "names a service and an operation"),
+        ("aws", "must name a service and an operation"),
+        ("aws s3", "must name a service and an operation"),
     ],
 )
 def test_what_is_not_one_command_of_aws_is_refused(line: str, why: str) -> None:
@@ -177,12 +177,12 @@ def test_a_command_that_would_make_the_simulator_reach_out_or_reset_itself_or_ha
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("aws --endpoint http://x s3 ls", "--endpoint is not carried out: the options that every command has are"),
-        ("aws s3 ls --profile prod", "--profile is not carried out with aws s3: options are written in full"),
+        ("aws --endpoint http://x s3 ls", "--endpoint is not carried out: the global options are"),
+        ("aws s3 ls --profile prod", "--profile is not carried out with aws s3: options must be written in full"),
         ("aws lambda list-functions", "aws lambda is not carried out here: the services are s3, s3api, sqs"),
         ("aws sts assume-role", "aws sts assume-role is not carried out here: there are get-caller-identity"),
         ("aws s3 cp /etc/passwd s3://logs", "/etc/passwd is not of the form s3://bucket/key: there are no files"),
-        ("aws sns subscribe --protocol http", "the protocols that are here are email, email-json, sms, sqs"),
+        ("aws sns subscribe --protocol http", "the available protocols are email, email-json, sms, sqs"),
     ],
 )
 def test_a_refusal_says_what_there_is_instead(line: str, why: str) -> None:

@@ -236,7 +236,7 @@ async def test_where_no_namespaces_are_made_it_runs_with_a_home_of_its_own_and_s
         await console.start()
     try:
         assert not console.is_isolated
-        assert "without namespaces of its own (that needs Linux, with `unshare`" in caplog.text
+        assert "without separate namespaces (that needs Linux, with `unshare`" in caplog.text
         assert await console.run(words_of_command("aws s3 mb s3://logs")) == (0, "make_bucket: logs")
         code, _ = await console.run(["configure", "set", "region", "x", "--profile", "p"])
         assert code == 0

@@ -139,13 +139,13 @@ def test_no_question_is_in_both_splits() -> None:
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ({"topk": "0"}, "the option topk=0 of search is refused"),
-        ({"search_backend": "bing"}, "the option search_backend=bing of search is refused"),
+        ({"topk": "0"}, "the option topk=0 of search is not allowed"),
+        ({"search_backend": "bing"}, "the option search_backend=bing of search is not allowed"),
         ({"k": "3"}, "search has no option 'k': it takes max_turns, topk"),
         ({"documents": "/nowhere"}, "/nowhere cannot be read"),
         (
             {"documents": "d", "search_backend": "google"},
-            "documents are for the local index, and",
+            "documents are for the local index, but",
         ),
     ],
 )

@@ -472,7 +472,7 @@ def test_a_checkpoint_says_which_backend_and_how_many_ranks_can_go_on_from_it(fo
     with pytest.raises(EngineFault, match="written by 2 ranks, but this trainer has 4: start it with 2"):
         checkpoint.verify_files(Path(saved.path), before, "verl", 4, lambda name: True)
     saved = checkpoint.save_files(tmp_path, facts(2), "verl", 2, lambda draft: {})
-    with pytest.raises(EngineFault, match="is the verl backend's: torch cannot load it"):
+    with pytest.raises(EngineFault, match="was written by the verl backend: torch cannot load it"):
         Executor(folder, tiny_settings()).restore(Path(saved.path), saved.digest)
 
 

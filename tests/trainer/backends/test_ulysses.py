@@ -31,7 +31,7 @@ def test_ranks_join_their_terms_and_get_the_gradients_of_their_own(found: dict[s
 
 def test_heads_that_ranks_cannot_share_are_refused() -> None:
     check_heads(6, 3)
-    with pytest.raises(EngineFault, match="size is 4, but its layers have 6 heads, which 4 ranks cannot share: set it"):
+    with pytest.raises(EngineFault, match="the model's layers have 6 heads, which 4 ranks cannot share: set it"):
         check_heads(6, 4)
 
 

@@ -110,7 +110,7 @@ def needing(token_level_rewards: Tensor, values: Tensor) -> tuple[Tensor, Tensor
     ("function", "why"),
     [
         (centred, ""),
-        (failing, "'it' is refused, since it fails with what it gets here: AssertionError: give me more"),
+        (failing, "'it' is refused, since it fails on this trainer's inputs: AssertionError: give me more"),
         (needing, "'it' is refused: it needs values, which this trainer does not compute"),
     ],
 )
@@ -143,7 +143,7 @@ def loss(kind: str) -> VerlPolicyLoss:
     ("kind", "why"),
     [
         ("plain", ""),
-        ("failing", "fails with what it gets here: ValueError: beta must be positive"),
+        ("failing", "fails on this trainer's inputs: ValueError: beta must be positive"),
         ("unweighted", "it takes no weights, so no correction of the sampler's logprobs would have an effect"),
         ("comparing", "it compares the sequences of a batch with each other"),
     ],

@@ -149,8 +149,8 @@ def test_a_group_that_is_gone_or_cannot_be_trained_is_left_out_with_its_reason()
     read = asyncio.run(read_rollout_groups(stored, [*stored.queued(), queued(9)], step=4))
     assert read.groups == (EpisodeGroup("4.0", read.groups[0].episodes),)
     assert read.lost.keys() == {"4.1", "4.2"}
-    assert read.lost["4.1"].startswith("ref_logprobs is not taken")
+    assert read.lost["4.1"].startswith("ref_logprobs is not accepted")
     assert read.lost["4.2"] == "the body at 9 is gone"
     assert read.gone == (2,), "this one is to be given up on the log"
     read = asyncio.run(read_rollout_groups(stored, [*stored.queued(), replace(queued(9), body=None)], step=4))
-    assert (read.lost["4.2"], read.gone) == ("its body was lost before", ())
+    assert (read.lost["4.2"], read.gone) == ("its body was lost earlier", ())

@@ -21,10 +21,10 @@ def read(*data: Datum, loss: str = "cross_entropy", config: Mapping[str, float] 
 @pytest.mark.parametrize(
     ("loss", "wrong", "why"),
     [
-        ("cross_entropy", datum([]), "datum 1 has 0 bytes of tokens: there must be at least one"),
+        ("cross_entropy", datum([]), "datum 1 has 0 bytes of tokens: it needs one token or more"),
         ("cross_entropy", Datum(b"12345", {"target_tokens": ints(1)}), "datum 1 has 5 bytes of tokens"),
         ("cross_entropy", datum([1] * 9), "datum 1 has 9 tokens, but the limit is 8: cut it"),
-        ("cross_entropy", datum([1, 64]), "datum 1 has the token id 64 at 1: this model's are 0 to 63$"),
+        ("cross_entropy", datum([1, 64]), "datum 1 has the token id 64 at 1: this model's ids are 0 to 63$"),
         ("cross_entropy", datum([-1, 2]), "datum 1 has the token id -1 at 0"),
         ("cross_entropy", datum([1, 2], [2, -100]), r"target_tokens id -100 at 1: .* the weight \(or mask\) 0"),
         ("cross_entropy", datum([1, 2], floats(2.0, 3.0)), "target_tokens in float32: they must be int64 or int32"),
@@ -53,7 +53,7 @@ def read(*data: Datum, loss: str = "cross_entropy", config: Mapping[str, float] 
         (
             "gspo",
             datum([1, 2], sequence_ratio_mask=floats(0, 0), **POLICY),
-            "a sequence_ratio_mask of zeros: it says which tokens",
+            "only zeros in sequence_ratio_mask: mark the tokens",
         ),
     ],
 )
@@ -82,7 +82,7 @@ def test_an_input_that_only_some_have_is_refused() -> None:
     with_bounds = datum([1, 2], clip_low_threshold=floats(0.1, 0.1), **POLICY)
     without = datum([1, 2], **POLICY)
     for data, lacking in (((with_bounds, without), 1), ((without, with_bounds), 0)):
-        with pytest.raises(Refused, match=f"datum {lacking} has no clip_low_threshold, and others have"):
+        with pytest.raises(Refused, match=f"datum {lacking} has no clip_low_threshold, but others do"):
             read(*data, loss="ppo")
 
 

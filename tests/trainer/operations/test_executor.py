@@ -253,7 +253,7 @@ def test_a_failed_operation_spoils_its_gradient_and_the_step_says_so_once(base: 
     step = failed(made, "a", optim_step())
     assert step.category == Category.USER
     assert "a forward_backward since step 0 failed (datum 0 has the token id 99" in step.error
-    assert "It was cleared; send its data again, then step" in step.error
+    assert "It was cleared; send the data again, then step" in step.error
     assert address(made, "a", "between") == before
     scored(made, "a", forward_backward(*random_data(1, 3)))
     assert stepped(made, "a", optim_step()).step == 1
@@ -385,7 +385,7 @@ def test_a_model_is_refused_where_the_memory_that_it_and_the_others_may_take_is_
             stepped(made, "a", optim_step())
         left[0] = 16 * numbers + taken - 1
         why = failed(made, "b", create).error
-        assert f"its {numbers:,} numbers take {byte_size(16 * numbers)} with their gradient and optimizer" in why
+        assert f"its {numbers:,} parameters take {byte_size(16 * numbers)} with their gradient and optimizer" in why
         assert (
             f"the 1 model here may still take {byte_size(taken)}, with only {byte_size(left[0])} of memory free" in why
         )

@@ -245,9 +245,9 @@ def test_a_model_is_saved_before_it_ends_and_stays_where_that_fails(base: Path, 
     [
         (LoadWeights(checkpoint="a/training/none"), "there is no checkpoint a/training/none"),
         (LoadWeights(checkpoint="../training/x"), "cannot be the name of a model"),
-        (LoadWeights(checkpoint="a/sampler/s", with_optimizer=True), "has no optimizer: load it without, or load a"),
-        (LoadWeights(checkpoint="b/training/t"), "is an adapter of rank 2 with alpha 4, but this model is not"),
-        (LoadWeights(checkpoint="c/training/t"), "is of another model: base_model.model.model.layers.0.mlp.down_proj"),
+        (LoadWeights(checkpoint="a/sampler/s", with_optimizer=True), "has no optimizer: load it without one"),
+        (LoadWeights(checkpoint="b/training/t"), "holds an adapter of rank 2 with alpha 4, but this model"),
+        (LoadWeights(checkpoint="c/training/t"), "belongs to another model: base_model.model.model.layers.0.mlp"),
         (SaveWeights(checkpoint=TRAINING, name="../x"), "'../x' cannot be the name of a checkpoint"),
     ],
 )

@@ -1,1 +1,1 @@
-"""What follows from each message and from time: pure rules, by what they are about."""
+"""The coordinator's pure rules: the decisions that follow from each message and from the passing of time."""

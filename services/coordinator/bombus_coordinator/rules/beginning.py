@@ -57,10 +57,10 @@ class _Left(NamedTuple):
 
 
 def beginning(engine: EngineState) -> tuple[Beginning | None, str]:
-    """Return the checkpoint at which the next run begins, None for the model as loaded.
+    """Return the checkpoint at which the next run begins, or None and the reason for beginning at the model as loaded.
 
-    With the latter comes the reason, where the job's experiment has left checkpoints. Raises `Refused` when the job
-    asks for one from which it cannot go on.
+    The reason is "" unless the job's experiment has left checkpoints. Raises `Refused` if the job has to continue from
+    a checkpoint and cannot.
     """
     assert engine.configured is not None
     resume, wanted = engine.configured.collection.resume, engine.configured.config
@@ -79,7 +79,7 @@ def beginning(engine: EngineState) -> tuple[Beginning | None, str]:
 def _newest(left: list[_Left], wanted: str) -> tuple[Beginning | None, str]:
     """Return the newest checkpoint of the job, or why the run starts over.
 
-    An experiment that was given a name holds one job. Without a name nothing says that two jobs are one experiment.
+    A named experiment holds one job: raises `Refused` if its checkpoints are another's. Unnamed jobs may be unrelated.
     """
     ours = [each for each in left if each.is_of_the_experiment]
     same = next((each for each in ours if not each.obstacles), None)
@@ -98,7 +98,7 @@ def _newest(left: list[_Left], wanted: str) -> tuple[Beginning | None, str]:
 
 
 def _named(left: list[_Left], step: int) -> _Left:
-    """Return the newest checkpoint of a step. Raises `Refused` when there is none, or only those of other jobs."""
+    """Return the newest checkpoint of a step. Raises `Refused` if there is none, or only checkpoints of other jobs."""
     of_step = [each for each in left if each.done.step == step]
     if not of_step:
         known = ", ".join(f"{each.done.step} (run {each.done.run})" for each in reversed(left)) or "none"
@@ -117,7 +117,7 @@ def _named(left: list[_Left], step: int) -> _Left:
 
 
 def _differences(before: str, wanted: str) -> dict[str, str]:
-    """Return what differs between two jobs. A job of an older version may lack some settings: they do not count."""
+    """Return the settings that differ between two jobs, except those that a job of an older version lacks."""
     old, new = _fields(before), _fields(wanted)
     return {
         name: f"{name} {value!r} -> {new[name]!r}"[:CHANGE_CHARS_MAX]

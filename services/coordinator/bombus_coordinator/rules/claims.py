@@ -57,13 +57,13 @@ def _why_in_phase(engine: EngineState, claim: Claim | None) -> Refused:
 
 
 def no_room(live: Live, engine: EngineState | None = None) -> Refused:
-    """Return the refusal of new work, of an engine: the storage that is left is kept for work in progress."""
+    """Return the refusal of new work, for `engine` if given: the remaining storage is kept for work in progress."""
     why = live.refusing if engine is None else live.refusing_of(engine)
     return Refused(Code.STORAGE_FULL, f"{why} Try again when there is room.")
 
 
 def check_share(hive: Hive, claim: Claim) -> None:
-    """Raise `Refused`, in words on which clients ask again, for a claim of who pins more calls than their share."""
+    """Raise `Refused`, worded so that clients retry, if the claim's holder pins more calls than their share."""
     why = hive.why_no_calls(claim.holder)
     if why:
         raise Refused(Code.NO_EPISODES, f"{NONE_AVAILABLE} {why}")
@@ -87,23 +87,23 @@ def check(engine: EngineState, claim: Claim) -> None:
     if over_cap(claim, 0):
         raise Refused(
             Code.MALFORMED,
-            f"Key {claim.owner} may have at most {claim.open_max} open episodes, and this claim is for {claim.count}.",
+            f"Key {claim.owner} may have at most {claim.open_max} open episodes, but this claim is for {claim.count}.",
         )
     if not 1 <= claim.count <= limit:
         whose = f"; the limit is rollout.max_env_worker, at most {NAMES_PER_EVENT}"
-        raise Refused(Code.MALFORMED, f"A claim is for 1 to {limit} episodes at once, not {claim.count}{whose}.")
+        raise Refused(Code.MALFORMED, f"A claim must be for 1 to {limit} episodes, not {claim.count}{whose}.")
     if not 0 < claim.discard_timeout_s <= DISCARD_TIMEOUT_S_MAX:
         raise Refused(
             Code.MALFORMED,
-            f"discard_episode_timeout is in seconds, above 0 and at most {DISCARD_TIMEOUT_S_MAX:.0f}, "
+            f"discard_episode_timeout must be above 0 and at most {DISCARD_TIMEOUT_S_MAX:.0f} seconds, "
             f"not {claim.discard_timeout_s}.",
         )
     if not 0 <= claim.wait_s <= WAIT_S_MAX:
-        raise Refused(Code.MALFORMED, f"wait_s is 0 to {WAIT_S_MAX:.0f} seconds, not {claim.wait_s}.")
+        raise Refused(Code.MALFORMED, f"wait_s must be 0 to {WAIT_S_MAX:.0f} seconds, not {claim.wait_s}.")
 
 
 def check_collects(engine: EngineState) -> None:
-    """Raise `Refused` for a command about batches of episodes when the run makes none, and never will."""
+    """Raise `Refused` for a command about batches of episodes if the run never makes any."""
     if engine.serves_operations:
         raise Refused(
             Code.UNSUPPORTED,
@@ -124,9 +124,9 @@ def check_collects(engine: EngineState) -> None:
 
 
 def sampler_of(engine: EngineState, claim: Claim) -> ev.SamplerWeights | None:
-    """Return what the episodes of a claim sample from; None where they play with the policy that the run trains.
+    """Return the weights that a claim's episodes sample from; None if they play with the policy that the run trains.
 
-    Raises `Refused` where the run has no episodes, and for a saved model that nothing can be sampled from.
+    Raises `Refused` if the run has no episodes, or if the saved model cannot be sampled from.
     """
     if not engine.serves_operations:
         if not engine.groups_episodes:
@@ -192,7 +192,7 @@ def repeated(engine: EngineState, live: Live, claim: Claim) -> Granted | None:
 
 
 def claim(hive: Hive, live: Live, message: Claim) -> Decisions:
-    """Grant now, wait for room until the slice ends, or refuse."""
+    """Grant a claim now, let it wait for room for `wait_s`, or refuse it."""
     engine = hive.engine(message.engine)
     check(engine, message)
     granted = repeated(engine, live, message)
@@ -228,8 +228,8 @@ def _fits(engine: EngineState, live: Live, claim: Claim) -> bool:
 
 
 def grant(hive: Hive, engine: EngineState, live: Live) -> Decisions:
-    """Grant what there is room for, multi-model claims too. No claim overtakes one of a whole group that waits for
-    room."""
+    """Grant the waiting claims that have room, including multi-model ones. No claim overtakes a larger one that waits
+    for room."""
     while _is_granting(engine, live):
         due = next_multi_model(hive, live, engine)
         if due is not None and due.has_room:
@@ -244,7 +244,7 @@ def grant(hive: Hive, engine: EngineState, live: Live) -> Decisions:
 
 
 def _granted(engine: EngineState, live: Live, claim: Claim, commands: Sequence[str]) -> Decision:
-    """Return the grant of a claim, as the answer to these commands; a refusal where its sampler was removed."""
+    """Return the grant of a claim, as the answer to these commands, or a refusal if its sampler was removed."""
     try:
         sampler = sampler_of(engine, claim)
     except Refused as refused:
@@ -262,7 +262,7 @@ def _granted(engine: EngineState, live: Live, claim: Claim, commands: Sequence[s
 
 
 def lapse(engine: EngineState, live: Live) -> Decisions:
-    """Refuse the claims whose slice has ended, or all of them when the engine is offline."""
+    """Refuse the claims that have waited long enough, or all of them if the engine is offline."""
     queue = live.queue(engine)
     replies: list[CommandReply] = []
     for waiting in queue.clear() if engine.phase == Phase.OFFLINE else queue.over(live.now_ns):

@@ -1,6 +1,6 @@
-"""Make room in a full stream: whoever keeps more than their share loses the oldest of it.
+"""Make room in a full stream: a holder who keeps more than their share of it loses their oldest data.
 
-From the stream of calls these are episodes, from that of rollout groups those that fit in no batch.
+In the stream of calls these are episodes, in that of rollout groups the groups that fit into no batch.
 """
 
 from collections.abc import Iterator
@@ -23,10 +23,10 @@ WHY_GIVEN_UP = (
 
 
 def make_room(hive: Hive, live: Live) -> Decisions:
-    """While a stream is full, take the oldest from the holder who keeps most, until no more is kept than is shared.
+    """While a stream is full, remove the oldest data of the holder who keeps the most, until none exceeds their share.
 
-    What steps need stays, since training releases it, and so do the pool of a suspended run, one from which a batch is
-    about to be sealed, and rollout groups of which a batch can be made or for which no trainer has come yet.
+    Data that steps need stays, since training releases it. So do the pool of a suspended run, a pool from which a batch
+    is about to be sealed, and rollout groups that can make a batch or that still wait for a trainer to register.
     """
     while CALLS in hive.full and (events := _episodes_taken(hive, live)):
         yield Decision(events=events)

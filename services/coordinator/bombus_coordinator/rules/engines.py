@@ -31,7 +31,7 @@ CONTROL = (Configure, Start, Stop, Resume)  # commands whose outcome is always o
 
 
 def recorded(engine: EngineState, command: str) -> Done | Refusal | None:
-    """Return what a control command was answered, under whichever leader; None for a new one."""
+    """Return the answer that this or an earlier leader gave to a control command, None for a new command."""
     refused = engine.refused.get(command)
     if refused is not None and refused.code is not None:
         return Refusal(code=refused.code, why=refused.why)
@@ -155,7 +155,7 @@ def stop(engine: EngineState, live: Live, message: Stop) -> Decisions:
 
 
 def resume(engine: EngineState, live: Live, message: Resume) -> Decisions:
-    """Let a suspended run try again, or its models that no trainer rebuilds. A running one is unaffected."""
+    """Let a suspended run continue, and retry models that trainers gave up rebuilding. Otherwise change nothing."""
     if engine.phase == Phase.OFFLINE:
         raise wrong_phase("resume the engine", engine.phase, "It has no run to resume; start one.")
     reply = (CommandReply(message.id, Done(run=engine.run)),)
@@ -170,9 +170,10 @@ def resume(engine: EngineState, live: Live, message: Resume) -> Decisions:
 def suspend(
     engine: EngineState, live: Live, reason: str, before: tuple[Event, ...] = (), until_served: bool = False
 ) -> Decisions:
-    """Let the run wait for its operator, with all that it has. One that already waits for its operator keeps waiting.
+    """Suspend the run, with all its state, until its operator resumes it; if `until_served`, until a replica serves it.
 
-    One that waits for a replica waits for its operator from here on, unless this is `until_served` too.
+    A run that already waits for its operator keeps waiting. One that waits for a replica waits for its operator from
+    now on, unless this is `until_served` too.
     """
     suspended = ev.EngineSuspended(
         at_ns=live.now_ns,
@@ -216,7 +217,7 @@ def model_read(engine: EngineState, live: Live, message: ModelReadFact) -> Decis
 
 
 def agree(engine: EngineState, live: Live, message: AgreeSync) -> Decisions:
-    """Take a vote to train now. While a batch drains or trains, that is already happening: there is nothing to do."""
+    """Record a client's vote to train now. While a batch drains or trains, a vote changes nothing."""
     check_collects(engine)
     reply = (CommandReply(message.id, Done(run=engine.run)),)
     if engine.phase in (Phase.ROLLING_POST, Phase.WEIGHT_SYNCING) or message.client in engine.agreed:

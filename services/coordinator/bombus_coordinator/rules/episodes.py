@@ -16,7 +16,7 @@ from bombus_coordinator.rules.decision import NAMES_PER_EVENT, CommandReply, Dec
 from bombus_coordinator.rules.live import Live
 
 EPISODES_PER_COMMAND_MAX = 1024
-OUTCOMES_BYTES = 256 << 10  # of one event, roughly: those that end more episodes are several
+OUTCOMES_BYTES = 256 << 10  # of one event, roughly: more outcomes are split into several events
 
 _deterministic = msgspec.msgpack.Encoder(order="deterministic")
 
@@ -51,10 +51,10 @@ def _why_aborted(engine: EngineState, reason: AbortReason) -> str:
 
 
 def _check_reward(episode: Episode, result: EpisodeResult, call_rewards: tuple[float, ...] | None) -> float:
-    """Return the episode's reward, the mean where each of its calls has one; auxiliary calls that are not trained have
-    none.
+    """Return the episode's reward, or the mean if each of its calls has one. Auxiliary calls that are not trained on
+    have none.
 
-    Raises `Refused` for no reward, one that is no number, and a list of another length.
+    Raises `Refused` if there is no reward, if one is not finite or too large, or if there is not one for each call.
     """
     if call_rewards is None:
         if result.reward is None:
@@ -71,7 +71,7 @@ def _check_reward(episode: Episode, result: EpisodeResult, call_rewards: tuple[f
             )
         if not rewards:
             raise Refused(Code.BAD_REWARD, f"Episode {result.episode} has an empty list of rewards.")
-    if not all(abs(reward) <= REWARD_MAX for reward in rewards):  # which NaN is not either
+    if not all(abs(reward) <= REWARD_MAX for reward in rewards):  # NaN fails this too
         raise Refused(
             Code.BAD_REWARD,
             f"Episode {result.episode} has a reward that is not finite, or over {REWARD_MAX:.0e} in size, which would "
@@ -81,10 +81,10 @@ def _check_reward(episode: Episode, result: EpisodeResult, call_rewards: tuple[f
 
 
 def _call_rewards(episode: Episode, result: EpisodeResult) -> tuple[float, ...] | None:
-    """Return the rewards of the calls in their order, None where the episode has one reward.
+    """Return the rewards of the calls in their order, None if the episode has a single reward.
 
-    Only the log knows the order of calls that were made at the same time, so they may be rewarded by their ids. Raises
-    `Refused` for ids that are not those of the completed calls.
+    Only the log knows the order of concurrent calls, so a client may give rewards by call id instead. Raises `Refused`
+    if the ids are not those of the completed calls.
     """
     given = result.rewards_by_call
     if given is None:
@@ -102,7 +102,7 @@ def _call_rewards(episode: Episode, result: EpisodeResult) -> tuple[float, ...] 
 
 
 def _aside(episode: Episode) -> str:
-    """Return what an error says of auxiliary calls, which are not counted."""
+    """Return the part of an error about auxiliary calls, which are not counted."""
     masked = sum(call.masked for call in episode.complete_calls())
     return f" (auxiliary calls of its harness, {masked} here, have none)" if masked else ""
 
@@ -125,7 +125,7 @@ def is_repeat(engine: EngineState, client: str, episode: str, report: bytes) -> 
 def outcome_of(
     engine: EngineState, client: str, result: EpisodeResult, report: bytes, partners: Mapping[str, str]
 ) -> Outcome:
-    """Return how an open episode ends by a report, in which it has these partners. Raises `Refused`."""
+    """Return the outcome of an open episode from a report that gives it these partners. Raises `Refused`."""
     if not engine.rolling:
         raise Refused(
             Code.WRONG_PHASE,
@@ -160,7 +160,7 @@ def outcome_of(
 
 
 def why_incomplete(episode: Episode) -> str:
-    """Return why a report does not end an episode: it lacks partners, or has some that are not the episode's."""
+    """Return why a report cannot end an episode: it lacks partners of the episode, or names others."""
     if not episode.partners:
         return f"Episode {episode.id} is not part of a multi-model episode: end it on its own."
     others = " and ".join(episode.partners.values())
@@ -185,7 +185,7 @@ def _fitting(outcomes: Sequence[Outcome]) -> Iterator[tuple[Outcome, ...]]:
 
 
 def end(engine: EngineState, live: Live, message: End) -> Decisions:
-    """End episodes, all or none. Those that have ended in the same way before are skipped."""
+    """End episodes, all or none. Episodes that the same report has already ended are skipped."""
     if not 1 <= len(message.results) <= EPISODES_PER_COMMAND_MAX:
         raise Refused(Code.MALFORMED, f"Between 1 and {EPISODES_PER_COMMAND_MAX} episodes can be ended at once.")
     if len({result.episode for result in message.results}) != len(message.results):
@@ -203,7 +203,7 @@ def end(engine: EngineState, live: Live, message: End) -> Decisions:
 def ended(
     engine: EngineState, live: Live, client: str, outcomes: Sequence[tuple[Episode, Outcome]]
 ) -> tuple[ev.EpisodeEnded, ...]:
-    """Return the events that end episodes: one for each type and version, several where they do not fit into one."""
+    """Return the events that end episodes: one for each type and version, or several if one would be too large."""
     alike: dict[tuple[EpisodeType, int], list[Outcome]] = {}
     for episode, outcome in outcomes:
         alike.setdefault((episode.type, episode.version), []).append(outcome)
@@ -253,14 +253,15 @@ def abort(engine: EngineState, live: Live, message: Abort) -> Decisions:
 
 
 def take(engine: EngineState, live: Live, message: Take) -> Decisions:
-    """Let ended episodes of a run of operations leave the pool. Those that have left it already are skipped.
+    """Remove ended episodes of an operations run from the pool. Episodes that are no longer in it are skipped.
 
-    This holds after the run, too. Raises `Refused` for the episodes of others, and of a run that trains them itself.
+    This is possible after the run, too. Raises `Refused` for episodes of another client, and if the run trains on its
+    episodes itself.
     """
     if len(message.episodes) > EPISODES_PER_COMMAND_MAX:
         raise Refused(Code.MALFORMED, f"At most {EPISODES_PER_COMMAND_MAX} episodes can be taken at once.")
     if not engine.clients_take_episodes:
-        raise Refused(Code.UNSUPPORTED, f"Engine {engine.name} trains the episodes of run {engine.run} itself.")
+        raise Refused(Code.UNSUPPORTED, f"Engine {engine.name} trains on the episodes of run {engine.run} itself.")
     ended = [engine.pool[episode] for episode in dict.fromkeys(message.episodes) if episode in engine.pool]
     if any(each.client != message.client for each in ended):
         raise Refused(Code.NOT_YOUR_EPISODE, "An episode can be taken only by the client that claimed it.")
@@ -281,7 +282,7 @@ def lookup(engine: EngineState, live: Live, message: Lookup) -> Decisions:
 
 
 def note(engine: EngineState, message: CallRecorded) -> NotedCall | None:
-    """Return the call as it will be noted; None if it is of another run or noted already."""
+    """Return the call as the log will note it, None if it is from another run or already noted."""
     call = message.call
     if message.run != engine.run:
         return None
@@ -294,8 +295,8 @@ def note(engine: EngineState, message: CallRecorded) -> NotedCall | None:
 
 
 def _idle_deadline_ns(hive: Hive, live: Live, episode: Episode) -> int:
-    """Return when an episode is idle for too long. Activity of a multi-model episode is activity of all of its
-    episodes."""
+    """Return when an episode will have been idle for too long. Activity in one episode of a multi-model episode counts
+    for all of them."""
     deadlines = (live.idle_deadline_ns(partner) for partner in hive.partners(episode))
     return max(live.idle_deadline_ns(episode), *deadlines) if episode.partners else live.idle_deadline_ns(episode)
 
@@ -313,8 +314,8 @@ def _expire_silent(engine: EngineState, live: Live) -> Decisions:
 
 
 def expire(hive: Hive, engine: EngineState, live: Live) -> Decisions:
-    """Abort episodes that have been idle for too long, those of silent clients, and those of claims whose
-    answer reached nobody."""
+    """Abort episodes that have been idle for too long, those of silent clients, and those of claims whose answer was
+    never confirmed."""
     now = live.now_ns
     yield from _expire_silent(engine, live)
     idle = tuple(e.id for e in engine.open.values() if _idle_deadline_ns(hive, live, e) <= now)

@@ -1,7 +1,7 @@
 """The coordinator's state besides the fold: activity, waiting claims, recent answers.
 
-None of it is on the log and all of it may be lost: after a crash nobody has been silent for long (R5), and clients that
-wait for a claim send it again (R13).
+None of it is on the log, and all of it may be lost: after a crash silence is counted anew (R5), and clients that wait
+for a claim send it again (R13).
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,11 +15,11 @@ from bombus.hive.state import EngineState, Episode
 from bombus_coordinator.rules.waiting import Queue, Share, share_of
 
 ANSWERS_KEPT = 10_000
-CONFIRM_S = 5.0  # a granted claim whose answer reached nobody is taken back after this time
+CONFIRM_S = 5.0  # a granted claim is taken back unless its answer is confirmed within this time
 REPLICA_LAPSE_S = 10.0
-AWAY_NS = 5_000_000_000  # this long between two ticks means that the bus was unreachable or that nobody led
-GATEWAY_AWAY_NS = 2_500_000_000  # without touches of clients, which gateways send once a second: none hears them
-CATCH_UP = 10  # of this many seconds one is left out while the hive's time is ahead of the clock
+AWAY_NS = 5_000_000_000  # this long between two ticks means that the bus was unreachable or that there was no leader
+GATEWAY_AWAY_NS = 2_500_000_000  # without client touches, which each gateway sends once a second: no gateway is heard
+CATCH_UP = 10  # one second in this many is left out while the hive's time is ahead of the clock
 
 
 def ns(seconds: float) -> int:
@@ -35,7 +35,7 @@ class Unconfirmed(msgspec.Struct):
 
 
 class Heard(msgspec.Struct, frozen=True):
-    """When the newest heartbeat of a trainer came, and what it was doing."""
+    """When a trainer's newest heartbeat arrived, and what the trainer was doing."""
 
     at_ns: int
     doing: str
@@ -44,22 +44,22 @@ class Heard(msgspec.Struct, frozen=True):
 class Live(msgspec.Struct, kw_only=True):
     """The state of a leader that is not on the log.
 
-    `now_ns` is the hive's time. It is that of the server's clock, unless the clock was set back: then it is ahead.
+    `now_ns` is the hive's time: the time of the server's clock, or ahead of it if the clock was set back.
     """
 
     now_ns: int = 0
     epoch_ns: int = 0
     ticked_ns: int | None = None  # time of the last tick; None: no ticks are expected
     led_until_ns: int = 0  # time of the last tick that this leader has read
-    pauses: Sequence[Pause] = ()  # those of the hive
+    pauses: Sequence[Pause] = ()  # the same as `Hive.pauses`
     stamp_ns: int | None = None  # what the server's clock said when it stored the last message
-    ahead_ns: int = 0  # of the server's clock
+    ahead_ns: int = 0  # how far `now_ns` is ahead of the server's clock
     event_bytes_max: int = 0
-    refusing: str = ""  # why the hive takes no new work, "" while it does
-    refusing_groups: str = ""  # why it takes no rollout groups
-    released: int = 0  # what is before this sequence of the stream `ops` may be purged
+    refusing: str = ""  # why the hive refuses new work, "" while it accepts it
+    refusing_groups: str = ""  # why it refuses rollout groups
+    released: int = 0  # messages of the stream `ops` before this sequence may be purged
     began_after: int = 0  # the last event before this epoch
-    inherited: int = 0  # the newest inbox message that was there before it
+    inherited: int = 0  # the newest inbox message before this epoch
     seq: int = 0  # inbox sequence of the message that is being decided
     activity: dict[str, int] = {}  # episode: its last activity, in ns
     unconfirmed: dict[str, Unconfirmed] = {}  # by claim
@@ -68,16 +68,16 @@ class Live(msgspec.Struct, kw_only=True):
     replica_seen: dict[tuple[str, str], int] = {}  # (engine, replica): its last heartbeat, in ns
     trainers: dict[str, Heard] = {}  # by engine
     session_seen: dict[tuple[str, str], int] = {}  # (engine, session): when its client was heard from, in ns
-    unfilled: dict[str, tuple[int, ...]] = {}  # by engine: the queue of rollout groups in which there was no batch
-    environment_seen: dict[tuple[str, int], int] = {}  # (engine, environment): the same
+    unfilled: dict[str, tuple[int, ...]] = {}  # by engine: the state of a queue of rollout groups that made no batch
+    environment_seen: dict[tuple[str, int], int] = {}  # (engine, environment): when it was heard from, in ns
     client_seen: dict[str, int] = {}  # client that holds episodes and touches: when it was heard from, in ns
     gateways_ns: int = 0  # when a gateway was heard from last
     gateways_since_ns: int = 0  # since when gateways have been heard from without a pause
     answers: dict[str, Answer] = {}  # by command
-    granted: dict[str, None] = {}  # granted claims, also after their episodes have ended; oldest first
+    granted: dict[str, None] = {}  # granted claims, even after their episodes have ended; oldest first
 
     def refusing_of(self, engine: EngineState) -> str:
-        """Return why an engine takes no new work, "" while it does (see `Hive.refusing_of`)."""
+        """Return why an engine refuses new work, "" while it accepts it (see `Hive.refusing_of`)."""
         return self.refusing_groups if self.refusing_groups and engine.queues_groups else self.refusing
 
     def idle_deadline_ns(self, episode: Episode) -> int:
@@ -85,9 +85,9 @@ class Live(msgspec.Struct, kw_only=True):
         return last + ns(episode.discard_timeout_s)
 
     def silent_clients(self, limit_s: float) -> set[str]:
-        """Return the clients that hold episodes and touch, and that were not heard from for too long.
+        """Return the clients that hold episodes and send touches, but were silent for longer than `limit_s`.
 
-        Silence counts only while gateways are heard from, because there is no other way to touch.
+        Silence counts only while gateways are heard from, because touches arrive only through them.
         """
         last_ns = self.now_ns - ns(limit_s)
         is_cut_off = self.now_ns - self.gateways_ns > GATEWAY_AWAY_NS
@@ -96,7 +96,7 @@ class Live(msgspec.Struct, kw_only=True):
         return {client for client, seen_ns in self.client_seen.items() if seen_ns <= last_ns}
 
     def touched(self, clients: Sequence[str]) -> None:
-        """Take in that a gateway hears clients, and that these live."""
+        """Record that a gateway is at work, and that it has heard from these clients."""
         if self.now_ns - self.gateways_ns > GATEWAY_AWAY_NS:
             self.gateways_since_ns = self.now_ns
         self.gateways_ns = self.now_ns
@@ -105,20 +105,20 @@ class Live(msgspec.Struct, kw_only=True):
                 self.client_seen[client] = self.now_ns
 
     def follow_clients(self, episodes: Iterable[Episode]) -> None:
-        """Follow the clients that hold these open episodes and touch, and no others: anybody may send any name."""
+        """Track only the clients that hold these open episodes and send touches: a touch may name any client."""
         self.client_seen = {each.client: self.client_seen.get(each.client, 0) for each in episodes if each.touches}
 
     def silent_since(self, at_ns: int) -> int:
-        """Return since when somebody is silent who was heard of last at `at_ns`: not before this epoch.
+        """Return since when a sender that was last heard from at `at_ns` counts as silent: not before this epoch.
 
-        What was said before it may not have been read, or is not remembered.
+        Earlier messages may not have been read, or are not remembered.
         """
         return max(at_ns, self.epoch_ns)
 
     def is_over(self, since_ns: int, limit_s: float) -> bool:
-        """Return whether work that began at `since_ns` has had its time.
+        """Return whether work that began at `since_ns` has used up its time limit.
 
-        Only time counts in which a leader was at work, whichever it was, and up to the last tick.
+        Only time in which there was a leader, up to the last tick, counts.
         """
         return self.led_ns(since_ns) >= ns(limit_s)
 
@@ -127,7 +127,7 @@ class Live(msgspec.Struct, kw_only=True):
         return led_ns(self.pauses, max(since_ns, self.led_until_ns)) - led_ns(self.pauses, since_ns)
 
     def queue(self, engine: EngineState) -> Queue:
-        """Return the engine's queue of waiting claims. It is made from the state, and follows it from then on."""
+        """Return the engine's queue of waiting claims. It is made from the state, and kept up to date from then on."""
         queue = self.queues.get(engine.name)
         if queue is None:
             queue = self.queues[engine.name] = Queue()
@@ -136,7 +136,7 @@ class Live(msgspec.Struct, kw_only=True):
         return queue
 
     def opened(self, engine: str, share: Share, episodes: int) -> None:
-        """Note that a share has so many open episodes more, or fewer if the number is negative."""
+        """Note that a share has this many more open episodes, or fewer if the number is negative."""
         if engine in self.queues:
             self.queues[engine].opened(share, episodes)
         for engines, queue in self.multi_model.items():
@@ -179,11 +179,11 @@ class Live(msgspec.Struct, kw_only=True):
         trim(self.granted, ANSWERS_KEPT)
 
     def arrived(self, seq: int, stamp_ns: int) -> None:
-        """Take in that the server stored the next message, at `stamp_ns` by its clock.
+        """Record that the server stored the next message, at `stamp_ns` by its clock.
 
-        Nobody can show activity without ticks for long (R5): after that, and where the clock was set far ahead, all are
-        taken for heard of, as in a new epoch. When the clock is set back, the hive's time goes on at the
-        clock's pace, a tenth slower until the clock has caught up.
+        No activity can be seen during a long time without ticks (R5): after one, or if the clock was set far ahead, all
+        silence is counted anew, as in a new epoch. If the clock is set back, the hive's time continues at the clock's
+        pace, a tenth slower until the clock has caught up.
         """
         self.seq = seq
         passed_ns = stamp_ns - (self.now_ns if self.stamp_ns is None else self.stamp_ns)
@@ -199,11 +199,11 @@ class Live(msgspec.Struct, kw_only=True):
 
     @property
     def is_away(self) -> bool:
-        """Return whether the last tick is long ago: the bus was unreachable, nobody led, or the clock was set ahead."""
+        """Return whether the last tick is long ago: no bus, no leader, or the clock was set ahead."""
         return self.ticked_ns is not None and self.now_ns - self.ticked_ns > AWAY_NS
 
     def tick(self, answered: int) -> None:
-        """Take in a tick, sent when the answers to all messages up to `answered` had been sent.
+        """Record a tick, sent when the answers to all messages up to `answered` had been sent.
 
         The time to confirm a claim starts once its answer has been sent.
         """

@@ -1,4 +1,4 @@
-"""Put on the log what became of its compaction, that it lost its end, and how long nothing was written."""
+"""Record on the log how its compaction went, that it lost its end, and for how long it had no leader."""
 
 from bombus.hive import events as ev
 from bombus.hive.inbox import CompactionTried, Tick
@@ -9,7 +9,7 @@ from bombus_coordinator.rules.live import Live
 
 
 def tried(hive: Hive, live: Live, message: CompactionTried) -> Decisions:
-    """Note that the log was compacted, or why it was not, unless that is known already."""
+    """Note that the log was compacted, or why it was not, unless the log already says so."""
     if message.why:
         if message.why != hive.uncompacted:
             yield Decision(events=(ev.CompactionFailed(at_ns=live.now_ns, why=message.why),))
@@ -18,7 +18,7 @@ def tried(hive: Hive, live: Live, message: CompactionTried) -> Decisions:
 
 
 def paused(hive: Hive, live: Live, tick: Tick) -> Decisions:
-    """Note that there was no leader for a while before this tick: the one before it is long ago (R5)."""
+    """Note that there was no leader for a while before this tick, if the previous tick was long ago (R5)."""
     if live.stamp_ns is None or not tick.after_ns:
         return
     passed_ns = live.stamp_ns - tick.after_ns
@@ -31,7 +31,7 @@ def paused(hive: Hive, live: Live, tick: Tick) -> Decisions:
 
 
 def ticked(hive: Hive, live: Live, tick: Tick) -> Decisions:
-    """Note that the log has lost its end, which a tick of an earlier leader refers to (R6)."""
+    """Note that the log has lost its end, if a tick of an earlier leader names a later event (R6)."""
     if live.seq > live.inherited or tick.log_end <= live.began_after:
         return
     said = hive.went_back.get("events")

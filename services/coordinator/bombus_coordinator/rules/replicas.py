@@ -1,4 +1,4 @@
-"""What replicas report, and how a run continues without those that cannot load its weights."""
+"""Handle replicas' reports, and let a run continue without the replicas that cannot load its weights."""
 
 from collections.abc import Iterator
 
@@ -44,10 +44,10 @@ def replica_alive(engine: EngineState, live: Live, message: ReplicaAlive) -> Dec
 
 
 def _has_lost(engine: EngineState, replica: Replica, message: ReplicaAlive) -> bool:
-    """Return whether a replica no longer serves the weights that it gets calls for: it was killed and came back.
+    """Return whether a replica no longer serves the weights that it gets calls for, because it was restarted.
 
-    A replica in quarantine gets no calls, and what it serves while the engine is offline does not matter. One that is
-    there for its answers may give others after a restart.
+    A replica in quarantine gets no calls, nor does any while the engine is offline. But a replica that is in quarantine
+    for its answers is reported too, since it may answer correctly after a restart.
     """
     if message.version >= 0 or engine.phase == Phase.OFFLINE:
         return False
@@ -112,23 +112,23 @@ def lapse_replicas(engine: EngineState, live: Live) -> Decisions:
 
 
 def load_broke(engine: EngineState, live: Live, message: LoadBroke) -> Decisions:
-    """Quarantine a replica that cannot load the newest weights. What it says of older ones is out of date."""
+    """Quarantine a replica that cannot load the newest weights. Reports about older weights are out of date."""
     newest = (message.run, message.version) == (engine.run, engine.version)
     if newest and engine.phase != Phase.OFFLINE and message.replica not in engine.loaded:
         yield from _quarantine(engine, live, message.replica, message.reason)
 
 
 def answers_broke(engine: EngineState, live: Live, message: AnswersBroke) -> Decisions:
-    """Quarantine a replica whose answers are wrong. What gateways say of earlier versions is out of date."""
+    """Quarantine a replica whose answers are wrong. Gateways' reports about earlier versions are out of date."""
     newest = (message.run, message.version) == (engine.run, engine.version)
     if newest and engine.phase != Phase.OFFLINE and message.replica in engine.usable:
         yield from _quarantine(engine, live, message.replica, message.reason, answers=True)
 
 
 def all_loaded(engine: EngineState) -> bool:
-    """Return whether the newest weights are served by a replica, and by all that are waited for (R15).
+    """Return whether at least one replica, and every one that the run waits for, serves the newest weights (R15).
 
-    Those are the ones that were there when the weights were ready, less those in quarantine.
+    The run waits for the replicas that had joined when the weights were ready, except those in quarantine.
     """
     if not engine.loaded or engine.weights is None:
         return False
@@ -145,7 +145,7 @@ def look_after(engine: EngineState, live: Live) -> Decisions:
             resumed = ev.EngineResumed(at_ns=live.now_ns, engine=engine.name, run=engine.run)
             yield Decision(events=(resumed,))
         return
-    if len(engine.loaded) >= len(engine.replicas):  # as nearly always, and this is asked for every message
+    if len(engine.loaded) >= len(engine.replicas):  # the usual case, and this runs for every message
         return
     for name in list(_late(engine, live)):
         yield from _quarantine(engine, live, name, f"not loaded within {engine.collection.sync_s:.0f} s")
@@ -173,7 +173,7 @@ def _quarantine(engine: EngineState, live: Live, name: str, reason: str, answers
 
 
 def _late(engine: EngineState, live: Live) -> Iterator[str]:
-    """Yield the replicas that have not loaded the newest weights in time. While booting, one must have."""
+    """Yield the replicas that have not loaded the newest weights in time; while booting, only once another has."""
     assert engine.weights is not None
     if engine.phase == Phase.BOOTING and not engine.loaded:
         return

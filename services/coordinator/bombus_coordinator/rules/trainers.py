@@ -1,7 +1,7 @@
-"""What trainers report of a run, and the end of one that hangs or has been silent for too long (R11).
+"""Handle trainers' reports about a run, and end the epoch of a trainer that hangs or is silent for too long (R11).
 
-A trainer judges its own progress, by its own pace and clock. The coordinator judges its silence only. It leaves out the
-time in which the bus was away or there was no leader: nothing could be heard then (R5).
+A trainer judges its own progress, by its own pace and clock. The coordinator judges only its silence, not counting time
+in which the bus was away or there was no leader: nothing could be received then (R5).
 """
 
 from bombus.hive import events as ev
@@ -22,8 +22,8 @@ from bombus_coordinator.rules.engines import REASON_CHARS_MAX, suspend
 from bombus_coordinator.rules.live import Heard, Live, ns
 
 DOING_CHARS_MAX = 200
-TRAINERS_LOST_MAX = 20  # a hive whose processes are killed at random loses a dozen in one step, and goes on
-UNSAID_PATIENCE_S = 86_400.0  # with a trainer that names none: nothing waits for ever
+TRAINERS_LOST_MAX = 20  # a hive whose processes are killed at random may lose a dozen in one step
+UNSAID_PATIENCE_S = 86_400.0  # for a trainer that names none, so that nothing waits forever
 
 
 def _is_current(engine: EngineState, message: TrainerAlive | TrainerHangs) -> bool:
@@ -43,9 +43,9 @@ def hangs(engine: EngineState, live: Live, message: TrainerHangs) -> Decisions:
 
 
 def lapse(engine: EngineState, live: Live) -> Decisions:
-    """End the epoch of a trainer that has been silent for longer than it said at its opening.
+    """End the epoch of a trainer that has been silent for longer than the patience that it named when it opened.
 
-    One that said nothing may send no heartbeats, and is then heard by its work alone: only while work waits for it.
+    A trainer that named none may send no heartbeats, so its work counts too, and only while work waits for it.
     """
     if engine.phase == Phase.OFFLINE or not engine.trainer:
         return
@@ -65,17 +65,17 @@ def lapse(engine: EngineState, live: Live) -> Decisions:
 
 
 def _worked_ns(engine: EngineState) -> int:
-    """Return when the log last showed that the trainer works, or got something to do."""
+    """Return when the log last showed that the trainer was working, or was given work."""
     known = (engine.batch, engine.step_done, engine.weights)
     models = (model.last_ns for model in engine.clients.open_models)
     return max(engine.phase_since_ns, engine.resumed_ns, *models, *(each.at_ns for each in known if each is not None))
 
 
 def _stall(engine: EngineState, live: Live, doing: str, still_s: float, silent: bool = False) -> Decisions:
-    """End the trainer's epoch. It is a failure of what the run waits for, of which several in a row suspend the run.
+    """End the trainer's epoch. If the run waits for the trainer, this is a failure: several in a row suspend the run.
 
-    Where the trainer has begun an operation, it is one of that operation, which fails after several; and where it makes
-    a model again, one of that model.
+    If the trainer has begun an operation, the failure counts for that operation, which fails after several; if it is
+    rebuilding a model, for that model.
     """
     live.trainers.pop(engine.name, None)
     is_runs = engine.owes_weights and not engine.waits_for_operator
@@ -99,10 +99,10 @@ def _stall(engine: EngineState, live: Live, doing: str, still_s: float, silent: 
 
 
 def trainer_opens(engine: EngineState, live: Live, message: TrainerOpens) -> Decisions:
-    """Give the trainer a higher epoch. Facts of the trainer before are ignored from here on (R11).
+    """Give the trainer a higher epoch. Facts from the previous trainer are ignored from then on (R11).
 
-    Trainers that end without a word, as by the kernel's want of memory, report no failure: the run is suspended when
-    it has lost many in a row.
+    Trainers that are killed, for example by the kernel's out-of-memory killer, report no failure: the run is suspended
+    after it has lost many in a row.
     """
     if message.id in engine.openings:
         yield Decision(replies=(CommandReply(message.id, Done(run=engine.run, epoch=engine.openings[message.id])),))
@@ -130,7 +130,7 @@ def _why_lost(engine: EngineState) -> str:
         waited_for = "executed an operation"
     return (
         f"{engine.trainers_lost} trainers in a row ended without reporting an error before they had {waited_for}. "
-        "Check the kernel log for its out-of-memory killer, and the ends of their logs"
+        "Check the kernel log for the out-of-memory killer, and the ends of the trainers' logs"
     )
 
 
@@ -199,9 +199,9 @@ def note_failure(engine: EngineState, live: Live, failed: ev.StepFailed | ev.Tra
 
 
 def weights_saved(engine: EngineState, live: Live, message: WeightsSaved) -> Decisions:
-    """Make the weights a policy version when their step is on the log, or those at which the run began.
+    """Make saved weights a policy version if their step is on the log, or if the run begins with them.
 
-    A run of operations has only the latter, and need not wait for them.
+    An operations run has only the latter, and need not wait for them.
     """
     if message.run != engine.run or message.trainer_epoch != engine.trainer_epoch:
         return

@@ -48,7 +48,7 @@ def _rolling(engine: EngineState, live: Live) -> Decisions:
 
 
 def _rolling_with_a_queue(engine: EngineState, live: Live) -> Decisions:
-    """Make batches of queued groups for our own trainer, and leave out what is too old or too much."""
+    """Make batches of queued groups for our own trainer, and drop groups and episodes that are too old or too many."""
     if engine.plays_episodes:
         yield from give_up_old(engine, live)
     if engine.makes_steps:
@@ -59,7 +59,7 @@ def _rolling_with_a_queue(engine: EngineState, live: Live) -> Decisions:
 
 
 def _rolling_asynchronously(engine: EngineState, live: Live) -> Decisions:
-    """Seal batches of an asynchronous run, which are trained and loaded while episodes continue."""
+    """Seal batches of an asynchronous run. They are trained on, and the weights loaded, while episodes continue."""
     bound = oldest_usable(engine)
     stale = [episode for episode, completed in engine.pool.items() if completed.oldest < bound]
     if stale:
@@ -101,7 +101,7 @@ def _clear_overflow(engine: EngineState, live: Live) -> Decisions:
 
 
 def _drop_untaken(engine: EngineState, live: Live) -> Decisions:
-    """Drop the untaken episodes of a run of operations: those that have expired, and those in excess.
+    """Drop the untaken episodes of an operations run: those that have expired, and those in excess.
 
     The pool is in order of completion.
     """
@@ -114,9 +114,10 @@ def _drop_untaken(engine: EngineState, live: Live) -> Decisions:
 
 
 def _excess(engine: EngineState, late: int) -> list[str]:
-    """Return what a pool has over its limits besides its `late` first episodes.
+    """Return the episodes that a pool has over its limits, not counting its `late` first episodes.
 
-    It is each time the oldest one of the holder who has most: nobody is pushed out by another who has more.
+    Each is the oldest episode of the holder who then has the most, so that no holder loses episodes to one who has
+    more.
     """
     rules, first = engine.collection, islice(engine.pool.values(), late)
     over, size = (
@@ -158,7 +159,7 @@ def dropped(
 
 
 def _draining(engine: EngineState, live: Live) -> Decisions:
-    """Seal the batch once no episode is open, or once their time is up."""
+    """Seal the batch once no episode is open. Abort the open ones when their time is up."""
     if engine.open:
         if live.is_over(engine.phase_since_ns, engine.collection.drain_s):
             yield Decision(events=aborted(engine, live, tuple(engine.open), AbortReason.SUPERSEDED))
@@ -217,8 +218,8 @@ def _drop_stale(engine: EngineState, live: Live) -> Decisions:
 def _drop_incomplete(engine: EngineState, live: Live) -> Decisions:
     """Drop the ended episodes that are too old to wait for others of their task.
 
-    A task that is complete waits for the leader alone, which makes a group of it once there is room. One that an open
-    episode may complete waits for that, if it was claimed before these ended.
+    A complete task waits only for the leader, which makes a group of it once there is room. A task that an open episode
+    may complete waits for it, if it was claimed before the task's episodes ended.
     """
     bound = engine.version - engine.collection.max_carry_staleness
     stale = [
@@ -228,7 +229,7 @@ def _drop_incomplete(engine: EngineState, live: Live) -> Decisions:
     ]
     if not stale:
         return
-    claimed_ns: dict[str, int] = {}  # when the oldest open episode of each task was claimed, "" for one of any
+    claimed_ns: dict[str, int] = {}  # when the oldest open episode of each task ("": of any) was claimed
     for episode in engine.open.values():
         if episode.type == EpisodeType.TRAIN:
             first_ns = claimed_ns.get(episode.task_hint, episode.claimed_ns)
@@ -253,8 +254,8 @@ _SETTLE = {
 def settle(engine: EngineState, live: Live) -> Decisions:
     """Make the transitions that are due, one after another until none is. A suspended run stays where it is.
 
-    Each is one event and can be derived again from the fold: the next leader makes those that a crash cuts off. So none
-    of them needs an atomic batch, which would cost the server a sync of its disk.
+    Each is one event and can be derived again from the fold: the next leader makes those that a crash cuts off. So no
+    transition needs an atomic batch, which would cost the server a sync of its disk.
     """
     yield from look_after(engine, live)
     while (rule := _SETTLE.get(engine.phase)) is not None and not engine.suspended:

@@ -19,11 +19,11 @@ from bombus.hive.state import EngineState
 
 WAITING_MAX = 10_000
 
-Share = tuple[str, str]  # the name of a key, or of a client that has none
+Share = tuple[str, str]  # the name of a key, and the name of a client without one: one of the two is ""
 
 
 class Holder(Protocol):
-    """What belongs to a client: a claim, an episode, or the event between them."""
+    """Something that belongs to a client: a claim, an episode, or the event that grants the one and opens the other."""
 
     @property
     def owner(self) -> str: ...
@@ -33,20 +33,20 @@ class Holder(Protocol):
 
 
 def share_of(holder: Holder) -> Share:
-    """Return whose share something counts for: that of the client's key, which the client cannot choose.
+    """Return the share that something counts toward: that of the client's key, which the client cannot choose.
 
-    Clients without a key of a name have shares of their own.
+    A client without a named key has a share of its own.
     """
     return (holder.owner, "") if holder.owner else ("", holder.client)
 
 
 def over_cap(claim: Claim, open_episodes: int) -> bool:
-    """Return whether a claim is for more episodes than its key may open in addition to those that are open."""
+    """Return whether a claim, added to its key's open episodes, would exceed the number that the key may have open."""
     return claim.open_max > 0 and open_episodes + claim.count > claim.open_max
 
 
 class Waiting(msgspec.Struct, kw_only=True):
-    """A claim that waits for room. `commands` are the message ids to answer: one, unless it was sent again."""
+    """A claim that waits for room. `commands` are the message ids to answer: one, or more if it was sent again."""
 
     claim: Claim
     share: Share
@@ -56,7 +56,7 @@ class Waiting(msgspec.Struct, kw_only=True):
 
 
 class Held(NamedTuple):
-    """The open episodes of a share: on all engines of a queue, and on the one where it has most."""
+    """The open episodes of a share: on all engines of a queue, and on the engine where it has the most."""
 
     total: int = 0
     most: int = 0
@@ -73,8 +73,8 @@ class Place(NamedTuple):
 class _Line:
     """The waiting claims of one type of episode, in the order (open episodes of the share, first request, claim id).
 
-    A share's claims are in the order of the last two, so that only the first of them has a place among those of other
-    shares. When the share's open episodes change, that one place does. A share at its cap has no place.
+    Within a share, claims are ordered by the last two, so that only the share's first claim has a place among those of
+    other shares. When the share's open episodes change, only that place changes. A share at its cap has no place.
     """
 
     def __init__(self, waiting: Mapping[str, Waiting]) -> None:
@@ -128,7 +128,7 @@ class Queue:
         self._lines = {kind: _Line(self._waiting) for kind in EpisodeType}
         self._ends: SortedList[tuple[int, str]] = SortedList()  # when each claim has waited long enough
         self._open: dict[str, Counter[Share]] = {engine: Counter() for engine in engines}
-        self.held: Counter[str] = Counter()  # claims that wait, by whose share of all places they count for
+        self.held: Counter[str] = Counter()  # waiting claims, by the holder whose share of all places they count toward
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -137,7 +137,7 @@ class Queue:
         return claim in self._waiting
 
     def opened(self, share: Share, episodes: int, engine: str = "") -> None:
-        """Note that a share has so many open episodes more on an engine, or fewer if the number is negative."""
+        """Note that a share has this many more open episodes on an engine, or fewer if the number is negative."""
         counted = self._open[engine]
         counted[share] += episodes
         if not counted[share]:
@@ -161,10 +161,11 @@ class Queue:
         return Place(self.held_by(waiting.share).total, waiting.first_asked_ns, waiting.claim.claim)
 
     def add(self, claim: Claim, now_ns: int, until_ns: int, elsewhere: int = 0) -> None:
-        """Let a claim wait until a time. One that already waits keeps waiting, unless that time is now: whoever is
-        interrupted ends its wait so. Raises `Refused` for one too many.
+        """Let a claim wait until `until_ns`. Raises `Refused` if too many claims wait.
 
-        `elsewhere` is how many claims of its share wait for the same engine in other queues.
+        A claim that already waits keeps waiting until the later of both times. If the new time is now, its wait ends:
+        this is how an interrupted client gives up. `elsewhere` is how many claims of its share wait for the same engine
+        in other queues.
         """
         waiting = self._waiting.get(claim.claim)
         if waiting is not None:
@@ -206,7 +207,7 @@ class Queue:
         self._ends.remove((waiting.until_ns, claim.claim))
 
     def first(self, kind: EpisodeType | None = None) -> Waiting | None:
-        """Return the claim, of any type or of one, whose share has the fewest open episodes; the oldest of several."""
+        """Return the claim (of `kind`, if given) whose share has the fewest open episodes; of several, the oldest."""
         if not self._waiting:
             return None
         lines = self._lines.values() if kind is None else (self._lines[kind],)

@@ -1,1 +1,1 @@
-"""The Anthropic API: messages, and the counting of their tokens."""
+"""The Anthropic API: messages and token counting."""

@@ -1,6 +1,6 @@
-"""The tools of Anthropic's API that run at the client and whose schema its models know by heart. Data.
+"""The tools of Anthropic's API that run at the client and whose schema is built into Anthropic's models. Data.
 
-Other models are shown a function with that schema. The date at the end of a tool's type is its version.
+Other models are given a function with that schema. The date at the end of a tool's type is its version.
 """
 
 from typing import Any

@@ -27,7 +27,7 @@ from bombus_gateway.schemas import (
 
 
 def _block(kind: str, **fields: Described) -> JsonSchema:
-    """Describe a block of content of a type, with all of these fields."""
+    """Describe a content block of type `kind` that has all of these fields."""
     return object_of(type=one_of(kind), **fields)
 
 
@@ -39,7 +39,7 @@ _TOOL_RESULT = _block("tool_result", tool_use_id=NAME, content=_TEXTS)
 _CONTENT = any_of(str, array_of(any_of(_TEXT, _THINKING, _TOOL_USE, _TOOL_RESULT)))
 _MESSAGE = object_of(
     role=one_of("user", "assistant", "system"),
-    content={"description": "text, or blocks; those of other types are not understood", **_CONTENT},
+    content={"description": "text, or blocks; blocks of other types are not supported", **_CONTENT},
 )
 _TOOL = object_of(
     "description",
@@ -80,7 +80,7 @@ def add_anthropic_paths(document: JsonSchema, prefixes: Sequence[str]) -> None:
         "/v1/messages/count_tokens": {"post": agents.route("The tokens of a prompt", counted, _PROMPT)},
     }
     usage = object_of(
-        input_tokens={"type": "integer", "description": "without those that were cached"},
+        input_tokens={"type": "integer", "description": "without cached tokens"},
         cache_creation_input_tokens=int,
         cache_read_input_tokens=int,
         output_tokens=int,

@@ -1,8 +1,8 @@
-"""The requests of Anthropic's Messages API: decoded, and turned into a neutral `CompletionRequest`. Pure.
+"""The requests of Anthropic's Messages API: decoded, and converted to a neutral `CompletionRequest`. Pure.
 
-Clients of this API send much that does not change what is sampled: betas, metadata, marks for a cache. It may have any
-value. A client may ask how tokens are drawn; the job decides. What nobody here can do, and what nobody
-here knows, is listed as `unsupported`: the job says whether that is refused or left out.
+Clients of this API send many fields that do not affect sampling: betas, metadata, cache marks. These may have any
+value. A client may request sampling parameters; the job decides whether they are used. Unsupported and unknown fields
+are listed as `unsupported`: the job decides whether they are refused or ignored.
 """
 
 import re
@@ -38,19 +38,19 @@ from bombus_gateway.decoding.json_parts import RememberedParts
 from bombus_gateway.decoding.parameters import AnswerLength, ModelName, Name, Streamed, Temperature, TopP
 from bombus_gateway.text.message import ChatMessage
 
-INVALID_JSON = "INVALID_JSON"  # the only key of a tool's input whose text is not an object of JSON
+INVALID_JSON = "INVALID_JSON"  # the only key of a tool's input if the sampled text is not a JSON object
 
-_SYSTEM = "system"  # the place of what is said to the model before all messages
-_ours = re.compile("[0-9a-f]{32}")  # a signature that we gave is the id of the call
-_Unused = Any  # a known name whose value does not matter
+_SYSTEM = "system"  # the body's field for the instructions before all messages, and the role of such messages
+_ours = re.compile("[0-9a-f]{32}")  # a signature made by the gateway: the id of the model call
+_Unused = Any  # for a known field whose value does not matter
 
 
 class MessagesRequest(NamedTuple):
-    """A request of either route: the neutral part, and what the response and the marks of harnesses need.
+    """A request of either route: the neutral part, and the fields needed for the response and for `marks_of`.
 
-    `server_tools` are the types of tools that Anthropic's servers run. `answer` has the fields of the JSON that the
-    answer is to be, None where it may be any text. `prefix` is the beginning of the body that the next request of
-    the conversation need not read again.
+    `server_tools` are the types of tools that Anthropic's servers run. `answer` holds the field names if the answer
+    must be JSON with these fields; None if it may be any text. `prefix` is the beginning of the body, which the next
+    request of the conversation need not re-read.
     """
 
     completion: CompletionRequest
@@ -61,7 +61,7 @@ class MessagesRequest(NamedTuple):
 
 
 class _Block(msgspec.Struct):
-    """A block of content of any type, with the fields of the types that are understood."""
+    """A content block of any type, with the fields of all supported types."""
 
     type: str = ""
     text: str | None = None
@@ -145,11 +145,11 @@ class _Offered(NamedTuple):
 
 
 class _Turns(NamedTuple):
-    """The messages of a request, consecutive ones of the same role merged into one turn.
+    """The messages of a request, with consecutive messages of the same role merged into one turn.
 
-    `leading` are the blocks of the system's messages that come before all others, which go on from the body's own
-    `system`; None where there is no such message. `role` and `blocks` are those of the last turn, to which later
-    messages may add. `referenced` are the names of the tools to which blocks refer.
+    `leading` are the blocks of the system messages before all others, which continue the body's own `system`; None if
+    there is no such message. `role` and `blocks` are those of the last turn, which later messages may extend.
+    `referenced` are the names of the tools that blocks refer to.
     """
 
     leading: Sequence[_Placed] | None = None
@@ -169,7 +169,7 @@ _offered = msgspec.json.Decoder(list[_Tool] | None)
 def read_messages(body: bytes, before: BodyPrefix = NOTHING_READ) -> MessagesRequest:
     """Decode the body of `POST /v1/messages`, or of `/v1/messages/count_tokens`.
 
-    It begins with what was read `before`. Raises `Refused`.
+    The body begins with the prefix `before`, which was read earlier. Raises `Refused`.
     """
     found, unknown, turns, prefix = _read_body(body, before)
     unsupported = [*_beyond_messages(found, turns.role), *unknown]
@@ -200,27 +200,27 @@ def read_messages(body: bytes, before: BodyPrefix = NOTHING_READ) -> MessagesReq
 
 
 def _fields_of_answer(output: dict[str, Any]) -> frozenset[str] | None:
-    """Return the names of the fields of the JSON that an answer is to be; None where that is not said."""
+    """Return the names of the JSON fields that the answer must have; None if `output_config` does not say."""
     form = output.get("format")
     schema = form.get("schema") if isinstance(form, dict) else None
     fields = schema.get("properties") if isinstance(schema, dict) else None
     return frozenset(fields) if isinstance(fields, dict) else None
 
 
-# ---- what is asked for --------------------------------------------------------------------------------------------
+# ---- requirements -------------------------------------------------------------------------------------------------
 
 
 def _beyond_messages(found: MessagesBody, last_role: str) -> list[Unsupported]:
-    """Return what is asked for that would change the answer, in ways that are not supported."""
+    """Return the unsupported fields that would change the answer."""
     asked = (
-        ("context_management", _takes_away(found.context_management), "nothing is taken out of a conversation"),
+        ("context_management", _takes_away(found.context_management), "nothing is removed from a conversation"),
         ("container", found.container is not None, "no code is run here"),
         ("mcp_servers", bool(found.mcp_servers), "only the client calls tools"),
         ("messages", last_role == "assistant", "an answer that the client began is not continued"),
         ("diagnostics", found.diagnostics is not None, "cache diagnostics are not offered"),
-        ("service_tier", found.service_tier not in (None, "auto", "standard_only"), "there is only one"),
-        ("speed", found.speed not in (None, "standard"), "there is only one"),
-        ("inference_geo", found.inference_geo not in (None, "global"), "the model is where the hive is"),
+        ("service_tier", found.service_tier not in (None, "auto", "standard_only"), "there is only one tier"),
+        ("speed", found.speed not in (None, "standard"), "there is only one speed"),
+        ("inference_geo", found.inference_geo not in (None, "global"), "the model runs where the hive runs"),
     )
     return [
         *(Unsupported(name, why) for name, is_asked, why in asked if is_asked),
@@ -232,16 +232,16 @@ _ONE_CALL = "tool_choice.disable_parallel_tool_use"
 
 
 def _forced_call(choice: ToolChoice | None, tools: Sequence[Mapping[str, Any]]) -> Asked | None:
-    """Return what a choice of tools asks for; None where the model may answer as it likes."""
+    """Return the requirement of a tool choice; None if the model is free to call a tool or not."""
     if choice is None or choice.type in ("auto", "none"):
         return None
     if choice.type not in ("any", "tool"):
-        return Unsupported("tool_choice", "this choice of tools is not known here")
+        return Unsupported("tool_choice", "this tool choice is not known here")
     return demand_of_calls("tool_choice", tools, [choice.name] if choice.type == "tool" else None)
 
 
 def _forms_of_answer(found: MessagesBody) -> Iterator[Asked]:
-    """Yield what the formats of an answer ask for, which has an older name too."""
+    """Yield the requirements of the answer's format, given in `output_config` or the older `output_format`."""
     for field, form in (
         ("output_config.format", (found.output_config or {}).get("format")),
         ("output_format", found.output_format),
@@ -252,11 +252,11 @@ def _forms_of_answer(found: MessagesBody) -> Iterator[Asked]:
             case {"type": "json_schema", "schema": schema}:
                 yield demand_of_json(field, schema)
             case _:
-                yield Unsupported(field, "answers are text or json_schema")
+                yield Unsupported(field, "the format must be json_schema")
 
 
 def _takes_away(management: dict[str, Any] | None) -> bool:
-    """Whether the server is asked to change the conversation. Claude Code asks for an edit that keeps all of it."""
+    """Whether the server is asked to change the conversation. Claude Code requests an edit that keeps all of it."""
     edits = (management or {}).get("edits")
     if not isinstance(edits, list):
         return bool(management)
@@ -270,7 +270,7 @@ def _read_tools(given: bytes) -> tuple[_Offered, ...]:
 
 
 def _function(tool: _Tool, place: str) -> dict[str, Any] | None:
-    """Return the function that a tool is to the model, None where its input is not known."""
+    """Return the function by which a tool is offered to the model, or None if the tool's input schema is unknown."""
     if tool.type in (None, "custom"):
         given: Mapping[str, Any] = {"description": tool.description, "parameters": tool.input_schema}
     else:
@@ -288,7 +288,7 @@ def _tools(
     tools: list[dict[str, Any]] = []
     for index, (tool, function) in enumerate(offered):
         if function is None:
-            why = f"{str(tool.type)[:40]!r} is a tool of Anthropic's servers, or one that is built into its models"
+            why = f"{str(tool.type)[:40]!r} runs on Anthropic's servers, or its schema is built into Anthropic's models"
             unsupported.append(Unsupported(f"tools.{index}.type", why))
         elif not tool.defer_loading or tool.name in referenced:
             tools.append(function)
@@ -297,7 +297,7 @@ def _tools(
 
 
 def _beyond_function(tool: _Tool) -> Iterator[Unsupported]:
-    """Yield what is asked for with a tool that the model is not told."""
+    """Yield the options of a tool that are not passed to the model."""
     if tool.strict:
         yield STRICT
     if tool.input_examples:
@@ -339,7 +339,7 @@ def _read_turns(before: _Turns | None, items: Sequence[bytes], at: int) -> _Turn
 
 
 def _referenced(content: _Content) -> Iterator[str]:
-    """Yield the names of the tools to which some content refers."""
+    """Yield the names of the tools that some content refers to."""
     for block in content if isinstance(content, list) else ():
         for each in (block, *(block.content if isinstance(block.content, list) else ())):
             if each.type == "tool_reference" and each.tool_name:
@@ -371,12 +371,12 @@ def _blocks(content: _Content, place: str) -> list[_Placed]:
 
 
 def _answer(blocks: Sequence[_Placed], left_out: list[Unsupported]) -> ChatMessage:
-    """Return the assistant's message, with null as content beside calls only."""
+    """Return the assistant's message. Its content is None if it has calls but no text."""
     calls = [_tool_call(each) for each in blocks if each.block.type == "tool_use"]
     if len(calls) > limits.CALLS_IN_MESSAGE:
-        why = f"{len(calls)} calls in one turn are over the limit of {limits.CALLS_IN_MESSAGE}."
+        why = f"There are {len(calls)} calls in one turn, but the limit is {limits.CALLS_IN_MESSAGE}."
         raise BadParameter(Code.MALFORMED, blocks[0].place, why)
-    # Nobody here can read thinking that is redacted.
+    # Redacted thinking is encrypted, so it is ignored.
     understood = ("tool_use", "thinking", "redacted_thinking")
     text = _text((each for each in blocks if each.block.type not in understood), "", left_out)
     reasoning = "".join(each.block.thinking or "" for each in blocks if each.block.type == "thinking")
@@ -394,7 +394,7 @@ def _answer(blocks: Sequence[_Placed], left_out: list[Unsupported]) -> ChatMessa
 def _tool_call(placed: _Placed) -> dict[str, Any]:
     block = placed.block
     if not block.name:
-        raise BadParameter(Code.MALFORMED, f"{placed.place}.name", "A call needs the name of its tool.")
+        raise BadParameter(Code.MALFORMED, f"{placed.place}.name", "A call must name its tool.")
     function = {"name": block.name, "arguments": _arguments(block.input, f"{placed.place}.input")}
     return {"id": block.id or "", "type": "function", "function": function}
 
@@ -408,13 +408,13 @@ def _arguments(given: msgspec.Raw, place: str) -> str:
     if text == "null":
         return "{}"
     if not text.startswith("{"):
-        raise BadParameter(Code.MALFORMED, place, f"{place} is not an object.")
+        raise BadParameter(Code.MALFORMED, place, f"{place} must be an object.")
     text = checked_arguments(text, place)
     return _what_was_sampled(text) if INVALID_JSON in text else text
 
 
 def _what_was_sampled(text: str) -> str:
-    """Return the arguments that an answer of ours has wrapped because they are not an object, or the text itself."""
+    """Return the arguments that the gateway wrapped because they were not an object, or else the text itself."""
     try:
         value = msgspec.json.decode(text)
     except msgspec.DecodeError:
@@ -423,7 +423,7 @@ def _what_was_sampled(text: str) -> str:
 
 
 def _results_and_text(role: str, blocks: Sequence[_Placed], left_out: list[Unsupported]) -> Iterator[ChatMessage]:
-    """Yield the results of tools, in their order, and then the text of the turn."""
+    """Yield the tool results of the turn in order, and then its text."""
     results = [each for each in blocks if each.block.type == "tool_result"]
     for each in results:
         yield _tool_result(each, left_out)
@@ -441,12 +441,12 @@ def _tool_result(placed: _Placed, left_out: list[Unsupported]) -> ChatMessage:
         raise BadParameter(Code.MALFORMED, f"{place}.content", "A result's content must be text or a list of blocks.")
     text = _text(_blocks(block.content, place), "\n", left_out)
     if block.is_error and "error" not in text.partition("\n")[0].lower():
-        text = f"Error: {text}" if text else "Error"  # templates have no other place for it
+        text = f"Error: {text}" if text else "Error"  # templates have no other place for the flag
     return {"role": "tool", "content": text, "tool_call_id": block.tool_use_id}
 
 
 def _text(blocks: Iterable[_Placed], between: str, left_out: list[Unsupported]) -> str:
-    """Return the texts of blocks as one, and list the blocks that are not text."""
+    """Return the joined texts of blocks, and add the blocks that are not text to `left_out`."""
     texts: list[str] = []
     for place, block in blocks:
         text = _text_of(block)
@@ -461,7 +461,7 @@ def _text(blocks: Iterable[_Placed], between: str, left_out: list[Unsupported]) 
 
 
 def _text_of(block: _Block) -> str | None:
-    """Return the text of a block, None where it has none that can be read."""
+    """Return the text of a block, or None if it has no readable text."""
     if block.type == "text":
         return block.text
     if block.type == "tool_reference":
@@ -476,7 +476,7 @@ def _text_of(block: _Block) -> str | None:
 
 
 def _text_of_source(source: Any) -> str | None:
-    """Return the text of a document that came as plain text, or only as blocks of text."""
+    """Return the text of a document given as plain text or as text blocks only, else None."""
     if not isinstance(source, dict):
         return None
     data = source.get("data") if source.get("type") == "text" else None

@@ -1,4 +1,4 @@
-"""Anthropic's routes of one engine: messages and the counting of their tokens, as plain ASGI."""
+"""Anthropic's routes of one engine: messages and token counting, as plain ASGI."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +18,7 @@ from bombus_gateway.harnesses.marks import marks_of
 
 
 class AnthropicDialect:
-    """The wire format of both routes. `check_model` refuses a model's name."""
+    """The wire format of both routes. `check_model` raises `Refused` for a wrong model name."""
 
     name = b"messages"
 
@@ -40,9 +40,9 @@ class AnthropicDialect:
 
 
 class AnthropicAPI:
-    """The routes of one engine. `messages` and `count_tokens` are ASGI applications, and `below` answers all others.
+    """The routes of one engine. `messages` and `count_tokens` are ASGI applications; `below` answers all other paths.
 
-    At the root (`any_engine`) each key leads to the engine that it was made for.
+    At the root (`any_engine`), the engine is the one that the key was made for.
     """
 
     def __init__(self, gateway: Gateway, calls: Calls, engine: str, any_engine: bool) -> None:

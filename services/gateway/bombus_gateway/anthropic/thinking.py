@@ -1,4 +1,4 @@
-"""What a request of Anthropic's Messages API says about the model's thinking. Pure."""
+"""The thinking options in requests of Anthropic's Messages API. Pure."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ _USUAL_EFFORT = "high"
 
 
 def requested_thinking(thinking: Any, output: Any) -> RequestedThinking | None:
-    """Return what is asked of the model's thinking by `thinking` and by the effort of `output_config`.
+    """Return the thinking requested by `thinking` and by the effort in `output_config`, or None if neither does.
 
-    Where thinking is disabled, an effort does not ask for it. `display` is about the answer, which has the thinking.
+    If thinking is disabled, an effort does not enable it. `display` is ignored: answers always include the thinking.
     """
     thinking, effort = thinking if isinstance(thinking, dict) else {}, _effort(output)
     kind, budget = thinking.get("type"), thinking.get("budget_tokens")
@@ -33,15 +33,15 @@ def requested_thinking(thinking: Any, output: Any) -> RequestedThinking | None:
 
 
 def beyond_thinking(thinking: Any, output: Any) -> list[Unsupported]:
-    """Return what these two fields ask for that is not known here."""
+    """Return the unknown parts and values of these two fields."""
     found = [
         *unknown_parts("thinking", thinking, ("type", "budget_tokens", "display")),
         *unknown_parts("output_config", output, ("effort", "format")),
     ]
     if isinstance(thinking, dict) and thinking.get("type") not in tuple(_TYPES):
-        found.append(Unsupported("thinking.type", f"types are {', '.join(_TYPES)}"))
+        found.append(Unsupported("thinking.type", f"it must be one of {', '.join(_TYPES)}"))
     if _effort(output) not in (None, *NEAREST):
-        found.append(Unsupported("output_config.effort", f"efforts are {', '.join(NEAREST)}"))
+        found.append(Unsupported("output_config.effort", f"it must be one of {', '.join(NEAREST)}"))
     return found
 
 

@@ -1,4 +1,4 @@
-"""The wire of Atropos's trajectory API: environments push rollout groups, and trainers take batches of them.
+"""The wire format of Atropos's trajectory API: environments push rollout groups, and trainers fetch batches of them.
 
-It is pure: no bus, no routes, no clock.
+The code is pure: no bus, no routes, no clock.
 """

@@ -1,4 +1,4 @@
-"""Answers to trainers and environments, except the groups themselves, which are in `batches`."""
+"""Answers to trainers and environments, except for batches and groups, which `batches` writes."""
 
 import msgspec
 
@@ -12,7 +12,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class JoinAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of `/register-env` once the trainer has begun to take batches."""
+    """The answer of `/register-env` once the trainer has asked for its first batch."""
 
     status: str = "success"
     env_id: int
@@ -35,14 +35,14 @@ class StatusAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PushAnswer(msgspec.Struct, frozen=True):
-    """What became of one group: whether it waits for others to reach its environment's size, of which `held` wait."""
+    """The outcome for one group: whether it waits until its environment has enough sequences, and how many wait."""
 
     is_buffered: bool = False
     held: int = 0  # sequences of that environment
 
 
 def write_welcome(engine_running: bool) -> bytes:
-    """Return the answer of `/`, with what clients of this API and of inference servers look for."""
+    """Return the answer of `/`, with the fields that clients of this API and of inference servers check."""
     return _encode({"message": "AtroposLib API", "status": "healthy", "engine_running": engine_running})
 
 
@@ -56,7 +56,7 @@ def write_wandb_info(group: str | None = None, project: str | None = None) -> by
 
 
 def write_info(batch_size: int = -1, max_token_len: int = -1) -> bytes:
-    """Return the answer of `/info`; -1 stands for what no trainer has said yet."""
+    """Return the answer of `/info`; -1 stands for a value that no trainer has given yet."""
     return _encode({"batch_size": batch_size, "max_token_len": max_token_len})
 
 
@@ -73,7 +73,7 @@ def write_environment_status(status: StatusAnswer) -> bytes:
 
 
 def write_disconnect_failed(why: str) -> bytes:
-    """Return the answer of `/disconnect-env` for an environment that is not there, which is a 200."""
+    """Return the answer of `/disconnect-env` for an unknown environment. It is sent with status 200."""
     return _encode({"status": "failure", "error": why})
 
 
@@ -83,7 +83,7 @@ def write_pushed(result: PushAnswer) -> bytes:
 
 
 def write_pushed_list(results: list[PushAnswer]) -> bytes:
-    """Return the answer of `/scored_data_list`, which tells of buffered groups where there are any."""
+    """Return the answer of `/scored_data_list`, which includes the count of buffered groups if there are any."""
     answer: dict[str, object] = {"status": "received", "groups_processed": len(results)}
     buffered = [result.held for result in results if result.is_buffered]
     if buffered:

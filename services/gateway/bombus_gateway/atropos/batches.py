@@ -1,4 +1,4 @@
-"""Rollout groups in JSON as trainers read them: all fields, with null for what was not given."""
+"""Write rollout groups as the JSON that trainers read: with all fields, and null for those that were not given."""
 
 from collections.abc import Iterable, Iterator
 
@@ -7,7 +7,7 @@ import msgspec
 from bombus.hive.trajectories.records import PackedCandidates, PackedFloats, RolloutGroup, int_rows
 
 NO_BATCH = b'{"batch":null}'
-# What `/latest_example` says before the first group has come.
+# The answer of `/latest_example` before the first group is pushed.
 _NO_EXAMPLE: dict[str, list[object]] = {
     name: []
     for name in (
@@ -26,7 +26,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def write_batch(groups: Iterable[RolloutGroup]) -> Iterator[bytes]:
-    """Return the parts of a batch, one for each group, so that no more than one group's lists are in memory."""
+    """Yield the parts of a batch, one for each group, so that the lists of only one group are in memory at a time."""
     before = b'{"batch":['
     for group in groups:
         yield before + write_group(group)
@@ -35,12 +35,12 @@ def write_batch(groups: Iterable[RolloutGroup]) -> Iterator[bytes]:
 
 
 def write_latest(group: RolloutGroup | None) -> bytes:
-    """Return the answer of `/latest_example`: the group that came last, or empty lists."""
+    """Return the answer of `/latest_example`: the newest group, or empty lists."""
     return _encode(_NO_EXAMPLE) if group is None else write_group(group)
 
 
 def write_group(group: RolloutGroup) -> bytes:
-    """Return a group with all of its fields, whose values are those that were sent."""
+    """Return a group with all of its fields, with the values that were sent."""
     lengths = group.sequence_lengths()
     return _encode(
         {

@@ -1,4 +1,4 @@
-"""gzip, as clients of Atropos send and take it: bodies of several members, and answers of 1,000 bytes and more."""
+"""gzip for Atropos's clients: decompress bodies of one or more members, and compress answers of 1,000 bytes or more."""
 
 import importlib
 import importlib.util
@@ -10,11 +10,11 @@ from typing import Any
 from bombus.errors import Code, Refused
 from bombus_gateway import limits
 
-# isal's takes a third of the time of Python's own, and has its names.
+# isal's zlib takes a third of the time of Python's zlib, and has the same API.
 zlib: Any = importlib.import_module("isal.isal_zlib" if importlib.util.find_spec("isal") else "zlib")
 COMPRESSED_FROM = 1000  # bytes of an answer
-_LEVEL = 1  # of text that is mostly digits; higher levels take several times as long
-_GZIP = 16 + zlib.MAX_WBITS  # zlib's way to say that the format is gzip
+_LEVEL = 1  # for text that is mostly digits, higher levels take several times as long
+_GZIP = 16 + zlib.MAX_WBITS  # tells zlib that the format is gzip
 _CHUNK_BYTES = 1 << 18
 _VARY = {"vary": "Accept-Encoding"}
 _padding = re.compile(rb"\0*")
@@ -22,9 +22,10 @@ _zero = re.compile(r"\s*;\s*q\s*=\s*0(\.0*)?\s*$")
 
 
 def inflated(encoding: str, body: bytes, bytes_max: int = limits.TRAJECTORY_BODY_BYTES) -> bytes:
-    """Return a body without its `Content-Encoding`. Never makes more than `bytes_max` of it.
+    """Return a decompressed body, decompressing no more than `bytes_max`.
 
-    Raises `Refused`: UNSUPPORTED for another encoding than gzip, MALFORMED for what is not gzip to its end, TOO_LARGE.
+    Raises `Refused`: UNSUPPORTED for an encoding other than gzip, MALFORMED unless the whole body is gzip, and
+    TOO_LARGE.
     """
     named = encoding.strip().lower()
     if named in ("", "identity"):
@@ -45,7 +46,7 @@ def inflated(encoding: str, body: bytes, bytes_max: int = limits.TRAJECTORY_BODY
 
 
 def sent(parts: Iterable[bytes], accepted: str) -> tuple[dict[str, str], Iterator[bytes]]:
-    """Return the headers and the parts of an answer to a client that accepts these encodings."""
+    """Return the headers and the parts of an answer to a client whose `Accept-Encoding` is `accepted`."""
     coming = iter(parts)
     start = b""
     for part in coming:
@@ -59,13 +60,13 @@ def sent(parts: Iterable[bytes], accepted: str) -> tuple[dict[str, str], Iterato
 
 
 def takes_gzip(accepted: str) -> bool:
-    """Return whether an `Accept-Encoding` allows gzip: by its name, or by `*`, and not with a quality of 0."""
+    """Return whether an `Accept-Encoding` allows gzip, by name or by `*`, with a quality other than 0."""
     offers = {each.partition(";")[0].strip(): not _zero.search(each) for each in accepted.lower().split(",")}
     return offers.get("gzip", offers.get("*", False))
 
 
 def deflated(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """Compress a body that is made part by part; yield what is ready after each."""
+    """Compress the parts of a body one by one, and yield the output that is ready after each."""
     packer = zlib.compressobj(_LEVEL, zlib.DEFLATED, _GZIP)
     for part in parts:
         yield packer.compress(part)
@@ -73,13 +74,13 @@ def deflated(parts: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _member(body: bytes, start: int, room: int) -> tuple[bytes, int]:
-    """Return the content of the member at a place of a body, and where the next begins. Zeros after one are padding."""
+    """Return the content of the member that begins at `start`, and where the next begins. Zeros between are padding."""
     unpacker = zlib.decompressobj(_GZIP)
     content = bytearray()
     end = start
     while not unpacker.eof:
         if end == len(body):
-            raise Refused(Code.MALFORMED, "The gzip body is incomplete: it was cut, or something else follows it.")
+            raise Refused(Code.MALFORMED, "The gzip body is incomplete: it was cut off, or other data follows it.")
         chunk = body[end : end + _CHUNK_BYTES]
         end += len(chunk)
         try:

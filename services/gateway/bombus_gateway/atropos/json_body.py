@@ -1,4 +1,4 @@
-"""JSON bodies of Atropos's clients: what is wrong with one is refused with its place."""
+"""Decode the JSON bodies of Atropos's clients. A refusal names the place of the error in the body."""
 
 import codecs
 import json
@@ -16,21 +16,21 @@ _BodyT = TypeVar("_BodyT")
 _missing = re.compile(r"Object missing required field `([^`]*)`")
 _byte = re.compile(r"\(byte (\d+)\)")
 _not_finite = re.compile(rb"-?(?:NaN|Infinity)")
-_mark = re.compile(rb'[\[\]{}"]')  # a bracket, or the beginning of a text
+_mark = re.compile(rb'[\[\]{}"]')  # a bracket, or the beginning of a string
 _text = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _colon = re.compile(rb"\s*:")
 _CHUNK_BYTES = 1 << 20
-MARKS_MAX = 1 << 18  # that are looked at for the place of a number: a quarter of a second
+MARKS_MAX = 1 << 18  # scanned to find the place of a number; takes a quarter of a second
 
 
 def decode_at(decoder: msgspec.json.Decoder[_BodyT], body: bytes, place: str = "") -> _BodyT:
     """Decode a body, or the part of one at `place`. Raises `UnfitBody`.
 
-    Python's own writer of JSON writes NaN and infinities, which are not JSON: they are refused where they stand.
+    Python's `json` module writes NaN and infinities, which are not JSON. The refusal names the place of such a number.
     """
     try:
         if not place:
-            _check_utf8(body)  # parts that are kept as they came are not looked into
+            _check_utf8(body)  # the decoder does not check parts that are kept as raw JSON
         return decode_body(decoder, body, place)
     except UnicodeDecodeError as error:
         raise UnfitBody(place, f"The body is not UTF-8: {error}.", "json_invalid") from None
@@ -46,12 +46,12 @@ def decode_at(decoder: msgspec.json.Decoder[_BodyT], body: bytes, place: str = "
 
 
 def within(place: str, field: str) -> str:
-    """Return the place of a field of what is at `place`."""
+    """Return the place of a field of the object at `place`."""
     return f"{place}.{field}" if place else field
 
 
 def _check_utf8(body: bytes) -> None:
-    """Raise `UnicodeDecodeError` for what is not UTF-8, without a copy of the whole body."""
+    """Raise `UnicodeDecodeError` unless a body is UTF-8, without copying the whole body."""
     if body.isascii():
         return
     decoder = codecs.getincrementaldecoder("utf-8")()
@@ -65,7 +65,7 @@ def _check_utf8(body: bytes) -> None:
 
 
 def _refuse_not_finite(body: bytes, end: int, place: str) -> None:
-    """Raise `UnfitBody` if the byte at which JSON ends to be JSON is that of a number which is not finite."""
+    """Raise `UnfitBody` if the byte at which decoding failed, or the one before, begins NaN or an infinity."""
     found = _not_finite.match(body, end) or _not_finite.match(body, max(end - 1, 0))
     if found is None:
         return
@@ -79,9 +79,10 @@ def _refuse_not_finite(body: bytes, end: int, place: str) -> None:
 
 
 def _steps_to(body: bytes, end: int) -> list[str | int] | None:
-    """Return the keys and indexes that lead to a byte of a body, which is JSON up to there. None: too many marks.
+    """Return the keys and indexes that lead to byte `end` of a body that is JSON up to there.
 
-    The body is not decoded: it may be large, and others wait while Python makes objects of all of it.
+    Returns None if there are more than `MARKS_MAX` marks before it. The body is not decoded: it may be large, and other
+    requests would wait while Python creates objects for all of it.
     """
     steps: list[str | int] = []
     at = 0
@@ -103,7 +104,7 @@ def _steps_to(body: bytes, end: int) -> list[str | int] | None:
 
 
 def _marks(text: bytes, end: int) -> Iterator[tuple[int, int]]:
-    """Yield where each bracket and each text of JSON begins and ends, up to a byte of it."""
+    """Yield where each bracket and each string of JSON begins and ends, up to byte `end`."""
     at = 0
     while mark := _mark.search(text, at, end):
         found = _text.match(text, mark.start(), end)

@@ -1,7 +1,7 @@
-"""Reads the arrays of groups with simdjson, which makes packed numbers of JSON without an object of Python for each.
+"""Read the arrays of groups with simdjson, which packs numbers without creating a Python object for each.
 
-It reads what programs write: rows of whole numbers, and rows of numbers. Everything else, and whatever is wrong, is
-left to `scored_data`, which says where a fault is. Where simdjson is not installed, nothing is read here.
+This fast path reads the common form: rows of integers, and rows of numbers. Anything else, including every error, is
+left to `scored_data`, which reports the place of an error. If simdjson is not installed, nothing is read here.
 """
 
 import importlib
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 INT32_MIN, INT32_MAX = -(1 << 31), (1 << 31) - 1
-PLAIN_BYTES = 8 << 20  # of a body that takes some milliseconds, during which the interpreter does nothing else
+PLAIN_BYTES = 8 << 20  # the largest body read here; it blocks the interpreter for some milliseconds
 ARRAYS = ("advantages", "ref_logprobs", "inference_logprobs")
 TEXTS = ("generation_params", "messages", "overrides", "group_overrides", "images")
 _KNOWN = frozenset(("tokens", "masks", "scores", "env_id", "distill_token_ids", "distill_logprobs", *ARRAYS, *TEXTS))
@@ -26,7 +26,7 @@ _simdjson: Any = importlib.import_module("simdjson") if importlib.util.find_spec
 
 
 class PlainGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """The arrays of a group. `lists` counts them and their rows, and `has_texts` says that other fields were given."""
+    """The arrays of a group. `lists` is the number of arrays and rows; `has_texts` says if any of `TEXTS` was given."""
 
     lengths: list[int]
     tokens: bytes
@@ -42,11 +42,11 @@ class PlainGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _NotPlain(Exception):
-    """The body is not one that is read here."""
+    """Raised for a body that this module leaves to the other reader."""
 
 
 def read_plain(body: bytes) -> PlainGroup | None:
-    """Return the arrays of a group, or None for the other reader. Lists within rows are for the caller to exclude."""
+    """Return the arrays of a group, or None to leave it to the other reader. The caller must exclude nested lists."""
     if _simdjson is None or len(body) > PLAIN_BYTES or not body.startswith(b"{"):
         return None
     try:
@@ -54,7 +54,7 @@ def read_plain(body: bytes) -> PlainGroup | None:
         names = [*document.keys()]
         if not _KNOWN.issuperset(names) or len(set(names)) < len(names):
             return None
-        given = {name: document[name] for name in names}  # as arrays of simdjson's own
+        given = {name: document[name] for name in names}  # simdjson's array objects
         return _arrays({name: value for name, value in given.items() if value is not None})
     except (
         _NotPlain,
@@ -63,12 +63,12 @@ def read_plain(body: bytes) -> PlainGroup | None:
         AttributeError,
         LookupError,
         RuntimeError,
-    ):  # but for the first, simdjson's
+    ):  # all but the first are raised by simdjson
         return None
 
 
 def count_lists(body: bytes) -> int:
-    """Return how many lists begin in JSON, counting those in its texts too."""
+    """Return how many lists begin in JSON text, including brackets within its strings."""
     return body.count(b"[")
 
 
@@ -107,7 +107,7 @@ def _lists_of(rows: Iterable[list[int]]) -> int:
 
 
 def _ints(rows: Any, count: int, least: int) -> bytes:
-    import numpy as np  # 10 MB, which gateways that get no groups can save
+    import numpy as np  # imported late: it takes 10 MB, and gateways without groups do not need it
 
     numbers: NDArray[np.int64] = np.frombuffer(rows.as_buffer(of_type="i"), "<i8")
     if len(numbers) != count or numbers.min() < least or numbers.max() > INT32_MAX:

@@ -1,4 +1,4 @@
-"""Refusals as clients of Atropos may read them: what FastAPI answers for a body that does not fit its model."""
+"""Write refusals in the form that Atropos's clients expect: FastAPI's, for a body that does not fit its model."""
 
 import re
 
@@ -14,7 +14,7 @@ _steps = re.compile(r"\[(\d+)\]|([^.\[\]]+)")
 
 
 class UnfitBody(BadParameter):
-    """A body that is not what its route takes, with the place in it. `kind` is FastAPI's name of the fault."""
+    """A body that does not fit its route, with the place of the error. `kind` is FastAPI's name for the error."""
 
     def __init__(self, place: str, why: str, kind: str = "value_error") -> None:
         super().__init__(Code.MALFORMED, place, why)
@@ -22,9 +22,9 @@ class UnfitBody(BadParameter):
 
 
 def write_refusal(refusal: Refused) -> tuple[int, bytes]:
-    """Return the status and the body of a refusal: 422 with the place for a body that does not fit, as FastAPI has it.
+    """Return the status and the body of a refusal, in FastAPI's form.
 
-    For any other refusal `detail` is its sentence, as FastAPI has it too.
+    For an unfit body the status is 422, with the place of the error. For any other refusal, `detail` is its message.
     """
     why = limits.in_short(refusal.why)
     if not isinstance(refusal, BadParameter):
@@ -35,9 +35,9 @@ def write_refusal(refusal: Refused) -> tuple[int, bytes]:
 
 
 def write_batch_refusal(refusal: Refused) -> tuple[int, bytes]:
-    """Return the status and the body of a refusal of a batch.
+    """Return the status and the body of a refusal of `/batch`.
 
-    Trainers read any JSON of `/batch` as a batch, or as an error if its `status` says so: this one says both.
+    Some trainers read any JSON from `/batch` as a batch, and others check its `status` for an error, so this has both.
     """
     why = limits.in_short(refusal.why)
     return refusal.status, _encode({"detail": why, "status": "error", "message": why, "batch": None})

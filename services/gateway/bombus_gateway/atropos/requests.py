@@ -1,4 +1,4 @@
-"""The small requests of trainers and environments: who they are, and which environment is meant."""
+"""The small requests of trainers and environments: registrations, and ids of environments and batches."""
 
 from typing import Annotated
 
@@ -18,9 +18,9 @@ _Folder = Annotated[str, Meta(max_length=limits.CHECKPOINT_DIR_CHARACTERS)]
 
 
 class TrainerRegistration(msgspec.Struct, frozen=True, kw_only=True):
-    """What a trainer says of itself at `/register`. Sizes of batches are in sequences.
+    """What a trainer sends to `/register`. `batch_size` is in sequences.
 
-    A `max_token_len` of 0 or less bounds nothing. A `num_steps` of -1 leaves it to the environments.
+    A `max_token_len` of 0 or less is no limit. A `num_steps` of -1 leaves the number to the environments.
     """
 
     wandb_group: _Name
@@ -34,9 +34,9 @@ class TrainerRegistration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EnvironmentRegistration(msgspec.Struct, frozen=True, kw_only=True):
-    """What an environment says of itself at `/register-env`.
+    """What an environment sends to `/register-env`.
 
-    `min_batch_allocation` is the part of each batch that it asks for at least, 0 to 1.
+    `min_batch_allocation` is the smallest share of each batch that it asks for, 0 to 1.
     """
 
     max_token_length: _Whole
@@ -56,17 +56,17 @@ _named = msgspec.json.Decoder(_Named)
 
 
 def read_trainer(body: bytes) -> TrainerRegistration:
-    """Raises `UnfitBody`."""
+    """Read the registration of a trainer. Raises `UnfitBody`."""
     return decode_at(_trainers, body)
 
 
 def read_environment(body: bytes) -> EnvironmentRegistration:
-    """Raises `UnfitBody`."""
+    """Read the registration of an environment. Raises `UnfitBody`."""
     return decode_at(_environments, body)
 
 
 def read_environment_id(body: bytes, query: str | None = None) -> int:
-    """Return which environment is meant, from the body, or from `env_id` of the query where there is no body.
+    """Return the id of an environment, from the body, or from `env_id` in the query if there is no body.
 
     Atropos's environments send a body with a GET, which many clients and proxies cannot. Raises `UnfitBody`.
     """
@@ -76,7 +76,7 @@ def read_environment_id(body: bytes, query: str | None = None) -> int:
 
 
 def read_after(query: str | None) -> int | None:
-    """Return the batch that a trainer says it has, None where it says nothing. Raises `UnfitBody`."""
+    """Return the number of the last batch that a trainer has, or None if it gives none. Raises `UnfitBody`."""
     return None if query is None else _number("after", query, "the last batch that you have, or 0")
 
 

@@ -1,7 +1,7 @@
-"""The bodies of `/scored_data` and `/scored_data_list`, as records of rollout groups.
+"""Read the bodies of `/scored_data` and `/scored_data_list` as records of rollout groups.
 
-JSON is read straight into packed numbers, group by group; its lists live no longer than that. Those of a large group
-live no longer than a row, so that no step of it keeps the interpreter from other requests for long.
+JSON is packed group by group, so its lists are in memory for one group only. A large group is packed row by row, so
+that no single step blocks the interpreter, and with it other requests, for long.
 """
 
 import struct
@@ -20,12 +20,12 @@ from bombus_gateway.atropos.json_body import decode_at, within
 from bombus_gateway.atropos.plain import INT32_MAX, INT32_MIN, count_lists, read_plain
 from bombus_gateway.atropos.refusals import UnfitBody
 
-BY_ROW_BYTES = 1 << 20  # of a group whose rows are decoded one by one
+BY_ROW_BYTES = 1 << 20  # from this size on, a group's rows are decoded one by one
 _TextT = TypeVar("_TextT")
 _RowT = TypeVar("_RowT")
 _NULL = msgspec.Raw(b"null")
 
-# Programs write whole numbers as floats, and 0 and 1 as booleans, which Atropos takes.
+# Atropos accepts integers written as floats, and 0 and 1 written as booleans.
 _Token: TypeAlias = Annotated[int, Meta(ge=0, le=INT32_MAX)] | float | bool
 _Mask: TypeAlias = Annotated[int, Meta(ge=INT32_MIN, le=INT32_MAX)] | float | bool
 _Number: TypeAlias = float | bool
@@ -35,7 +35,7 @@ _Candidates: TypeAlias = Collection[Sequence[Sequence[float]]]
 
 
 class _KeptText(msgspec.Struct, kw_only=True):
-    """What is kept of a group as it came."""
+    """The fields of a group that are kept as raw JSON."""
 
     generation_params: msgspec.Raw = _NULL
     messages: msgspec.Raw = _NULL
@@ -71,7 +71,7 @@ class _GroupText(_KeptText, kw_only=True):
 
 
 class _Message(msgspec.Struct, gc=False):
-    """A message has these two at least, whatever they are."""
+    """The fields that every message must have, of any type."""
 
     role: msgspec.Raw
     content: msgspec.Raw
@@ -100,12 +100,12 @@ _FORMS: dict[str, msgspec.json.Decoder[Any]] = {
 
 
 def read_scored_data(body: bytes) -> RolloutGroup:
-    """Read one group. Raises `UnfitBody` with the place of what is wrong, and `Refused` TOO_LARGE."""
+    """Read one group. Raises `UnfitBody` with the place of the error."""
     return _group(body, "")
 
 
 def read_scored_data_list(body: bytes) -> tuple[RolloutGroup, ...]:
-    """Read several groups, all or none of them. Raises as `read_scored_data` does."""
+    """Read several groups, or refuse all of them. Raises `UnfitBody`, and `Refused` TOO_LARGE for too many groups."""
     items = decode_at(_lists, body)
     if len(items) > limits.TRAJECTORY_GROUPS:
         why = (
@@ -128,7 +128,7 @@ def record_of(group: RolloutGroup) -> bytes:
 
 
 class _Rows(Generic[_RowT]):
-    """The rows of an array, each of which is decoded when it is accessed. Raises `UnfitBody`."""
+    """The rows of an array, each decoded when it is iterated over. Raises `UnfitBody`."""
 
     def __init__(self, text: msgspec.Raw, decoder: "msgspec.json.Decoder[_RowT]", place: str) -> None:
         self._rows = decode_at(_lists, bytes(text), place)
@@ -151,7 +151,7 @@ class _Rows(Generic[_RowT]):
 
 
 class _ByRow:
-    """A group as `_Group` has it, whose arrays are decoded row by row. Raises `UnfitBody`."""
+    """A group with the fields of `_Group`, whose arrays are decoded row by row. Raises `UnfitBody`."""
 
     def __init__(self, body: bytes, place: str) -> None:
         text = self.text = decode_at(_texts, body, place)
@@ -173,7 +173,7 @@ def _group(body: bytes, place: str) -> RolloutGroup:
 
 
 def _plain(body: bytes, place: str) -> RolloutGroup | None:
-    """Return a group that can be read in the fast way. Raises `UnfitBody` for errors outside its arrays."""
+    """Return a group if the fast reader can read it, else None. Raises `UnfitBody` for errors outside its arrays."""
     arrays = read_plain(body)
     if arrays is None:
         return None
@@ -181,7 +181,7 @@ def _plain(body: bytes, place: str) -> RolloutGroup | None:
     if arrays.has_texts:
         texts = _kept_texts(decode_at(_kept, body, place), place)
     if count_lists(body) != arrays.lists + sum(map(count_lists, texts.values())):
-        return None  # a row has lists in it
+        return None  # a row contains lists
     return RolloutGroup(
         lengths=pack_ints(arrays.lengths),
         tokens=arrays.tokens,
@@ -226,9 +226,9 @@ def _careful(body: bytes, place: str) -> RolloutGroup:
 
 
 def _tokens(rows: _Floats, place: str) -> tuple[list[int], bytes]:
-    """Return how many tokens each sequence has, and all of them."""
+    """Return the number of tokens of each sequence, and the packed tokens of all."""
     if not 0 < len(rows) <= limits.GROUP_SEQUENCES:
-        why = f"{place} has {len(rows)} sequences; a group has 1 to {limits.GROUP_SEQUENCES}."
+        why = f"{place} has {len(rows)} sequences, but a group must have 1 to {limits.GROUP_SEQUENCES}."
         raise UnfitBody(place, why)
     lengths: list[int] = []
 
@@ -244,7 +244,7 @@ def _tokens(rows: _Floats, place: str) -> tuple[list[int], bytes]:
 
 
 def _fitting(rows: Collection[Sequence[_RowT]], lengths: Sequence[int], place: str) -> Iterator[Sequence[_RowT]]:
-    """Yield rows. Raises `UnfitBody` where they are not as long as the sequences that they belong to."""
+    """Yield rows. Raises `UnfitBody` if their number or lengths differ from those of the sequences."""
     if len(rows) != len(lengths):
         raise UnfitBody(place, f"{place} has {len(rows)} rows for {len(lengths)} sequences; send one for each.")
     for index, (row, length) in enumerate(zip(rows, lengths)):
@@ -264,9 +264,9 @@ def _beside(rows: _Floats | None, lengths: Sequence[int], place: str) -> PackedF
 
 
 def _advantages(rows: _Floats | None, lengths: Sequence[int], place: str) -> tuple[PackedFloats | None, bytes]:
-    """Return advantages, and the lengths of their rows where these are not those of the sequences.
+    """Return advantages, and the lengths of their rows if these differ from those of the sequences.
 
-    Atropos's environments send one for each turn, too, and their trainers know what they make of it.
+    They may differ, since some of Atropos's environments send one advantage per turn, for trainers that expect that.
     """
     if rows is None:
         return None, b""
@@ -284,13 +284,13 @@ def _advantages(rows: _Floats | None, lengths: Sequence[int], place: str) -> tup
 
 
 def _whole_numbers(rows: Iterable[Sequence[float]], place: str, least: int) -> bytes:
-    """Pack rows of integers. Raises `UnfitBody` for a number that is not whole, or is out of range."""
+    """Pack rows of integers. Raises `UnfitBody` for a number that is not an integer or out of range."""
     return b"".join([_whole_row(row, f"{place}[{index}]", least) for index, row in enumerate(rows)])
 
 
 def _whole_row(row: Sequence[float], place: str, least: int) -> bytes:
     try:
-        return pack_ints(row)  # type: ignore[arg-type]  # floats are told apart by failing
+        return pack_ints(row)  # type: ignore[arg-type]  # raises for floats, which are converted below
     except struct.error:
         return pack_ints([_whole(number, f"{place}[{at}]", least) for at, number in enumerate(row)])
 
@@ -304,7 +304,7 @@ def _whole(number: float, place: str, least: int) -> int:
 def _teacher(
     rows: _Group | _ByRow, lengths: Sequence[int], place: str
 ) -> tuple[PackedCandidates | None, PackedCandidates | None]:
-    """Return a teacher's candidates for each token, and their logprobs, which go together."""
+    """Return a teacher's candidates for each token, and their logprobs. If both are given, their counts must match."""
     ids = logprobs = None
     tokens_at, logprobs_at = within(place, "distill_token_ids"), within(place, "distill_logprobs")
     if rows.distill_token_ids is not None:
@@ -335,7 +335,7 @@ def _kept_texts(given: _KeptText, place: str) -> dict[str, Any]:
 
 
 def _text(raw: msgspec.Raw, decoder: "msgspec.json.Decoder[_TextT]", place: str) -> bytes:
-    """Return JSON of the decoder's form as it came, and nothing for null."""
+    """Check that JSON fits the decoder's type, and return it unchanged, or b"" for null."""
     text = bytes(raw)
     if text == b"null":
         return b""

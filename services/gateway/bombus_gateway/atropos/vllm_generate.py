@@ -1,4 +1,4 @@
-"""`/generate` in vLLM's form, by which Atropos's environments sample tokens with logprobs."""
+"""`/generate` in vLLM's form, which Atropos's environments use to sample tokens with logprobs."""
 
 import math
 from array import array
@@ -20,15 +20,15 @@ from bombus_gateway.operations_wire.sampling import TOKENS_MAX, DrawingParams, S
 _PROMPT = "prompt"
 _SGLANG = frozenset(("text", "input_ids", "sampling_params"))
 
-_Logprobs: TypeAlias = Mapping[int, float]  # by token; the token that is there comes first
+_Logprobs: TypeAlias = Mapping[int, float]  # by token; the sampled or given token comes first
 
 
 class VllmRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be sampled. The prompt of `asked` is empty where it is given as a `text`.
+    """A request for samples. The prompt of `asked` is empty if it is given as `text`.
 
     With `logprobs` the answer has tokens and their logprobs, and `asked.sampling.top_logprobs` alternatives to each;
-    without it the answer is text alone. One that is `streamed` is the same answer as a line. Where it is `decoded`,
-    its text has no names of special tokens unless `with_specials`, and ends with what stopped it if `with_stop`.
+    without it only text. If `streamed`, the answer is one line with prompt and samples joined. Texts are empty unless
+    `decoded`; then they contain special tokens only if `with_specials`, and end with the stop text if `with_stop`.
     """
 
     asked: SampleRequest
@@ -42,10 +42,10 @@ class VllmRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScoredPrompt(msgspec.Struct, frozen=True):
-    """The text of a prompt; and where they were asked for, the logprobs of its tokens, and the likeliest in each place.
+    """The text of a prompt, and if requested the logprobs of its tokens and the likeliest tokens at each position.
 
-    `logprobs` (float32) and `top` are one for each token; those of tokens that were not scored are NaN and nothing. A
-    prompt of one token has neither.
+    `logprobs` (float32) and `top` have an entry for each token. For tokens that were not scored, these are NaN and
+    padding. A prompt of one token has no scores.
     """
 
     text: str
@@ -59,7 +59,7 @@ class _Prompt(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Generate(DrawingParams, forbid_unknown_fields=True, kw_only=True):
-    """What is not here would change what is sampled, and is refused by its name."""
+    """The supported fields. Any other could change the samples, so it is refused with its name."""
 
     prompt: str | _Prompt
     stream: bool = False
@@ -67,37 +67,35 @@ class _Generate(DrawingParams, forbid_unknown_fields=True, kw_only=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     min_tokens: int = 0
-    # These change how an answer is written, and not what is sampled.
+    # These change how an answer is written, but not the samples.
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    spaces_between_special_tokens: bool = True  # the decoders that are taken here write none either way
+    spaces_between_special_tokens: bool = True  # no effect: the supported decoders never write such spaces
 
 
 _generates = msgspec.json.Decoder(_Generate)
 
 
 def is_vllm(names: Iterable[str]) -> bool:
-    """Return whether a body with these fields is in vLLM's form. SGLang's has its prompt under other names."""
+    """Return whether a body with these fields is in vLLM's form. SGLang's form has other fields for the prompt."""
     given = frozenset(names)
     return _PROMPT in given and not given & _SGLANG
 
 
 def read_vllm(body: bytes) -> VllmRequest:
-    """Raises `Refused`."""
+    """Read a `/generate` in vLLM's form. Raises `Refused`."""
     given = decode_at(_generates, body)
     if given.min_tokens > 0:
         raise Refused(Code.UNSUPPORTED, "min_tokens is not offered here: leave it out.")
     if given.stop and not given.detokenize:
-        raise UnfitBody(
-            "detokenize", "stop texts are looked for in text: leave out detokenize, or send stop_token_ids."
-        )
+        raise UnfitBody("detokenize", "stop texts need the decoded text: leave out detokenize, or send stop_token_ids.")
     prompt, text = _prompt_of(given.prompt)
     scored: int | None = None
     top_prompt = 0
     if given.prompt_logprobs is not None:
         if text:
-            why = "prompt_logprobs are those of tokens: send the prompt as prompt_token_ids."
+            why = "prompt_logprobs need a prompt of tokens: send the prompt as prompt_token_ids."
             raise UnfitBody("prompt_logprobs", why)
         top_prompt = counted("prompt_logprobs", given.prompt_logprobs, 0, limits.TOP_LOGPROBS)
         scored = len(prompt) // 4 - 1
@@ -122,7 +120,10 @@ def read_vllm(body: bytes) -> VllmRequest:
 
 
 def shown_text(request: VllmRequest, sample: SampledTokens, text: str, tokenizer: Tokenizer) -> str:
-    """Return the text of a sample as the request wants it; `text` has no special tokens, and not what stopped it."""
+    """Return the text of a sample in the form that the request asks for.
+
+    `text` is the sample's text without special tokens and without the stop text.
+    """
     if not request.decoded:
         return ""
     if not request.with_specials and not request.with_stop:
@@ -142,9 +143,9 @@ def shown_text(request: VllmRequest, sample: SampledTokens, text: str, tokenizer
 def write_vllm(
     request: VllmRequest, samples: Sequence[SampledTokens], texts: Sequence[str], prompt: ScoredPrompt
 ) -> bytes:
-    """Return samples with their texts. `request.asked` has the prompt's tokens, also where it came as a text.
+    """Return samples with their texts. `request.asked` has the prompt's tokens, even if it was given as text.
 
-    Raises `ValueError` for what is not a sample.
+    Raises `ValueError` as `checked_finish` does.
     """
     finishes = [checked_finish(sample.finish).value for sample in samples]
     if request.streamed:
@@ -171,12 +172,12 @@ def _sampled(sample: SampledTokens) -> list[_Logprobs]:
 
 
 def _in_place(token: int, logprob: float, top: Sequence[tuple[int, float]]) -> _Logprobs:
-    """Return the logprobs of one place: first of the token itself, as clients expect, then of others."""
+    """Return the logprobs at one position: first that of the token itself, as clients expect, then of others."""
     return {token: logprob} | {other: of_other for other, of_other in top if other != token}
 
 
 def _prompt_of(given: str | _Prompt) -> tuple[bytes, str]:
-    """Return the tokens of a prompt, or its text."""
+    """Return the tokens of a prompt (int32) and "", or no tokens and its text."""
     if isinstance(given, str):
         given = _Prompt(prompt=given)
     ids = given.prompt_token_ids

@@ -1,4 +1,4 @@
-"""What must hold before a call is made: the key, its episode, room in the log, and the limits of the job."""
+"""Checks that a call may be made: its key and episode, room in the log, and the limits of the job."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from bombus_gateway.text.rendering import TextModel
 from bombus_gateway.text.stops import asked_stops, hidden_names
 from bombus_gateway.text.words import strings
 
-EPISODE_CATCH_UP_S = 2.0  # how long the event of a claim may take to arrive here when its key is already in use
+EPISODE_CATCH_UP_S = 2.0  # how long a call waits for the event of its episode's claim, which may arrive here later
 _CLAIM = "claim another one"
 _NO_VARIABLE = "the model's chat template has no such variable"
 _SET_BY_JOB = "the job's model.chat_template_kwargs says how much the model thinks"
@@ -39,22 +39,22 @@ _LISTED = "this model writes several calls as one list, which cannot end after i
 
 @dataclass(frozen=True)
 class AnswerLimit:
-    """How many tokens an answer may have, and what it is that allows no more."""
+    """The most tokens that an answer may have, and the reason for this limit."""
 
     tokens: int
     reason: LengthLimit
 
     def reason_at(self, tokens: int) -> LengthLimit:
-        """Return what ended an answer of so many tokens for its length: fewer than ours are the replica's limit."""
+        """Return the limit that cut off an answer after `tokens` tokens: the replica's, if they are fewer than ours."""
         return LengthLimit.REPLICA if tokens < self.tokens else self.reason
 
 
 @dataclass(frozen=True)
 class Admitted:
-    """What a call works with: its engine, the engine's job, the job's text model, and its open episode.
+    """An admitted call's engine, the engine's job, the job's text model, and the call's open episode.
 
-    `constrains`: whether any replica of the engine supports the structured output that the request asks for, if it asks
-    for any. In a run of operations the episode's `sampler` is what its calls sample from.
+    `constrains`: the request asks for structured output, and a replica of the engine supports that. In a run of
+    training operations, `sampler` names the weights that the episode's calls sample from.
     """
 
     engine: EngineState
@@ -84,7 +84,7 @@ class Admitted:
     def check_characters(self, request: CompletionRequest) -> None:
         """Raise `InvalidField` PROMPT_TOO_LONG for more text than the model's length can hold, before it is encoded.
 
-        Templates write tools as JSON, so its characters are counted.
+        Tools are counted as JSON, because templates write them so.
         """
         tokens, limit = self.tokens_max, self.characters_max
         count = sum(map(len, strings(request.messages))) + len(msgspec.json.encode(request.tools))
@@ -93,7 +93,7 @@ class Admitted:
             raise PromptTooLong(
                 request.input_field,
                 f"This model's maximum context length is {tokens} tokens, for which up to {limit} characters are "
-                f"taken. However, your messages have {count} characters. Please reduce the length of the messages.",
+                f"accepted. However, your messages have {count} characters. Please reduce the length of the messages.",
                 max(count // CHARACTERS_FOR_A_TOKEN, tokens + 1),
                 tokens,
             )
@@ -103,8 +103,8 @@ class Admitted:
     ) -> AnswerLimit:
         """Return how long an answer may be. Pure.
 
-        The job's max_prompt_length limits what comes before any answer (`is_first`). Later turns hold answers too, and
-        only the model's length limits them. The `answered_tokens` are those that were sampled earlier in the same
+        The job's max_prompt_length limits a prompt without answers (`is_first`). Later prompts contain answers too, and
+        are limited only by max_model_len and the model's context. `answered_tokens` were sampled earlier in the same
         conversation; the job's max_response_length is for all of its answers. Raises `InvalidField` PROMPT_TOO_LONG.
         """
         rollout = self.job.rollout
@@ -130,10 +130,10 @@ class Admitted:
         return limit
 
     def with_thinking(self, request: CallRequest) -> CallRequest:
-        """Return the request with what it asks of the model's thinking as variables of the chat template. Pure.
+        """Return the request with its `thinking` translated into variables of the chat template. Pure.
 
-        Variables that the request gives itself stay, and those of a job that lets no request give any. What has no
-        variable, or is against these, is unsupported.
+        Variables that the request sets itself stay as they are; so do the job's, if it lets no request set any. A
+        thinking option that has no variable, or contradicts these, is added to `unsupported`.
         """
         completion = request.completion
         if completion.thinking is None:
@@ -154,7 +154,7 @@ class Admitted:
     def constraint(
         self, request: CompletionRequest, prompt: bytes
     ) -> tuple[Constraint | None, tuple[Unsupported, ...]]:
-        """Return the form that the answer to a prompt (int32) is held to, and the demands that are not met. Pure."""
+        """Return the constraint on the answer to a prompt (int32), if any, and the demands that are not met. Pure."""
         renderer, why = self.model.renderer, ""
         if request.demands:
             why = why_unconstrained(self.job.rollout, self.type, self.constrains) or why_not_held(request, renderer)
@@ -216,9 +216,9 @@ class Admitted:
 
 
 def _wanted(request: CompletionRequest, prompt_tokens: int) -> int | None:
-    """Return how many tokens the client wants at most, None where it does not say.
+    """Return the most tokens that the client allows for the answer, None if it sets no limit.
 
-    Raises `InvalidField` PROMPT_TOO_LONG where it leaves none.
+    Raises `InvalidField` PROMPT_TOO_LONG if its limit for prompt and answer leaves none.
     """
     sampling = request.sampling
     if sampling.total_tokens is None:
@@ -236,14 +236,14 @@ def _wanted(request: CompletionRequest, prompt_tokens: int) -> int | None:
 
 
 class Admission:
-    """Decides on requests by the folded log: `check_episode` before a body is read, `admit` with the whole request."""
+    """Admits requests by the folded log: `check_episode` before the body is read, `admit` for the whole request."""
 
     def __init__(self, follower: Follower, models: EngineModels) -> None:
         self._follower = follower
         self._models = models
 
     def check_episode(self, claims: KeyClaims) -> None:
-        """Raise `Refused` EPISODE_OVER when a key's episode is known to be over."""
+        """Raise `Refused` EPISODE_OVER if a key's episode is known to be over."""
         check_not_over(self._follower.hive.engine(claims.engine), claims)
 
     def is_over(self, engine: str, run: int, episode: str) -> bool:
@@ -251,7 +251,7 @@ class Admission:
         return _is_over(self._follower.hive.engine(engine), run, episode)
 
     async def admit(self, request: CallRequest) -> Admitted:
-        """Raise `Refused` unless a call may be made for this request now."""
+        """Return the state that a call needs. Raises `Refused` unless it may be made now."""
         claims = request.claims
         check_storage(self._follower.hive)
         engine = await self._engine(claims)
@@ -281,13 +281,13 @@ class Admission:
 
 
 def check_storage(hive: Hive) -> None:
-    """Raise `Refused` STORAGE_FULL while the space that is left is kept for what has begun."""
+    """Raise `Refused` STORAGE_FULL while the remaining space is reserved for work in progress."""
     if hive.refusing:
         raise Refused(Code.STORAGE_FULL, f"{hive.refusing} Try again when there is room.")
 
 
 def check_not_over(engine: EngineState, claims: KeyClaims) -> None:
-    """Raise `Refused` EPISODE_OVER when a key's episode is known to be over (R18: the log is the fence, not this)."""
+    """Raise `Refused` EPISODE_OVER if a key's episode is known to be over. The log itself is the final check (R18)."""
     if not _is_over(engine, claims.run, claims.episode):
         return
     if engine.run > claims.run or engine.phase == Phase.OFFLINE:
@@ -317,7 +317,7 @@ def check_variables(request: CompletionRequest, job: RunConfig) -> None:
 
 
 def is_known(engine: EngineState, claims: KeyClaims) -> bool:
-    """Whether the fold has the claim of a key's episode: it is open, or over."""
+    """Return whether the folded log has the claim of a key's episode, which is then open or over."""
     if engine.run != claims.run:
         return engine.run > claims.run
     return engine.next_episode > (engine.episode_number(claims.episode) or 0)

@@ -1,4 +1,4 @@
-"""Checks what a replica answers before anything reads it: what cannot be an answer to the request is never recorded."""
+"""Checks a replica's frames before they are used, so that an answer that does not fit its request is never recorded."""
 
 from array import array
 from collections.abc import Callable, Iterable
@@ -16,9 +16,9 @@ ENDED = -1
 
 
 class WrongAnswer(ReplicaGone):
-    """A replica answered what cannot be an answer to its request.
+    """A replica's answer cannot be an answer to its request.
 
-    `of_replica` is false where the request named an adapter, whose own weights may be to blame.
+    `of_replica` is false if the request named an adapter, whose weights may be to blame.
     """
 
     def __init__(self, why: str, of_replica: bool) -> None:
@@ -53,10 +53,10 @@ class AnswerCheck:
         sampled = self._sampled[frame.choice] = self._sampled[frame.choice] + count
         limit = self._request.sampling.max_tokens
         if sampled > limit and (limit or self._request.prompt_logprobs):
-            raise self._wrong(f"{sampled} tokens where at most {limit} were asked for")
+            raise self._wrong(f"{sampled} tokens, but at most {limit} were asked for")
         if frame.top:
             if len(frame.top) != count:
-                raise self._wrong(f"alternatives of {len(frame.top)} tokens for {count} tokens")
+                raise self._wrong(f"alternatives for {len(frame.top)} tokens, but {count} tokens")
             pairs = [pair for row in frame.top for pair in row]
             self._check_alternatives([token for token, _ in pairs], [logprob for _, logprob in pairs])
 
@@ -67,7 +67,7 @@ class AnswerCheck:
             raise self._wrong(f"choice {frame.choice} has no token, not even one that ends it")
         self._sampled[frame.choice] = ENDED
         if frame.reason not in REASONS:
-            raise self._wrong(f"the finish reason {frame.reason[:40]!r}")
+            raise self._wrong(f"unknown finish reason {frame.reason[:40]!r}")
         if self._unscored:
             raise self._wrong(f"{self._unscored} tokens of the prompt have no logprob")
 
@@ -76,19 +76,21 @@ class AnswerCheck:
         whole = len(self._request.prompt) // ID_BYTES
         count, odd = divmod(len(frame.logprobs), ID_BYTES)
         if odd or frame.start != whole - self._unscored or count > self._unscored:
-            raise self._wrong(f"logprobs of {count} prompt tokens from {frame.start} on, of {whole} tokens")
+            raise self._wrong(
+                f"logprobs of {count} prompt tokens from {frame.start} on, but {self._unscored} of {whole} are missing"
+            )
         self._unscored -= count
         first = int(frame.start == 0)  # the prompt's first token has none
         self._check_logprobs(array("f", frame.logprobs)[first:], sampled=False)
         if not len(frame.top_tokens) == len(frame.top_logprobs) == count * frame.width * ID_BYTES:
-            raise self._wrong(f"its alternatives to {count} prompt tokens are not {frame.width} for each")
+            raise self._wrong(f"its alternatives for {count} prompt tokens are not {frame.width} for each")
         if frame.width:
             skipped = first * frame.width
             self._check_alternatives(array("i", frame.top_tokens)[skipped:], array("f", frame.top_logprobs)[skipped:])
 
     def _check_choice(self, choice: int) -> None:
         if not 0 <= choice < len(self._sampled):
-            raise self._wrong(f"choice {choice} of {len(self._sampled)}")
+            raise self._wrong(f"choice {choice} of {len(self._sampled)}, counted from 0")
         if self._sampled[choice] == ENDED:
             raise self._wrong(f"choice {choice} continues after its end")
 
@@ -99,21 +101,21 @@ class AnswerCheck:
 
     def _check_pairs(self, tokens: bytes, logprobs: bytes) -> None:
         if len(tokens) != len(logprobs) or len(tokens) % ID_BYTES:
-            raise self._wrong(f"{len(logprobs) / ID_BYTES:g} logprobs of {len(tokens) / ID_BYTES:g} tokens")
+            raise self._wrong(f"{len(logprobs) / ID_BYTES:g} logprobs for {len(tokens) / ID_BYTES:g} tokens")
         if tokens:
-            if max(array("I", tokens)) >= self._vocabulary:  # negative ids are large ones here
+            if max(array("I", tokens)) >= self._vocabulary:  # read as unsigned, negative ids are large
                 self._check_ids(array("i", tokens))
             self._check_logprobs(array("f", logprobs), sampled=True)
 
     def _check_ids(self, tokens: Iterable[int]) -> None:
         for token in tokens:
             if not 0 <= token < self._vocabulary:
-                raise self._wrong(f"token {token}, but the vocabulary has {self._vocabulary}")
+                raise self._wrong(f"token {token}, but the vocabulary has {self._vocabulary} tokens")
 
     def _check_logprobs(self, logprobs: "array[float]", sampled: bool) -> None:
-        """Refuse what is no logprob. A token that was not sampled may be impossible.
+        """Refuse values that cannot be logprobs. Minus infinity is allowed only for tokens that were not sampled.
 
-        A sum says at once whether one of them is NaN, or minus infinity.
+        The sum shows in one pass whether any of them is NaN or minus infinity.
         """
         if not logprobs:
             return
@@ -124,7 +126,7 @@ class AnswerCheck:
         raise self._wrong(f"the logprob {odd:g}")
 
     def _check_alternatives(self, tokens: Iterable[int], logprobs: Iterable[float]) -> None:
-        """Refuse alternatives that are none; one may be impossible."""
+        """Refuse alternatives with an invalid id or logprob. Minus infinity is allowed."""
         self._check_ids(tokens)
         for logprob in logprobs:
             if not logprob <= LOGPROB_MAX:

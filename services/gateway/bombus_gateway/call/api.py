@@ -1,7 +1,7 @@
-"""What an API implements to offer model calls in its dialect, and the route that every such API serves.
+"""The interfaces that an API implements to offer model calls in its dialect, and the route that serves them.
 
 A dialect turns the body of a request into a `CompletionRequest`, and the answer into bytes. The rest is the same for
-all: keys, limits, retries, records, streams that stay alive, disconnects.
+all dialects: keys, limits, retries, records, keep-alives, disconnects.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ from bombus_gateway.call.workers import NUMBER_BYTES, Workers
 from bombus_gateway.keys import KeyClaims
 
 RETRY_COUNT = b"x-stainless-retry-count"  # set by the SDKs of OpenAI and of Anthropic
-OVERRIDDEN = b"x-bombus-overridden"  # in a response: what was asked for and is not done
-# No answer says nothing for longer: clients give up after 120 s without headers, or 240 s of silence.
+OVERRIDDEN = b"x-bombus-overridden"  # in a response: names of what was asked for but not applied
+# The longest silence of an answer: clients give up after 120 s without headers, or 240 s of silence.
 BEAT_S = 50.0
 _COMMENT = b":\n\n"  # in a stream of events
 
@@ -44,19 +44,19 @@ class ResponseEncoder(Protocol):
         ...
 
     def opening(self) -> bytes:
-        """Return what a stream begins with."""
+        """Return the first bytes of a stream."""
         ...
 
     def beat(self) -> bytes:
-        """Return an event without content, which shows that a slow answer is alive: to some clients comments do not."""
+        """Return an event without content, which keeps a slow stream alive: some clients ignore comments."""
         ...
 
     def progress(self, completion: Completion, delta: CompletionDelta) -> bytes:
-        """Return what a portion of tokens adds; empty when nothing may go out yet."""
+        """Return the events for a portion of tokens; empty if none may be sent yet."""
         ...
 
     def closing(self, completion: Completion) -> bytes:
-        """Return how a choice ends; it goes out after the call is recorded."""
+        """Return the events that end a choice; they are sent after the call is recorded."""
         ...
 
     def end(self, usage: Usage) -> bytes:
@@ -65,10 +65,10 @@ class ResponseEncoder(Protocol):
 
 
 class ParsedRequest(NamedTuple):
-    """A request as its dialect read it. `encoder` makes the encoder of its answer.
+    """A request as read by its dialect. `encoder` creates the encoder of its answer.
 
-    `role` and `auxiliary_call` are what the harness shows of the agent that asks: see `CallRequest`. `prefix` is the
-    beginning of the body that the next request of the conversation need not read again.
+    `role` and `auxiliary_call` are what the harness discloses about the calling agent: see `CallRequest`. `prefix` is
+    the beginning of the body, which the next request of the conversation need not re-read.
     """
 
     completion: CompletionRequest
@@ -85,10 +85,10 @@ class Dialect(ErrorEncoder, Protocol):
     def name(self) -> bytes: ...
 
     def read(self, body: bytes, headers: HeaderMap, before: BodyPrefix = NOTHING_READ) -> ParsedRequest:
-        """Read a request, whose body begins with what was read `before`. Raises `Refused` when it is not one.
+        """Read a request whose body begins with the prefix `before`. Raises `Refused` if it is malformed.
 
-        A dialect whose bodies are no conversations is never given a beginning. Raises `AnotherList` where the body has
-        to be read without it.
+        Raises `AnotherList` if the body has to be read without the prefix. A dialect whose bodies are not
+        conversations is never given one.
         """
         ...
 
@@ -99,7 +99,7 @@ def call_route(calls: Calls, dialect: Dialect, guard: EpisodeGuard) -> ASGIApp:
 
 
 def count_route(calls: Calls, dialect: Dialect, guard: EpisodeGuard, body: Callable[[int], bytes]) -> ASGIApp:
-    """Return the ASGI application that counts the tokens of prompts; `body` makes the answer's body of the number."""
+    """Return the ASGI application that counts the tokens of prompts; `body` encodes the count as the answer's body."""
     reading = _CallRoute(calls, dialect, guard)
 
     async def count(headers: HeaderMap, receive: Receive, response: Responder) -> None:
@@ -143,7 +143,7 @@ class _CallRoute:
         return _Answer(encoder(head), head, response, partial(_written, self._calls.workers, request, head))
 
     async def _recorded(self, request: CallRequest, response: Responder) -> RecordedAnswer | None:
-        """Return the answer that a retry repeats. It may have to wait for the request that came first."""
+        """Return the recorded answer to a retry, None if there is none. This may wait for an earlier attempt to end."""
         if not request.retry:
             return None
 
@@ -156,7 +156,7 @@ class _CallRoute:
     async def read(
         self, headers: HeaderMap, receive: Receive
     ) -> tuple[CallRequest, Callable[[AnswerHead], ResponseEncoder]]:
-        """Return a request whose key opens its episode, and what makes the encoder of its answer. Raises `Refused`."""
+        """Return a request whose episode key is valid, and the factory of its answer's encoder. Raises `Refused`."""
         received_ns = time.time_ns()
         self._calls.check_ready()
         claims = self._guard.verify(episode_key(headers), received_ns)
@@ -190,7 +190,7 @@ class _CallRoute:
     async def _decoded(
         self, claims: KeyClaims, headers: HeaderMap, body: bytes, before: EarlierBody
     ) -> tuple[ParsedRequest, bytes, EarlierBody]:
-        """Return what a body asks for, its digest, and what to keep of it; read in a thread where it is large."""
+        """Return a body's request, its digest, and the entry to keep of it. A large body is read in a thread."""
 
         def work() -> tuple[ParsedRequest, bytes, EarlierBody]:
             parsed = self._dialect.read(body, headers, before.prefix)
@@ -201,7 +201,7 @@ class _CallRoute:
 
 
 def _retry(count: bytes) -> int:
-    """Return how often a request was sent before; what is no number of two digits is a mark like any other."""
+    """Return how often a request was sent before; a count that is not a number of up to two digits is 1."""
     return int(count) if count.isdigit() and len(count) <= 2 else int(bool(count))
 
 
@@ -210,7 +210,7 @@ def _named_role(headers: HeaderMap) -> str:
 
 
 def _within_total(request: CompletionRequest, headers: HeaderMap) -> CompletionRequest:
-    """Return the request with the client's limit of prompt and answer together. What is no number is no limit."""
+    """Return the request with the client's limit for prompt and answer together. An invalid number is ignored."""
     total = headers.get(b"x-bombus-total-tokens", b"")
     if not (total.isdigit() and len(total) <= limits.TOTAL_TOKENS_DIGITS):
         return request
@@ -221,9 +221,9 @@ def _within_total(request: CompletionRequest, headers: HeaderMap) -> CompletionR
 async def _written(
     workers: Workers, request: CallRequest, head: AnswerHead, usage: Usage, write: Callable[[], bytes]
 ) -> bytes:
-    """Return what `write` makes of an answer, in a thread where it has many numbers: one takes as long as a text of it.
+    """Return the bytes that `write` makes of an answer. If these have many numbers, it runs in a thread.
 
-    Those are the tokens with their alternatives, and of what is no chat the prompt too.
+    The numbers are logprobs with their alternatives and, unless this is a chat, the tokens of prompt and answer.
     """
     completion = request.completion
     numbers = usage.completion * (1 + completion.top_logprobs) if completion.logprobs else 0
@@ -232,7 +232,7 @@ async def _written(
 
 
 class _Answer:
-    """Sends one answer in its dialect. `written` builds a whole one where that blocks no other request."""
+    """Sends one answer in its dialect. `written` encodes a whole answer without blocking other requests."""
 
     def __init__(
         self,
@@ -245,7 +245,7 @@ class _Answer:
         self._written = written
         self._response = response
         self._headers = [*encoder.headers, *_overridden(head)]
-        self._waiting = b""  # events that have not gone out yet
+        self._waiting = b""  # events that have not been sent yet
         self._sent_s = 0.0
 
     async def whole(self, call: Call) -> None:
@@ -263,7 +263,7 @@ class _Answer:
         self._sent_s = time.monotonic()
         async with _Beats(self._beat):
             async for deltas in call.deltas():
-                # What arrived together leaves together, and the last words wait for the record.
+                # Deltas that arrived together are sent together; the last ones wait for the record.
                 self._waiting += b"".join([encoder.progress(completion, delta) for completion, delta in deltas])
                 if self._waiting and not all(completion.done for completion in call.completions):
                     await self._send(b"")
@@ -272,7 +272,7 @@ class _Answer:
         await self._send(closing + encoder.end(call.usage), more=False)
 
     async def replay(self, recorded: RecordedAnswer, stream: bool) -> None:
-        """Send the recorded answer in the form that this request wants."""
+        """Send the recorded answer in the form that this request asks for: whole, or as a stream."""
         encoder = self._encoder
         if not stream:
             write = partial(encoder.whole, recorded.completions, recorded.usage)
@@ -285,9 +285,9 @@ class _Answer:
         await self._send(b"".join(events) + encoder.end(recorded.usage), more=False)
 
     async def _beat(self) -> float:
-        """Send what waits, and an event without content, when nothing has gone out for a while.
+        """Send the waiting events and one without content, if nothing was sent for `BEAT_S`.
 
-        Return after how many seconds that may be so again.
+        Return the seconds until the next check.
         """
         silent_s = time.monotonic() - self._sent_s
         if silent_s < BEAT_S:
@@ -302,10 +302,10 @@ class _Answer:
 
 
 class _Beats:
-    """Calls `beat` again and again while the block runs, `BEAT_S` after its beginning for the first time.
+    """Calls `beat` repeatedly while the block runs, for the first time `BEAT_S` after its beginning.
 
-    Where `beat` returns seconds, that is how long the next one waits. Nearly all blocks end before the first one, so
-    there is no task until then.
+    `beat` returns the seconds until its next call, or None for `BEAT_S`. Nearly all blocks end before the first call,
+    so no task is created until then.
     """
 
     def __init__(self, beat: Callable[[], Awaitable[float | None]]) -> None:

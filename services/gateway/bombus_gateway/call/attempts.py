@@ -1,7 +1,7 @@
-"""Whose answer a marked retry gets: that of an earlier attempt of its own, and never that of an equal request (R9).
+"""Matches a marked retry to the earlier attempt that it repeats, and never to an equal request of another agent (R9).
 
-Sub-agents send equal requests, so equal bytes do not say which of them comes again. What says it is the number that a
-retry bears: attempt number k repeats one with a smaller number, and each attempt is repeated once.
+Sub-agents send equal requests, so equal bytes do not show which of them is being retried. The retry's number helps:
+attempt number k repeats an attempt with a smaller number, and each attempt is repeated only once.
 """
 
 import asyncio
@@ -13,24 +13,24 @@ from bombus.hive.bounded import trim
 from bombus.hive.records import CallRef
 from bombus_gateway.call.request import CallRequest
 
-REQUESTS_MAX = 4096  # different ones whose attempts are remembered
-ATTEMPTS_MAX = 32  # of equal requests, beside those that are under way
+REQUESTS_MAX = 4096  # distinct requests whose attempts are remembered
+ATTEMPTS_MAX = 32  # of equal requests; attempts in progress are kept even beyond that
 
 
 class RequestAttempt(msgspec.Struct, eq=False):
-    """A request as it came, number `retry` of its client's. It is `sent` when its answer went out to the end."""
+    """An attempt of a request, with the client's `retry` number. `sent`: its whole answer was sent."""
 
     retry: int
     ended: asyncio.Event
     call: str = ""
-    ref: CallRef | None = None  # of its answer
+    ref: CallRef | None = None  # the record of its answer
     sent: bool = False
 
     @property
     def rank(self) -> int:
-        """How likely a retry is to repeat this one: an answer that did not go out comes first, then a refusal.
+        """The order in which attempts are matched to a retry, lowest first: an unsent answer, then a refusal.
 
-        An answer that went out may still be lost on its way. A call that is under way has a client who waits for it.
+        A sent answer is next, as it may have been lost on its way. A call in progress is last: its client is waiting.
         """
         if not self.ended.is_set():
             return 3
@@ -46,13 +46,13 @@ class RequestAttempts:
         self._of: dict[tuple[str, bytes], list[RequestAttempt]] = {}
 
     def begin(self, request: CallRequest) -> RequestAttempt:
-        """Remember an attempt, which is under way until its `ended` is set."""
+        """Remember an attempt, which is in progress until its `ended` is set."""
         return self._add(request, RequestAttempt(request.retry, asyncio.Event()))
 
     def repeated(self, request: CallRequest, is_continued: Callable[[CallRef], bool]) -> RequestAttempt | None:
-        """Return the attempt that a retry repeats, which becomes this one; None where no such attempt is known.
+        """Return the attempt that a retry repeats, renumbered as this retry; None if no such attempt is known.
 
-        An answer that somebody has continued was received.
+        An attempt whose answer was continued is never returned: the client has received that answer.
         """
         known = [each for each in self._of.get(request.key, ()) if each.retry < request.retry]
         earlier = [each for each in known if each.ref is None or not is_continued(each.ref)]
@@ -63,7 +63,7 @@ class RequestAttempts:
         return found
 
     def repeated_stored(self, request: CallRequest, answers: Sequence[CallRef]) -> RequestAttempt | None:
-        """Return an attempt with the latest of stored answers to the request that is not of an attempt known here."""
+        """Return a new attempt with the latest stored answer that no known attempt has; None if there is none."""
         known = {each.ref for each in self._of.get(request.key, ())}
         ref = next((ref for ref in reversed(answers) if ref not in known), None)
         if ref is None:
@@ -73,7 +73,7 @@ class RequestAttempts:
         return attempt
 
     def forget(self, request: CallRequest, attempt: RequestAttempt) -> None:
-        """Forget an attempt without an answer, which its retry takes the place of."""
+        """Forget an attempt that is replaced by its retry."""
         attempts = self._of.get(request.key, [])
         if attempt in attempts:
             attempts.remove(attempt)
@@ -81,7 +81,7 @@ class RequestAttempts:
     def _add(self, request: CallRequest, attempt: RequestAttempt) -> RequestAttempt:
         attempts = self._of.setdefault(request.key, [])
         attempts.append(attempt)
-        if len(attempts) > ATTEMPTS_MAX:  # those under way are not forgotten: their clients may hang up and come again
+        if len(attempts) > ATTEMPTS_MAX:  # attempts in progress stay: their clients may hang up and retry
             over = next((each for each in attempts if each.ended.is_set()), None)
             if over is not None:
                 attempts.remove(over)

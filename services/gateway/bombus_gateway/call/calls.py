@@ -54,7 +54,7 @@ from bombus_gateway.text.rendering import TextModel
 
 log = logging.getLogger(__name__)
 
-MESSAGE_BYTES = 200  # that a record takes in its stream beside its body, roughly: subject, headers, position
+MESSAGE_BYTES = 200  # roughly what a record takes in its stream in addition to its body: subject, headers, position
 UNACKNOWLEDGED_MAX = 900  # calls that wait for a retry of their request
 
 
@@ -66,8 +66,8 @@ class HungUp(BombusError):
 class AnswerHead:
     """What is known about an answer before its first token.
 
-    `id` is the call's, `prompt` its tokens (int32), `choices` how many there will be, and `overridden` names what was
-    asked for and is not done.
+    `id` is the call's id, `prompt` the prompt's tokens (int32), `choices` the number of choices, and `overridden` names
+    what was asked for but is not applied.
     """
 
     id: str
@@ -79,13 +79,13 @@ class AnswerHead:
 
     @property
     def prompt_tokens(self) -> int:
-        """How many tokens the prompt has."""
+        """The number of tokens in the prompt."""
         return len(self.prompt) // 4
 
 
 @dataclass(frozen=True)
 class RecordedAnswer:
-    """The answer to an earlier attempt of a request. `deltas` are those of each completion, as they came."""
+    """The answer to an earlier attempt of a request. `deltas` holds the deltas of each completion, in order."""
 
     attempt: RequestAttempt
     head: AnswerHead
@@ -126,13 +126,13 @@ class Calls:
     async def open(self, request: CallRequest) -> AsyncIterator["Call"]:
         """Admit and plan a call, and keep it open for the block, which reads its `deltas` and then `record`s it.
 
-        A call that breaks off in the block is recorded as cut off: when its client has hung up (`HungUp`), its replica
-        is gone (`ReplicaGone`), or it takes longer than the limit. Raises `Refused`.
+        A call that breaks off in the block is recorded as cut off: if its client has hung up (`HungUp`), its replica is
+        gone (`ReplicaGone`), or it takes longer than the limit. Raises `Refused`.
         """
         attempt = self.attempts.begin(request)
         try:
             admitted = await self.admission.admit(request)
-            # Held until the call is closed: what it adds goes where the episode's next request looks for it.
+            # Held until the call is closed, so that the episode's next request finds what the call adds.
             conversation = self.histories.conversation(request.claims)
             self._check_episode_bytes(conversation, request.claims.episode)
             request = await self.earlier.continued(admitted.with_thinking(request))
@@ -157,9 +157,9 @@ class Calls:
             attempt.ended.set()
 
     async def _planned(self, request: CallRequest, admitted: Admitted, conversation: Conversation) -> CallPlan:
-        """Return a call's plan. The answer that it continues was not taken by another call while the plan was made.
+        """Return a call's plan, remade if another call began to continue the same answer in the meantime.
 
-        That holds until the next await: the call itself takes the answer when it is made.
+        The plan holds until the next await: creating the `Call` marks the answer as continued.
         """
         while True:
             count = conversation.continuing_count
@@ -175,7 +175,7 @@ class Calls:
         return prompt.count
 
     def _check_episode_bytes(self, conversation: Conversation, episode: str) -> None:
-        """Raise `Refused` TOO_LARGE when the calls of an episode take all that one may take in the log."""
+        """Raise `Refused` TOO_LARGE if the calls of an episode take all the room that one may have in the log."""
         stored, limit = conversation.stored_bytes, self.settings.episode_mb_max << 20
         if stored >= limit:
             raise Refused(
@@ -185,12 +185,12 @@ class Calls:
             )
 
     def hang_up(self) -> None:
-        """Give up all open calls, so that they are recorded as cut off: the gateway is stopping."""
+        """Abort all open calls, so that they are recorded as cut off: the gateway is stopping."""
         for call in self.opened:
             call.hang_up()
 
     async def recorded(self, request: CallRequest) -> RecordedAnswer | None:
-        """Return the answer that was recorded for this very request, when its client sends it again (R9)."""
+        """Return the answer recorded for an earlier attempt of a retried request; None if there is none (R9)."""
         attempt = await self._answered(request) if request.retry else None
         if attempt is None or attempt.ref is None:
             return None
@@ -204,10 +204,10 @@ class Calls:
         return _replayed(request, attempt, record, prompt, model)
 
     async def _answered(self, request: CallRequest) -> RequestAttempt | None:
-        """Return the attempt that a retry repeats, with its answer; None where it has none, and is sampled again.
+        """Return the attempt that a retry repeats, with its answer; None if it has none, and has to be resampled.
 
-        It waits for an attempt that is under way, and notifies the coordinator of a call that is stored. Of what other
-        gateways answered, only what the log has is known: any answer that nothing continues.
+        It waits for an attempt in progress, and notifies the coordinator of a stored call that was not acknowledged.
+        Other gateways' attempts are known only from the log: any answer that no call continues may be the one.
         """
         conversation = self.histories.conversation(request.claims)
         attempt = self.attempts.repeated(request, conversation.is_call_continued)
@@ -305,10 +305,10 @@ class Call:
         return Usage(self.plan.prompt.count, sampled, self.cached_tokens, reasoned)
 
     async def deltas(self) -> AsyncIterator[list[tuple[Completion, CompletionDelta]]]:
-        """Generate, and yield what may go out as it arrives.
+        """Generate, and yield the deltas that may be sent as they arrive.
 
-        A replica that fails is replaced by another one unless something was yielded to a client that streams, and one
-        that lacks the call's adapter loads it. Raises `Refused` NO_REPLICA, `ReplicaGone` when it is too late for
+        A replica that fails is replaced by another one unless something was yielded to a client that streams. A replica
+        that lacks the call's adapter has to load it. Raises `Refused` NO_REPLICA, `ReplicaGone` if it is too late for
         another replica, `HungUp` after `hang_up`.
         """
         failures = loads = 0
@@ -343,14 +343,14 @@ class Call:
             self._generation.abort("the client hung up")
 
     def sent(self) -> None:
-        """Note that the answer went out to its end, as far as that can be known."""
+        """Note that the whole answer was sent, as far as that can be known."""
         self.attempt.sent = not self._hung_up
 
     async def record(self, status: CallStatus = CallStatus.COMPLETE) -> None:
-        """Store the call and notify the coordinator. The last byte of the answer may go only after this (R9).
+        """Store the call and notify the coordinator. The last byte of the answer may be sent only after this (R9).
 
-        A call has one record: what was given to the log is given to it again, whatever the status is by then, since the
-        log drops another one with the same id.
+        A call has one record: if storing it is retried, the same record is resent, whatever the status is by then, as
+        the log drops another record with the same id.
         """
         if self._made is None:
             self._made = self._record(status)
@@ -383,9 +383,9 @@ class Call:
         self._conversation.stored_bytes += len(body)
 
     async def notify(self) -> None:
-        """Notify the coordinator of the stored record, until it acknowledges. Raises `BusUnavailable` when it does not.
+        """Notify the coordinator of the stored record. Raises `BusUnavailable` if that is not acknowledged.
 
-        Then a retry of the request notifies it again. The message has one id, so the log takes it once.
+        A retry of the request then resends the notification. It always has the same id, so it is accepted only once.
         """
         assert self._stored is not None
         ref, record = self._stored
@@ -402,14 +402,14 @@ class Call:
         self._remember(ref, record)
 
     async def cut_off(self) -> None:
-        """Record what was sampled before the client or the replica was lost: kept for replay, never trained.
+        """Record the tokens sampled before the client or the replica was lost: kept for replay, never trained on.
 
-        An answer that was complete, and only not noted yet, stays one.
+        A call that was already recorded as complete, but whose record is not acknowledged yet, stays complete.
         """
         try:
             await self.record(CallStatus.CUT_OFF)
         except BombusError as error:  # no client waits for this answer any more
-            log.warning("a call that was cut off is not recorded", extra={"call": self.id, "why": str(error)})
+            log.warning("a call that was cut off could not be recorded", extra={"call": self.id, "why": str(error)})
 
     def close(self) -> None:
         calls, node = self.calls, self.plan.prompt.node
@@ -467,9 +467,9 @@ class Call:
             raise
 
     async def _loaded(self, replica: str, loads: int) -> bool:
-        """Load the call's adapter on a replica for the `loads`th time. Returns whether the replica was there.
+        """Load the call's adapter on a replica, for the `loads`th time. Return whether the replica could be reached.
 
-        Raises `Refused` where it cannot be loaded, or is dropped again and again.
+        Raises `Refused` if the adapter cannot be loaded, or was dropped too often.
         """
         assert self.sampler is not None
         if loads > LOADS_MAX:
@@ -482,8 +482,8 @@ class Call:
         return True
 
     def _feed(self, frame: Frame) -> tuple[Completion, CompletionDelta] | None:
-        """Feed a frame to its completion, which stop strings may have ended before the replica does."""
-        assert not isinstance(frame, Fault | PromptScores)  # the client raises faults, and no call asks for scores
+        """Feed a frame to its completion; return None if that has already ended, for example at a stop string."""
+        assert not isinstance(frame, Fault | PromptScores)  # `Generation` raises faults, and no call asks for scores
         completion = self.completions[frame.choice]
         if isinstance(frame, Finished):
             self._unfinished -= 1
@@ -500,7 +500,7 @@ class Call:
         self._unfinished = request.n
 
     def _release_replica(self) -> None:
-        """Abort a generation that is not complete; one that is leaves its connection for others."""
+        """Release the generation, and abort it if it is incomplete; a complete one leaves its connection for reuse."""
         if self._generation is not None:
             if self._unfinished:
                 self._generation.abort("not needed any more")
@@ -515,7 +515,7 @@ class Call:
         if size > limit:
             raise Refused(
                 Code.TOO_LARGE,
-                f"The record of this call could take {size} bytes, but the log takes {limit}: send less text, or "
+                f"The record of this call could take {size} bytes, but the log accepts {limit}: send less text, or "
                 "ask for fewer tokens.",
             )
 
@@ -570,9 +570,9 @@ class Call:
         )
 
     def _remember(self, ref: CallRef, record: CallRecord) -> None:
-        """Let later requests continue this call, and retries that wait for it have its answer."""
+        """Make this call available for later requests to continue, and its answer for retries."""
         histories, prompt = self.calls.histories, self.plan.prompt
-        conversation = histories.conversation(self.request.claims)  # cached again, if it was dropped meanwhile
+        conversation = histories.conversation(self.request.claims)  # re-cached if it was dropped in the meantime
         conversation.add(ref, record, prompt.node, prompt.digest)
         histories.account_for(self.request.claims)
         if record.status == CallStatus.COMPLETE:

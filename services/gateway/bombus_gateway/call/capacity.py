@@ -17,16 +17,16 @@ log = logging.getLogger(__name__)
 FILL_PERIOD_S = 2.0
 SAMPLES = "samples/"
 _BYTES_PER_SAMPLED_TOKEN = 8  # an id and a logprob
-_RECORD_BYTES = 2048  # everything else of fixed size
+_RECORD_BYTES = 2048  # all other fields, of fixed size
 
 
 def record_bytes(body_bytes: int, new_tokens: int, sampled_tokens: int) -> int:
-    """Return the most that a call's record can take: the request's text, new prompt tokens, what may be sampled."""
+    """Return the most bytes that a call's record can take, from its request's bytes and its new and sampled tokens."""
     return _RECORD_BYTES + 2 * body_bytes + 4 * new_tokens + (_BYTES_PER_SAMPLED_TOKEN + 8) * sampled_tokens
 
 
 class CallCapacity:
-    """Tracks the fill of the `calls` stream as it was last read, and what open calls may still add to it."""
+    """Tracks the fill of the `calls` stream as it was last read, and the bytes that open calls may still add to it."""
 
     def __init__(self, bus: Bus, settings: GatewaySettings, hive: Callable[[], Hive]) -> None:
         self._bus = bus
@@ -35,9 +35,9 @@ class CallCapacity:
         self._used = 0
         self._size = 0  # 0: not known, or no limit
         self.reserved = 0
-        self._reserved: Counter[str] = Counter()  # the same bytes, by whose share they count for
+        self._reserved: Counter[str] = Counter()  # the same bytes, by the share that they count against
         self.open_calls = 0
-        self._open: Counter[str] = Counter()  # the same calls, by whose share they count for
+        self._open: Counter[str] = Counter()  # the same calls, by the share that they count against
 
     async def run(self) -> None:
         """Read the fill of the stream from time to time, until cancelled."""
@@ -54,9 +54,9 @@ class CallCapacity:
 
     @contextmanager
     def open_sample(self, holder: str) -> Iterator[None]:
-        """Count one more open call while the block runs, of which nothing is stored. Raises `Refused` OVERLOADED.
+        """Count an open call that stores nothing, while the block runs. Raises `Refused` OVERLOADED.
 
-        Samples of a key have a share beside that of its episodes' calls, so that many of them do not stop those.
+        A key has separate shares for samples and for its episodes' calls, so that many samples do not block its calls.
         """
         holder = f"{SAMPLES}{holder}"
         self._open_one(holder)
@@ -68,7 +68,7 @@ class CallCapacity:
     def reserve(self, size: int, holder: str = "") -> None:
         """Reserve room for one call of `size` bytes until it is released. Raises `Refused` OVERLOADED.
 
-        `holder` is for whose share its episode counts.
+        `holder` is the name of the share that its episode counts against.
         """
         why = self._hive().why_no_calls(holder, size + self._reserved[holder])
         if why:
@@ -85,11 +85,11 @@ class CallCapacity:
         self._reserved[holder] += size
 
     def release(self, size: int, holder: str = "") -> None:
-        """Release what was reserved for a call that has ended."""
+        """Release the room that was reserved for a call that has ended."""
         self._close_one(holder)
         self.reserved -= size
         self._reserved[holder] -= size
-        self._used += size  # until it is read again
+        self._used += size  # until the fill is next read
 
     def _open_one(self, holder: str) -> None:
         limit = self._settings.open_calls_max

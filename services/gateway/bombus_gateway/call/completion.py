@@ -22,7 +22,7 @@ TOKEN_BYTES = 4  # of its id, and of its logprob
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
-    """A token's logprob as it is returned. `start` is where its text begins, in characters; `top` has alternatives."""
+    """A token's logprob, as clients get it. `start` is the offset of its text in characters; `top` are alternatives."""
 
     token: int
     logprob: float
@@ -31,7 +31,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
 
 
 class CompletionDelta(msgspec.Struct, frozen=True):
-    """What a portion of tokens adds: texts and tool calls, and the logprobs of tokens whose text may now go out."""
+    """The result of a portion of tokens: texts, tool calls, and the logprobs of tokens whose text may now be sent."""
 
     deltas: list[Delta]
     logprobs: list[TokenLogprob]
@@ -40,7 +40,7 @@ class CompletionDelta(msgspec.Struct, frozen=True):
 class Usage(msgspec.Struct, frozen=True):
     """The tokens of a call; `completion` counts all choices, `cached` is the part of the prompt that was cached.
 
-    `reasoning` are those of `completion` that hold text of the model's reasoning.
+    `reasoning` counts the tokens of `completion` that contain text of the model's reasoning.
     """
 
     prompt: int
@@ -56,9 +56,9 @@ class Completion:
         self.index = index
         self.finish = ""
         self.sampled = 0  # tokens
-        self.reasoned = 0  # tokens of them with text of its reasoning, once it is done
-        self.misread = False  # its calls and reasoning could not be read
-        self.logprobs: list[TokenLogprob] = []  # of all tokens whose text has gone out
+        self.reasoned = 0  # sampled tokens with text of its reasoning, counted when it is done
+        self.misread = False  # its calls and reasoning could not be parsed
+        self.logprobs: list[TokenLogprob] = []  # of all tokens whose text has been sent
         self._call = call
         self._request = request
         self._pieces = model.tokenizer.pieces
@@ -67,7 +67,7 @@ class Completion:
         self._named_stops = named_stops(names, request.stops)
         tools = request.tools if request.parse_tool_calls else ()
         self._reader: DeltaReader = model.renderer.reader(prompt, tools) if request.chat else PlainReader()
-        self._unread: list[str] = []  # the texts since the reader has made something of one
+        self._unread: list[str] = []  # the texts since the reader last returned a delta
         self._tokens: list[bytes] = []
         self._packed_logprobs: list[bytes] = []
         self._spans: list[Span] = []
@@ -92,9 +92,9 @@ class Completion:
         return self._stream.stop or "".join(self._named_stops.get(token, "") for token in last)
 
     def feed(self, frame: Tokens) -> CompletionDelta:
-        """Add tokens. A stop string ends the completion with the token that completes it.
+        """Add tokens. A stop string ends the completion at the token that completes the string.
 
-        Where one call is asked for, the first one does too.
+        If the request asks for a single call, the first call ends the completion too.
         """
         if self._request.one_call and len(frame.tokens) > TOKEN_BYTES:
             return self._feed_singly(frame)
@@ -105,7 +105,7 @@ class Completion:
         if self._stream.stopped:
             return self._close(FinishReason.STOP, deltas)
         self._add(deltas)
-        if self._request.one_call and len(self._calls) == 1:  # what the reader holds back would come after it
+        if self._request.one_call and len(self._calls) == 1:  # any text that the reader holds back comes after the call
             self.finish = str(FinishReason.TOOL_CALLS)
         return CompletionDelta(deltas, self._released_logprobs())
 
@@ -116,7 +116,7 @@ class Completion:
         return self._close(FinishReason.STOP if self._stream.stopped else reason, deltas)
 
     def replay(self, choice: Choice) -> list[CompletionDelta]:
-        """Feed a recorded choice: its deltas have the same text and calls. Alternative tokens were not recorded."""
+        """Feed a recorded choice. Its deltas have the same text and calls; alternative tokens were not recorded."""
         deltas: list[CompletionDelta] = []
         for span in choice.spans:
             part = slice(4 * span.start, 4 * span.end)
@@ -129,7 +129,7 @@ class Completion:
         return deltas
 
     def choice(self) -> Choice:
-        """Return the record of all that was sampled, whether or not it is complete."""
+        """Return the record of all sampled tokens, whether or not the completion is done."""
         return Choice(
             tokens=b"".join(self._tokens),
             logprobs=b"".join(self._packed_logprobs),
@@ -154,7 +154,7 @@ class Completion:
         return "".join(self._text)
 
     def calls(self) -> Sequence[dict[str, Any]]:
-        """Return the tool calls that were made so far, as they are in the message."""
+        """Return the tool calls so far, in the message's format."""
         return self._calls
 
     def _feed_singly(self, frame: Tokens) -> CompletionDelta:
@@ -178,7 +178,7 @@ class Completion:
         return CompletionDelta(deltas, logprobs)
 
     def _read(self, frame: Tokens, tokens: list[int]) -> tuple[str, int]:
-        """Decode token by token, to know where the text of each begins: (text that may go out, tokens used)."""
+        """Decode token by token, to note where each one's text begins. Return (text that may be sent, tokens used)."""
         logprobs = unpack_logprobs(frame.logprobs)
         out: list[str] = []
         for index, token in enumerate(tokens):
@@ -199,14 +199,14 @@ class Completion:
             self._spans.append(Span(frame.version, start, self.sampled))
 
     def _feed_reader(self, text: str, last: bool = False) -> list[Delta]:
-        """Return what the reader makes of a text, and where it fails, the text that it has made nothing of yet.
+        """Return the reader's deltas for a text. If the reader fails, return all text that it has held back.
 
-        A bug in the reading of some model's calls must not lose what was sampled.
+        A bug in parsing some model's calls must not lose sampled text.
         """
         self._unread.append(text)
         try:
             deltas = self._reader.finish() if last else self._reader.feed(text)
-        except Exception:  # whatever is wrong with it, the answer goes on
+        except Exception:  # whatever the reader's bug, the answer continues
             log.exception("an answer could not be parsed and continues as text", extra={"call": self._call})
             self.misread = True
             self._reader = PlainReader()
@@ -239,7 +239,7 @@ class Completion:
         return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
     def _released_logprobs(self) -> list[TokenLogprob]:
-        """Return the logprobs of tokens whose text has begun to go out, and none of stop strings and stop tokens."""
+        """Return the logprobs of tokens whose text has begun to be sent, but none of stop strings and stop tokens."""
         released: list[TokenLogprob] = []
         while self._pending_logprobs and self._pending_logprobs[0].start < self._stream.released:
             released.append(self._pending_logprobs.popleft())

@@ -1,4 +1,4 @@
-"""Turns what a client demands of an answer's form into a constraint that an engine can hold the answer to. Pure."""
+"""Turns a client's demands on the form of an answer into a constraint that an engine can enforce. Pure."""
 
 import json
 import re
@@ -11,27 +11,27 @@ from bombus.hive.generation import CallShape, Constraint
 from bombus_gateway.call.request import CompletionRequest
 from bombus_gateway.text.renderer import TemplateRenderer
 
-_PLAIN_NAME = re.compile(r"[\w.:/-]+", re.ASCII)  # the same text in JSON, in a tag, and by itself
+_PLAIN_NAME = re.compile(r"[\w.:/-]+", re.ASCII)  # spelled the same in JSON, in a tag, and on its own
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
 def why_not_held(request: CompletionRequest, renderer: TemplateRenderer) -> str:
-    """Return why no constraint can say what the request demands; empty where one can. A clause."""
+    """Return, as a clause, why no constraint can express the request's demands; empty if one can."""
     reading, names = renderer.reading, _callable(request)
     if reading.channels or reading.frames:
-        return "answers of this model are in parts of their own, whose form is not known"
+        return "this model divides its answers into parts whose form is not known"
     if not renderer.stop_token_ids:
         return "this model has no token that ends an answer"
     if names and renderer.call_text is None:
         return "this model does not write its calls as JSON, or gives them ids"
     strange = next((name for name in names if not _PLAIN_NAME.fullmatch(name)), "")
-    return f"the name of the tool {strange!r} has characters that may be written in several ways" if strange else ""
+    return f"the tool name {strange!r} has characters that can be written in several ways" if strange else ""
 
 
 def constraint_of(request: CompletionRequest, renderer: TemplateRenderer, prompt: bytes) -> Constraint:
-    """Return the form that an answer to `prompt` (int32) must have to meet all demands.
+    """Return the constraint by which an answer to `prompt` (int32) meets all demands.
 
-    Where JSON is demanded and tools may be called, the answer is one or the other. Call `why_not_held` before.
+    If JSON is demanded and tools may be called, the answer is one or the other. Call `why_not_held` first.
     """
     names, text = _callable(request), renderer.call_text
     forced = any(demand.tools for demand in request.demands)
@@ -64,6 +64,6 @@ def _callable(request: CompletionRequest) -> tuple[str, ...]:
 
 
 def _arguments_schema(function: Mapping[str, Any]) -> str:
-    """Return the JSON Schema of a tool's arguments, which are an object whether or not it says so."""
+    """Return the JSON Schema of a tool's arguments, which are an object even if the tool's schema does not say so."""
     given = function.get("parameters")
     return json.dumps({**_ANY_OBJECT, **given} if isinstance(given, Mapping) else _ANY_OBJECT)

@@ -23,19 +23,19 @@ SSE: list[HeaderPair] = [(b"content-type", b"text/event-stream; charset=utf-8"),
 
 
 class ErrorEncoder(Protocol):
-    """Writes errors in a dialect's own shape."""
+    """Writes errors in a dialect's own format."""
 
     def error(self, error: Refused) -> bytes:
         """Return the body of a response with an error's status."""
         ...
 
     def error_event(self, error: Refused) -> bytes:
-        """Return the last bytes of a stream that breaks off."""
+        """Return the bytes that report an error at the end of a stream that has already begun."""
         ...
 
 
 class Responder:
-    """Writes one response. A failure is reported in the form that is still possible: as a status, or in the stream."""
+    """Writes one response. A failure is reported as an HTTP status or, if a stream has begun, as its last event."""
 
     def __init__(self, send: Send, errors: ErrorEncoder, hung_up: asyncio.Future[None] | None = None) -> None:
         self._hung_up = hung_up
@@ -43,11 +43,11 @@ class Responder:
         self._errors = errors
         self._started = False
         self._ended = False
-        self._spaced = False  # begun with white space, after which only the JSON may come
+        self._spaced = False  # white space was sent, after which only the JSON may follow
 
     @contextmanager
     def hanging_up(self, hang_up: Callable[[object], None]) -> Iterator[None]:
-        """Call `hang_up` if the client closes the connection during the block, and the server reports that."""
+        """Call `hang_up` if the server reports, while the block runs, that the client has closed the connection."""
         if self._hung_up is None:
             yield
             return
@@ -58,7 +58,7 @@ class Responder:
             self._hung_up.remove_done_callback(hang_up)
 
     async def whole(self, body: bytes, headers: Iterable[HeaderPair] = (), status: int = 200) -> None:
-        """Send a response of JSON at once, or the rest of it after white space."""
+        """Send a whole JSON response, or only the JSON if white space was sent before."""
         if not self._started:
             length = (b"content-length", str(len(body)).encode())
             await self._start(status, [JSON, length, *headers])
@@ -66,9 +66,9 @@ class Responder:
         await self._send({"type": "http.response.body", "body": body})
 
     async def space(self, headers: Iterable[HeaderPair] = ()) -> None:
-        """Send white space, which may stand before JSON, so that clients see that their answer is being made.
+        """Send white space, which may precede JSON, so that the client sees that its answer is in progress.
 
-        From then on a failure can only reset the connection.
+        After that, a failure can only be reported by closing the connection.
         """
         if not self._started:
             await self._start(200, [JSON, *headers])
@@ -85,8 +85,8 @@ class Responder:
     async def fail(self, error: Refused) -> None:
         """Report a failure, unless the response is already complete.
 
-        Where white space has gone out, nothing is sent: the server then closes the connection before the end of the
-        response, and no client takes that for an answer.
+        If white space was sent, nothing more is: the server then closes the connection before the end of the response,
+        and no client mistakes that for an answer.
         """
         if not self._started:
             headers = [(name.encode(), value.encode()) for name, value in ERROR_HEADERS.get(error.status, {}).items()]
@@ -102,7 +102,7 @@ class Responder:
 def route(
     method: str, errors: ErrorEncoder, answer: Callable[[HeaderMap, Receive, Responder], Awaitable[None]]
 ) -> ASGIApp:
-    """Return an ASGI application that lets `answer` respond, and responds with an error to whatever it raises."""
+    """Return an ASGI application that calls `answer` to respond, and reports whatever it raises as an error."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         response = Responder(send, errors, (scope.get("extensions") or {}).get(HUNG_UP))
@@ -116,7 +116,7 @@ def route(
             pass
         except BombusError as error:
             await response.fail(_as_refusal(error))
-        except Exception:  # the boundary of the process: the client gets an answer, and the log the bug
+        except Exception:  # the boundary of the process: answer the client, and log the bug
             log.exception("a model call failed because of a bug")
             await response.fail(Refused(Code.INTERNAL, "An internal error occurred; the gateway's log says more."))
 
@@ -124,7 +124,7 @@ def route(
 
 
 def not_found(errors: ErrorEncoder) -> ASGIApp:
-    """Return an ASGI application that has nothing at any path."""
+    """Return an ASGI application that refuses every path as unknown."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         why = f"There is nothing at {scope['method']} {scope['path'][: limits.QUOTED_CHARACTERS]}."

@@ -27,9 +27,9 @@ _files = msgspec.msgpack.Decoder(dict[str, bytes])
 
 
 class EngineModels:
-    """Keeps configurations by their digest, and text models by the name of their tokenizer's blob.
+    """Caches configurations by their digest, and text models by their tokenizer's blob and their options.
 
-    The least recently used are dropped.
+    The least recently used ones are dropped.
     """
 
     def __init__(self, bus: Bus) -> None:
@@ -37,12 +37,12 @@ class EngineModels:
         self._jobs: OrderedDict[str, RunConfig] = OrderedDict()
         self._models: OrderedDict[tuple[str, bytes], TextModel] = OrderedDict()
         self._loading = asyncio.Lock()
-        # By engine: the key of its text model, and the events of which it was made.
+        # By engine: the two events from which the key of its text model was derived, and the key.
         self._keys: dict[str, tuple[WeightsReady, EngineConfigured | None, tuple[str, bytes]]] = {}
         self.formats: dict[str, tuple[int, ConversationFormat]] = {}  # by engine: the run, and how its model is read
 
     def job(self, engine: EngineState) -> RunConfig:
-        """Return the configuration of the run. Raises `Refused` NO_CONFIG when there is none."""
+        """Return the configuration of the run. Raises `Refused` NO_CONFIG if there is none."""
         active = engine.active
         if active is None:
             raise Refused(Code.NO_CONFIG, f"Engine {engine.name} runs no job.")
@@ -53,7 +53,7 @@ class EngineModels:
     async def text_model(self, engine: EngineState) -> TextModel:
         """Return the tokenizer and renderer of the run.
 
-        Raises `Refused` while the model is loading, `EngineFault` when its files cannot be used.
+        Raises `Refused` while the model is loading, `EngineFault` if its files cannot be used.
         """
         run, weights, active = engine.run, engine.weights, engine.active
         if weights is None or not weights.weights.tokenizer:
@@ -95,14 +95,14 @@ def _options(config: RunConfig) -> TextOptions:
 
 
 def _loaded(files: dict[str, bytes], name: str, options: TextOptions) -> TextModel:
-    """Load a text model with all that its first call needs."""
+    """Load a text model, including the cached properties that its first call needs."""
     model = TextModel(files, name, options)
     _ = (
         model.tokenizer.pieces,
         model.format,
         model.renderer.kept,
         model.renderer.thinking,
-    )  # they take long, and are made when they are first read
+    )  # slow to compute, and cached when they are first read
     return model
 
 

@@ -20,17 +20,17 @@ from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.renderer import TemplateRenderer
 from bombus_gateway.text.rendering import TextModel
 
-TRIAL_BYTES = 1 << 20  # of a request that takes as long as a template's trial with variables that are new to it
-TOKEN_TEXT_BYTES = 4  # of a token, roughly
-TRIED_MAX = 4  # answers that say the same: the template may be unable to go on from the first of them
+TRIAL_BYTES = 1 << 20  # size of a request that takes as long as trying out a template with new variables
+TOKEN_TEXT_BYTES = 4  # of text for each token, roughly
+TRIED_MAX = 4  # equal answers to try: the template may be unable to continue the first of them
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the model reads.
+    """The prompt of a call.
 
-    `tokens` is int32; its last `tail` bytes are new, what comes before is that of `node`. `messages` are those that the
-    conversation of `node` does not have, and `digest` is that of all messages; a plain completion has none.
+    `tokens` is int32; its last `tail` bytes are new, and the bytes before them are the tokens of `node`. `messages` are
+    the ones that the conversation of `node` lacks, and `digest` is that of all messages; a plain completion has none.
     """
 
     tokens: bytes
@@ -47,10 +47,10 @@ class Prompt:
 
 @dataclass(frozen=True)
 class CallPlan:
-    """What will be generated. `answer_limit` is for each choice; `overridden` names what was asked for and not done.
+    """The plan of a call. `answer_limit` is for each choice; `overridden` names what was asked for but is not applied.
 
-    Answers are held to `constraint`, and `constrained` names the demands that it meets.
-    `masked`: it is an auxiliary call, which the job does not train.
+    The engine enforces `constraint`; `constrained` names the demands that it meets. `masked`: this is an auxiliary
+    call, and the job does not train on those.
     """
 
     model: TextModel
@@ -64,9 +64,9 @@ class CallPlan:
 
 
 async def plan_call(request: CallRequest, admitted: Admitted, histories: Histories, workers: Workers) -> CallPlan:
-    """Find what the request continues, and render the rest of its prompt, in a thread where it is large.
+    """Find the call that a request continues, and render the rest of its prompt, in a thread if it is large.
 
-    Raises `Refused` when the prompt is too long, or when earlier turns cannot be read.
+    Raises `Refused` if the prompt is too long, or if earlier turns cannot be read.
     """
     completion = request.completion
     prompt = await plan_prompt(request, admitted, histories, workers)
@@ -84,7 +84,7 @@ async def plan_call(request: CallRequest, admitted: Admitted, histories: Histori
 
 
 async def plan_prompt(request: CallRequest, admitted: Admitted, histories: Histories, workers: Workers) -> Prompt:
-    """Return the prompt of a request, whether or not there is room for an answer. Raises `Refused` as `plan_call`."""
+    """Return the prompt of a request, even if it leaves no room for an answer. Raises `Refused` as `plan_call` does."""
     if request.body_bytes > admitted.characters_max:
         check = partial(admitted.check_characters, request.completion)
         await workers.run(request.claims.episode, request.body_bytes, check)
@@ -116,7 +116,7 @@ async def _chat_prompt(request: CallRequest, model: TextModel, histories: Histor
 def _extended_shortly(
     tools: Sequence[Mapping[str, Any]], renderer: TemplateRenderer, followed: Followed[Node]
 ) -> Prompt | None:
-    """Extend a long conversation by way of a short one, which is quick. Return None where all of it must be read."""
+    """Extend a long conversation by rendering a short part of it, which is quick. Return None if that is impossible."""
     if followed.last is None or renderer.decodes_history or not renderer.is_tried:
         return None
     shorter = renderer.shortened(renderer.adapted(followed.messages), followed.count, tools)
@@ -134,7 +134,7 @@ def _rendered(tools: Sequence[Mapping[str, Any]], renderer: TemplateRenderer, fo
         tail = renderer.extend(history, node.completion_at, messages, followed.count, tools)
         if tail is not None:
             return _extended(followed, node, history, tail)
-    # The model's template drops part of what was sampled (reasoning): the call begins a branch of its own.
+    # The model's template drops part of what was sampled (reasoning), so the call begins a new branch.
     tokens = pack_tokens(renderer.render(messages, tools))
     return Prompt(tokens, len(tokens), None, tuple(followed.messages), followed.digests[-1])
 

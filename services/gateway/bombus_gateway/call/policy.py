@@ -1,8 +1,7 @@
-"""What becomes of the sampling parameters of a client: obeyed, overridden by the job's values, or refused.
-Pure.
+"""Decides whether a client's sampling parameters are obeyed, overridden by the job's values, or refused. Pure.
 
-In training episodes tokens must be drawn from the policy that is trained, so what biases them is not obeyed unless the
-job says so (`rollout.sampling`). Evaluation episodes are obeyed.
+In training episodes tokens must be drawn from the policy that is trained, so parameters that bias them are obeyed only
+if the job says so (`rollout.sampling`). In evaluation episodes all are obeyed.
 """
 
 import re
@@ -56,14 +55,14 @@ _NO_ENGINE = (
 
 
 class SamplingDecision(NamedTuple):
-    """How tokens are drawn, and the names of what the client asked for and does not get."""
+    """The sampling parameters that apply, and the names of what the client asked for but does not get."""
 
     sampling: RequestedSampling
     overridden: tuple[str, ...] = ()
 
 
 def decide(request: CompletionRequest, rollout: RolloutConfig, type: EpisodeType, episode: str) -> SamplingDecision:
-    """Return what of a request's sampling parameters is obeyed. Raises `InvalidField` for what the job refuses."""
+    """Return the sampling parameters that apply to a request. Raises `InvalidField` for any that the job refuses."""
     relaxed = _relaxed(request, rollout, type)
     sampling = request.sampling
     if type != EpisodeType.TRAIN:
@@ -86,9 +85,9 @@ def decide(request: CompletionRequest, rollout: RolloutConfig, type: EpisodeType
 
 
 def why_unconstrained(rollout: RolloutConfig, type: EpisodeType, can_constrain: bool) -> str:
-    """Return why the engine does not hold an answer to what its client demands; empty where it does. A clause.
+    """Return, as a clause, why the engine does not enforce a client's demands on an answer; empty if it does.
 
-    In training that draws tokens from another distribution than the policy's, as a biasing parameter does.
+    Constrained tokens are drawn from another distribution than the policy's, as with a biasing parameter.
     """
     if type == EpisodeType.TRAIN and rollout.sampling != "obey":
         return _FREE_IN_TRAINING
@@ -96,14 +95,14 @@ def why_unconstrained(rollout: RolloutConfig, type: EpisodeType, can_constrain: 
 
 
 def seed_of_episode(seed: int, episode: str) -> int:
-    """Return a seed of 48 bits that belongs to this seed in this episode."""
+    """Return a seed of 48 bits, derived from this seed and the episode."""
     return int.from_bytes(blake2b(f"{seed}/{episode}".encode(), digest_size=6).digest())
 
 
 def _relaxed(request: CompletionRequest, rollout: RolloutConfig, type: EpisodeType) -> tuple[str, ...]:
-    """Return the names, which a header can carry, of what is left out of a request because it is not supported.
+    """Return the names of the unsupported parts of a request that are left out, in characters safe for a header.
 
-    Those of parts of the conversation come first.
+    Parts of the conversation come first. Raises `InvalidField` if the job refuses such parts.
     """
     if not request.unsupported:
         return ()
@@ -121,7 +120,7 @@ def _relaxed(request: CompletionRequest, rollout: RolloutConfig, type: EpisodeTy
 def _biasing(sampling: RequestedSampling, job_temperature: float) -> tuple[str, ...]:
     """Return the names of the parameters that would draw tokens from another distribution than the policy's.
 
-    A temperature is none of them, as logprobs are those at that temperature, unless it is too small to have any.
+    A temperature is not one of them, as logprobs are computed at that temperature, unless it is too small for that.
     """
     temperature = job_temperature if sampling.temperature is None else sampling.temperature
     if _biases_of(sampling) == _NO_BIASES:

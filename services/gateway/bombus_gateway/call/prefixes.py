@@ -1,4 +1,4 @@
-"""What was read of the last bodies of an episode: each repeats a conversation, so it begins as one before it does."""
+"""Caches the parsed beginnings of an episode's last bodies, since each body repeats its conversation so far."""
 
 import re
 from functools import cache
@@ -7,23 +7,23 @@ from typing import Any, NamedTuple, Self
 
 from bombus.hive.records import hasher
 
-BODIES_KEPT = 4  # of an episode: as many agents may take turns
-MEMORY_BYTES_MAX = 8 << 20  # of a body that is kept, with what was read of it
-VALUE_BYTES = 64  # of memory, of each list, object or other value that was read, beside its text
-SPARED_PER_READ = 16  # bytes that need not be read again: to go on after them takes as long as to read one
+BODIES_KEPT = 4  # per episode, in which this many agents may take turns
+MEMORY_BYTES_MAX = 8 << 20  # of a body that is kept, including the values read from it
+VALUE_BYTES = 64  # of memory for each list, object or other value that was read, in addition to its text
+SPARED_PER_READ = 16  # bytes of a known prefix that take as long to skip as one byte takes to read
 _GOES_ON = re.compile(rb"[ \t\n\r]*+[,\]]")
 
 
 def memory_of_values(json: bytes, start: int = 0, end: int | None = None) -> int:
-    """Return roughly the memory of the values in JSON, in addition to its text: a list of three bytes is an object."""
+    """Estimate the memory of the values in JSON in addition to its text: a list of three bytes becomes an object."""
     return VALUE_BYTES * sum(json.count(mark, start, end) for mark in (b"[", b"{", b","))
 
 
 class BodyPrefix(NamedTuple):
-    """The beginning of a body, as it was read: up to an item of the list that has its conversation.
+    """The parsed beginning of a body, up to the end of an item of the list that holds its conversation.
 
-    The list begins at `start`, behind the bracket, and its first so many `items` end at `end`. `read` is what they say.
-    Without items it is the beginning of any body.
+    The list begins at `start`, after the bracket; its first `items` items end at `end`, and `read` is their parsed
+    value. A prefix without items fits every body.
     """
 
     start: int = 0
@@ -32,7 +32,7 @@ class BodyPrefix(NamedTuple):
     read: Any = None
 
     def work_bytes(self, body: bytes) -> int:
-        """Return how many bytes of a body take as long to read as one that begins so."""
+        """Return how many bytes would take as long to read as this body, of which the prefix is already parsed."""
         spared = self.end - self.start
         return len(body) - spared + spared // SPARED_PER_READ
 
@@ -41,15 +41,14 @@ NOTHING_READ = BodyPrefix()
 
 
 class AnotherList(Exception):
-    """The cached prefix cannot be reused and the whole body has to be read: it is invalid, or its list of items
-    differs."""
+    """Raised if a whole body has to be read: it is invalid after the prefix, or the prefix is of another list."""
 
 
 class EarlierBody(NamedTuple):
-    """A body of a route, whose beginning `prefix` was read.
+    """A body that was sent to a route, and its parsed beginning `prefix`.
 
-    `hashed` is the digest of the route and of the body as far as that goes, and `taken_bytes` is roughly the memory
-    of what was read.
+    `hashed` is the hash state after the route and the bytes of the prefix; `taken_bytes` is roughly the memory of the
+    values read.
     """
 
     route: bytes
@@ -60,11 +59,11 @@ class EarlierBody(NamedTuple):
 
     @property
     def memory_bytes(self) -> int:
-        """Roughly the memory that it takes, and what was read of it."""
+        """Roughly the memory of the body and of the values read from it."""
         return len(self.body) + self.taken_bytes
 
     def is_continued_by(self, route: bytes, body: bytes) -> bool:
-        """Return whether a body of a route begins as this one does, as far as it was read."""
+        """Return whether a body of a route begins with this one's prefix."""
         end = self.prefix.end
         begins_so = self.route == route and body.startswith(memoryview(self.body)[:end])
         return begins_so and _GOES_ON.match(body, end) is not None
@@ -85,7 +84,7 @@ class EarlierBody(NamedTuple):
 
 @cache
 def nothing_of(route: bytes) -> EarlierBody:
-    """Return the beginning without items that any body of a route has."""
+    """Return the entry with an empty prefix, which every body of a route continues."""
     return EarlierBody(route, b"", NOTHING_READ, hasher(route + b"\0"))
 
 
@@ -100,13 +99,13 @@ class EarlierBodies:
         return sum(each.memory_bytes for each in self._bodies)
 
     def continued_by(self, route: bytes, body: bytes) -> EarlierBody:
-        """Return the kept body with the longest beginning of this one, or `nothing_of` its route."""
+        """Return the kept body with the longest prefix that this body continues, or `nothing_of` its route."""
         found = [each for each in self._bodies if each.is_continued_by(route, body)]
         return max(found, key=lambda each: each.prefix.end, default=nothing_of(route))
 
     def keep(self, new: EarlierBody, before: EarlierBody) -> None:
         """Keep a body in place of the one `before` that it continues, if any of it was read and it is not too large."""
         if new.prefix.items and new.memory_bytes <= MEMORY_BYTES_MAX:
-            read = new.hashed.digest()  # which another one may have read meanwhile
+            read = new.hashed.digest()  # another request may have kept the same one meanwhile
             others = [each for each in self._bodies if each is not before and each.hashed.digest() != read]
             self._bodies = [*others, new][-BODIES_KEPT:]

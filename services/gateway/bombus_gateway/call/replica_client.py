@@ -40,7 +40,7 @@ class ReplicaBusy(ReplicaGone):
 
 
 class Carried(Protocol):
-    """What a connection carries: a request that waits for its answer."""
+    """A request that a connection carries, waiting for its answer."""
 
     def received(self, body: bytes) -> None: ...
     def completed(self) -> None: ...
@@ -48,14 +48,14 @@ class Carried(Protocol):
 
 
 class AdapterAnswer:
-    """The answer to `POST /adapters`: empty where the adapter is loaded, and otherwise why it is not."""
+    """The answer to `POST /adapters`: empty if the adapter is loaded, and otherwise the reason why it is not."""
 
     def __init__(self) -> None:
         self._body = bytearray()
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def wait(self) -> None:
-        """Raises `Refused` with the replica's reason, or `ReplicaGone`."""
+        """Wait until the adapter is loaded. Raises `Refused` with the replica's reason, or `ReplicaGone`."""
         await self._done
 
     @property
@@ -116,10 +116,10 @@ class Generation:
         self._connection.carry(self, self._message)
 
     async def frames(self) -> list[Frame]:
-        """Return the frames that have arrived, at least one; none when the answer is complete.
+        """Wait for frames and return those that have arrived; none if the answer is complete.
 
-        Tokens of one choice and version that arrived together are one frame.
-        Raises `ReplicaGone`, also where the check of frames does, or `Refused` for what every replica would refuse.
+        Tokens of one choice and version that arrived together are joined into one frame. Raises `ReplicaGone`,
+        including for a frame that fails its check, or `Refused` for a request that every replica would refuse.
         """
         while not self._frames and not self._complete:
             if self._failure:
@@ -139,7 +139,7 @@ class Generation:
         return frames
 
     def abort(self, why: str) -> None:
-        """Close the connection, at which the replica stops generating."""
+        """Close the connection, so that the replica stops generating."""
         if not self._complete:
             self._may_retry = False
             if self._connection is not None:
@@ -147,7 +147,7 @@ class Generation:
             self.failed(why)
 
     async def _retry(self) -> None:
-        """Send again on a new connection, once: the replica may have closed an idle one in the meantime."""
+        """Resend the request, once, on a new connection: the replica may have closed an idle one in the meantime."""
         if not self._may_retry or self._received:
             raise ReplicaGone(self._failure)
         self._may_retry = False
@@ -177,9 +177,9 @@ class Generation:
 
 
 def together(frames: list[Frame]) -> list[Frame]:
-    """Return frames with neighbouring tokens of one choice and version joined, unless they have alternatives.
+    """Return frames with adjacent tokens of one choice and version joined, unless they have alternatives.
 
-    What is wrong in itself is left as it is.
+    Malformed frames are left as they are.
     """
     if len(frames) == 1:
         return frames
@@ -195,14 +195,14 @@ def together(frames: list[Frame]) -> list[Frame]:
 
 
 def _place(frame: Frame) -> tuple[int, int] | None:
-    """Return the choice and version of a frame that can be joined with its neighbours; None for any other."""
+    """Return the choice and version of a frame that can be joined with adjacent ones; None for any other."""
     if not isinstance(frame, Tokens) or frame.top or len(frame.tokens) != len(frame.logprobs) or len(frame.tokens) % 4:
         return None
     return frame.choice, frame.version
 
 
 def _error_of(fault: Fault) -> Refused | ReplicaGone:
-    """Return a `Refused` for a fault that every replica would have."""
+    """Return a `Refused` for a fault that every replica would report, and a `ReplicaGone` for any other."""
     code = next((code for code in Code if code == fault.code), Code.INTERNAL)
     if fault.retry and code == Code.OVERLOADED:
         return ReplicaBusy(f"the replica is busy: {fault.why}")
@@ -275,7 +275,7 @@ class _Connection(asyncio.Protocol):
         if status == 200:
             generation.completed()
             return
-        if status == BAD_KEY:  # its words are for whoever asks it, not for an agent
+        if status == BAD_KEY:  # the replica's own message is not for agents
             generation.failed(NOT_LET_IN)
             return
         with suppress(ValueError, msgspec.MsgspecError):  # a proxy in between may answer with something else
@@ -285,13 +285,13 @@ class _Connection(asyncio.Protocol):
 
 @lru_cache(1024)
 def _parts_of(url: str) -> tuple[Address, str, str]:
-    """Return where a URL leads: the address, what paths begin with there, and the host as it is named."""
+    """Return the parts of a URL: the address to connect to, the prefix of paths, and the value of the Host header."""
     where = urlsplit(url)
     return (where.hostname or "", where.port or 80), where.path.rstrip("/"), where.netloc
 
 
 class ReplicaClient:
-    """Keeps connections to all replicas that were used. `key` is the hive's for its replicas."""
+    """Keeps connections to all replicas that were used. `key` is the key by which replicas admit gateways."""
 
     def __init__(self, key: str) -> None:
         self._key = key
@@ -308,14 +308,14 @@ class ReplicaClient:
         return generation
 
     async def load_adapter(self, url: str, adapter: str, folder: str) -> None:
-        """Let the replica at `url` load an adapter, which takes as long as reading it; it may have it already.
+        """Have the replica at `url` load an adapter, and wait until it is loaded. The replica may have it already.
 
         Raises `Refused` with the replica's reason, or `ReplicaGone`.
         """
         body = msgspec.json.encode({"address": adapter, "folder": folder})
         address, message = self._post(url, "/adapters", "application/json", body)
         answer = AdapterAnswer()
-        connection = await self.connect(address)  # an idle one may be closed already
+        connection = await self.connect(address)  # an idle one may have been closed
         connection.carry(answer, message)
         try:
             async with asyncio.timeout(ADAPTER_S_MAX):
@@ -327,7 +327,7 @@ class ReplicaClient:
                 connection.close()
 
     def _post(self, url: str, path: str, content_type: str, body: bytes) -> tuple[Address, bytes]:
-        """Return where a request goes, and the request."""
+        """Return the address that a request is sent to, and its bytes."""
         address, prefix, host = _parts_of(url)
         head = (
             f"POST {prefix}{path} HTTP/1.1\r\nhost: {host}\r\n"

@@ -1,4 +1,4 @@
-"""A request for completions, as `call/` knows it: no dialect's words. An API turns its wire into one of these."""
+"""A request for completions in no particular dialect. Each API translates its own wire format into one of these."""
 
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ TOP_P_MIN = 1e-6
 
 
 class InvalidField(Refused):
-    """A refusal of one field of a `CompletionRequest`. An API translates `field` into its own wire's name."""
+    """A refusal of one field of a `CompletionRequest`. An API translates `field` into its name on the wire."""
 
     def __init__(self, code: Code, field: str, why: str) -> None:
         super().__init__(code, why)
@@ -23,7 +23,7 @@ class InvalidField(Refused):
 
 
 class PromptTooLong(InvalidField):
-    """A prompt has `tokens` tokens, or more, and `tokens_max` are taken."""
+    """A prompt has `tokens` tokens or more, but at most `tokens_max` are accepted."""
 
     def __init__(self, field: str, why: str, tokens: int, tokens_max: int) -> None:
         super().__init__(Code.PROMPT_TOO_LONG, field, why)
@@ -48,13 +48,12 @@ class RequestedSampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def requested_top_p(given: float | None) -> float:
-    """Return the top_p that is asked for. With 0 the most likely token is drawn, as with the least that replicas
-    take."""
+    """Return the requested top_p. For 0, return the least value that replicas accept: both draw the likeliest token."""
     return 1.0 if given is None else max(given, TOP_P_MIN)
 
 
 class Unsupported(NamedTuple):
-    """What a client asks for that is not supported. `field` is its wire's name for it, `why` a clause for a person.
+    """An unsupported part of a request. `field` is its name on the wire, `why` a human-readable clause.
 
     `is_content`: it is a part of the conversation, such as an image, which the model would not see.
     """
@@ -65,9 +64,9 @@ class Unsupported(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """What a client demands of an answer's form: that it is JSON of `schema`, or calls of `tools` and nothing else.
+    """A client's demand on the form of an answer: JSON that matches `schema`, or calls of `tools` and nothing else.
 
-    `field` is its wire's name for it. `once`: whether it is one call, and no more.
+    `field` is its name on the wire. `once`: there must be exactly one call.
     """
 
     field: str
@@ -77,18 +76,18 @@ class Demand(NamedTuple):
 
 
 class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be sampled: an answer to `messages` where `chat` is true, else what follows `prompt`.
+    """A request to sample answers to `messages` if `chat` is true, and otherwise continuations of `prompt`.
 
-    A prompt is text, in which special tokens are written by name, or token ids. `n` completions are sampled, and end
-    at one of `stops`, or of `stop_token_ids` beside those of the model. `parse_tool_calls`: whether the answer is
-    searched for calls of `tools`. `stream`: whether text is wanted as it comes. `chat_template_kwargs` are variables of
-    the model's chat template, which win over the job's. `thinking` becomes such variables where the template has them.
-    `continues` is the id of an earlier call of the episode, after whose conversation `messages` come. `answers` has ids
-    of earlier calls too, by the places in `messages` where their answers belong.
-    `demands` are met where an engine can hold answers to them. An answer ends after its first call where `one_call` has
-    the name of the field that asks for that. `unsupported` has what was asked for beyond that: the job says whether it
-    is refused or left out. `length_field` is the wire's own name of the field that asks for `max_tokens`.
-    Raises `Refused` when it is made with too many messages or completions, or with variables that nobody may give.
+    A prompt is text, in which special tokens are written by name, or token ids. `n` completions are sampled; each ends
+    at one of `stops`, of `stop_token_ids`, or of the model's own stop tokens. `parse_tool_calls`: the answer is
+    searched for calls of `tools`. `stream`: text is wanted as it arrives. `chat_template_kwargs` are variables of the
+    model's chat template, which override the job's. `thinking` is translated into such variables if the template has
+    them. `continues` is the id of an earlier call of the episode, whose conversation precedes `messages`. `answers`
+    maps places in `messages` to the ids of earlier calls whose answers belong there.
+    `demands` are met if the engine can enforce them. `one_call` is the name of the field, if any, that asks for an
+    answer to end after its first call. `unsupported` lists what else was asked for: the job says whether that is
+    refused or left out. `length_field` is the name on the wire of the field that sets `max_tokens`.
+    Raises `Refused` for too many messages, completions or unsupported parts, and for invalid template variables.
     """
 
     chat: bool
@@ -128,17 +127,17 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def input_field(self) -> str:
-        """The name of the field that has the prompt."""
+        """The name of the field that holds the prompt."""
         return "messages" if self.chat else "prompt"
 
 
 class CallRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A completion request with its envelope: whose it is, and how it arrived.
+    """A completion request with its metadata: its episode's key, and how it arrived.
 
-    `digest` is that of the route and the body: a retry of a request has the same one. `retry`: how often the client
-    says that it has sent this request before. `read_bytes` of a body take as long to read as this one did, of which an
-    earlier one may have had the most. `role` names the agent within its episode. `auxiliary_call` is the purpose of a
-    call that its harness makes on its own account, such as a title for the session, and empty for all others.
+    `digest` is that of the route and the body: a retry of a request has the same one. `retry` is how often the client
+    says that it has sent this request before. `read_bytes` is the work of reading the body, in bytes: fewer than
+    `body_bytes` if its beginning was already parsed. `role` names the agent within its episode. `auxiliary_call` is the
+    purpose of a call that the harness makes for itself, such as a title for the session, and empty for all others.
     """
 
     claims: KeyClaims
@@ -154,12 +153,12 @@ class CallRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> tuple[str, bytes]:
-        """What makes two requests the same one."""
+        """The key that equal requests of an episode share."""
         return self.claims.episode, self.digest
 
 
 def check_sampled(answers: int, tokens: int, alternatives: int) -> None:
-    """Raise `Refused` TOO_LARGE for answers that have, with so many tokens each, more than one request may have."""
+    """Raise `Refused` TOO_LARGE if this many answers, tokens and alternatives exceed what one request may have."""
     what = f"{answers} answers of up to {tokens} tokens"
     if answers * tokens > limits.SAMPLED_TOKENS:
         why = f"{what} are over the limit of {limits.SAMPLED_TOKENS} tokens in one request"
@@ -167,5 +166,5 @@ def check_sampled(answers: int, tokens: int, alternatives: int) -> None:
     if answers * tokens * alternatives > limits.SAMPLED_ALTERNATIVES:
         why = f"{what}, each with {alternatives} alternatives, are over the limit of {limits.SAMPLED_ALTERNATIVES}"
         raise Refused(
-            Code.TOO_LARGE, f"{why} alternatives in one request: ask for fewer of the three, such as max_tokens."
+            Code.TOO_LARGE, f"{why} alternatives in one request: ask for fewer answers, tokens or alternatives."
         )

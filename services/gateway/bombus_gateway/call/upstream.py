@@ -1,4 +1,4 @@
-"""Chooses a call's replica: one with the right weights, the one that has the episode cached unless it is busy."""
+"""Chooses a replica for each call: one with the right weights, preferably the one that has cached the episode."""
 
 import asyncio
 import logging
@@ -22,10 +22,10 @@ from bombus_gateway.call.replica_client import Generation, ReplicaClient, Replic
 log = logging.getLogger(__name__)
 
 ATTEMPTS_MAX = 3
-LOADS_MAX = 8  # times that the adapter of one request is loaded, where replicas drop it again for others
+LOADS_MAX = 8  # how often one request's adapter is loaded, if replicas keep dropping it for other adapters
 REPLICA_WAIT_S = 5.0  # for a replica with the right weights
 AVOID_S = 2.0  # for this long a replica that failed is used only when there is no other
-LEFT_S = 20.0  # a replica that leaves the hive in good order has finished its calls by then
+LEFT_S = 20.0  # a replica that left the hive in an orderly way has finished its calls by then
 CHECK_S = 1.0
 WRONG_MAX = 3  # answers of a replica at one version, after which it is quarantined
 WRONG_KEPT = 1024  # replicas whose wrong answers are counted
@@ -41,7 +41,7 @@ class AdapterMissing(BombusError):
 
 
 class Upstream:
-    """Sends generations to replicas, and counts those that run."""
+    """Sends generation requests to replicas, and counts how many are running on each."""
 
     def __init__(self, follower: Follower, client: ReplicaClient, inbox: InboxClient) -> None:
         self._follower = follower
@@ -52,13 +52,13 @@ class Upstream:
         self._wrong: Counter[tuple[str, int, int, str]] = Counter()  # answers, by engine, run, version and replica
         self._reports: dict[tuple[str, str], AnswersBroke] = {}  # of replicas that are to be quarantined
         self._open: dict[Generation, tuple[str, str]] = {}  # (engine, replica)
-        self._missing_since: dict[tuple[str, str], float] = {}  # since when a replica with open calls is missing
-        self._loads: dict[tuple[str, str], asyncio.Lock] = {}  # by replica's URL and adapter: one loads for all
+        self._missing_since: dict[tuple[str, str], float] = {}  # when a replica with open calls left the hive
+        self._loads: dict[tuple[str, str], asyncio.Lock] = {}  # by replica's URL and adapter: one loads it for all
 
     async def run(self) -> None:
         """Abort the calls of replicas that have left the hive, and report those that answer wrongly, until cancelled.
 
-        A connection to a process that hangs, or to a machine that has lost its network, stays open and silent.
+        The connections alone do not show this: to a hung process or an unreachable machine they stay open.
         """
         while True:
             await asyncio.sleep(CHECK_S)
@@ -66,7 +66,7 @@ class Upstream:
             await self._report()
 
     async def _report(self) -> None:
-        """Report the replicas that have answered wrongly, and keep what the bus does not take for the next time."""
+        """Report the replicas that have answered wrongly. Reports that the bus does not accept are resent next time."""
         for place, report in list(self._reports.items()):
             with suppress(BusUnavailable):
                 await self._inbox.send(report)
@@ -84,8 +84,8 @@ class Upstream:
     async def start(self, request: Generate, vocabulary: int) -> tuple[Generation, str]:
         """Start generating at the best replica; return the generation and the replica's name.
 
-        Its frames are checked: a token's id is below `vocabulary`.
-        The caller must call `finished(generation)` later. Raises `Refused` NO_REPLICA when no replica can be reached.
+        The answer's frames are checked: token ids must be below `vocabulary`, for example. The caller must call
+        `finished(generation)` later. Raises `Refused` NO_REPLICA if no replica can be reached.
         """
         why = "no inference replica serves this engine's weights just now"
         engine = request.engine
@@ -133,7 +133,10 @@ class Upstream:
             self._running.pop(name)
 
     def failed(self, engine: str, name: str, error: ReplicaGone) -> None:
-        """Avoid a replica for a moment. One that has answered wrongly a few times at its version is reported too."""
+        """Avoid a replica for `AVOID_S`, and report one that has answered wrongly `WRONG_MAX` times at one version.
+
+        A wrong answer that may be due to the request's adapter does not count against the replica.
+        """
         log.warning("a replica failed", extra={"replica": name, "why": str(error)})
         if isinstance(error, WrongAnswer):
             if not error.of_replica:
@@ -192,7 +195,7 @@ def dropped_too_often(adapter: str) -> Refused:
 
 
 def able(engine: EngineState, request: Generate) -> dict[str, Replica]:
-    """Return the replicas that may answer a request, and can hold the answer to its constraint if it has one."""
+    """Return the replicas that may answer a request, and that can enforce its constraint if it has one."""
     found = fitting(engine, request.episode)
     if request.constraint is None:
         return found

@@ -1,4 +1,4 @@
-"""Threads for large work, so that all other requests continue while one is read, rendered and encoded."""
+"""Threads for large requests, so that all others continue while one is read, rendered and encoded."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,18 +7,18 @@ from typing import TypeVar
 from weakref import WeakValueDictionary
 
 INLINE_BYTES_MAX = 32 << 10  # of a request whose work takes no longer than a few milliseconds
-READ_BYTES_MAX = 128 << 10  # of a body that is only parsed: no longer either, unless it was made to be slow
-THREADS = 2  # each of them may hold some hundred bytes for each character of a request
-NUMBER_BYTES = 8  # writing a number is as much work as so many bytes of a text
-CLIENTS = "clients"  # the turn of all requests that are no agent's, who always have the other thread
+READ_BYTES_MAX = 128 << 10  # of a body that is only parsed, which takes no longer either, unless it was made to be slow
+THREADS = 2  # each of them may use some hundred bytes of memory for each character of a request
+NUMBER_BYTES = 8  # bytes of text that take as long to write as one number
+CLIENTS = "clients"  # the turn of all requests that are not agents', so that a thread is always left for agents
 
 T = TypeVar("T")
 
 
 class Workers:
-    """The threads of one gateway. What waits for one of them waits in the order in which it came.
+    """The threads of one gateway, which take requests in the order of arrival.
 
-    An episode has one of them at a time, so that the others are not kept waiting by all of its requests.
+    An episode uses one thread at a time, so that its requests cannot occupy all of them.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Workers:
     async def run(
         self, turn: str, request_bytes: int, work: Callable[[], T], inline_bytes: int = INLINE_BYTES_MAX
     ) -> T:
-        """Return the result of `work`, which is done at once for a small request, and in a thread for a large one.
+        """Return the result of `work`, which runs at once for a small request, and in a thread for a large one.
 
         `turn` is the episode of the request, or `CLIENTS`.
         """

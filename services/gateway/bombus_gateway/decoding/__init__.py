@@ -1,1 +1,1 @@
-"""How the JSON bodies of model calls are read, for all dialects."""
+"""Decoding of the JSON bodies of model calls, for all dialects."""

@@ -1,4 +1,4 @@
-"""Reads only what is new of a body that begins like an earlier one of its episode."""
+"""Reads only the new part of a body that begins like an earlier body of its episode."""
 
 import json
 import re
@@ -13,9 +13,9 @@ from bombus_gateway.call.prefixes import NOTHING_READ, AnotherList, BodyPrefix
 from bombus_gateway.call.request import Unsupported
 from bombus_gateway.decoding.json_body import BodyDecoder, check_depth, repaired
 
-# The last items of a body are read again with the next one: clients move marks of caches among them.
+# The last items of a body are re-read with the next body: clients move cache marks among them.
 ITEMS_READ_AGAIN = 4
-MARK = json.dumps(secrets.token_hex(16)).encode()  # stands for the items that were read before
+MARK = json.dumps(secrets.token_hex(16)).encode()  # replaces the items that were read before
 _COMMA = re.compile(rb"[ \t\n\r]*+,[ \t\n\r]*+")
 _OPENING = rb'"%s"[ \t\n\r]*+:[ \t\n\r]*+\[[ \t\n\r]*+'
 
@@ -24,9 +24,9 @@ ReadT = TypeVar("ReadT")
 
 
 class ReadItems(NamedTuple, Generic[BodyT, ReadT]):
-    """A body that was read: its fields, of which the list of items has only the new ones, and what all items say.
+    """A body that was read. Its list of items has only the new ones; `items` is the result of reading all of them.
 
-    `unknown` are the fields that are not known. `prefix` is what the next body of the conversation may begin with.
+    `unknown` lists the unknown fields. `prefix` is the part that the next body of the conversation may begin with.
     """
 
     body: BodyT
@@ -38,8 +38,8 @@ class ReadItems(NamedTuple, Generic[BodyT, ReadT]):
 class ItemReader(Generic[BodyT, ReadT]):
     """Reads the bodies of one route, whose field `name` is a list of items.
 
-    `read` is given what was read of the items before (or None), further items, and the number of the first of these. It
-    returns what all of them say, and changes nothing that it is given: requests share it.
+    `read` is called with the result for the earlier items (or None), the further items, and the number of the first of
+    these. It returns the result for all of them, and must not mutate its arguments: requests share them.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class ItemReader(Generic[BodyT, ReadT]):
         self._opening = re.compile(_OPENING % name.encode())
 
     def __call__(self, body: bytes, before: BodyPrefix = NOTHING_READ) -> ReadItems[BodyT, ReadT]:
-        """Read a body that begins with what was read `before`.
+        """Read a body that begins with the prefix `before`, which was read earlier.
 
-        Raises `Refused` as the decoder and `read` do, and `AnotherList`, which it never does with `NOTHING_READ`.
+        Raises `Refused` as the decoder and `read` do, and `AnotherList`, but not if `before` is `NOTHING_READ`.
         """
         found, unknown, items = self._decoded(body, before)
         for item in items:
@@ -67,14 +67,14 @@ class ItemReader(Generic[BodyT, ReadT]):
         return ReadItems(found, unknown, self._read(read, newer, before.items + len(older)), prefix)
 
     def _decoded(self, body: bytes, before: BodyPrefix) -> tuple[BodyT, list[Unsupported], list[bytes]]:
-        """Return what the decoder makes of a body without the items that were read before, and the others."""
+        """Return the decoded body without the items that were read before, its unknown fields, and its new items."""
         if not before.items:
             found, unknown = self._decoder(body)
             return found, unknown, self._items(found)
         try:
             found, unknown = self._decoder(body[: before.start] + MARK + body[before.end :])
         except Refused as error:
-            raise AnotherList from error  # the whole body says where it is wrong
+            raise AnotherList from error  # reading the whole body raises an error with the right place
         items = self._items(found)
         if items[:1] != [MARK]:
             raise AnotherList
@@ -85,7 +85,7 @@ class ItemReader(Generic[BodyT, ReadT]):
         return [*map(bytes, given)] if isinstance(given, list) else []
 
     def _prefix(self, body: bytes, before: BodyPrefix, items: Sequence[bytes], read: ReadT) -> BodyPrefix | None:
-        """Return the beginning of a body up to the last of these items, or None where it is not seen."""
+        """Return the prefix of a body up to the last of these items, or None if they are not found in it."""
         start = before.start if before.items else self._start(body, items[0])
         at = before.end if before.items else start
         for number, item in enumerate(items, before.items):
@@ -97,6 +97,6 @@ class ItemReader(Generic[BodyT, ReadT]):
         return BodyPrefix(start, at, before.items + len(items), read)
 
     def _start(self, body: bytes, first: bytes) -> int:
-        """Return where the list of items begins: at the only place that looks like it, else 0."""
+        """Return the offset of the first item, or 0 unless exactly one place looks like it."""
         places = [place.end() for place in self._opening.finditer(body) if body.startswith(first, place.end())]
         return places[0] if len(places) == 1 else 0

@@ -13,14 +13,14 @@ from bombus_gateway.call.request import Demand, Unsupported
 from bombus_gateway.decoding.json_shape import is_deeper, is_flat, marks_of
 from bombus_gateway.text.thinking import NEAREST, NO_EFFORT, RequestedThinking
 
-Asked = Demand | Unsupported  # what a client asks for beyond tools, messages and how tokens are drawn
-ANY_OBJECT: dict[str, Any] = {"type": "object"}  # the JSON Schema of it
+Asked = Demand | Unsupported  # a client's requirement beyond tools, messages and sampling parameters
+ANY_OBJECT: dict[str, Any] = {"type": "object"}  # a JSON Schema
 
 _Body = TypeVar("_Body")
 _StructT = TypeVar("_StructT", bound=msgspec.Struct)
 raw_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _anything = msgspec.json.Decoder()
-_packed = msgspec.msgpack.Encoder().encode  # as the log has it
+_packed = msgspec.msgpack.Encoder().encode  # the encoding of the log
 _may_be_half = re.compile(r"\\u[dD][89a-fA-F]")
 # Backslashes that are escaped; both halves of a surrogate pair; one half alone.
 _escapes = re.compile(
@@ -28,13 +28,13 @@ _escapes = re.compile(
 )
 _place = re.compile(r" - at `\$\.?([^`]*)`$")
 _NULL = msgspec.Raw(b"null")  # a Raw never equals bytes
-FREE_TEXT = "input"  # the argument that has the text of a custom tool
+FREE_TEXT = "input"  # the argument for the text of a custom tool
 STRICT = Unsupported("tools.strict", "call arguments are not constrained to their schema")
 UNKNOWN = "this field is not known here"
 
 
 class BadParameter(Refused):
-    """A refusal that names the parameter of the request, as error bodies do."""
+    """A refusal that names the parameter of the request, for the error body."""
 
     def __init__(self, code: Code, param: str, why: str) -> None:
         super().__init__(code, why)
@@ -44,9 +44,9 @@ class BadParameter(Refused):
 def decode_body(decoder: msgspec.json.Decoder[_Body], body: bytes, place: str = "") -> _Body:
     """Decode the body of a request, or the part of it at `place`.
 
-    Raises `Refused` MALFORMED, with the place where there is one. Harnesses cut texts inside of characters, and
-    JavaScript writes what is left as half of a surrogate pair. It becomes U+FFFD: the text is in the conversation for
-    good, so a refusal would end the episode.
+    Raises `Refused` MALFORMED, with the place of the error if it is known. Harnesses cut texts in the middle of
+    characters, and JavaScript writes the rest of a character as half of a surrogate pair. Such a half becomes U+FFFD:
+    the text stays in the conversation, so that a refusal would end the episode.
     """
     try:
         try:
@@ -66,8 +66,8 @@ def decode_body(decoder: msgspec.json.Decoder[_Body], body: bytes, place: str = 
 
 
 def repaired(body: bytes) -> bytes:
-    """Return a body with U+FFFD in place of halves of surrogate pairs, as `decode_body` reads it. Its length stays."""
-    escaped = "surrogateescape"  # what is no UTF-8 stays
+    """Replace halves of surrogate pairs in a body by U+FFFD, as `decode_body` does. The length does not change."""
+    escaped = "surrogateescape"  # keeps bytes that are not UTF-8
     return _without_halves(body.decode(errors=escaped)).encode(errors=escaped)
 
 
@@ -78,17 +78,17 @@ def decode_field(decoder: msgspec.json.Decoder[_Body], text: bytes, place: str) 
 
 
 def check_depth(text: bytes, around: int = 0) -> None:
-    """Raise `Refused` MALFORMED for JSON that is too deep inside of `around` lists and objects."""
+    """Raise `Refused` MALFORMED if JSON that is inside of `around` lists and objects is nested too deeply."""
     depth = limits.DEPTH - around
     if not is_flat(text, depth) and is_deeper(marks_of(text), depth):
         _refuse_depth()
 
 
 class BodyDecoder(Generic[_StructT]):
-    """Decodes the bodies of one route, which are objects with the fields of `kind`, and checks how deep they are.
+    """Decodes the bodies of one route, which are objects with the fields of `kind`, and checks their depth.
 
-    A body may be long, so it is gone through once. The depth of the fields `parts` is checked by their readers. Only a
-    body with unknown fields is gone through again.
+    Bodies may be long, so they are parsed in one pass. The depth of the fields `parts` is checked by their readers.
+    Only a body that is invalid or has unknown fields is parsed a second time.
     """
 
     def __init__(self, kind: type[_StructT], *parts: str) -> None:
@@ -99,7 +99,7 @@ class BodyDecoder(Generic[_StructT]):
         self._names = [field.name for field in msgspec.structs.fields(kind) if field.name not in parts]
 
     def __call__(self, body: bytes) -> tuple[_StructT, list[Unsupported]]:
-        """Return a body, and the fields that are not known and not null. Raises `Refused` as `decode_body` does."""
+        """Return a body, and its unknown fields that are not null. Raises `Refused` as `decode_body` does."""
         try:
             found = self._strict.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -111,37 +111,34 @@ class BodyDecoder(Generic[_StructT]):
 
 
 def _unknown_fields(body: bytes, known: Collection[str]) -> list[Unsupported]:
-    given = decode_body(raw_fields, body)  # what is unknown was not looked at before
+    given = decode_body(raw_fields, body)  # unknown fields were skipped before
     if len(given) > limits.FIELDS:
         raise Refused(Code.TOO_LARGE, f"The body has {len(given)} fields, but the limit is {limits.FIELDS}.")
     return [Unsupported(name, UNKNOWN) for name, raw in given.items() if name not in known and raw != _NULL]
 
 
 def refuse_unknown(body: bytes, known: Collection[str]) -> None:
-    """Raise `Refused` UNSUPPORTED for a field of an object that is not among the known ones and asks for something.
-
-    One that is null, false, zero or empty asks for nothing.
-    """
+    """Raise `Refused` UNSUPPORTED for an unknown field of an object, unless it is null, false, zero or empty."""
     for name, raw in decode_body(raw_fields, body).items():
         if name not in known and decode_body(_anything, bytes(raw)):
             raise Refused(Code.UNSUPPORTED, f"{name[:40]} is not offered here: leave it out.")
 
 
 def unknown_parts(field: str, given: Any, known: Collection[str]) -> list[Unsupported]:
-    """Return the parts of a field's object that are not among the known ones and not null; all of what is no object."""
+    """Return the unknown parts of a field's object that are not null, or the field itself if it is not an object."""
     if not isinstance(given, dict):
-        return [] if given is None else [Unsupported(field, "it is an object")]
+        return [] if given is None else [Unsupported(field, "it must be an object")]
     return [Unsupported(f"{field}.{name}", UNKNOWN) for name in given if name not in known and given[name] is not None]
 
 
 def thinking_of_effort(field: str, effort: Any) -> tuple[RequestedThinking | None, list[Unsupported]]:
-    """Return what an effort of OpenAI's APIs says about the model's thinking."""
+    """Return the thinking that an effort of OpenAI's APIs requests."""
     if effort is None:
         return None, []
     if effort == NO_EFFORT:
         return RequestedThinking(on=False, on_field=field), []
     if not isinstance(effort, str) or effort not in NEAREST:
-        return None, [Unsupported(field, f"efforts are {NO_EFFORT}, {', '.join(NEAREST)}")]
+        return None, [Unsupported(field, f"it must be one of {NO_EFFORT}, {', '.join(NEAREST)}")]
     return RequestedThinking(on=True, effort=effort, effort_field=field), []
 
 
@@ -151,9 +148,10 @@ def field_names(kind: type[msgspec.Struct]) -> set[str]:
 
 
 def checked_arguments(arguments: str, place: str) -> str:
-    """Return arguments without halves of surrogate pairs, which could not be rendered. Refuse what is too deep.
+    """Return arguments without halves of surrogate pairs, which could not be rendered.
 
-    What is not JSON is rendered as text.
+    Arguments that are not JSON are returned as they are, to be rendered as text. Raises `BadParameter` if they are
+    nested too deeply.
     """
     is_flat = arguments.count("[") + arguments.count("{") <= limits.DEPTH
     if is_flat and not _may_be_half.search(arguments):
@@ -169,12 +167,12 @@ def checked_arguments(arguments: str, place: str) -> str:
 
 
 def arguments_of_text(text: str) -> str:
-    """Return the arguments of the function that the model sees in place of a tool that takes free text."""
+    """Return the arguments for a free-text tool, which the model is shown as a function with one argument."""
     return msgspec.json.encode({FREE_TEXT: text}).decode()
 
 
 def stop_strings(given: Sequence[str], param: str) -> tuple[str, ...]:
-    """Return the texts that end an answer. Raises `BadParameter` for too many, empty or long ones."""
+    """Return the texts that end an answer. Raises `BadParameter` if there are too many, or one is empty or too long."""
     if len(given) > limits.STOPS or any(not text or len(text) > limits.STOP_CHARACTERS for text in given):
         why = f"{param} takes up to {limits.STOPS} texts of 1 to {limits.STOP_CHARACTERS} characters."
         raise BadParameter(Code.MALFORMED, param, why)
@@ -182,20 +180,20 @@ def stop_strings(given: Sequence[str], param: str) -> tuple[str, ...]:
 
 
 def stop_tokens(given: Sequence[int], param: str) -> tuple[int, ...]:
-    """Return the ids of tokens that end an answer. Raises `BadParameter` for too many, or for numbers that are none."""
+    """Return the token ids that end an answer. Raises `BadParameter` if there are too many, or one is negative."""
     if len(given) > limits.STOPS or any(token < 0 for token in given):
-        why = f"{param} takes up to {limits.STOPS} ids of tokens, which are not negative."
+        why = f"{param} takes up to {limits.STOPS} ids of tokens, which must not be negative."
         raise BadParameter(Code.MALFORMED, param, why)
     return tuple(given)
 
 
 def check_count_of_tools(count: int) -> None:
     if count > limits.TOOLS:
-        raise BadParameter(Code.MALFORMED, "tools", f"{count} tools are over the limit of {limits.TOOLS}.")
+        raise BadParameter(Code.MALFORMED, "tools", f"There are {count} tools, but the limit is {limits.TOOLS}.")
 
 
 def function_tool(function: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Return a tool as templates know it: a function, without the fields that are null. Raises `BadParameter`."""
+    """Return a tool in the form that templates expect: a function without null fields. Raises `BadParameter`."""
     name = function.get("name")
     if not isinstance(name, str) or not 0 < len(name) <= limits.NAME_CHARACTERS:
         why = f"A tool needs a name of up to {limits.NAME_CHARACTERS} characters."
@@ -204,12 +202,12 @@ def function_tool(function: Mapping[str, Any], place: str) -> dict[str, Any]:
     try:
         _packed(kept)
     except OverflowError:
-        raise BadParameter(Code.MALFORMED, place, f"{place} has a whole number of more than 64 bits.") from None
+        raise BadParameter(Code.MALFORMED, place, f"{place} has an integer of more than 64 bits.") from None
     return {"type": "function", "function": kept}
 
 
 def demand_of_json(field: str, schema: Any) -> Demand:
-    """Return the demand that an answer is JSON of a schema. Raises `BadParameter` for what is not one."""
+    """Return the demand that an answer is JSON of a schema. Raises `BadParameter` if the schema is not an object."""
     if not isinstance(schema, dict):
         raise BadParameter(Code.MALFORMED, field, f"{field} needs a JSON schema, which must be an object.")
     return Demand(field, schema=schema)
@@ -218,7 +216,10 @@ def demand_of_json(field: str, schema: Any) -> Demand:
 def demand_of_calls(
     field: str, tools: Sequence[Mapping[str, Any]], wanted: Sequence[Any] | None, *, once: bool = False
 ) -> Asked:
-    """Return the demand that an answer calls one of the `wanted` tools; without them, any of the functions `tools`."""
+    """Return the demand that an answer calls one of the `wanted` functions, or any of `tools` if `wanted` is None.
+
+    Returns an `Unsupported` if there is no such function.
+    """
     known = tuple(dict.fromkeys(tool["function"]["name"] for tool in tools))
     names = known if wanted is None else tuple(name for name in known if name in wanted)
     if not names:
@@ -227,14 +228,14 @@ def demand_of_calls(
 
 
 def split_asked(asked: Sequence[Asked | None]) -> tuple[tuple[Demand, ...], list[Unsupported]]:
-    """Return the demands among what is asked for, and what is not supported."""
+    """Return the demands and the unsupported requirements separately."""
     demands = tuple(each for each in asked if isinstance(each, Demand))
     return demands, [each for each in asked if isinstance(each, Unsupported)]
 
 
 def _without_halves(text: str) -> str:
-    """Return JSON with U+FFFD in place of each half of a surrogate pair."""
-    if r"\u" not in text:  # as in most bodies: looking at each character of a large one takes seconds
+    """Return JSON with each unpaired half of a surrogate pair replaced by U+FFFD."""
+    if r"\u" not in text:  # true of most bodies; the substitution takes seconds for a large one
         return text
     return _escapes.sub(lambda found: r"\ufffd" if found["half"] else found[0], text)
 

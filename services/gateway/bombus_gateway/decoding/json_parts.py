@@ -1,22 +1,22 @@
-"""Remembers how parts of bodies and of texts were read, such as the tools that all requests of a job have."""
+"""Caches the results of reading parts of bodies and of texts, such as the tools, which all requests of a job repeat."""
 
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from bombus_gateway.call.prefixes import memory_of_values
 
-SIZE_MAX = 32 << 20  # of the parts of one generation, in bytes or characters; what was read takes some times more
-PART_SIZE = 200  # at least, for each part
+SIZE_MAX = 32 << 20  # of the parts of one generation, in bytes or characters; the results take several times more
+PART_SIZE = 200  # overhead that is counted for each part
 
 KeyT = TypeVar("KeyT", bound=bytes | str)
 PartT = TypeVar("PartT")
 
 
 class RememberedParts(Generic[KeyT, PartT]):
-    """Reads parts of bodies or of texts, and remembers what it read of each. Several threads may use it at once.
+    """Reads parts of bodies or of texts, and caches the result for each. Several threads may use it at once.
 
-    Requests share what it returns, so nobody may change it. There are two generations: when the recent one is full, it
-    becomes the older one, and what nobody asked for since is forgotten.
+    Requests share the results, so they must not be mutated. There are two generations: when the recent one is full, it
+    becomes the older one, and the previous older one is dropped.
     """
 
     def __init__(self, read: Callable[[KeyT], PartT], size_max: int = SIZE_MAX) -> None:
@@ -27,7 +27,7 @@ class RememberedParts(Generic[KeyT, PartT]):
         self._size = 0
 
     def __call__(self, part: KeyT) -> PartT:
-        """Return what a part says. What `read` raises for it is raised each time."""
+        """Return the result of reading a part. Errors that `read` raises are not cached."""
         recent = self._recent
         if part in recent:
             return recent[part]
@@ -38,11 +38,11 @@ class RememberedParts(Generic[KeyT, PartT]):
         return found
 
     def knows(self, part: KeyT) -> bool:
-        """Return whether a part is remembered."""
+        """Return whether the result for a part is cached."""
         return part in self._recent or part in self._older
 
     def add(self, part: KeyT, found: PartT) -> None:
-        """Remember what a part says, unless it is too large for that."""
+        """Cache the result of reading a part, unless the part is too large."""
         size = len(part) + PART_SIZE
         size += memory_of_values(part) if isinstance(part, bytes) else 0
         if size > self._limit // 4:

@@ -1,4 +1,4 @@
-"""Parameters that several dialects have, as they are decoded, and as the OpenAPI document describes them."""
+"""Parameters shared by several dialects, as they are decoded and as the OpenAPI document describes them."""
 
 from typing import Annotated
 
@@ -7,7 +7,7 @@ from msgspec import Meta
 from bombus_gateway import limits
 
 Name = Annotated[str, Meta(max_length=limits.NAME_CHARACTERS)]
-ModelName = Annotated[Name, Meta(description="any name; the key leads to the engine")]
+ModelName = Annotated[Name, Meta(description="any name; the engine is determined by the key")]
 Temperature = Annotated[float, Meta(ge=0, le=2, description="default: the job's")]
 TopP = Annotated[
     float,

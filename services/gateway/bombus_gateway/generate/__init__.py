@@ -1,1 +1,1 @@
-"""The API of clients that sample tokens at `/generate` with an episode's key, in vLLM's form or in SGLang's."""
+"""The `/generate` API for clients that sample tokens with an episode's key, in vLLM's form or in SGLang's."""

@@ -31,7 +31,7 @@ from bombus_gateway.operations_wire.sampling import SampleRequest
 
 
 class GenerateDialect:
-    """The wire of `/generate`. A body with `prompt` is in vLLM's form, one with `input_ids` or `text` in SGLang's."""
+    """The dialect of `/generate`. Bodies in vLLM's form have `prompt`, those in SGLang's have `input_ids` or `text`."""
 
     name = b"generate"
 
@@ -41,7 +41,7 @@ class GenerateDialect:
         if is_vllm(fields):
             asked = read_vllm(body)
             if asked.prompt_logprobs:
-                why = "prompt_logprobs are not offered to an episode: ask with a client key of the hive."
+                why = "prompt_logprobs are not offered with an episode's key: ask with a client key of the hive."
                 raise Refused(Code.UNSUPPORTED, why)
             completion = _completion(asked.asked, asked.text, asked.logprobs)
             return ParsedRequest(completion, partial(VllmEncoder, asked))
@@ -87,7 +87,7 @@ def _completion(asked: SampleRequest, text: str, logprobs: bool, adapter: str = 
 
 
 class GenerateEncoder:
-    """What both forms share: an answer comes whole, with the tokens that were recorded."""
+    """The common part of both forms: an answer is sent whole, with the recorded tokens."""
 
     def __init__(self, head: AnswerHead) -> None:
         self._head = head
@@ -97,7 +97,7 @@ class GenerateEncoder:
         return ((b"x-request-id", self._head.id.encode()),)
 
     def opening(self) -> NoReturn:
-        raise AssertionError("an answer of /generate comes whole")
+        raise AssertionError("an answer of /generate is not streamed")
 
     def beat(self) -> NoReturn:
         self.opening()
@@ -140,7 +140,7 @@ class SglangEncoder(GenerateEncoder):
 
 
 def _sampled(completion: Completion) -> SampledTokens:
-    """Return what was recorded. Alternatives are known of tokens with a text, and the stop token has none."""
+    """Return the recorded tokens. The stop token has no text, so it gets an empty tuple of alternatives."""
     choice = completion.choice()
     top = [each.top for each in completion.logprobs]
     if top:

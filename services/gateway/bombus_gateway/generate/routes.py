@@ -1,4 +1,4 @@
-"""`/generate` of one engine: a call with an episode's key, and whatever else answers it with another key."""
+"""`/generate` of one engine: a model call with an episode's key; requests with other keys are passed to another app."""
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -11,7 +11,7 @@ from bombus_gateway.generate.dialect import GenerateDialect
 
 
 class GenerateAPI:
-    """An ASGI application. `others` answers requests that have no episode's key: they are not recorded."""
+    """An ASGI application. `others` answers the requests without an episode's key: they are not recorded."""
 
     def __init__(self, calls: Calls, guard: EpisodeGuard, others: ASGIApp) -> None:
         self._call = call_route(calls, GenerateDialect(), guard)

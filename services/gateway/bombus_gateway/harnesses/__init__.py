@@ -1,1 +1,1 @@
-"""What is known about individual harnesses: how their sub-agents and their auxiliary calls look."""
+"""Knowledge about individual harnesses: how to recognize their sub-agents and auxiliary calls."""

@@ -1,4 +1,4 @@
-"""Which of a harness's agents makes a call, and whether the harness makes it on its own account. Pure."""
+"""Determines which of a harness's agents makes a call, and whether it is an auxiliary call of the harness. Pure."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,15 +16,18 @@ CODEX_TURN = b"x-codex-turn-metadata"
 
 
 class Marks(NamedTuple):
-    """`role` names the agent within its episode, empty for the main one. `auxiliary_call` is the call's purpose where
-    the harness makes it on its own account, such as `title`, and empty for all others."""
+    """The agent and the purpose of a call.
+
+    `role` names the agent within its episode, empty for the main agent. `auxiliary_call` is the purpose of an auxiliary
+    call of the harness, such as `title`, and empty for all other calls.
+    """
 
     role: str = ""
     auxiliary_call: str = ""
 
 
 class _Request(NamedTuple):
-    """What the rules look at."""
+    """The parts of a request that the rules check."""
 
     headers: HeaderMap
     completion: CompletionRequest
@@ -47,10 +50,10 @@ def marks_of(
     server_tools: Sequence[str] = (),
     answer: frozenset[str] | None = None,
 ) -> Marks:
-    """Return a call's marks. An auxiliary call has a role of its own, or that of the sub-agent which makes it.
+    """Return a call's marks. The role of an auxiliary call is the sub-agent that makes it, else the call's purpose.
 
-    `server_tools` are the types of the tools that the server would run, which `completion.tools` lacks. `answer` has
-    the names of the fields of the JSON that the answer must be; None where it may be any text.
+    `server_tools` are the types of the tools that the server would run, which are not in `completion.tools`. `answer`
+    holds the names of the fields if the answer must be JSON; None if it may be any text.
     """
     auxiliary_call = ""
     if any(header in headers for header in _HEADERS) or _system(completion.messages).startswith(_SYSTEMS):
@@ -60,9 +63,9 @@ def marks_of(
 
 
 def _subagent(headers: HeaderMap) -> str:
-    """Return the name of the sub-agent that a harness shows in its headers, empty for the main agent.
+    """Return the name of the sub-agent according to a harness's headers, empty for the main agent.
 
-    Claude Code gives each an id; Codex a thread of its own in the session, and opencode a session with a parent.
+    Claude Code gives each sub-agent an id, Codex a separate thread in the session, opencode a session with a parent.
     """
     thread, session = headers.get(b"thread-id", b""), headers.get(b"session-id", b"")
     of_codex = thread if session and thread != session else b""
@@ -72,7 +75,7 @@ def _subagent(headers: HeaderMap) -> str:
 
 
 def _applies(rule: AuxiliaryCallRule, request: _Request) -> bool:
-    """Return whether everything that a rule names is present."""
+    """Return whether a request meets all conditions of a rule."""
     return (
         (not rule.header or rule.header in request.headers)
         and (not rule.request_kind or rule.request_kind == _request_kind(request.headers))
@@ -95,10 +98,10 @@ def _is_answer(wanted: frozenset[str], given: frozenset[str] | None) -> bool:
 
 
 def _request_kind(headers: HeaderMap) -> str:
-    """Return what Codex says that a request is, such as `turn`; nothing where it does not say it."""
+    """Return the kind that Codex gives a request, such as `turn`; empty if it gives none."""
     try:
         return decoded(_codex_turn.decode, headers.get(CODEX_TURN, b"{}")).request_kind
-    except msgspec.MsgspecError:  # somebody else's header, or not one that is understood
+    except msgspec.MsgspecError:  # the header is another program's, or of an unknown form
         return ""
 
 
@@ -108,7 +111,7 @@ def _system(messages: Sequence[ChatMessage]) -> str:
 
 
 def _last_user(messages: Sequence[ChatMessage]) -> str:
-    """Return the user's message that is to be answered; nothing when an answer or a tool's result comes after it."""
+    """Return the text of the last user message; empty if an answer or a tool's result comes after it."""
     waiting = next((message for message in reversed(messages) if message["role"] not in ("system", "developer")), None)
     return waiting.get("content") or "" if waiting is not None and waiting["role"] == "user" else ""
 

@@ -1,22 +1,22 @@
-"""How auxiliary calls look: those that a harness makes on its own account, with the key of the episode.
+"""Rules to recognize auxiliary calls, which a harness makes for its own purposes with the key of the episode.
 
-Each rule is what one harness was seen to send, in the versions of docs/decisions/0143-auxiliary-calls-and-roles.md. A
-rule must not apply to an ordinary call: an agent may have no tools, and the first call of an episode may be a title.
+Each rule describes calls observed from one harness, in the versions of
+docs/decisions/0143-auxiliary-calls-and-roles.md. A rule must not apply to an ordinary call: an agent may have no tools,
+and the first call of an episode may be a title.
 """
 
 from typing import NamedTuple
 
 
 class AuxiliaryCallRule(NamedTuple):
-    """What an auxiliary call of a harness looks like. It is one when everything that the rule names is present.
+    """The conditions for a kind of auxiliary call of a harness. A call is of this kind if it meets all of them.
 
-    `header` is the name of a header, `request_kind` that of Codex's turn metadata. `system` is how the first system
-    message begins, and `user` are sentences of the last user message. `answer` has the names of the fields of the JSON
-    that the answer must be, none for any JSON. `only_tool` is how the type of the only tool begins, which the server
-    would run.
+    `header` is the name of a header, `request_kind` the kind in Codex's turn metadata. `system` is the start of the
+    first system message, and `user` are sentences in the last user message. `answer` holds the names of the fields of
+    the JSON that is required as the answer; empty for any JSON. `only_tool` is the start of the type of the only tool,
+    which the server would run.
 
-    Each rule names a header, a kind of request, or how the system message begins, so that most calls are ruled out at
-    once.
+    Each rule has a `header`, `request_kind` or `system`, so that most calls are ruled out quickly.
     """
 
     harness: str
@@ -30,7 +30,7 @@ class AuxiliaryCallRule(NamedTuple):
     user: tuple[str, ...] = ()
 
 
-CLAUDE_SESSION = b"x-claude-code-session-id"  # on every call of Claude Code
+CLAUDE_SESSION = b"x-claude-code-session-id"  # sent with every call of Claude Code
 
 _CLAUDE_COMPACTION = (
     "CRITICAL: Respond with TEXT ONLY. Do NOT call any tools.",
@@ -47,7 +47,7 @@ _AIDER_SUMMARY = "*Briefly* summarize this partial conversation about programmin
 # The first rule that applies decides.
 AUXILIARY_CALL_RULES = (
     AuxiliaryCallRule("Claude Code", "title", CLAUDE_SESSION, without_tools=True, answer=frozenset({"title"})),
-    # The user's own request for JSON (--json-schema) comes as a tool, even where all other tools are switched off.
+    # If the user requests JSON (--json-schema), it is sent as a tool, even if all other tools are switched off.
     AuxiliaryCallRule("Claude Code", "helper", CLAUDE_SESSION, without_tools=True, answer=frozenset()),
     AuxiliaryCallRule("Claude Code", "search", CLAUDE_SESSION, only_tool="web_search_"),
     AuxiliaryCallRule("Claude Code", "compaction", CLAUDE_SESSION, user=_CLAUDE_COMPACTION),

@@ -1,1 +1,1 @@
-"""The conversations of episodes: what a request extends, by what was sampled before."""
+"""The conversations of episodes: matches each request with the sampled conversation that it extends."""

@@ -1,6 +1,6 @@
 """Requests that name earlier calls of their episode instead of repeating their conversations or answers.
 
-The log has all that is needed: each record has the messages that its parent's conversation did not have.
+The conversations are rebuilt from the log: each record holds the messages that its parent's conversation lacks.
 """
 
 from collections import OrderedDict
@@ -17,12 +17,12 @@ from bombus_gateway.text.words import strings
 
 KEPT_CHARACTERS_MAX = 32 << 20
 OVERHEAD_CHARACTERS = 1000  # of a call's objects, without their text
-_UNKNOWN = "There is no call {!r} in episode {}: each episode knows only its own calls."
-_NO_ANSWER = "Call {!r} has no answer of a chat to continue: it was cut off, or it is a plain completion."
+_UNKNOWN = "There is no call {!r} in episode {}: a request can name only calls of its own episode."
+_NO_ANSWER = "Call {!r} has no chat answer to continue: it was cut off, or it is a plain completion."
 
 
 class _Earlier(msgspec.Struct, frozen=True):
-    """What a choice of a call has more than the conversation that it continues (`parent`); the answer is the last."""
+    """The messages that a choice of a call adds to the conversation that it continues (`parent`), its answer last."""
 
     messages: tuple[ChatMessage, ...]
     characters: int
@@ -31,18 +31,18 @@ class _Earlier(msgspec.Struct, frozen=True):
 
 
 class EarlierCalls:
-    """Finds earlier calls, and keeps what was continued by name. The least recently used are dropped."""
+    """Finds earlier calls. Caches the conversations that were continued by name; drops the least recently used ones."""
 
     def __init__(self, histories: Histories) -> None:
         self._histories = histories
         self._kept: OrderedDict[tuple[str, int], _Earlier] = OrderedDict()  # by the id of the call, and the choice
-        self.characters = 0  # of all that is kept
+        self.characters = 0  # of all cached messages
 
     async def continued(self, request: CallRequest) -> CallRequest:
-        """Return the request with the answers that it refers to, and what it continues before its own messages.
+        """Return the request with the answers that it names filled in, and preceded by the conversation it continues.
 
-        A leading system message of that conversation is left out: it was the instructions of the earlier request alone.
-        Raises `InvalidField` UNKNOWN_CALL, and `Refused` when the log cannot be read.
+        A leading system message of that conversation is left out: it was the instructions of the earlier request only.
+        Raises `InvalidField` UNKNOWN_CALL, and `Refused` if the log cannot be read.
         """
         if request.completion.answers:
             request = await self._answered(request)
@@ -63,7 +63,7 @@ class EarlierCalls:
         )
 
     async def _answered(self, request: CallRequest) -> CallRequest:
-        """Return the request with the answers of earlier calls in their places. Raises like `continued`."""
+        """Return the request with the answers of the earlier calls that it names filled in. Raises like `continued`."""
         completion, claims = request.completion, request.claims
         calls = set(completion.answers.values())
         found = self._histories.conversation(claims).answers_of(calls)
@@ -84,7 +84,10 @@ class EarlierCalls:
         )
 
     async def records(self, claims: KeyClaims, call: str) -> list[CallRecord]:
-        """Return the record of an answered call of a chat, after those that it continues. Raises like `continued`."""
+        """Return the record of an answered chat call, preceded by those of the calls that it continues.
+
+        Raises like `continued`.
+        """
         ref: CallRef | None = await self._ref(claims, call)
         found: list[CallRecord] = []
         while ref is not None:
@@ -95,7 +98,7 @@ class EarlierCalls:
         return found[::-1]
 
     async def _ref(self, claims: KeyClaims, call: str, traceparent: str = "") -> CallRef:
-        """Return the place of a call, which another gateway may have recorded."""
+        """Return the reference of a call, which another gateway may have recorded."""
         conversation = self._histories.conversation(claims)
         ref = conversation.ref_of(call)
         if ref is None:
@@ -106,7 +109,7 @@ class EarlierCalls:
         return ref
 
     async def _conversation(self, claims: KeyClaims, ref: CallRef) -> list[_Earlier]:
-        """Return the conversation up to the first choice of a call, read from the log as far as it is not kept."""
+        """Return the conversation up to the first choice of a call. Parts that are not cached are read from the log."""
         place: CallRef | None = ref
         choice, found = 0, list[_Earlier]()
         while place is not None:
@@ -123,7 +126,7 @@ class EarlierCalls:
         return _Earlier(messages, characters, record.parent, record.parent_choice)
 
     def _keep(self, key: tuple[str, int], earlier: _Earlier) -> None:
-        """Keep what was used last, and drop what was not used for the longest time."""
+        """Cache an entry as the most recently used one, and drop the least recently used ones above the limit."""
         if key not in self._kept:
             self.characters += earlier.characters + OVERHEAD_CHARACTERS
         self._kept[key] = earlier
@@ -134,7 +137,7 @@ class EarlierCalls:
 
 
 def _answer(record: CallRecord, choice: int) -> ChatMessage:
-    """Return the message of a choice. Raises `InvalidField` where there is none."""
+    """Return the message of a choice. Raises `InvalidField` if there is none."""
     message = record.choices[choice].message if choice < len(record.choices) else None
     if message is None or record.status != CallStatus.COMPLETE:
         raise InvalidField(Code.UNKNOWN_CALL, "continues", _NO_ANSWER.format(record.id))

@@ -1,4 +1,4 @@
-"""An episode as a tree of messages, to find the stored conversation that a request extends. Pure."""
+"""An episode as a tree of messages, for finding the stored conversation that a request extends. Pure."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -15,14 +15,14 @@ from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.words import strings
 
 _OVERHEAD_BYTES = 1500  # of the objects of a message or an answer, without its text
-WALKS = 4  # requests that are remembered: as many agents of an episode may take turns
+WALKS = 4  # requests that are remembered: this many agents of an episode may alternate
 
 
 class Node(msgspec.Struct, frozen=True, eq=False):
-    """A conversation that ends with a sampled message, as what it adds to the one that it continues (`parent`).
+    """A conversation that ends with a sampled message, stored as its difference from the one it continues (`parent`).
 
-    `prompt_tail` and `completion` are int32; its prompt ends at token number `completion_at`. `sampled` counts the
-    tokens of all its completions, this one and those that it continues. `message` is the one that was sampled.
+    `prompt_tail` and `completion` are int32; the completion starts at token `completion_at`. `sampled` counts the
+    tokens of this completion and of all those that it continues. `message` is the sampled message.
     """
 
     ref: CallRef
@@ -31,7 +31,7 @@ class Node(msgspec.Struct, frozen=True, eq=False):
     completion: bytes = b""
     completion_at: int = 0
     parent: "Node | None" = None
-    digest: bytes = b""  # of all its messages; empty for a plain completion, which has none
+    digest: bytes = b""  # of all its messages; empty for a plain completion, which has no messages
     sampled: int = 0
     reasoning: bytes = b""  # the digest of the message's reasoning
     message: ChatMessage = {}
@@ -53,7 +53,7 @@ class Node(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def tokens(self) -> bytes:
-        """All its tokens (int32), joined anew each time: kept for each node they would grow with the turns' square."""
+        """All its tokens (int32), joined on each access: stored per node, they would take quadratic memory."""
         pieces: list[bytes] = []
         node: Node | None = self
         while node is not None:
@@ -63,55 +63,55 @@ class Node(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def memory_bytes(self) -> int:
-        """Roughly the memory that it takes, without its parent."""
+        """Roughly the memory that the node takes, without its parent."""
         return len(self.prompt_tail) + len(self.completion) + sum(map(len, strings(self.message))) + _OVERHEAD_BYTES
 
 
 class _Walk(NamedTuple):
-    """A request that was followed: each next one of a linear conversation begins with the messages of the last."""
+    """A matched request. In a linear conversation, each request begins with the messages of the previous one."""
 
     root: bytes
     stops: tuple[str, ...]
-    given: Sequence[ChatMessage]  # those that are settled
-    followed: Followed[Node]  # to the end of these
-    memory_bytes: int  # roughly the memory that they take
+    given: Sequence[ChatMessage]  # the request's settled messages
+    followed: Followed[Node]  # the match, up to the end of `given`
+    memory_bytes: int  # roughly the memory of the messages
 
 
 class Conversation:
     """The calls of one episode, as far as this gateway knows them.
 
-    `bodies` are the last ones that asked for them: they live as long, and take part of its memory.
+    `bodies` are the bodies of the latest requests for these calls. They count toward the conversation's memory.
     """
 
     def __init__(self) -> None:
-        self.stored_bytes = 0  # of the records of its calls in the log, as far as this gateway wrote or read them
+        self.stored_bytes = 0  # of the records of its calls in the log that this gateway wrote or read
         self.bodies = EarlierBodies()
         self.answers: dict[bytes, list[CallRef]] = {}  # by request digest
         self.sampled = Answers[Node]()
-        self._continued: set[tuple[int, int]] = set()  # the answers after which something was asked
-        self._continuing: Counter[tuple[int, int]] = Counter()  # those that open calls continue
-        self.continuing_count = 0  # how often an open call has continued one
-        self._plain: dict[tuple[int, int] | None, list[Node]] = {}  # by the one that each continues
+        self._continued: set[tuple[int, int]] = set()  # the answers that recorded calls continue
+        self._continuing: Counter[tuple[int, int]] = Counter()  # the answers that open calls continue
+        self.continuing_count = 0  # how often an open call has begun to continue an answer
+        self._plain: dict[tuple[int, int] | None, list[Node]] = {}  # plain completions, by the one that each continues
         self._by_call: dict[tuple[int, int], Node] = {}  # (sequence, choice)
-        self._walks: list[_Walk] = []  # never changed, only replaced: threads look through it
+        self._walks: list[_Walk] = []  # never mutated, only replaced: threads iterate over it
         self._calls_bytes = 0
 
     @property
     def memory_bytes(self) -> int:
-        """Roughly the memory that it takes, without calls too."""
+        """Roughly the memory that the conversation takes; not 0 even if it has no calls."""
         walks = sum(walk.memory_bytes for walk in self._walks)
         return _OVERHEAD_BYTES + self._calls_bytes + walks + self.bodies.memory_bytes
 
     @property
     def known(self) -> int:
-        """The answers that are known here, and the calls without one. They only become more."""
+        """The number of known answers, plus that of known calls without an answer. It never decreases."""
         return len(self._by_call)
 
     def knows(self, ref: CallRef) -> bool:
         return (ref.seq, -1) in self._by_call or (ref.seq, 0) in self._by_call
 
     def ref_of(self, call: str) -> CallRef | None:
-        """Return the place of a call that is known here, by its id."""
+        """Return the reference of the call with this id, if it is known here."""
         return next((node.ref for node in reversed(self._by_call.values()) if node.ref.id == call), None)
 
     def answers_of(self, calls: Collection[str]) -> dict[str, ChatMessage]:
@@ -124,7 +124,7 @@ class Conversation:
         return self._by_call[ref.seq, 0].prompt
 
     def follow(self, root: bytes, messages: Sequence[ChatMessage], stops: Collection[str] = ()) -> Followed[Node]:
-        """Find the longest stored conversation with which a request begins, whose chain begins with `root`."""
+        """Find the longest stored conversation that a request begins with and whose digest chain begins with `root`."""
         stops, walks = tuple(stops), self._walks
         walk = self._walk_to(root, messages, stops)
         followed = self._gone_on(walk, messages) if walk is not None else None
@@ -137,9 +137,10 @@ class Conversation:
     def follow_on(
         self, root: bytes, messages: Sequence[ChatMessage], stops: Collection[str], memory_bytes_max: int
     ) -> Followed[Node] | None:
-        """Return what `follow` does by continuing after an earlier request, or None where that is impossible.
+        """Return the result of `follow` by continuing after an earlier request.
 
-        Or where the messages that this request has more take more memory than `memory_bytes_max`.
+        Returns None if that is impossible, or if the messages after those of the earlier request take more memory than
+        `memory_bytes_max`.
         """
         stops, walks = tuple(stops), self._walks
         walk = self._walk_to(root, messages, stops)
@@ -153,30 +154,30 @@ class Conversation:
     def _gone_on(self, walk: _Walk, messages: Sequence[ChatMessage]) -> Followed[Node] | None:
         """Continue matching where an earlier request stopped. Return None if that finds no further answer.
 
-        Of equal answers, the one that it goes on with may be another by now.
+        In that case, a new match may now prefer another one of several equal answers.
         """
         followed = follow(self, walk.root, messages, walk.stops, walk.followed)
         return None if followed.count == walk.followed.settled.count else followed
 
     def _remember(self, walks: list[_Walk], before: _Walk | None, new: _Walk) -> None:
-        """Remember a request in place of the one `before` that it continues.
+        """Remember a request in place of the request `before` that it continues.
 
-        Not if `walks` were forgotten meanwhile: large requests are followed in threads.
+        Does nothing if the walks were changed since `walks` was read: large requests are matched in threads.
         """
         if self._walks is walks:
             self._walks = [*(each for each in walks if each is not before), new][-WALKS:]
 
     def is_continued(self, node: Node) -> bool:
-        """Return whether something was asked after an answer."""
+        """Return whether any call, recorded or open, continues an answer."""
         key = node.ref.seq, node.choice
         return key in self._continued or key in self._continuing
 
     def is_call_continued(self, ref: CallRef) -> bool:
-        """Return whether something was asked after any answer of a call."""
+        """Return whether any call, recorded or open, continues an answer of this call."""
         return any(seq == ref.seq for seq, _ in (*self._continued, *self._continuing))
 
     def _walk_to(self, root: bytes, messages: Sequence[ChatMessage], stops: tuple[str, ...]) -> _Walk | None:
-        """Return the earlier request with the most settled messages of those with which this one begins."""
+        """Return the earlier request with the most settled messages, all of which this request begins with."""
         fitting = [
             walk
             for walk in self._walks
@@ -185,19 +186,19 @@ class Conversation:
         return max(fitting, key=lambda walk: len(walk.given), default=None)
 
     def forget_walks(self) -> None:
-        """Let the next request be followed from its first message."""
+        """Make the next request be matched from its first message."""
         self._walks = []
 
     def begin_continuing(self, node: Node) -> None:
-        """Let an answer count as continued until `end_continuing`, so that an equal one is taken for the next request.
+        """Mark an answer as continued until `end_continuing`, so that the next request is matched with an equal one.
 
-        Once the call is recorded, that is so for good.
+        Once the call is recorded, the answer stays marked.
         """
         self._continuing[node.ref.seq, node.choice] += 1
         self.continuing_count += 1
 
     def end_continuing(self, node: Node) -> None:
-        """Take back what `begin_continuing` did."""
+        """Undo one `begin_continuing`."""
         key = node.ref.seq, node.choice
         self._continuing[key] -= 1
         if not self._continuing[key]:
@@ -207,7 +208,7 @@ class Conversation:
         """Return the plain completion whose tokens are the longest stored prefix of `prompt` (int32)."""
         longest: Node | None = None
         found = [(node, 0) for node in self._plain.get(None, ())]
-        for node, at in found:  # which grows by those that continue one that fits
+        for node, at in found:  # grows while iterating, by the completions that continue a matching one
             own = node.prompt_tail + node.completion
             if prompt.startswith(own, at):
                 longest = node if longest is None or node.count > longest.count else longest
@@ -239,14 +240,14 @@ class Conversation:
             self.answers.setdefault(record.request_digest, []).append(ref)
 
     def _unknown(self, node: Node | None) -> Iterator[Node]:
-        """Yield a node and those that it continues, as far as this conversation never had them."""
+        """Yield a node and the ones that it continues, up to the first whose call is known here."""
         while node is not None and not self.knows(node.ref):
             yield node
             node = node.parent
 
     def add_stored(self, ref: CallRef, record: CallRecord) -> None:
         """Add a call that was read from the log. Raises `KeyError` unless its parent was added before."""
-        self.forget_walks()  # what they did not find may be here
+        self.forget_walks()  # they may have missed this call
         if record.parent is None:
             parent, before = None, root_digest(record.tools, record.chat_template_kwargs)
         else:
@@ -258,7 +259,7 @@ class Conversation:
 
 
 def _node(ref: CallRef, index: int, record: CallRecord, parent: Node | None, digest: bytes) -> Node:
-    """Return a choice of a call that continues `parent`, with the digest of the conversation up to it."""
+    """Return the node of a choice of a call that continues `parent`; `digest` is that of the whole conversation."""
     choice, message = record.choices[index], record.choices[index].message
     return Node(
         ref,
@@ -281,7 +282,7 @@ def _walked(
     followed: Followed[Node],
     before: _Walk | None,
 ) -> _Walk:
-    """Return what to remember of a request that was followed from where the request `before` was."""
+    """Return the walk to remember for a request whose matching continued after the request `before`, if any."""
     settled = followed.settled
     given, taken = messages[: settled.given], settled.taken
     kept = Followed(followed.messages[:taken], followed.digests[:taken], settled=settled)

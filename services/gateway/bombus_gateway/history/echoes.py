@@ -1,8 +1,8 @@
-"""Finds in the messages of a request the answers that were sampled, however their harness has written them. Pure.
+"""Finds the sampled answers in the messages of a request, even if their harness has rewritten them. Pure.
 
-An answer is looked for only where it was sampled: after the same messages. There its call ids tell it, which nearly
-all harnesses echo unchanged, else its words. What was sampled then takes the place of what came back: it is what the
-model has said, and what is trained.
+An answer is looked for only at the place where it was sampled: after the same messages. It is recognized by its call
+ids, which nearly all harnesses echo unchanged, else by its words. The echo is then replaced by the sampled message,
+which is the one that the model wrote and is trained on.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -17,22 +17,24 @@ from bombus_gateway.text.message import ChatMessage, is_ours
 
 
 class SampledEpisode(Protocol[AnswerT]):
-    """What was sampled in an episode, and what was asked after it."""
+    """The answers that were sampled in an episode, and which of them were continued."""
 
     @property
     def sampled(self) -> Answers[AnswerT]: ...
 
     def is_continued(self, answer: AnswerT) -> bool:
-        """Return whether a request has continued after an answer."""
+        """Return whether a request has continued an answer."""
         ...
 
 
-PARTS_MAX = 32  # of an answer without ids that comes back in several messages
+PARTS_MAX = 32  # the most messages into which a harness may split an answer without call ids
 
 
 class Echo(msgspec.Struct, frozen=True):
-    """What a request has in place of one answer: the answer's parts in one message, the results of its calls, and how
-    many messages of the request these are.
+    """One answer as it appears in a request.
+
+    `message` joins the parts of the answer, `results` are the results of its calls that lie between these parts, and
+    `count` is the number of messages of the request that both take.
     """
 
     message: ChatMessage
@@ -41,9 +43,10 @@ class Echo(msgspec.Struct, frozen=True):
 
 
 class Settled(msgspec.Struct, Generic[AnswerT], frozen=True):
-    """What is known of the first `given` messages of a request, and does not depend on those that come after them.
+    """The part of a match that does not depend on later messages: it covers the first `given` messages of a request.
 
-    They became the first `taken` of what was followed, of which `count` end with one of the `candidates`.
+    They correspond to the first `taken` of the matched messages. The first `count` of those end with one of the
+    `candidates`.
     """
 
     given: int = 0
@@ -53,12 +56,12 @@ class Settled(msgspec.Struct, Generic[AnswerT], frozen=True):
 
 
 class Followed(msgspec.Struct, Generic[AnswerT], frozen=True):
-    """The messages of a request with what was sampled in place of its echoes, and the digest of each prefix of them.
+    """The messages of a request with its echoes replaced by the sampled answers, and the digest of each prefix.
 
-    The first `count` of them end with the last answer that was found. Without one there is nothing to extend.
-    `candidates` are the answers that this may be, which all have the same words, the likeliest first. With `doubt`, a
-    message says of itself that it is another answer than the one it was taken for, whose words are the same. `settled`
-    is what a longer request need not look at again.
+    The first `count` messages end with the last answer that was found. If none was found, there is nothing to extend.
+    `candidates` are the answers that it may be, all with the same words, the likeliest first. `doubt`: an id or the
+    reasoning of some message says that it is not the answer it was matched with, but another with the same words.
+    `settled` is the part that a longer request need not match again.
     """
 
     messages: Sequence[ChatMessage] = ()
@@ -84,10 +87,10 @@ def follow(
     stops: Collection[str] = (),
     before: Followed[AnswerT] | None = None,
 ) -> Followed[AnswerT]:
-    """Follow a conversation that begins with `root` along the answers that were sampled after each of its prefixes.
+    """Match the messages of a conversation that begins with `root` with the answers sampled after each of its prefixes.
 
-    `stops` are the request's stop strings: some harnesses put the one that ended an answer back. `before` is what an
-    earlier request with the same root and stops was followed to, whose settled messages this one begins with.
+    `stops` are the request's stop strings: some harnesses append the one that ended an answer to it. `before` is the
+    match of an earlier request with the same root and stops, whose settled messages this request begins with.
     """
     before = before or _NOTHING
     settled = before.settled
@@ -109,7 +112,7 @@ def follow(
             taken.append(_with_id(message, ids))
             digests.append(reached := next_digest(reached, message))
         at += turn.count
-    # How an answer's parts are put together may depend on what follows them, but not on what follows a later answer.
+    # How an answer's parts are joined may depend on the messages after them, but not on those after a later answer.
     if messages[-1]["role"] == "assistant":
         settled = Settled()
     return Followed(taken, digests, count, candidates, doubt, settled)
@@ -118,7 +121,7 @@ def follow(
 def _echoed(
     episode: SampledEpisode[AnswerT], reached: bytes, messages: Sequence[ChatMessage], at: int, stops: Collection[str]
 ) -> tuple[Echo, Sequence[AnswerT]]:
-    """Return what the messages from `at` on echo, and the answers that this may be, if there are any."""
+    """Return the echo that begins with message `at`, and the answers that it may be, if there are any."""
     sampled = episode.sampled
     if messages[at]["role"] == "assistant" and sampled.after(reached):
         named = sampled.with_ids(reached, _first_id(messages, at))
@@ -130,16 +133,17 @@ def _echoed(
 
 
 def _first_id(messages: Sequence[ChatMessage], at: int) -> list[str]:
-    """Return the first id of a call in the parts of an answer from `at` on, if any has calls."""
+    """Return a list of the first call id in the answer whose parts begin at `at`; empty if it has no calls."""
     parts = takewhile(lambda message: message["role"] == "assistant", messages[at : at + PARTS_MAX])
     return next((ids[:1] for part in parts if (ids := call_ids(part))), [])
 
 
 def _turns(named: Sequence[Sampled], messages: Sequence[ChatMessage], at: int) -> Iterator[Echo]:
-    """Yield the ways to read an answer from the messages from `at` on: one message, or several that were one.
+    """Yield the ways to read the messages from `at` on as one answer: a single message, or several joined.
 
-    Some harnesses write the parts of an answer as messages of their own, and some put the result of each call behind
-    it. What the ids of one answer hold together comes first: of those that have the id of the first call, `named`.
+    Some harnesses write each part of an answer as a separate message, and some put the result of each call right after
+    it. The first ways yielded join the messages with the call ids of one of the answers `named`, which have the id of
+    the first call.
     """
     for held in {frozenset(ids): None for answer in named if len(ids := call_ids(answer.message)) > 1}:
         together = _held_together(messages, at, held)
@@ -154,10 +158,10 @@ def _turns(named: Sequence[Sampled], messages: Sequence[ChatMessage], at: int) -
 
 
 def _held_together(messages: Sequence[ChatMessage], at: int, ids: Collection[str]) -> Echo:
-    """Return the parts of an answer with calls of these ids, from `at` on, and the results that lie between them.
+    """Return the echo that joins the parts, from `at` on, of an answer with these call ids, and the results in between.
 
-    An id that comes again belongs to a later answer: some models number the calls of each answer from 0. So does a
-    message without calls that has results before it, or right after it.
+    A repeated id belongs to a later answer: some models number the calls of each answer from 0. A message without calls
+    also belongs to a later answer if it has results before it or right after it.
     """
     parts: list[ChatMessage] = []
     results: list[ChatMessage] = []
@@ -183,7 +187,7 @@ def _held_together(messages: Sequence[ChatMessage], at: int, ids: Collection[str
 
 
 def _joined(parts: Sequence[ChatMessage]) -> ChatMessage:
-    """Return one message of several parts of it."""
+    """Join the parts of an answer into one message."""
     message: ChatMessage = {"role": "assistant", "content": "".join(part.get("content") or "" for part in parts)}
     reasoning = "".join(part.get("reasoning_content") or "" for part in parts)
     calls = [call for part in parts for call in part.get("tool_calls") or ()]
@@ -198,24 +202,24 @@ def _joined(parts: Sequence[ChatMessage]) -> ChatMessage:
 
 
 def _unnamed(message: ChatMessage) -> ChatMessage:
-    """Return a message without the name of the answer that it claims to be."""
+    """Return a message without the name of the answer that it claims to be (`answer_of`)."""
     if "answer_of" not in message:
         return message
     return {key: value for key, value in message.items() if key != "answer_of"}
 
 
 def _with_id(message: ChatMessage, ids: Mapping[str, str]) -> ChatMessage:
-    """Return a message with the id that its call has now: `ids` are those of an answer, by those of its echo."""
+    """Return a message with its call id replaced: `ids` maps the call ids of an echo to those of the sampled answer."""
     given = message.get("tool_call_id")
     own = ids.get(given, given) if given is not None else None
     return message if own == given else message | {"tool_call_id": own}
 
 
-# ---- what tells an answer --------------------------------------------------------------------------------------------
+# ---- distinguishing answers with the same words ----------------------------------------------------------------------
 
 
 def _is_of_another(echo: ChatMessage, same: Sequence[Sampled]) -> bool:
-    """Return whether an echo names another answer than each of these with its words, by an id of ours or reasoning."""
+    """Return whether an echo's reasoning, or an id that the gateway made, matches none of these answers."""
     reasoning = _reasoning(echo)
     ours = {id for id in call_ids(echo) if is_ours(id)}
     return not any(
@@ -227,17 +231,17 @@ def _is_of_another(echo: ChatMessage, same: Sequence[Sampled]) -> bool:
 
 
 def _reasoning(echo: ChatMessage) -> bytes | None:
-    """Return the digest of an echo's reasoning, if it has any."""
+    """Return the digest of an echo's reasoning, or None if it has none."""
     return reasoning_digest(echo) if echo.get("reasoning_content") else None
 
 
 def _by_likelihood(
     same: Sequence[AnswerT], echo: ChatMessage, is_continued: Callable[[AnswerT], bool]
 ) -> Sequence[AnswerT]:
-    """Return those of several answers that an echo may be: those with its reasoning, else all of them.
+    """Return the answers that an echo may be: those with its reasoning, else all of them.
 
-    Those without a continuation come first, so that sub-agents that ask the same and are answered the same each go on
-    with an answer of their own.
+    Answers that were not continued come first, so that sub-agents with equal requests and answers each continue a
+    different answer.
     """
     if len(same) == 1:
         return same

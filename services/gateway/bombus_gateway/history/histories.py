@@ -1,4 +1,4 @@
-"""The conversations of open episodes: cached, and read from the log where another gateway served them (R10)."""
+"""The conversations of open episodes: cached, and read from the log if another gateway served them (R10)."""
 
 import asyncio
 import logging
@@ -24,29 +24,29 @@ from bombus_gateway.settings import GatewaySettings
 log = logging.getLogger(__name__)
 
 LOOKUP_S_MAX = 10.0
-FEW = 128  # conversations, among which none is looked for whose episode is over
-READ_AT_ONCE = 16  # calls
+FEW = 128  # conversations; with fewer, none is dropped because its episode is over
+READ_AT_ONCE = 16  # calls that are read from the log in one request
 _Key = tuple[str, int, str]  # engine, run, episode
 
 
 class Histories:
-    """A cache of conversations. The least recently used are dropped when they take too much memory: the log has all.
+    """A cache of conversations. The least recently used are dropped if they take too much memory: all are in the log.
 
-    One that was dropped while a call holds it is found again, so an episode never has two.
+    A dropped conversation that a call still references is reused, so that an episode never has two.
     """
 
     def __init__(
         self, bus: Bus, settings: GatewaySettings, workers: Workers, is_over: Callable[[str, int, str], bool]
     ) -> None:
-        """`is_over` says whether the episode of an engine and a run, all by name or number, is known to be over."""
+        """`is_over` takes an engine, a run number and an episode; it says whether the episode is known to be over."""
         self._bus = bus
         self._workers = workers
         self._is_over = is_over
-        self._many = FEW  # conversations, at which those of episodes that are over are dropped
+        self._many = FEW  # with this many conversations, those of ended episodes are dropped
         self._bytes_max = settings.history_mb_max << 20
         self._lookup_s_max = min(LOOKUP_S_MAX, settings.bus_timeout_s)
         self._conversations: OrderedDict[_Key, Conversation] = OrderedDict()
-        self._alive: WeakValueDictionary[_Key, Conversation] = WeakValueDictionary()  # those that were dropped too
+        self._alive: WeakValueDictionary[_Key, Conversation] = WeakValueDictionary()  # including dropped ones in use
         self._reading: WeakValueDictionary[_Key, asyncio.Lock] = WeakValueDictionary()
         self._counted: dict[_Key, int] = {}  # bytes of each of the cached conversations
         self.bytes = 0  # their sum
@@ -65,7 +65,7 @@ class Histories:
         return found
 
     def _drop_those_over(self) -> None:
-        """Drop the conversations of ended episodes when there are twice as many as were left last time."""
+        """Drop the conversations of ended episodes once there are twice as many as were left the last time."""
         if len(self._conversations) < self._many:
             return
         for key in [key for key in self._conversations if self._is_over(*key)]:
@@ -74,7 +74,7 @@ class Histories:
         self._many = 2 * max(len(self._conversations), FEW // 2)
 
     def account_for(self, claims: KeyClaims) -> None:
-        """Account for what the conversation of a key's episode takes up now, if it is still cached."""
+        """Update the recorded size of a key's conversation, if it is cached, and drop others while over the limit."""
         key = _key(claims)
         found = self._conversations.get(key)
         if found is not None:
@@ -88,11 +88,11 @@ class Histories:
         self._counted[key] = conversation.memory_bytes
 
     async def follow(self, request: CallRequest) -> Followed[Node]:
-        """Find what the messages of a request extend: in a thread where much of it is new.
+        """Find the conversation that the messages of a request extend, in a thread if many of them are new.
 
-        An assistant's message that is not known here may be one that another gateway sampled: the log is read before it
-        counts as the harness's own, or as an answer that only says the same. Raises `Refused` BUS_DOWN when the log
-        cannot be read.
+        An assistant's message that is not known here may have been sampled by another gateway. So the log is read
+        before it is considered written by the harness, or matched with an answer that only has the same words. Raises
+        `Refused` BUS_DOWN if the log cannot be read.
         """
         claims, completion = request.claims, request.completion
         conversation = self.conversation(claims)
@@ -112,9 +112,10 @@ class Histories:
             self.account_for(claims)
 
     async def read_log(self, claims: KeyClaims, traceparent: str = "") -> None:
-        """Add the calls that only the log has. Raises `Refused`.
+        """Add the calls of a key's episode that are in the log but not known here. Raises `Refused`.
 
-        One request at a time does that for an episode, a few calls at once, so that other requests go on meanwhile.
+        Only one request at a time does this for an episode. It reads a few calls at once, so that other requests are
+        not delayed.
         """
         conversation = self.conversation(claims)
         reading = self._reading.setdefault(_key(claims), asyncio.Lock())
@@ -125,25 +126,26 @@ class Histories:
                 for first in range(0, len(missing), READ_AT_ONCE):
                     refs = missing[first : first + READ_AT_ONCE]
                     for ref, (record, size) in zip(refs, await self._stored(claims, refs)):
-                        if not conversation.knows(ref):  # it may have been answered here meanwhile
+                        if not conversation.knows(ref):  # this gateway may have added it during the read
                             conversation.add_stored(ref, record)
                             conversation.stored_bytes += size
         except KeyError as error:
             raise Refused(
-                Code.BUS_DOWN, f"A call of this episode continues one that is not in the log: {error}"
+                Code.BUS_DOWN, f"A call of this episode continues a call that is not in the log: {error}"
             ) from error
         finally:
             self.account_for(claims)
 
     async def records(self, claims: KeyClaims, refs: Sequence[CallRef]) -> list[CallRecord]:
-        """Return the records at these places, checked against their digests.
+        """Return the records of these calls, checked against their digests.
 
-        Raises `Refused` BUS_DOWN: earlier turns are never rendered again, since the tokens could differ.
+        Raises `Refused` BUS_DOWN if they cannot be read: earlier turns are never re-rendered, since the tokens could
+        differ.
         """
         return [record for record, _ in await self._stored(claims, refs)]
 
     async def _stored(self, claims: KeyClaims, refs: Sequence[CallRef]) -> list[tuple[CallRecord, int]]:
-        """Return the records at these places with their sizes in bytes. Raises `Refused` like `records`."""
+        """Return the records of these calls with their sizes in bytes. Raises `Refused` like `records`."""
         try:
             stored = await self._bus.get_many(self._bus.subjects.calls_stream, [ref.seq for ref in refs])
 
@@ -177,7 +179,7 @@ def _found(conversation: Conversation, completion: CompletionRequest) -> Followe
 
 
 def _found_at_once(conversation: Conversation, request: CallRequest) -> Followed[Node] | None:
-    """Return what `_found` does for a large request of which little is new, or None."""
+    """Return the result of `_found` for a large request of which little is new; None for other requests."""
     if request.body_bytes <= INLINE_BYTES_MAX or request.read_bytes > READ_BYTES_MAX:
         return None
     completion = request.completion
@@ -186,7 +188,7 @@ def _found_at_once(conversation: Conversation, request: CallRequest) -> Followed
 
 
 def _may_be_elsewhere(found: Followed[Node]) -> bool:
-    """Whether another gateway may know of an answer that was not found here."""
+    """Whether the request may contain an answer that was sampled by another gateway."""
     return found.doubt or any(message["role"] == "assistant" for message in found.messages[found.count :])
 
 

@@ -1,7 +1,7 @@
-"""What makes two messages, and two conversations, the same one. Pure.
+"""Digests that identify messages and conversations. Pure.
 
-A conversation is named by a chain of digests, one for each prefix of its messages. Harnesses make their own ids,
-formatting and names and leave reasoning out: none of that changes a digest.
+A conversation is identified by a chain of digests, one for each prefix of its messages. Harnesses change ids,
+formatting and names, and leave reasoning out: none of these changes a digest.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,16 +13,16 @@ import msgspec
 from bombus.hive.records import DIGEST_BYTES
 from bombus_gateway.text.message import ChatMessage
 
-EXACT_MAX = 2.0**53  # up to this, a float has every whole number
+EXACT_MAX = 2.0**53  # up to this, floats represent every whole number exactly
 
 _encode = msgspec.msgpack.Encoder().encode
 _encode_sorted = msgspec.json.Encoder(order="sorted").encode
 
 
 def root_digest(tools: Sequence[Mapping[str, Any]], variables: Mapping[str, bool | int | float | str]) -> bytes:
-    """Return the digest that a conversation's chain begins with: that of its tools, and of the template's variables.
+    """Return the digest that a conversation's chain begins with, of its tools and of the template's variables.
 
-    So a conversation is only continued with the variables with which it was rendered.
+    It ensures that a conversation is only continued with the tools and variables with which it was rendered.
     """
     if variables:
         return blake2b(_encode_sorted({"tools": tools, "variables": variables}), digest_size=DIGEST_BYTES).digest()
@@ -30,7 +30,7 @@ def root_digest(tools: Sequence[Mapping[str, Any]], variables: Mapping[str, bool
 
 
 def next_digest(before: bytes, message: ChatMessage) -> bytes:
-    """Return the digest of a conversation that is longer by `message`.
+    """Return the digest of a conversation with the digest `before`, followed by `message`.
 
     Ids of tool calls, the formatting of their arguments, reasoning and an assistant's name do not change the digest.
     """
@@ -44,12 +44,12 @@ def next_digest(before: bytes, message: ChatMessage) -> bytes:
 
 
 def words_digest(before: bytes, words: str, message: ChatMessage) -> bytes:
-    """Return the digest of a conversation, the words of an answer after it, and the calls of that message."""
+    """Return the digest of the conversation `before`, the words of an answer after it, and the calls of that answer."""
     return blake2b(before + _encode((words, named_calls(message))), digest_size=DIGEST_BYTES).digest()
 
 
 def reasoning_digest(message: ChatMessage) -> bytes:
-    """Return the digest of a message's reasoning, which tells answers apart that are otherwise equal."""
+    """Return the digest of a message's reasoning, which distinguishes answers that are otherwise equal."""
     return blake2b((message.get("reasoning_content") or "").encode(), digest_size=DIGEST_BYTES).digest()
 
 
@@ -59,18 +59,18 @@ def call_ids(message: ChatMessage) -> list[str]:
 
 
 def named_calls(message: ChatMessage) -> list[tuple[str, bytes | str]]:
-    """Return the calls that a message makes by their names, with their arguments however these are written."""
+    """Return the name and the normalized arguments of each call that a message makes."""
     calls = message.get("tool_calls") or ()
     return [(call["function"]["name"], _normalized(call["function"]["arguments"])) for call in calls]
 
 
 def words_of(message: ChatMessage) -> str:
-    """Return the text of a message without regard to how its white space is written."""
+    """Return the text of a message with each run of white space as one space."""
     return " ".join((message.get("content") or "").split())
 
 
 def _normalized(arguments: str) -> bytes | str:
-    """Return arguments as JSON in one form; none at all, as text, null or an object, are the same."""
+    """Return arguments as normalized JSON, or as given if not JSON. Empty text, null and `{}` are all the same."""
     try:
         value = _whole(msgspec.json.decode(arguments)) if arguments.strip() else {}
         return _encode_sorted({} if value is None else value)
@@ -79,7 +79,7 @@ def _normalized(arguments: str) -> bytes | str:
 
 
 def _whole(value: Any) -> Any:
-    """Return a value of JSON with whole numbers as integers: 1.0 is 1 in JavaScript, which echoes it so."""
+    """Return a JSON value with whole floats as integers: JavaScript harnesses echo 1.0 as 1."""
     if isinstance(value, dict):
         return {key: _whole(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -34,7 +34,7 @@ from bombus_gateway.text.thinking import NEAREST, NO_EFFORT
 # ---- requests -----------------------------------------------------------------------------------------------------
 
 _PARTS = array_of(object_of(type=one_of("text"), text=str))
-_TEXTS = any_of(str, _PARTS) | {"description": "text, or parts of type text; others are not understood"}
+_TEXTS = any_of(str, _PARTS) | {"description": "text, or parts of type text; other parts are not supported"}
 _CALLED = object_of(name=Name, arguments={"type": "string", "description": "JSON"})
 _CALL = object_of(id=Name, type=one_of("function"), function=_CALLED)
 _ASSISTANT = object_of(
@@ -71,12 +71,12 @@ _CHAT = request_of(
     logprobs={"default": False},
     top_logprobs={"description": "only with logprobs"},
     chat_template_kwargs={
-        "description": "variables of the chat template, which win over the job's; where the job allows them",
+        "description": "variables of the chat template, which override the job's; only if the job allows them",
         "maxProperties": VARIABLES_MAX,
     },
     reasoning_effort={
         **one_of(NO_EFFORT, *NEAREST),
-        "description": "given to the chat template, by the names that it reads",
+        "description": "passed to the chat template, in the variables that it reads",
     },
 ) | {
     "dependentRequired": {"tool_choice": ["tools"], "top_logprobs": ["logprobs"]},
@@ -118,7 +118,7 @@ _USAGE = object_of(
 
 
 def _completion_of(kind: str, **choice: Described) -> JsonSchema:
-    """Describe the answer of a model call, with what is in its choices."""
+    """Describe the answer of a model call, with the given fields in its choices."""
     finish = one_of("stop", "length", "tool_calls")
     return object_of(
         id=str,
@@ -129,7 +129,7 @@ def _completion_of(kind: str, **choice: Described) -> JsonSchema:
         usage=_USAGE,
         system_fingerprint={
             **any_of(str, None),
-            "description": "bombus-V, or bombus-V-W where policy versions V to W sampled it",
+            "description": "bombus-V, or bombus-V-W if it was sampled by policy versions V to W",
         },
     )
 
@@ -144,7 +144,7 @@ def add_openai_paths(document: JsonSchema, prefixes: Sequence[str]) -> None:
     tokens, text = answered("The tokens", "TokenizedText"), answered("The text", "DetokenizedText")
     tokenize = agents.route("The tokens of a text or chat, as in vLLM", tokens, _TOKENIZE)
     detokenize = agents.route("The text of tokens, as in vLLM", text, request_of(DetokenizeBody))
-    one = models("A model, by any name that calls may give", answered("The model", "OpenAIModel"), place="model")
+    one = models("A model, by any name that calls may use", answered("The model", "OpenAIModel"), place="model")
     routes = {
         "/v1/chat/completions": {"post": agents.route("Chat", called("ChatCompletion"), _CHAT)},
         "/v1/completions": {"post": agents.route("Plain completion", called("TextCompletion"), _COMPLETION)},

@@ -1,8 +1,8 @@
-"""The requests of OpenAI's SDK: decoded strictly, and turned into a neutral `CompletionRequest`. Pure.
+"""The requests of OpenAI's SDK: decoded strictly, and converted to a neutral `CompletionRequest`. Pure.
 
-A parameter that does not change what is sampled may have any value. A client may ask how tokens are drawn; the job
-decides. What nobody here can do, and what nobody here knows, is listed as `unsupported`: the job says whether that
-is refused or left out. Unknown fields of messages do not count.
+Parameters that do not affect sampling may have any value. A client may request sampling parameters; the job decides
+whether they are used. Unsupported and unknown parameters are listed as `unsupported`: the job decides whether they are
+refused or ignored. Unknown fields of messages are always ignored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,13 +39,13 @@ from bombus_gateway.decoding.json_parts import RememberedParts
 from bombus_gateway.decoding.parameters import AnswerLength, ModelName, Name, Streamed, Temperature, TopP
 from bombus_gateway.text.message import ChatMessage
 
-Unused = Any  # a known name whose value is only checked, or does not matter
+Unused = Any  # for a known field whose value is only checked, or does not matter
 
 
 class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request of either route: the neutral part, and what only the response needs.
+    """A request of either route: the neutral part, and the fields that only the response needs.
 
-    `prefix` is the beginning of the body that the next request of the conversation need not read again.
+    `prefix` is the beginning of the body, which the next request of the conversation need not re-read.
     """
 
     completion: CompletionRequest
@@ -158,7 +158,7 @@ class _Messages(NamedTuple):
 
 
 class _ReadTools(NamedTuple):
-    """The functions that the model may call, and what is no function."""
+    """The functions that the model may call, and the unsupported parts of the tools."""
 
     functions: tuple[dict[str, Any], ...]
     unsupported: tuple[Unsupported, ...]
@@ -171,7 +171,7 @@ _completion = BodyDecoder(CompletionBody, "prompt")
 
 
 def read_chat(body: bytes, before: BodyPrefix = NOTHING_READ) -> OpenAIRequest:
-    """Decode the body of `POST /v1/chat/completions`, which begins with what was read `before`.
+    """Decode the body of `POST /v1/chat/completions`, which begins with the prefix `before`, read earlier.
 
     Raises `Refused`, naming the parameter.
     """
@@ -184,7 +184,7 @@ def read_chat(body: bytes, before: BodyPrefix = NOTHING_READ) -> OpenAIRequest:
         raise BadParameter(Code.MALFORMED, "top_logprobs", "top_logprobs needs logprobs to be true.")
     if found.max_tokens and found.max_completion_tokens and found.max_tokens != found.max_completion_tokens:
         raise BadParameter(
-            Code.MALFORMED, "max_tokens", "max_tokens and max_completion_tokens differ: give only one of them."
+            Code.MALFORMED, "max_tokens", "max_tokens and max_completion_tokens differ: send only one of them."
         )
     thinking, unthought = thinking_of_effort("reasoning_effort", found.reasoning_effort)
     demands, unmet = split_asked(
@@ -280,22 +280,22 @@ def _check_stream_options(found: _Common) -> None:
 
 
 def _beyond_chat(found: ChatBody) -> list[Unsupported]:
-    """Return what is asked for that would change the answer, in ways that are not supported."""
+    """Return the unsupported parameters that would change the answer."""
     asked = (
         ("functions", bool(found.functions), "it is the old form of tools; send tools"),
         ("function_call", found.function_call not in (None, "none", "auto"), "it is the old form of tool_choice"),
-        ("modalities", found.modalities not in (None, ["text"]), "this is a model of text"),
+        ("modalities", found.modalities not in (None, ["text"]), "the model only generates text"),
         ("verbosity", found.verbosity not in (None, "medium"), "the model has no such setting"),
-        ("service_tier", found.service_tier not in (None, "auto", "default"), "there is only one"),
-        ("audio", found.audio is not None, "this is a model of text"),
-        ("prediction", found.prediction is not None, "nothing is predicted"),
-        ("web_search_options", found.web_search_options is not None, "nothing is searched"),
+        ("service_tier", found.service_tier not in (None, "auto", "default"), "there is only one tier"),
+        ("audio", found.audio is not None, "the model only generates text"),
+        ("prediction", found.prediction is not None, "predicted outputs are not used"),
+        ("web_search_options", found.web_search_options is not None, "there is no web search"),
     )
     return [Unsupported(name, why) for name, is_asked, why in asked if is_asked]
 
 
 def _forced_call(choice: str | dict[str, Any] | None, tools: Sequence[Mapping[str, Any]]) -> Asked | None:
-    """Return what a choice of tools asks for; None where the model may answer as it likes."""
+    """Return the requirement of a tool choice; None if the model is free to call a tool or not."""
     match choice:
         case None | "auto" | "none":
             return None
@@ -306,7 +306,7 @@ def _forced_call(choice: str | dict[str, Any] | None, tools: Sequence[Mapping[st
         case {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [*allowed]}}:
             return demand_of_calls("tool_choice", tools, [_name_of(tool) for tool in allowed])
         case _:
-            return Unsupported("tool_choice", "this choice of tools is not known here")
+            return Unsupported("tool_choice", "this tool choice is not known here")
 
 
 def _name_of(tool: Any) -> str | None:
@@ -317,7 +317,7 @@ def _name_of(tool: Any) -> str | None:
 
 
 def _form_of_answer(response_format: dict[str, Any] | None) -> Asked | None:
-    """Return what a format asks for; None where the answer may be any text."""
+    """Return the requirement of a response format; None if the answer may be any text."""
     match response_format:
         case None | {"type": "text"}:
             return None
@@ -326,12 +326,12 @@ def _form_of_answer(response_format: dict[str, Any] | None) -> Asked | None:
         case {"type": "json_schema", "json_schema": {**form}}:
             return demand_of_json("response_format", form.get("schema", ANY_OBJECT))
         case _:
-            return Unsupported("response_format", "answers are text, json_object or json_schema")
+            return Unsupported("response_format", "the type must be text, json_object or json_schema")
 
 
 def _stops(stop: str | list[str | int] | None, more: Sequence[int]) -> tuple[tuple[str, ...], tuple[int, ...]]:
     given = [stop] if isinstance(stop, str) else stop or []
-    texts = [each for each in given if isinstance(each, str) and each]  # an empty text ends nothing
+    texts = [each for each in given if isinstance(each, str) and each]  # empty stop texts are ignored
     return stop_strings(texts, "stop"), stop_tokens([*(each for each in given if isinstance(each, int)), *more], "stop")
 
 
@@ -341,7 +341,7 @@ def _prompt(prompt: str | list[Any]) -> str | list[int]:
     if not prompt:
         raise BadParameter(Code.MALFORMED, "prompt", "prompt is empty.")
     if isinstance(prompt, list) and not all(type(token) is int and token >= 0 for token in prompt):
-        _refuse("prompt", "send one text, or the token ids of one; several prompts are several requests")
+        _refuse("prompt", "send one text, or the token ids of one; send several prompts as separate requests")
     return prompt
 
 
@@ -356,7 +356,7 @@ def _read_messages(before: _Messages | None, items: Sequence[bytes], at: int) ->
 
 
 def _message(found: _Message, place: str, left_out: list[Unsupported]) -> ChatMessage:
-    """Return a message with its text as content, null only beside calls."""
+    """Return a message with its text as content, which is None only if the message has calls and no content."""
     _check_role(found, place)
     if found.audio:
         left_out.append(Unsupported(f"{place}.audio", "only text and tool calls are understood", is_content=True))
@@ -380,13 +380,13 @@ def _message(found: _Message, place: str, left_out: list[Unsupported]) -> ChatMe
 
 
 def _check_role(found: _Message, place: str) -> None:
-    """Refuse old forms, and what belongs to messages of other roles."""
+    """Refuse deprecated forms, and fields that do not fit the role of the message."""
     if found.role == "function":
         _refuse(f"{place}.role", "'function' is the old form of 'tool'")
     if found.function_call:
         _refuse(f"{place}.function_call", "it is the old form of tool_calls")
     if found.tool_calls and found.role != "assistant":
-        raise BadParameter(Code.MALFORMED, f"{place}.tool_calls", "Only an assistant's message has tool_calls.")
+        raise BadParameter(Code.MALFORMED, f"{place}.tool_calls", "Only an assistant's message may have tool_calls.")
     if found.role == "tool" and found.tool_call_id is None:
         raise BadParameter(Code.MALFORMED, f"{place}.tool_call_id", "A tool message must name the call it answers.")
 

@@ -24,14 +24,14 @@ def event(body: bytes) -> bytes:
 
 
 class OpenAIEncoder:
-    """Encodes one answer as a chat completion or as a plain one, as its request came."""
+    """Encodes one answer as a chat completion or a plain completion, depending on the request."""
 
     def __init__(self, request: OpenAIRequest, head: AnswerHead) -> None:
         self._request = request
         self._head = head
         self._chat = request.completion.chat
         self._logprobs_wanted = request.completion.logprobs
-        self._numbers = defaultdict[int, Iterator[int]](count)  # of the calls of each choice in a stream
+        self._numbers = defaultdict[int, Iterator[int]](count)  # by choice, the numbers of its next calls in a stream
 
     @property
     def headers(self) -> Sequence[HeaderPair]:
@@ -44,7 +44,7 @@ class OpenAIEncoder:
         return encode({**body, "choices": choices, "usage": _usage_body(usage), "system_fingerprint": sampled_by})
 
     def opening(self) -> bytes:
-        """The first chunks of a chat's stream have the role of the message."""
+        """Return the first chunks of a chat's stream, one per choice, with the role of the message."""
         if not self._chat:
             return b""
         delta = {"role": "assistant", "content": ""}
@@ -68,7 +68,7 @@ class OpenAIEncoder:
         return b"".join(out)
 
     def closing(self, completion: Completion) -> bytes:
-        """The last chunk of a choice has its finish reason."""
+        """Return the last chunk of a choice, with its finish reason."""
         if not self._chat:
             return self._text_chunk(completion.index, "", None, completion.finish)
         return self._chunk(completion.index, {}, None, completion.finish)
@@ -80,7 +80,7 @@ class OpenAIEncoder:
         return event(encode({**body, "choices": [], "usage": _usage_body(usage)})) + DONE
 
     def _body(self, kind: str) -> dict[str, Any]:
-        """Return what every body and chunk begins with."""
+        """Return the first fields of every body and chunk."""
         head = self._head
         return {
             "id": f"chatcmpl-{head.id}" if self._chat else f"cmpl-{head.id}",
@@ -137,7 +137,7 @@ class OpenAIEncoder:
 
 
 def _fingerprint(completions: Sequence[Completion]) -> str | None:
-    """Return the oldest and the newest policy version that have sampled an answer, one number where they are one."""
+    """Return a text with the oldest and the newest policy version that sampled an answer, or one number if equal."""
     versions = set[int]().union(*(completion.versions for completion in completions))
     return "-".join(["bombus", *map(str, sorted({min(versions), max(versions)}))]) if versions else None
 
@@ -153,9 +153,9 @@ def _usage_body(usage: Usage) -> dict[str, Any]:
 
 
 def _joined(completion: Completion, delta: CompletionDelta, numbers: Iterator[int]) -> list[dict[str, Any]]:
-    """Return the deltas as a stream has them: adjacent texts in one, and an empty one when there are only logprobs.
+    """Return the deltas for a stream: adjacent texts joined, or one empty text if there are only logprobs.
 
-    `numbers` are those of the calls that come. A completion that is replayed has all of them already.
+    `numbers` yields the numbers of the next calls; a replayed completion already holds all its calls.
     """
     out: list[dict[str, Any]] = []
     for part in delta.deltas:

@@ -21,11 +21,11 @@ from bombus_gateway.openai.response import OpenAIEncoder, event
 from bombus_gateway.openai.tokenizing import TokenRoutes
 from bombus_gateway.openai_errors import error_body
 
-_PARAMETERS = {"stops": "stop"}  # what OpenAI calls a field of a `CompletionRequest`, where that differs
+_PARAMETERS = {"stops": "stop"}  # fields of `CompletionRequest` with another name in OpenAI's API
 
 
 class OpenAIDialect:
-    """The wire format of one route. `read_request` decodes a body, `check_model` refuses a model's name."""
+    """The wire format of one route. `read_request` decodes a body, `check_model` raises `Refused` for a wrong name."""
 
     def __init__(
         self,
@@ -48,16 +48,16 @@ class OpenAIDialect:
         return error_body(error, _PARAMETERS)
 
     def error_event(self, error: Refused) -> bytes:
-        """Without [DONE] after it: the answer is not complete, and the SDK raises."""
+        """Return the event of an error, without [DONE] after it: the answer is incomplete, and the SDK raises."""
         return event(error_body(error, _PARAMETERS))
 
 
 class OpenAIAPI:
-    """The routes of one engine: `chat`, `completions`, `models` and the like are ASGI applications.
+    """The routes of one engine: `chat`, `completions`, `models` and the others are ASGI applications.
 
-    `model` is for the paths below that of `models`, and `nothing` for all others that OpenAI's clients may try.
+    `model` answers the paths below that of `models`, and `nothing` all other paths that OpenAI's clients may try.
 
-    At the root (`any_engine`) each key leads to the engine that it was made for.
+    At the root (`any_engine`), the engine is the one that the key was made for.
     """
 
     def __init__(self, gateway: Gateway, calls: Calls, engine: str, any_engine: bool) -> None:
@@ -75,13 +75,13 @@ class OpenAIAPI:
         self._errors = chat
 
     async def model(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Return one model, by a name that calls may give."""
+        """Answer with one model, by a name that calls may use."""
         name = scope["path"].partition("/v1/models/")[2]
         await route("GET", self._errors, partial(self._answer_model, name))(scope, receive, send)
 
     async def embeddings(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse embeddings by name."""
-        why = "Embeddings are not made here: the hive serves the model that it trains, which makes text."
+        """Refuse embeddings with an error that says so."""
+        why = "Embeddings are not made here: the hive serves the model that it trains, which only generates text."
         await Responder(send, self._errors).fail(Refused(Code.UNSUPPORTED, why))
 
     async def _answer_model(self, name: str, headers: HeaderMap, receive: Receive, response: Responder) -> None:
@@ -94,7 +94,7 @@ class OpenAIAPI:
         await response.whole(msgspec.json.encode({"object": "list", "data": [_model(name) for name in names]}))
 
     def _engines_of(self, headers: HeaderMap) -> Sequence[str]:
-        """Return the engines that a key may ask about: an agent, which has its episode's key, asks about its own."""
+        """Return the engines that a key may ask about: with an episode's key, only the engine of the episode."""
         if self._gateway.clients.refusal(headers.items()) is not None:
             return (self._agents.verify(episode_key(headers), time.time_ns()).engine,)
         return self._engines

@@ -1,4 +1,4 @@
-"""vLLM's routes that turn texts and conversations into the tokens of the episode's model, and back."""
+"""vLLM's routes that convert texts and conversations to tokens of the episode's model, and tokens to text."""
 
 import time
 from collections.abc import Callable
@@ -38,7 +38,7 @@ _detokenize = msgspec.json.Decoder(DetokenizeBody)
 
 
 class TokenRoutes:
-    """`tokenize` and `detokenize` are ASGI applications, which an episode's key opens."""
+    """The routes. `tokenize` and `detokenize` are ASGI applications that require an episode's key."""
 
     def __init__(self, calls: Calls, agents: EpisodeGuard, errors: ErrorEncoder) -> None:
         self._calls = calls
@@ -71,7 +71,7 @@ class TokenRoutes:
     async def _received(
         self, headers: HeaderMap, receive: Receive, decode: Callable[[bytes], _BodyT]
     ) -> tuple[_BodyT, CallRequest]:
-        """Return what the body of an agent's request says, and a call of nothing, as admission takes it."""
+        """Return the decoded body of an agent's request, and an empty call request for admission."""
         now_ns = time.time_ns()
         self._calls.check_ready()
         claims = self._agents.verify(episode_key(headers), now_ns)
@@ -95,14 +95,14 @@ def read_tokenize(body: bytes) -> tuple[TokenizeBody, CompletionRequest]:
     if found.prompt is not None:
         return found, CompletionRequest(chat=False, prompt=found.prompt)
     fields = decode_body(raw_fields, body)
-    fields.setdefault("model", msgspec.Raw(b'""'))  # vLLM asks for none
+    fields.setdefault("model", msgspec.Raw(b'""'))  # vLLM does not require one
     return found, read_chat(msgspec.json.encode(fields)).completion
 
 
 def _tokenized(
     admitted: Admitted, found: TokenizeBody, completion: CompletionRequest, body_bytes: int
 ) -> tuple[list[int], list[str] | None]:
-    """Return the tokens, and the text of each where the client wants it. Raises `InvalidField` PROMPT_TOO_LONG."""
+    """Return the tokens, and the text of each if requested. Raises `InvalidField` PROMPT_TOO_LONG."""
     admitted.check_characters(completion)
     tokens = _tokens(admitted, completion, found.add_generation_prompt)
     decode = partial(admitted.model.tokenizer.decode, with_specials=True)
@@ -110,15 +110,15 @@ def _tokenized(
 
 
 def _detokenized(admitted: Admitted, tokens: list[int]) -> str:
-    """Return the text of tokens. Raises `BadParameter` for those that the model does not have."""
+    """Return the text of tokens. Raises `BadParameter` for ids outside the vocabulary."""
     tokenizer = admitted.model.tokenizer
     if tokens and max(tokens) >= len(tokenizer.pieces):
-        raise BadParameter(Code.MALFORMED, "tokens", f"tokens holds {max(tokens)}, which is outside the vocabulary.")
+        raise BadParameter(Code.MALFORMED, "tokens", f"tokens contains {max(tokens)}, which is outside the vocabulary.")
     return tokenizer.decode(tokens, with_specials=True)
 
 
 def _tokens(admitted: Admitted, completion: CompletionRequest, generate: bool) -> list[int]:
-    """Return the tokens that a call of these messages, or of this text, would begin with."""
+    """Return the tokens of the prompt that a call with these messages, or with this text, would have."""
     model = admitted.model
     if isinstance(completion.prompt, str) and not completion.chat:
         return model.tokenizer.encode(completion.prompt)

@@ -1,4 +1,5 @@
 """Training as a service: the routes of clients that write their own training loop, Tinker's and xorl's.
 
-What they send and expect is in `bombus_gateway.operations_wire`; here it is put on the log, and read from it.
+`bombus_gateway.operations_wire` reads their requests and writes their answers; this package puts operations on the log
+and reads results from it.
 """

@@ -1,6 +1,6 @@
-"""Bases by the names that training clients know, which the operator gives them: `--base NAME=PATH`.
+"""The names of bases that the operator defines for training clients: `--base NAME=PATH`.
 
-The log has paths alone: what a name leads to can be changed, and models that exist keep their base.
+The log holds only paths: a name can be given another path, and existing models keep their base.
 """
 
 from collections.abc import Sequence
@@ -18,22 +18,22 @@ class Bases:
         self._paths = dict(each.split("=", 1) for each in named)
 
     def path_of(self, name: str) -> str:
-        """Return the base that a client means, which is the name itself where the operator gave it no other."""
+        """Return the path of the base that a client names, or the name itself if the operator has not defined it."""
         return self._paths.get(name, name)
 
     def name_of(self, path: str) -> str:
-        """Return what clients call a base: the first of its names, or itself."""
+        """Return the name that clients use for a base: the first that leads to its path, or the path itself."""
         return next((name for name, each in self._paths.items() if each == path), path)
 
     def leads_to(self, path: str) -> bool:
-        """Return whether the operator gave this base a name, so that its clients may have models on it."""
+        """Return whether the operator gave this base a name, so that any client may create models on it."""
         return path in self._paths.values()
 
     def names_of(self, engine: EngineState, may_configure: bool) -> list[str]:
         """Return the names of all bases on which a client could make a model on an engine now.
 
-        Whoever may configure an engine that is free may have any base. Where the operator has given no name to one,
-        these are the models that are made on the spot.
+        A client that may configure a free engine may use any base. If the operator has named none, return the models
+        that need neither a folder nor a hub (`ready_made`).
         """
         served = base_names(engine)
         is_free = engine.phase == Phase.OFFLINE and is_replaceable(engine.configured)
@@ -42,26 +42,26 @@ class Bases:
         return names or list(ready_made() if is_free and may_configure else ())
 
     def with_names(self, entry: dict[str, object]) -> dict[str, object]:
-        """Return an entry of a list with the client's name of its `base_model`."""
+        """Return an entry of a list with the name that clients use for its `base_model`."""
         return entry | {"base_model": self.name_of(str(entry["base_model"]))}
 
 
 def base_names(engine: EngineState) -> tuple[str, ...]:
-    """Return the names of the base that an engine serves, or would serve: its job's first, then its own."""
+    """Return the names of the base that an engine serves, or would if started: its job's model, then its own name."""
     job = job_of(engine)
     return () if job is None else (job.model, engine.name)
 
 
 def job_of(engine: EngineState) -> EngineConfigured | None:
-    """Return the job that an engine runs, or would run."""
+    """Return the job that an engine runs, or would run if started."""
     return engine.configured if engine.phase == Phase.OFFLINE else engine.active or engine.configured
 
 
 def plain_job(base: str) -> RunConfig:
-    """Return the job of a gateway's own for models on a base."""
+    """Return the job that a gateway itself configures for models on a base."""
     return RunConfig.model_validate({"model": {"path": base}})
 
 
 def is_replaceable(job: EngineConfigured | None) -> bool:
-    """Return whether nothing but a base is lost with a job: there is none, or a gateway made it."""
+    """Return whether a job can be replaced without losing any setting but its base: it is None or made by a gateway."""
     return job is None or (job.model != "" and RunConfig.from_json(job.config) == plain_job(job.model))

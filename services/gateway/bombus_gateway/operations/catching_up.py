@@ -1,4 +1,4 @@
-"""Waits for what another gateway has put on the log a moment ago, before anything is called unknown here."""
+"""Wait for events that another gateway has just put on the log, before calling anything unknown."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -13,7 +13,7 @@ _FoundT = TypeVar("_FoundT")
 
 
 async def catch_up(follower: Follower) -> None:
-    """Return once all that is on the log now is folded here. Raises `BusUnavailable`, after which clients ask again."""
+    """Return once everything now on the log is folded here. Raises `BusUnavailable`, on which clients ask again."""
     try:
         await follower.caught_up(CATCH_UP_S)
     except TimeoutError:
@@ -22,7 +22,7 @@ async def catch_up(follower: Follower) -> None:
 
 
 async def found(follower: Follower, find: Callable[[], _FoundT]) -> _FoundT:
-    """Return what `find` finds, which is asked again after catching up where it refuses because it knows nothing of it.
+    """Return the result of `find`; if it refuses because something is unknown or over, catch up and call it again.
 
     Raises what `find` raises, and `BusUnavailable`.
     """

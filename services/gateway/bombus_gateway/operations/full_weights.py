@@ -1,4 +1,4 @@
-"""xorl's model of all weights, which an engine whose job has `trainer.enable_lora: false` has without being asked."""
+"""xorl's full-weight model, which an engine whose job has `trainer.enable_lora: false` offers without being asked."""
 
 import asyncio
 
@@ -17,7 +17,7 @@ from bombus_gateway.operations_wire.submission import DEFAULT_MODEL, Submission
 
 
 def adapter_defaults(engine: EngineState) -> AdapterDefaults:
-    """Return what models of an engine are where their clients say nothing of it."""
+    """Return the defaults for fields that clients leave out when they create a model on an engine."""
     job = job_of(engine)
     if job is None:
         return AdapterDefaults()
@@ -26,7 +26,7 @@ def adapter_defaults(engine: EngineState) -> AdapterDefaults:
 
 
 def rate_defaults(engine: EngineState) -> RateDefaults:
-    """Return the learning rate of steps whose clients name none."""
+    """Return the learning rate, and its schedule if any, of steps whose clients name no rate."""
     job = job_of(engine)
     trainer = None if job is None else RunConfig.from_json(job.config).trainer
     if trainer is None or (trainer.lr_schedule == "constant" and not trainer.warmup_steps):
@@ -41,9 +41,9 @@ def rate_defaults(engine: EngineState) -> RateDefaults:
 
 
 class RegisteredModel:
-    """The model `default` of an engine of full weights. It is created when a client begins to use it.
+    """The model `default` of an engine that trains all weights. It is created when a client first uses it.
 
-    Before that it is unborn: it is listed, described and ended as what it would be, its base.
+    Until then it is unborn: it is listed, described and ended as if it existed with the weights of its base.
     """
 
     def __init__(self, operations: OperationLog, sessions: Sessions) -> None:
@@ -52,20 +52,20 @@ class RegisteredModel:
         self._creating = asyncio.Lock()
 
     def existing(self, model: str, holder: str) -> ClientModel | None:
-        """Return the model that a client which creates `model` gets, because it exists and the engine has one."""
+        """Return the registered model if it exists and a client that creates `model` gets it, else None."""
         found = self._open(holder)
         return found if model == DEFAULT_MODEL and self._is_registered() else None
 
     def names(self, holder: str) -> list[str]:
-        """Return the names of all models that take operations of the holder of a key."""
+        """Return the names of all models that accept operations from the holder of a key."""
         names = [model.name for model in seen_by(self._operations.clients, holder).open_models]
         is_there = DEFAULT_MODEL in names or not self._is_free(holder)
         return names if is_there or not self._is_registered() else [DEFAULT_MODEL, *names]
 
     async def create_for(self, submission: Submission, owner: str) -> None:
-        """Create the model where a client begins with this operation on it.
+        """Create the model if this is the first operation that a client sends to it.
 
-        A client that has sent more before had a model that has ended, and is not given a new one in its place.
+        A client that has already sent others had a model that has since ended, and does not get a new one in its place.
         """
         begins = submission.model == DEFAULT_MODEL and submission.seq <= 1
         if not begins or isinstance(submission.operation, EndModel | Failed):
@@ -73,7 +73,7 @@ class RegisteredModel:
         await self.create(owner)
 
     def unborn(self, model: str, holder: str) -> ClientModel | None:
-        """Return the model as it would be, where `model` is its name and no client has used it yet."""
+        """Return the model as it would be created if `model` is its name and no client has used it yet, else None."""
         is_new = model == DEFAULT_MODEL and model not in self._operations.clients.models
         if not is_new or not self._is_free(holder) or not self._is_registered():
             return None
@@ -81,7 +81,7 @@ class RegisteredModel:
         return ClientModel(name=model, session="", base=base_names(engine)[0], run=engine.run, opened_ns=0)
 
     async def create(self, owner: str) -> None:
-        """Create the model for the owner of a key, unless it exists or is another client's."""
+        """Create the model for the owner of a key, unless it exists or belongs to another client."""
         async with self._creating:
             if self._open(owner) is None and self._is_free(owner) and self._is_registered():
                 base = base_names(self._operations.state)[0]
@@ -95,7 +95,7 @@ class RegisteredModel:
         return None if model is None or model.closed is not None else model
 
     def _is_free(self, holder: str) -> bool:
-        """Return whether the model is nobody else's."""
+        """Return whether no other client owns the model or a checkpoint of it."""
         return not is_anothers_name(self._operations.clients, DEFAULT_MODEL, holder)
 
     def _is_registered(self) -> bool:

@@ -51,20 +51,20 @@ from bombus_gateway.operations_wire.futures import (
 from bombus_gateway.operations_wire.results import write_result
 from bombus_gateway.operations_wire.submission import Submission
 
-HOLD_S = 30.0  # a request for a result that is not there yet is held for so long
+HOLD_S = 30.0  # how long a request for a result that is not ready is held open
 ATTEMPTS_MAX = 4
-REPEAT_S = 30.0  # within which xorl's client may send a request again; it has no other mark
-END_STEM = "end."  # of the keys of requests that end a model of Tinker's clients
+REPEAT_S = 30.0  # within which an equal request of xorl's client counts as a repeat; nothing else marks one
+END_STEM = "end."  # the prefix of the keys of requests that end a model of Tinker's clients
 REMEMBERED = 10_000
 
-# What is refused for a while only. The clients send it again by themselves, which they do not after a failed future.
+# Temporary refusals. Clients retry these on their own, but do not retry after a failed future.
 _PASSING = (Code.QUOTA, Code.OVERLOADED, Code.STORAGE_FULL, Code.BUS_DOWN)
-# Where an operation has no place on the log to fail at: there is no such model, or another operation has the place.
+# Refusals after which no failure can be put on the log: there is no such model, or another operation has its key.
 _WITHOUT_PLACE = (Code.OTHER_BODY, Code.UNKNOWN_MODEL, Code.UNKNOWN_SESSION, Code.SESSION_OVER)
 
 
 class Waits(msgspec.Struct, frozen=True):
-    """What an operation waits for in words, and the state of its queue in Tinker's."""
+    """Why an operation waits, as text for the client, and Tinker's name for the state of its queue."""
 
     reason: str
     state: QueueState
@@ -73,8 +73,8 @@ class Waits(msgspec.Struct, frozen=True):
 class OperationLog:
     """The operations of one engine, as its training clients see them.
 
-    The id of a request is that of its operation on the log, `MODEL:KEY`, so every gateway can answer for it. What could
-    not be put on the log is remembered here alone, as the failure that it is.
+    The id of a request is the id of its operation on the log, `MODEL:KEY`, so every gateway can answer for it. An
+    operation that could not be put on the log is remembered as a failure, in this gateway only.
     """
 
     def __init__(self, gateway: Gateway, engine: str, repeat_s: float = REPEAT_S) -> None:
@@ -82,10 +82,10 @@ class OperationLog:
         self.engine = engine
         self._repeat_s = repeat_s
         self._parts = Parts(gateway.bus)
-        self._failures: dict[str, tuple[str, Failed]] = {}  # with the owners of their clients' keys
-        # A session that was forgotten frees its names, so what is remembered is of one operation, not of an id.
+        self._failures: dict[str, tuple[str, Failed]] = {}  # by operation id, each with the owner of the client's key
+        # A forgotten session frees its names for reuse, so an id alone does not identify an operation.
         self._submitted: dict[tuple[str, bytes], Submission] = {}  # by id and digest of the body, without their data
-        self._delivered: dict[int, None] = {}  # by their arrival: operations whose results went out
+        self._delivered: dict[int, None] = {}  # the arrival numbers of operations whose results were sent
 
     @property
     def state(self) -> EngineState:
@@ -98,10 +98,10 @@ class OperationLog:
     # ---- operations -----------------------------------------------------------------------------------------------
 
     async def submit(self, session: str, submission: Submission, base: str = "", owner: str = "") -> str:
-        """Put an operation on the log, and return the id of its future. It is durable then.
+        """Put an operation on the log, and return the id of its future. On return the operation is durable.
 
-        `session` is "" where its client, whose key has the name `owner`, has no such model. What cannot be done becomes
-        a future that has failed. Raises `Refused` for what only has to wait, and `BusUnavailable`.
+        `session` is "" if the client, whose key has the name `owner`, has no such model. An operation that cannot be
+        executed becomes a failed future. Raises `Refused` if the client has to retry later, and `BusUnavailable`.
         """
         model, failure = submission.model, submission.operation
         operation = _on_the_log(submission)
@@ -109,7 +109,7 @@ class OperationLog:
         known = self.clients.models.get(model)
         whose = f"{owner}/{0 if known is None else known.opened_ns}/".encode()
         own = (await self._gateway.workers.run(CLIENTS, len(body), lambda: digest(whose + body))).hex()[:8]
-        own_name = f"{model}:{submission.seq}:{own}"  # not that of one that may be accepted yet
+        own_name = f"{model}:{submission.seq}:{own}"  # differs from the id of any operation that is accepted later
         if isinstance(failure, Failed) and not (session and self._is_open(model)):
             return self._remember_failure(own_name, failure, owner)
         if not session:
@@ -130,9 +130,9 @@ class OperationLog:
     async def _accepted(
         self, session: str, submission: Submission, operation: Operation, body: bytes, base: str
     ) -> tuple[str, bytes]:
-        """Store the body, and have the operation accepted under a key that is its own.
+        """Store the body, and have the operation accepted under a key of its own.
 
-        Returns the id of the operation, and the digest of its body.
+        Returns the id of the operation and the digest of its body.
         """
         model, may_repeat = submission.model, True
         for attempt in range(1, ATTEMPTS_MAX + 1):
@@ -157,7 +157,8 @@ class OperationLog:
             try:
                 answer = await self._gateway.carry_out(message)
             except Refused as refusal:
-                is_another = refusal.code == Code.OTHER_BODY and not _is_numbered(submission)  # or it came too late
+                # The key is in use by an operation with another body, or this repeat came too late.
+                is_another = refusal.code == Code.OTHER_BODY and not _is_numbered(submission)
                 if attempt == ATTEMPTS_MAX or not (is_another or refusal.code == Code.BODY_GONE):
                     raise
                 may_repeat = may_repeat and not is_another
@@ -167,14 +168,14 @@ class OperationLog:
         raise AssertionError("the last attempt has returned or raised")
 
     def _key(self, submission: Submission, body_digest: bytes, may_repeat: bool) -> str:
-        """Return the key of an operation: requests with equal keys are one.
+        """Return the key of an operation. Requests with equal keys are the same operation.
 
-        Tinker's clients number the requests to a model, except the one that ends it. Those of xorl number the requests
-        of an object of theirs, of which several may share a model or follow each other. An object sends no other
-        request before it has the answer to this one, so an equal number is a repeat only with an equal body, within
-        seconds, and as the next request. A batch or a step is none without a number, or once its result was read: equal
-        ones may follow each other on purpose. A save or an end that has failed has changed nothing, and is tried again.
-        How long ago it came is for the coordinator to say, whose clock is that of the log.
+        Tinker's clients number the requests to a model, except the one that ends it. In xorl's client each object
+        numbers its own requests, and several objects may use one model, at once or in turn. An object sends no request
+        before the previous one is answered. So an equal number is a repeat only if the body is equal too, no other
+        operation came in between, and it arrives within seconds. The coordinator checks the time, by the clock of the
+        log. A batch or a step is never a repeat if it has no number or its result was already read: a client may send
+        equal ones on purpose. A save or an end that failed changed nothing, so an equal request executes it anew.
         """
         if _is_numbered(submission):
             return str(submission.seq)
@@ -184,7 +185,7 @@ class OperationLog:
         if model is None or not before:
             return f"{stem}1"
         newest = before[-1]
-        of_this_model = newest.number >= model.begun  # and not of one that had its name before
+        of_this_model = newest.number >= model.begun  # and not of an earlier model of the same name
         is_new_model = model.closed is not None and isinstance(submission.operation, CreateModel)
         is_next = of_this_model and newest.number == model.numbers and not is_new_model
         if isinstance(submission.operation, ForwardBackward | OptimStep):
@@ -211,7 +212,7 @@ class OperationLog:
     # ---- results --------------------------------------------------------------------------------------------------
 
     async def result(self, asked: FutureRequest, holder: str, hold_s: float = HOLD_S) -> FutureAnswer:
-        """Return what has become of an operation. Where it waits, the answer is held for a while."""
+        """Return the result or state of an operation. While it waits, hold the answer for up to `hold_s`."""
         outcome = await self.outcome(asked.id, hold_s, holder)
         if outcome is None:
             return unknown(asked.id)
@@ -225,7 +226,7 @@ class OperationLog:
         return ready(await asyncio.to_thread(write_result, dialect, submission, outcome), asked)
 
     async def outcome(self, name: str, hold_s: float, holder: str = "") -> Result | Waits | None:
-        """Return the result of an operation, or what it waits for after `hold_s`; None where the holder has no such."""
+        """Return an operation's result, or why it still waits after `hold_s`; None if the holder may not see one."""
         queued = await self._found(name, holder)
         if queued is None:
             owner, failure = self._failures.get(name, ("", None))
@@ -244,7 +245,7 @@ class OperationLog:
         return result
 
     async def _found(self, name: str, holder: str) -> Queued | None:
-        """Return an operation of the holder of a key, which another gateway may have put on the log a moment ago."""
+        """Return an operation of the holder of a key, including one that another gateway has just put on the log."""
         if self._seen(name, holder) is None and name not in self._failures:
             await catch_up(self._gateway.follower)
         return self._seen(name, holder)
@@ -261,7 +262,7 @@ class OperationLog:
         return await self.until(over, hold_s)
 
     async def until(self, holds: Callable[[], bool], limit_s: float) -> bool:
-        """Wait until it holds of the state. Returns whether it does within the limit."""
+        """Wait until `holds` is true of the folded state. Return False if the limit expires first."""
         try:
             await self._gateway.follower.wait_for(lambda _: holds(), limit_s)
         except TimeoutError:
@@ -273,7 +274,7 @@ class OperationLog:
         if engine.suspended:
             return Waits(f"The run is suspended: {engine.suspended}", "paused_capacity")
         if engine.rest_wanted:
-            return Waits("The trainer sleeps, until somebody calls /wake_up.", "paused_capacity")
+            return Waits("The trainer sleeps until a client calls /wake_up.", "paused_capacity")
         if engine.phase == Phase.BOOTING:
             base = "" if engine.started is None else engine.started.base
             return Waits(f"The trainer is loading {base}.", "paused_capacity")
@@ -281,13 +282,13 @@ class OperationLog:
         if queued is None or model is None:
             return Waits("", "active")
         if model.suspended:
-            return Waits(f"The model cannot go on now: {model.suspended}", "paused_capacity")
+            return Waits(f"The model cannot continue now: {model.suspended}", "paused_capacity")
         before = sum(each.waits and each.number < queued.number for each in model.operations.values())
         others = self.clients.waiting - model.waiting
         return Waits(f"{before} operations of this model come first, and {others} of other models wait too.", "active")
 
     async def _submission(self, model: str, queued: Queued | None) -> Submission:
-        """Return what was submitted, without its data, as far as it is needed to write the result."""
+        """Return the submission of an operation, without its data, as far as the result's writer needs it."""
         unknown_one = Submission(model=model, seq=0, operation=EndModel())
         if queued is None or queued.body is None:
             return unknown_one
@@ -297,7 +298,7 @@ class OperationLog:
             return known
         try:
             operation = decode_operation(await self._parts.fetch(queued.body))
-        except LogCorrupted:  # bodies are kept for less long than results
+        except LogCorrupted:  # results outlive the bodies of their operations
             return unknown_one
         known = Submission(
             model=model, seq=0, operation=_without_data(operation), sampling_session=_sampling_session(model, operation)
@@ -307,18 +308,18 @@ class OperationLog:
 
 
 def _on_the_log(submission: Submission) -> Operation:
-    """Return the operation as it is put on the log: one that was refused here still has its place among the others."""
+    """Return the operation to put on the log: a refused one becomes `Rejected`, which keeps its place in the order."""
     operation = submission.operation
     return Rejected(failure=operation, counts=submission.counts) if isinstance(operation, Failed) else operation
 
 
 def _is_numbered(submission: Submission) -> bool:
-    """Return whether a request has a number that no other request to its model has."""
+    """Return whether a request has a number that is unique among the requests to its model."""
     return is_tinkers(submission.model) and not isinstance(submission.operation, EndModel)
 
 
 def _is_passive(operation: Operation) -> bool:
-    """Return whether an operation leaves its model as it is."""
+    """Return whether an operation leaves its model unchanged."""
     return isinstance(operation, SaveWeights) or (isinstance(operation, ForwardBackward) and operation.forward_only)
 
 
@@ -327,7 +328,7 @@ def _without_data(operation: Operation) -> Operation:
 
 
 def _sampling_session(model: str, operation: Operation) -> str:
-    """Return the session of sampling that begins with a checkpoint, by the name that it was given then."""
+    """Return the sampling session that was begun with an unnamed save, from the name of its checkpoint, or ""."""
     if not isinstance(operation, SaveWeights) or not is_tinkers(model):
         return ""
     number = operation.name.removeprefix(UNNAMED_SAMPLE).removeprefix(INFLIGHT_SAMPLE)

@@ -1,7 +1,7 @@
 """The routes of training clients, below `/api/v1`, in the dialects of Tinker and xorl.
 
-A request for an operation is answered at once with the id of its future, once it is durable. What is wrong with it is
-said by the future, as a failure: its number is used up, and its client goes on with the next one.
+A request for an operation is answered with the id of its future as soon as the operation is durable. If the request is
+invalid, the future reports that as a failure: the number is used up, and the client continues with the next one.
 """
 
 import time
@@ -58,9 +58,9 @@ from bombus_gateway.operations_wire.steps import read_abort_epoch, read_optim_st
 from bombus_gateway.operations_wire.submission import DEFAULT_MODEL, Submission
 from bombus_gateway.plain_routes import JsonResponse, PlainRoute, below, checked
 
-# Chunks of one request in their order: then a run is the same to the bit whenever it is repeated.
+# Chunks of one request are sent in order, so that repeating a run gives bitwise the same result.
 CLIENT_CONFIG = {"parallel_fwdbwd_chunks": False, "proto_compress_fwdbwd": True}
-LAST_S = 600.0  # for what waits for a model to be executed, and for the model to be made or saved
+LAST_S = 600.0  # for the pending operations to be executed, and for the model to be created or saved
 DYNAMIC_CONFIG = {"refresh_interval_sec": 300, "sample_cancel_enabled": False, "sample_cancel_max_batch_size": 64}
 
 _T = TypeVar("_T")
@@ -75,7 +75,7 @@ _asked = msgspec.json.Decoder(_Asked)
 
 
 def training_routes(gateway: Gateway, calls: Calls, engine: str) -> list[PlainRoute]:
-    """Return the routes of training clients of one engine, to be put below its prefix."""
+    """Return the routes of training clients of one engine, to be mounted below the engine's prefix."""
     bases = Bases(gateway.settings.bases)
     operations = OperationLog(gateway, engine)
     sessions = Sessions(gateway, operations, bases)
@@ -147,7 +147,7 @@ class TrainingRoutes:
         return JsonResponse(DYNAMIC_CONFIG)
 
     async def telemetry(self, request: Request) -> Response:
-        """Take what a client says of itself, and keep nothing of it."""
+        """Accept a client's telemetry and discard it."""
         await self._gateway.bodies.read(request, TRAINING, len)
         return JsonResponse({"status": "accepted"})
 
@@ -167,7 +167,7 @@ class TrainingRoutes:
         return JsonResponse({"supported_models": [{"model_name": name, **known} for name in names]})
 
     def _context(self) -> int | None:
-        """Return the longest sequence, as the job or the replicas limit it; None where there is neither."""
+        """Return the longest sequence that the job and the replicas allow; None if there is no job and no replica."""
         engine = self._operations.state
         job = engine.active or engine.configured
         lengths = [replica.sequence_tokens for replica in engine.usable.values() if replica.sequence_tokens]
@@ -183,7 +183,7 @@ class TrainingRoutes:
         return JsonResponse({"type": "create_session", "session_id": session})
 
     async def _create_for_session(self, request: Request, body: bytes) -> Response:
-        """Create the model that xorl's clients call a session, and answer when it exists."""
+        """Create the model that xorl's clients call a session, and answer once it exists."""
         submission = read_create_model(TrainingDialect.XORL, body, adapter_defaults(self._operations.state))
         known = await self._sessions.model(submission.model, self._gateway.holder_of(request))
         about = {"type": "create_session", "session_id": submission.model, "model_id": submission.model}
@@ -236,11 +236,11 @@ class TrainingRoutes:
         return JsonResponse({"model_id": there.name, "status": "created", "type": "create_model"})
 
     async def _equal(self, submission: Submission, holder: str) -> ClientModel | None:
-        """Return the model that xorl's client creates where it is there, and is as the client wants it."""
+        """Return the model that xorl's client wants to create if it exists already and is the same, else None."""
         known, wanted = await self._sessions.model(submission.model, holder), submission.operation
         if known is None or known.closed is not None or not isinstance(wanted, CreateModel):
             return None
-        if known.executed == 0:  # what it is will be known once it was created
+        if known.executed == 0:  # its adapter is known only once it is created
             await self._operations.until(lambda: known.executed > 0 or known.closed is not None, HOLD_S)
         names = (known.base, *base_names(self._operations.state))
         is_of_base = self._bases.path_of(wanted.base) in names and known.base in names
@@ -288,12 +288,14 @@ class TrainingRoutes:
         return await self._submitted(request, read_end_model(await self._gateway.bodies.small(request)))
 
     async def kill_session(self, request: Request) -> Response:
-        """End a model of xorl's client, and answer when it has ended."""
+        """End a model of xorl's client, and answer once it has ended."""
         body = await self._gateway.bodies.small(request)
         asked, holder = read_end_model(body).model, self._gateway.holder_of(request)
         model = await self._sessions.model(asked, holder)
         if model is None and self._registered.unborn(asked, holder):
-            return JsonResponse({"success": True, "message": f"{asked} is at its base: nothing has come to it yet."})
+            return JsonResponse(
+                {"success": True, "message": f"{asked} still has the weights of its base: no client has used it yet."}
+            )
         submission = read_end_model(body, "" if model is None else _ended_name(model))
         name = await self._operations.submit("" if model is None else model.session, submission, owner=holder)
         outcome = await self._operations.outcome(name, LAST_S)
@@ -327,7 +329,7 @@ class TrainingRoutes:
         return answered(accepted(await self._accepted(request, submission, dialect), submission.model))
 
     async def _accepted(self, request: Request, submission: Submission, dialect: TrainingDialect) -> str:
-        """Put a new model on the log, and return the id of its future. Its base is the engine's of that name."""
+        """Put the creation of a model on the log, and return the id of its future."""
         operation, base, owner = submission.operation, "", self._gateway.holder_of(request)
         if isinstance(operation, CreateModel):
             try:
@@ -357,7 +359,7 @@ class TrainingRoutes:
         return await self._found(lambda: found_model(self._operations.clients, name, holder))
 
     async def _described(self, name: str, holder: str) -> ClientModel:
-        """Return a model, which may be the default one that exists without being asked for and is still unused."""
+        """Return a model. It may be the registered default model, even if no client has used it yet."""
         known = await self._sessions.model(name, holder)
         return known or self._registered.unborn(name, holder) or await self._model(name, holder)
 
@@ -373,9 +375,9 @@ class TrainingRoutes:
         return answered(accepted(await self._operations.submit(session, submission, owner=owner), submission.model))
 
     async def _readable(self, submission: Submission, load: LoadWeights, holder: str) -> Submission:
-        """Return a load, or that it has failed where its client may not read the checkpoint.
+        """Return the load, or a failed submission if its client may not read the checkpoint.
 
-        A checkpoint of the client's own may be saved by an operation that still waits.
+        If the client owns the checkpoint's model, the load is not failed here: a pending operation may still save it.
         """
         path = path_of_operation(load.checkpoint)
         try:
@@ -405,7 +407,7 @@ class TrainingRoutes:
         return JsonResponse(answer | lora_fields(model.adapter))
 
     def _tokenizer(self, base: str) -> str:
-        """Return where a client finds the tokenizer: in a folder where this machine has it, or else by its name."""
+        """Return where a client finds the tokenizer: a folder, if this machine has it there, or else the base."""
         ready = self._operations.state.weights
         if ready is None or ready.weights.objects or not Path(ready.weights.where, "tokenizer.json").is_file():
             return base
@@ -473,7 +475,7 @@ class TrainingRoutes:
 
 
 def _ended_name(model: ClientModel) -> str:
-    """Return the name that a model is saved under when it is killed: the same whenever that is asked for again."""
+    """Return the name that a model is saved under when it is killed; repeated requests get the same name."""
     opened = time.strftime("%Y%m%d-%H%M%S", time.gmtime(model.opened_ns / 1e9))
     return f"ended-{opened}-{model.opened_ns // 1000 % 10**6:06}"
 

@@ -1,4 +1,4 @@
-"""Sessions of training clients: Tinker's clients open one and show that they live; xorl's have one for each model."""
+"""Sessions of training clients: Tinker's clients open one and send heartbeats; xorl's have one for each model."""
 
 import uuid
 from typing import Any
@@ -21,7 +21,7 @@ from bombus_gateway.operations.operation_log import OperationLog
 from bombus_gateway.operations_wire.dialects import TrainingDialect, is_tinkers, session_of
 from bombus_gateway.operations_wire.submission import DEFAULT_MODEL, ModelAddress
 
-XORL_IDLE_S = 7200.0  # xorl's clients show no life between their requests
+XORL_IDLE_S = 7200.0  # long, since xorl's clients send no heartbeats between their requests
 DETAIL_CHARACTERS = 500
 
 
@@ -56,7 +56,7 @@ class Sessions:
         self._bases = bases
 
     async def open(self, body: bytes, holder: KeyHolder, request_key: str) -> str:
-        """Open a session of Tinker's client. One that repeats its request, by its key, gets the same session."""
+        """Open a session of Tinker's client. A repeated request, with the same key, gets the same session."""
         given = decode_body(_new_sessions, body)
         metadata = {name: value for name, value in msgspec.structs.asdict(given).items() if value}
         named = digest(f"{holder.name}/{request_key}".encode()).hex()[:16] if request_key else uuid.uuid4().hex[:16]
@@ -83,7 +83,7 @@ class Sessions:
         return session
 
     async def beat(self, body: bytes, holder: str) -> None:
-        """Take in a sign of life. Raises `Refused` SESSION_OVER, after which the client sends no more of them."""
+        """Record a heartbeat. Raises `Refused` SESSION_OVER, after which the client sends no more of them."""
         session = beating_name(body)
         known = await found(self._gateway.follower, lambda: self._beating(session, holder))
         self._gateway.heartbeats.touch_session(self._operations.engine, known.session)
@@ -96,14 +96,14 @@ class Sessions:
         return known
 
     def waits_for(self, operation: str, holder: str) -> None:
-        """Take it as a sign of life that a client asks for the result of an operation."""
+        """Count a client's request for the result of an operation as a heartbeat of its session."""
         model = seen_model(self._operations.clients, operation.rpartition(":")[0], holder)
         session = None if model is None else self._operations.clients.sessions.get(model.session)
         if session is not None and session.ended is None:
             self._gateway.heartbeats.touch_session(self._operations.engine, session.session)
 
     async def finish(self, session: str, body: bytes, holder: str) -> None:
-        """End a session. Its models end after what waits for them, and are saved first."""
+        """End a session. Its models are saved and end after their pending operations."""
         given = decode_body(_finishes, body or b"{}")
         await self.found(session, holder)
         detail = " ".join(part for part in (given.reason.type, given.detail or "") if part)[:DETAIL_CHARACTERS]
@@ -115,7 +115,7 @@ class Sessions:
         return await found(self._gateway.follower, lambda: found_session(self._operations.clients, session, holder))
 
     async def model(self, name: str, holder: str) -> ClientModel | None:
-        """Return a model of the holder of a key, None where there is no such model."""
+        """Return a model of the holder of a key, or None if there is no such model."""
         known = seen_model(self._operations.clients, name, holder)
         if known is None or known.closed is not None:  # it may have been created at another gateway
             await catch_up(self._gateway.follower)
@@ -123,14 +123,15 @@ class Sessions:
         return known
 
     async def of_model(self, model: str, holder: str) -> str:
-        """Return the session of a model, "" where there is no such model."""
+        """Return the session of a model, or "" if there is no such model."""
         known = await self.model(model, holder)
         return "" if known is None else known.session
 
     async def check_new(self, model: str, holder: str) -> None:
         """Raise `Refused` unless the holder of a key may create a model of this name.
 
-        A name of xorl's client is its own for as long as anything of that name is there: a model or a checkpoint.
+        xorl's clients choose the names of their models. A name belongs to its client as long as a model or a checkpoint
+        of that name exists.
         """
         if is_tinkers(model):
             await self.found(session_of(model), holder)
@@ -142,9 +143,9 @@ class Sessions:
             )
 
     async def begin_sampling(self, session: str, base: str, headers: RawHeaders) -> None:
-        """Let a session sample from a base, or from what was saved on it: where the engine is offline, start a run.
+        """Let a session sample from a base, or from checkpoints on it. Starts a run if the engine is offline.
 
-        Raises `Refused` where the engine serves another base, and as `base`. A run of another kind stays as it is.
+        Raises `Refused` if the engine serves another base, and as `base` does. Leaves a run of another kind as it is.
         """
         engine, known = self._operations.state, self._operations.clients.sessions.get(session)
         if engine.phase != Phase.OFFLINE and not engine.serves_operations:
@@ -161,11 +162,11 @@ class Sessions:
         return self._gateway.control.refusal(headers) is None
 
     async def base(self, wanted: str, headers: RawHeaders) -> str:
-        """Return what the engine calls the base that a client, who has sent these headers, names.
+        """Return the engine's name for the base that a client names; `headers` are those of its request.
 
-        An engine that is offline is configured with a job for that base, where it has none, or one of another base that
-        a gateway made like this. Raises `Refused` where it has a job of somebody else's, and for a client who may not
-        configure it: with the admin key, where the hive has one, or for a base that the operator gave a name.
+        If the engine has no job, or is offline with a job that a gateway made for another base, configure it with a job
+        for this base. Raises `Refused` if its job was not made by a gateway, or if the client may not configure the
+        engine. A client may if it has the admin key, if the hive has none, or if the operator gave the base a name.
         """
         engine = self._operations.state
         names = base_names(engine)
@@ -188,7 +189,7 @@ class Sessions:
 
 
 def beating_name(body: bytes) -> str:
-    """Return the session of a sign of life. xorl's clients may name their model."""
+    """Return the session that a heartbeat names. xorl's clients may name their model instead."""
     given = decode_body(_named, body)
     return given.session_id or given.model_id or DEFAULT_MODEL
 

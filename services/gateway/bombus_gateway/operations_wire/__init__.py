@@ -1,4 +1,4 @@
-"""The wire of clients that write their own training loop: Tinker's SDK and xorl-client, read and written as operations.
+"""The wire formats of Tinker's SDK and xorl-client, whose users write their own training loops.
 
-It is pure: no bus, no routes, no clock.
+Requests are read as operations, and results written as answers. The code is pure: no bus, no routes, no clock.
 """

@@ -11,10 +11,10 @@ from bombus_gateway.operations_wire.paths import CheckpointPath, checked_name, r
 from bombus_gateway.operations_wire.submission import NOT_GIVEN, SeqId, Submission, addressed, attempted, submitted
 
 INFLIGHT, SNAPSHOT = "inflight", "snapshot"
-UNNAMED_SAMPLE = "sample-"  # begins the name of a checkpoint that a session of sampling was made with
-INFLIGHT_SAMPLE = "inflight-"  # the same, of a session that moves to later saves of this kind
-UNNAMED_S = 86_400.0  # how long such checkpoints are kept where the client does not say: a loop makes one in each step
-TTL_S_MAX = 10 * 365 * 86_400  # ten years, the longest that Tinker's client speaks of
+UNNAMED_SAMPLE = "sample-"  # the prefix of the name of a checkpoint that was saved to begin a sampling session
+INFLIGHT_SAMPLE = "inflight-"  # the same for a session that moves to later saves of this kind
+UNNAMED_S = 86_400.0  # how long these are kept unless the client says otherwise: loops save one in each step
+TTL_S_MAX = 10 * 365 * 86_400  # ten years, the longest lifetime that Tinker's client documents
 
 
 class _Save(msgspec.Struct):
@@ -51,23 +51,23 @@ _infos = msgspec.json.Decoder(_Info)
 
 
 def read_save(dialect: TrainingDialect, kind: CheckpointKind, body: bytes) -> Submission:
-    """Read a request to save a model as a checkpoint of this kind. One without a name is named by the trainer.
+    """Read a request to save a model as a checkpoint of this kind. The trainer names it if the request does not.
 
-    A checkpoint of Tinker's clients is replaced only where they ask for it. xorl's clients cannot ask, and save under
-    one name again and again, so theirs are replaced. A session of sampling that begins with a checkpoint names it.
+    An existing checkpoint of a Tinker client is replaced only if the client asks for it. xorl's clients cannot ask, and
+    reuse one name, so theirs are replaced. A checkpoint that begins a sampling session is named after its number.
     """
     model, seq = addressed(dialect, body)
     return submitted(model, seq, lambda: _saved(dialect, kind, body, (model, seq)))
 
 
 def read_load(dialect: TrainingDialect, body: bytes) -> Submission:
-    """Read a request to continue from a checkpoint. The one that creates a new model is `read_create_by_load`'s."""
+    """Read a request to load a checkpoint into an existing model. `read_create_by_load` reads one for a new model."""
     model, seq = addressed(dialect, body)
     return Submission(model=model, seq=seq, operation=attempted(lambda: _load(body, model)))
 
 
 def checked_ttl(ttl_seconds: float | None) -> float:
-    """Return how long a checkpoint is kept, 0 for forever. Raises `Refused` MALFORMED."""
+    """Return how many seconds a checkpoint is kept, 0 for forever. Raises `Refused` MALFORMED."""
     if ttl_seconds is not None and not 0 < ttl_seconds <= TTL_S_MAX:
         why = f"ttl_seconds is {ttl_seconds}, but must be above 0 and at most {TTL_S_MAX}; null keeps it forever."
         raise Refused(Code.MALFORMED, why)
@@ -75,7 +75,7 @@ def checked_ttl(ttl_seconds: float | None) -> float:
 
 
 def read_weights_info(body: bytes) -> CheckpointPath:
-    """Return the checkpoint that a `weights_info` asks about. Raises `Refused` where it is not a path."""
+    """Return the checkpoint that a `weights_info` asks about. Raises `Refused` unless it is a checkpoint's path."""
     given = decode_body(_infos, body)
     return read_path(given.tinker_path or given.xorl_path or "")
 

@@ -1,4 +1,4 @@
-"""Bodies that a client compressed with zstd."""
+"""Decompress request bodies that a client compressed with zstd."""
 
 import sys
 
@@ -10,14 +10,15 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-# A frame may ask for a window of 2 GiB. What Tinker's client sends fits the 8 MiB that every decoder has by RFC 8878.
+# A frame may ask for a window of 2 GiB. Those of Tinker's client fit the 8 MiB that RFC 8878 asks of every decoder.
 _OPTIONS: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 23}
 
 
 def decompressed(encoding: str, body: bytes, bytes_max: int = limits.TRAINING_BODY_BYTES) -> bytes:
-    """Return a body without its `Content-Encoding`. Never makes more than `bytes_max` of it.
+    """Return a decompressed body, decompressing no more than `bytes_max`.
 
-    Raises `Refused`: UNSUPPORTED for another encoding than zstd, MALFORMED for what is not one whole frame, TOO_LARGE.
+    Raises `Refused`: UNSUPPORTED for an encoding other than zstd, MALFORMED unless the body is one whole frame, and
+    TOO_LARGE.
     """
     named = encoding.strip().lower()
     if named in ("", "identity"):
@@ -35,5 +36,5 @@ def decompressed(encoding: str, body: bytes, bytes_max: int = limits.TRAINING_BO
         why = f"The body has more than {bytes_max} bytes when decompressed; send less data in one request."
         raise Refused(Code.TOO_LARGE, why)
     if not decoder.eof or decoder.unused_data:
-        raise Refused(Code.MALFORMED, "The body is not one whole zstd frame: it was cut, or more comes after it.")
+        raise Refused(Code.MALFORMED, "The body is not one whole zstd frame: it was cut off, or other data follows it.")
     return content

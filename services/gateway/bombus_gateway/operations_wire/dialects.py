@@ -1,4 +1,4 @@
-"""The two dialects of training clients, and how a request shows in which one it is."""
+"""The two dialects of training clients, and how to tell the dialect of a request."""
 
 from collections.abc import Container
 from enum import StrEnum
@@ -7,17 +7,17 @@ PROTOBUF = "application/x-protobuf"
 JSON = "application/json"
 OF_TINKER = ":train:"  # in the ids of models that Tinker's client makes, and in no others
 
-OF_SAMPLE = ":sample:"  # in the ids of sessions of sampling
+OF_SAMPLE = ":sample:"  # in the ids of sampling sessions
 
 
 class TrainingDialect(StrEnum):
-    """Whose client it is. The value is also the scheme of its paths."""
+    """Whose client sent a request. The value is also the scheme of its paths."""
 
     TINKER = "tinker"
     XORL = "xorl"
 
 
-# The field by which the body of a route shows that it is Tinker's: without any of them it is xorl's.
+# Per route, the fields that only Tinker's client sends: a body with any of them is Tinker's, any other is xorl's.
 _SIGNS = {
     "create_model": ("model_seq_id",),
     "retrieve_future": ("allow_metadata_only",),
@@ -34,7 +34,7 @@ _ALWAYS_XORL = ("forward", "abort_gradient_epoch", "kill_session", "list_checkpo
 def dialect_of(path: str, content_type: str, fields: Container[str], model: str = "") -> TrainingDialect:
     """Return the dialect of a request, by its path below `/api/v1/`, the names in its JSON body, and its model.
 
-    The model decides wherever there is one, since its id is Tinker's or is not: it says how its gradient is reduced.
+    An id in the form of Tinker's client decides it, since a model's dialect determines how its gradient is reduced.
     """
     route = path.rpartition("/api/v1/")[2].strip("/")
     if is_tinkers(model) or route in _ALWAYS_TINKER:
@@ -53,7 +53,7 @@ def is_protobuf(content_type: str) -> bool:
 
 
 def is_tinkers(model: str) -> bool:
-    """Return whether a model has an id as Tinker's client makes them. xorl's clients may not take such an id."""
+    """Return whether a model's id has the form that Tinker's client makes. xorl's clients may not use such an id."""
     return OF_TINKER in model
 
 

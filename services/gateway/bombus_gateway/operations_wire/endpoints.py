@@ -1,4 +1,4 @@
-"""Requests about inference servers elsewhere, and for putting weights in sync, as xorl's client sends them."""
+"""Requests of xorl's client about external inference servers and weight syncs."""
 
 from typing import Annotated
 
@@ -32,7 +32,7 @@ class NewEndpoint(msgspec.Struct, frozen=True):
 
 
 class SyncRequest(msgspec.Struct, frozen=True):
-    """Which model's weights are wanted, "" for the only one, and what servers are to call them, "" for our choice."""
+    """A sync of `model`, where "" is the default or only one. Servers call the weights `label`; "" is our choice."""
 
     model: str = ""
     label: str = ""
@@ -62,33 +62,33 @@ _syncs = msgspec.json.Decoder(_Sync)
 
 
 def read_new_endpoint(body: bytes) -> NewEndpoint:
-    """Raises `Refused`."""
+    """Read a new endpoint. Raises `Refused`."""
     given = decode_body(_new_endpoints, body)
     _check_pools([given.pool])
     return NewEndpoint(_address(given), given.world_size, given.sync_weights)
 
 
 def read_endpoint(body: bytes) -> Endpoint:
-    """Raises `Refused`."""
+    """Read the address of an endpoint. Raises `Refused`."""
     given = decode_body(_olds, body)
     return _address(given)
 
 
 def read_sync(body: bytes) -> SyncRequest:
-    """Read what is to be put in sync. Fields about NCCL are taken, and mean nothing here. Raises `Refused`."""
+    """Read a request for a sync. Fields for NCCL are accepted and ignored. Raises `Refused`."""
     given = decode_body(_syncs, body or b"{}")
     if is_given(given.quantization):
         raise Refused(Code.UNSUPPORTED, "quantization is not offered: weights are sent as they are served.")
     _check_pools(given.pools or [])
     label = "" if given.weight_version is None else str(given.weight_version)
     if len(label) > limits.NAME_CHARACTERS:
-        raise Refused(Code.MALFORMED, f"weight_version has at most {limits.NAME_CHARACTERS} characters.")
+        raise Refused(Code.MALFORMED, f"weight_version must have at most {limits.NAME_CHARACTERS} characters.")
     return SyncRequest(checked_id(given.model_id, "model_id") if given.model_id else "", label)
 
 
 def _address(given: _Old) -> Endpoint:
     if not 0 < len(given.host) <= limits.NAME_CHARACTERS:
-        raise Refused(Code.MALFORMED, f"host has 1 to {limits.NAME_CHARACTERS} characters.")
+        raise Refused(Code.MALFORMED, f"host must have 1 to {limits.NAME_CHARACTERS} characters.")
     return Endpoint(given.host.lower(), given.port)
 
 

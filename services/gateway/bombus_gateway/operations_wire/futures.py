@@ -1,4 +1,4 @@
-"""What a `retrieve_future` answers: a result, that it is too early, a failure, or that it is unknown."""
+"""The answers to `retrieve_future`: a result, "not yet", a failure, or "unknown"."""
 
 from typing import Literal
 
@@ -9,13 +9,13 @@ from bombus_gateway.decoding.json_body import decode_body
 from bombus_gateway.operations_wire.dialects import JSON, TrainingDialect
 from bombus_gateway.operations_wire.submission import checked_id
 
-LARGE_BYTES = 1 << 20  # Tinker's client makes room for an answer of more before it takes it
+LARGE_BYTES = 1 << 20  # Tinker's client wants to make room before it receives a larger answer
 
 QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
 
 class FutureRequest(msgspec.Struct, frozen=True):
-    """Which result a client asks for. `may_be_size` says that the size of a large one is an answer too."""
+    """Which result a client asks for. With `may_be_size`, a large result may be answered with its size alone."""
 
     id: str
     dialect: TrainingDialect
@@ -37,7 +37,7 @@ _retrieves = msgspec.json.Decoder(_Retrieve)
 
 
 def read_retrieve(body: bytes) -> FutureRequest:
-    """Raises `Refused` MALFORMED."""
+    """Read a `retrieve_future`. Raises `Refused` MALFORMED."""
     given = decode_body(_retrieves, body)
     of_tinker = given.allow_metadata_only is not None
     dialect = TrainingDialect.TINKER if of_tinker else TrainingDialect.XORL
@@ -54,28 +54,28 @@ def accepted(request_id: str, model: str) -> FutureAnswer:
 
 
 def ready(answer: FutureAnswer, request: FutureRequest) -> FutureAnswer:
-    """Return a result, or how large it is where the client wants to make room first."""
+    """Return a result, or its size if it is large and the client wants to make room first."""
     if request.may_be_size and len(answer.body) > LARGE_BYTES:
         return json_answer({"status": "complete_metadata", "response_payload_size": len(answer.body)})
     return answer
 
 
 def try_again(request: FutureRequest, reason: str, waiting: QueueState = "active") -> FutureAnswer:
-    """Return that there is no result yet, with what it waits for in words.
+    """Return the answer that there is no result yet, with the reason as text.
 
-    Tinker's client asks again at once after a 408, without a word to its user, so hold the request for a while first.
-    xorl's waits a second after a 200, and does not wait after a 408.
+    Tinker's client asks again immediately after a 408, and does not tell its user, so hold the request for a while
+    first. xorl's client waits a second after a 200, but does not wait after a 408.
     """
     content = {"type": "try_again", "request_id": request.id, "queue_state": waiting, "queue_state_reason": reason}
     return json_answer(content, 408 if request.dialect == TrainingDialect.TINKER else 200)
 
 
 def failed(failure: Failed) -> FutureAnswer:
-    """Return that an operation failed. It is a result, with status 200: neither client repeats it."""
+    """Return the answer that an operation failed. Its status is 200, as for a result, so that no client retries."""
     return json_answer({"error": failure.error, "category": failure.category.value})
 
 
 def unknown(request_id: str) -> FutureAnswer:
-    """Return that there is no such future, or no longer. Tinker's client sends a sample again after a 410."""
+    """Return the answer that a future is unknown or has expired. Tinker's client resends a sample after a 410."""
     why = f"There is no result {request_id!r} here, or it has expired; send the operation again."
     return json_answer({"detail": why}, 410)

@@ -1,4 +1,4 @@
-"""`/generate` in SGLang's form, by which xorl's sampling client samples."""
+"""`/generate` in SGLang's form, which xorl's sampling client uses."""
 
 from array import array
 from collections.abc import Sequence
@@ -24,9 +24,9 @@ from bombus_gateway.operations_wire.submission import NOT_GIVEN, Seed, is_given
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
-    """What is to be sampled. The prompt of `asked` is empty where it is given as a `text`.
+    """A request for samples. The prompt of `asked` is empty if it is given as `text`.
 
-    `adapter` is the path or the name of a checkpoint for a sampler, or empty.
+    `adapter` is the path or the name of a checkpoint to sample from, or empty.
     """
 
     asked: SampleRequest
@@ -36,7 +36,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
 
 
 class _GenerateParams(DrawingParams, forbid_unknown_fields=True, kw_only=True):
-    """What is not here would change what is sampled, and is refused by its name."""
+    """The supported parameters. Any other could change the samples, so it is refused with its name."""
 
     max_new_tokens: int = 128
     sampling_seed: Seed | None = None
@@ -56,8 +56,8 @@ class _Generate(msgspec.Struct):
     video_data: Any = None
     audio_data: Any = None
     logprob_start_len: int = -1
-    rid: Any = None  # a client's own name of the request
-    model: Any = None  # and of the model, of which there is one
+    rid: Any = None  # the client's own id for the request; ignored
+    model: Any = None  # the client's name for the model; ignored, since there is only one
 
 
 _generates = msgspec.json.Decoder(_Generate)
@@ -65,7 +65,7 @@ _FIELDS = field_names(_Generate)
 
 
 def read_generate(body: bytes) -> GenerateRequest:
-    """Raises `Refused`."""
+    """Read a `/generate`. Raises `Refused`."""
     given = decode_body(_generates, body)
     params = given.sampling_params or _GenerateParams()
     for name, is_wanted in (
@@ -99,9 +99,9 @@ def write_generated(
     logprobs: bool,
     reasons_are_objects: bool = False,
 ) -> dict[str, object] | list[dict[str, object]]:
-    """Return samples with their texts; one alone is not in a list.
+    """Return samples with their texts; a single one is not wrapped in a list.
 
-    The reason of an end is a text, which xorl's client understands, or an object, as SGLang has it.
+    `finish_reason` is a string, which xorl's client understands, or an object as in SGLang.
     """
     answers = [_answer(sample, text, prompt_tokens, logprobs) for sample, text in zip(samples, texts, strict=True)]
     if reasons_are_objects:

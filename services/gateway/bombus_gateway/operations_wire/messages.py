@@ -1,7 +1,7 @@
-"""The protobuf messages of Tinker's wire, made at import from a table, in a pool and a package of our own.
+"""The protobuf messages of Tinker's wire, built at import from a table, in a separate pool and package.
 
-The names of packages and files are not on the wire, so these load beside the SDK's own classes and beside vLLM's, with
-whatever version of protobuf is there. Parts that we never look into, such as images, are `bytes` here.
+Names of packages and files are not on the wire, so these classes can be loaded beside the SDK's and vLLM's, with any
+installed version of protobuf. Parts that we never read, such as images, are declared as `bytes` here.
 """
 
 from enum import IntEnum
@@ -19,7 +19,7 @@ PACKAGE = "bombus.tinker_wire"
 
 
 class WireDType(IntEnum):
-    """Types of numbers, by the SDK's numbers for them."""
+    """Number types, with the values that the SDK uses for them."""
 
     UNSPECIFIED = 0
     FLOAT32 = 1
@@ -29,7 +29,7 @@ class WireDType(IntEnum):
 
 
 class WireStop(IntEnum):
-    """Why a sample ended, by the SDK's numbers."""
+    """Why a sample ended, with the SDK's values."""
 
     STOP = 0
     LENGTH = 1
@@ -55,7 +55,7 @@ _TABLE: dict[str, tuple[_Field, ...]] = {
         _Field("prompt_cache_hit_tokens", 4, "int32"),
     ),
     "SampledSequence": (
-        _Field("stop_reason", 1, "int32"),  # an enum, which travels as one
+        _Field("stop_reason", 1, "int32"),  # an enum, which has the same encoding
         _Field("tokens", 2, "bytes"),
         _Field("logprobs", 3, "bytes", optional=True),
         _Field("topk_sampled_logprobs", 4, "TopkLogprobs", optional=True),
@@ -131,7 +131,7 @@ _SCALARS: dict[str, int] = {
 
 
 def _add_field(owner: Message, field: _Field, oneofs: dict[str, int]) -> None:
-    """Add a field to the descriptor of its message; a map as the repeated pairs that it is on the wire."""
+    """Add a field to the descriptor of its message. A map is added as repeated pairs, its form on the wire."""
     added = owner.field.add(name=field.name, number=field.number)
     added.label = _Proto.LABEL_REPEATED if field.many or field.key else _Proto.LABEL_OPTIONAL
     kind = field.kind
@@ -154,12 +154,12 @@ def _add_field(owner: Message, field: _Field, oneofs: dict[str, int]) -> None:
 
 
 def _file() -> Message:
-    """Return the table as a file of protobuf would be described."""
+    """Return the table as the descriptor of a protobuf file."""
     described = descriptor_pb2.FileDescriptorProto(name="bombus/tinker_wire.proto", package=PACKAGE, syntax="proto3")
     for name, fields in _TABLE.items():
         owner = described.message_type.add(name=name)
         shared = dict.fromkeys(field.oneof for field in fields if field.oneof)
-        alone = [f"_{field.name}" for field in fields if field.optional]  # after the others, as protoc has them
+        alone = [f"_{field.name}" for field in fields if field.optional]  # after the others, as protoc orders them
         oneofs = {each: index for index, each in enumerate([*shared, *alone])}
         for each in oneofs:
             owner.oneof_decl.add(name=each)
@@ -186,16 +186,16 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
 
 
 def parsed(kind: MessageType, body: bytes) -> Message:
-    """Return the message that a body has.
+    """Return the message in a body.
 
-    Raises `Refused`: MALFORMED for what is not such a message, TOO_LARGE for one of too many fields. An empty message
-    takes two bytes in a body and a hundred in memory, so fields are counted first.
+    Raises `Refused`: MALFORMED if the body is not such a message, TOO_LARGE if it has too many fields. An empty message
+    takes two bytes in a body but a hundred in memory, so fields are counted before parsing.
     """
     budget = _Budget(limits.TRAINING_FIELDS)
     _count(body, 0, len(body), kind.DESCRIPTOR, budget)
     try:
         return kind.FromString(body)
-    except (message.DecodeError, UnicodeDecodeError) as error:  # the second by protobuf without its C library
+    except (message.DecodeError, UnicodeDecodeError) as error:  # the second is raised by protobuf in pure Python
         raise Refused(Code.MALFORMED, f"The body is not a {kind.DESCRIPTOR.name} of protobuf: {error}.") from None
 
 
@@ -213,7 +213,7 @@ class _Budget:
 
 
 def _count(body: bytes, at: int, end: int, descriptor: Message, budget: _Budget) -> None:
-    """Count the fields between two places of a body, and those of the messages within it."""
+    """Count the fields between two offsets of a body, including those of nested messages."""
     known = descriptor.fields_by_number
     while at < end:
         budget.spend(1)
@@ -240,7 +240,7 @@ def _count(body: bytes, at: int, end: int, descriptor: Message, budget: _Budget)
 
 
 def _varint(body: bytes, at: int, end: int) -> tuple[int, int]:
-    """Return the number that begins at a place, and where it ends."""
+    """Return the varint that begins at an offset, and the offset at which it ends."""
     value = 0
     for shift in range(0, 70, 7):
         if at >= end:

@@ -1,4 +1,4 @@
-"""Requests for new models, and for the end of one."""
+"""Requests that create a model or end one."""
 
 from collections.abc import Callable
 
@@ -24,15 +24,15 @@ from bombus_gateway.operations_wire.submission import (
 )
 
 ADAMW = "adamw"
-ENDED_S = 30 * 86_400.0  # for which a model that is killed is kept, as one whose session has ended is
+ENDED_S = 30 * 86_400.0  # how long a killed model is kept, the same as one whose session has ended
 
 
 class AdapterDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server chooses where its clients say nothing, or nothing that can be told from their defaults.
+    """The server's choices for settings that a client leaves out or always sends with its own default.
 
-    Tinker's client never sends an alpha. It asks for an adapter on the unembedding unless its user forbids it, which
-    therefore cannot be refused where the server has none: without `unembedding` it is left out. xorl-client asks for an
-    adapter even of a server of `full_weights`, and gets a model without one. It may leave out the `base`.
+    Tinker's client never sends an alpha. It asks for an adapter on the unembedding unless its user forbids one, so a
+    server without that does not refuse: if `unembedding` is false, this part is left out. xorl-client asks for an
+    adapter even if the server trains `full_weights`, and then gets a model without one. It may leave out the `base`.
     """
 
     rank: int = 32
@@ -87,7 +87,7 @@ _metadata = msgspec.json.Decoder(dict[str, str])
 
 
 def read_create_model(dialect: TrainingDialect, body: bytes, defaults: AdapterDefaults) -> Submission:
-    """Read a `create_model`, which is number 0 of its model. Raises `Refused` where it does not say which model."""
+    """Read a `create_model`, which is number 0 of its model. Raises `Refused` if it does not say which model."""
     if dialect == TrainingDialect.TINKER:
         return _of_tinker(body, lambda model: _create(dialect, body, defaults, model))
     given = decode_body(_xorl_addresses, body)
@@ -96,12 +96,12 @@ def read_create_model(dialect: TrainingDialect, body: bytes, defaults: AdapterDe
 
 
 def read_create_by_load(body: bytes) -> Submission:
-    """Read Tinker's `load_weights` that makes a new model of a checkpoint, with the checkpoint's own adapter."""
+    """Read Tinker's `load_weights` that creates a model from a checkpoint, with the checkpoint's adapter."""
     return _of_tinker(body, lambda _: _from_checkpoint(body))
 
 
 def read_end_model(body: bytes, save_as: str = "") -> Submission:
-    """Read xorl's `kill_session` where a name is given to save the model under, and its `unload_model` without one."""
+    """Read a `kill_session`, whose model is saved under `save_as` unless its client declines, or an `unload_model`."""
     given = decode_body(_ends, body)
     model = checked_id(given.model, "model_id")
     saved = save_as if given.save_checkpoint else ""
@@ -120,7 +120,7 @@ def _of_tinker(body: bytes, make: Callable[[str], CreateModel]) -> Submission:
 
 
 def kept_metadata(given: msgspec.Raw) -> dict[str, str]:
-    """Return what a client wants to have kept. Raises `Refused` TOO_LARGE, or MALFORMED where it is not all text."""
+    """Return the metadata that a client wants to be kept. Raises `Refused` TOO_LARGE, or MALFORMED if not all text."""
     if not is_given(given):
         return {}
     if len(given) > limits.USER_METADATA_BYTES:
@@ -134,18 +134,16 @@ def kept_metadata(given: msgspec.Raw) -> dict[str, str]:
 
 def _new_xorl_model(model: str) -> str:
     if is_tinkers(model):
-        why = (
-            f"{model[:140]!r} cannot be the name of a model: only those of Tinker's clients have {':train:'!r} in them."
-        )
+        why = f"{model[:140]!r} cannot be the name of a model: only ids of Tinker's clients may contain {':train:'!r}."
         raise Refused(Code.MALFORMED, why)
     return checked_name(model, "model")
 
 
 def drawn_seed(model: str) -> int:
-    """Return the seed of a model for which its client names none: another for each name.
+    """Return the seed of a model whose client gives none, derived from its name.
 
-    Tinker's names have the id of a session in them, which is drawn, so that models differ from run to run. A request
-    that is sent again has the same seed, and so is the same operation.
+    Tinker's names contain the random id of a session, so models differ from run to run. A repeated request gets the
+    same seed, and is therefore the same operation.
     """
     return int.from_bytes(digest(model.encode())[:4])
 
@@ -155,13 +153,13 @@ def _create(dialect: TrainingDialect, body: bytes, defaults: AdapterDefaults, mo
     _check_optimizer(given.optimizer_config)
     base = given.base_model or (defaults.base if dialect == TrainingDialect.XORL else "")
     if not base:
-        raise Refused(Code.MALFORMED, "base_model is missing: it names the model that is trained.")
+        raise Refused(Code.MALFORMED, "base_model is missing: name the model to train.")
     checked_id(base, "base_model")
     if dialect == TrainingDialect.XORL and defaults.full_weights:
         return CreateModel(base=base)
     lora = given.lora_config or _Lora()
     rank = next((each for each in (lora.rank, lora.lora_rank) if each is not None), defaults.rank)
-    if rank == 0:  # Tinker's client has no other way to say it
+    if rank == 0:  # Tinker's client has no other way to ask for a model without an adapter
         return CreateModel(base=base)
     return CreateModel(base=base, adapter=_adapter(lora, rank, defaults, model))
 
@@ -200,4 +198,4 @@ def _from_checkpoint(body: bytes) -> CreateModel:
 
 def _check_optimizer(config: _Optimizer | None) -> None:
     if config is not None and config.type != ADAMW:
-        raise Refused(Code.UNSUPPORTED, f"The optimizer {config.type[:40]!r} is not offered: models here have adamw.")
+        raise Refused(Code.UNSUPPORTED, f"The optimizer {config.type[:40]!r} is not offered: models here use adamw.")

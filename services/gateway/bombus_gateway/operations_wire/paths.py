@@ -19,7 +19,7 @@ _SCHEME = re.compile(r"(\w+)://(.*)", re.DOTALL)
 
 
 class CheckpointPath(msgspec.Struct, frozen=True):
-    """Which checkpoint of which model. As text it is what operations call it: `MODEL/KIND/NAME`."""
+    """Which checkpoint of which model. `str()` gives the form used in operations: `MODEL/KIND/NAME`."""
 
     model: str
     kind: CheckpointKind
@@ -30,7 +30,7 @@ class CheckpointPath(msgspec.Struct, frozen=True):
 
     @property
     def id(self) -> str:
-        """Return what the clients call a checkpoint's id: `weights/NAME`."""
+        """Return the checkpoint's id as the clients know it, such as `weights/NAME`."""
         return f"{_NAMES_OF_KINDS[self.kind]}/{self.name}"
 
     def uri(self, dialect: TrainingDialect) -> str:
@@ -38,9 +38,9 @@ class CheckpointPath(msgspec.Struct, frozen=True):
 
 
 def read_path(text: str, model: str = "") -> CheckpointPath:
-    """Return the checkpoint that a client names: by a path of either scheme, or by a part of one within a `model`.
+    """Return the checkpoint that a client names by a path of either scheme, or by a part of a path if `model` is given.
 
-    Raises `Refused` for anything else, such as a path of files.
+    Raises `Refused` for anything else, such as the path of a file.
     """
     found = _SCHEME.fullmatch(text)
     if found and found[1] not in list(TrainingDialect):
@@ -54,10 +54,10 @@ def read_path(text: str, model: str = "") -> CheckpointPath:
 
 
 def read_loaded_path(text: str, model: str) -> CheckpointPath:
-    """Return the checkpoint that is to be loaded into a `model`, by any name that xorl's server takes.
+    """Return the checkpoint to load into a `model`, by any name that xorl's server accepts.
 
-    Besides those of `read_path` these are paths below its folder of checkpoints, `MODEL/NAME` and `KIND/MODEL/NAME`,
-    and below ours, `MODEL/KIND/NAME`, where a kind is called as its folder is. Raises `Refused`.
+    In addition to the forms of `read_path`, these are paths below xorl's checkpoint folder, `MODEL/NAME` and
+    `FOLDER/MODEL/NAME` (FOLDER is e.g. `sampler_weights`), and paths below ours, `MODEL/KIND/NAME`. Raises `Refused`.
     """
     match text.split("/"):
         case [other, name] if other not in _FOLDERS:
@@ -70,23 +70,19 @@ def read_loaded_path(text: str, model: str) -> CheckpointPath:
 
 
 def path_of_operation(text: str) -> CheckpointPath:
-    """Return the checkpoint that an operation calls `MODEL/KIND/NAME`."""
+    """Return the checkpoint that an operation names as `MODEL/KIND/NAME`."""
     model, kind, name = text.split("/")
     return CheckpointPath(model, CheckpointKind(kind), name)
 
 
 def checked_name(name: str, what: str) -> str:
-    """Return the name of a checkpoint or a model. Raises `Refused` for one that could not be that of a file."""
+    """Return the name of a checkpoint or a model. Raises `Refused` if it is not safe as a file name."""
     if not _NAME.fullmatch(name):
-        why = (
-            f"{name[:140]!r} cannot be the name of a {what}: it has 1 to 128 letters, digits and _.:=+@-, and the first"
-        )
-        raise Refused(Code.MALFORMED, f"{why} is a letter, a digit or _.")
+        why = f"{name[:140]!r} cannot be the name of a {what}: use 1 to 128 letters, digits and _.:=+@-, and begin with"
+        raise Refused(Code.MALFORMED, f"{why} a letter, a digit or _.")
     return name
 
 
 def _no_path(text: str) -> Refused:
-    why = (
-        f"{text[:300]!r} is not the path of a checkpoint: they are tinker://RUN/weights/NAME or xorl://RUN/weights/NAME"
-    )
-    return Refused(Code.MALFORMED, f"{why}, with weights, sampler_weights or external_weights.")
+    why = f"{text[:300]!r} is not the path of a checkpoint: send tinker://RUN/weights/NAME or xorl://RUN/weights/NAME"
+    return Refused(Code.MALFORMED, f"{why}, with weights, sampler_weights or external_weights before the name.")

@@ -1,4 +1,4 @@
-"""Results of operations in the words of either client. Fields of both are in one answer where they do not clash."""
+"""Write the results of operations for either client. An answer has the fields of both unless they clash."""
 
 from bombus.operations import (
     CheckpointKind,
@@ -24,10 +24,7 @@ from bombus_gateway.operations_wire.submission import Submission
 
 
 def write_result(dialect: TrainingDialect, submission: Submission, result: Result) -> FutureAnswer:
-    """Return the answer about an operation's result.
-
-    Raises `TypeError` for a result that no such operation has.
-    """
+    """Return an operation's result as an answer. Raises `TypeError` if no such operation can have this result."""
     if isinstance(result, Failed):
         return failed(result)
     if isinstance(result, Scores):
@@ -61,7 +58,7 @@ def _content(
         case ModelReady():
             return _model_ready(dialect, submission)
         case StepTaken():
-            # Tinker's recipes log these beside a `step` of their own.
+            # Tinker's recipes log these metrics together with their own `step`.
             count = "optimizer_step" if dialect == TrainingDialect.TINKER else "step"
             return {"metrics": {count: float(result.step)} | result.figures(), "info": {}}
         case EpochAborted():
@@ -77,7 +74,7 @@ def _content(
 
 
 def _model_ready(dialect: TrainingDialect, submission: Submission) -> dict[str, object]:
-    """Return what Tinker's client expects of a new model: it made it by `create_model`, or by loading a checkpoint."""
+    """Return what Tinker's client expects for a new model, created by `create_model` or by loading a checkpoint."""
     made = submission.operation
     if isinstance(made, CreateModel) and made.checkpoint:
         path = path_of_operation(made.checkpoint).uri(dialect)

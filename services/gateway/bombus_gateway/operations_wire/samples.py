@@ -1,4 +1,4 @@
-"""Samples as Tinker's client reads them, in protobuf."""
+"""Write samples in the protobuf form that Tinker's client reads."""
 
 import math
 import struct
@@ -11,14 +11,14 @@ import msgspec
 from bombus.hive.records import FinishReason
 from bombus_gateway.operations_wire.messages import SAMPLE_RESPONSE, Message, WireStop
 
-NOTHING = (0, -99999.0)  # stands where there is no alternative
+NOTHING = (0, -99999.0)  # padding where there is no alternative
 _STOPS = {FinishReason.STOP: WireStop.STOP, FinishReason.LENGTH: WireStop.LENGTH}
 
-Alternatives: TypeAlias = Sequence[Sequence[tuple[int, float]]]  # of each position, the likeliest first
+Alternatives: TypeAlias = Sequence[Sequence[tuple[int, float]]]  # (token, logprob) per position, the likeliest first
 
 
 class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """One sample: its tokens (int32), with the stop token if there was one, and their logprobs (float32)."""
+    """One sample: its tokens (int32), including a stop token if any, and their logprobs (float32)."""
 
     tokens: bytes
     logprobs: bytes
@@ -27,9 +27,9 @@ class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def checked_finish(finish: FinishReason) -> FinishReason:
-    """Return why a sample ended. Raises `ValueError` where it neither stopped nor reached its length: it is not one."""
+    """Return why a sample ended. Raises `ValueError` unless it stopped or reached its length limit."""
     if finish not in _STOPS:
-        raise ValueError(f"a sample that ended with {finish} is none that a client could read")
+        raise ValueError(f"a sample that ended with {finish} cannot be written for a client")
     return finish
 
 
@@ -41,8 +41,8 @@ def write_samples(
 ) -> bytes:
     """Return samples as protobuf.
 
-    `prompt_logprobs` are float32, one for each token of the prompt, of which the first and those that were not scored
-    are NaN. Raises `ValueError` for what is not a sample.
+    `prompt_logprobs` are float32, one for each token of the prompt; they are NaN for the first token and for tokens
+    that were not scored. Raises `ValueError` as `checked_finish` does.
     """
     answer = SAMPLE_RESPONSE(prompt_cache_hit_tokens=cached_prompt_tokens)
     for sample in samples:
@@ -58,13 +58,13 @@ def write_samples(
 
 
 def unscored(tokens: int, logprobs: Sequence[float]) -> bytes:
-    """Return the logprobs of a prompt's last tokens as those of the whole prompt, with NaN before them."""
+    """Return logprobs for a prompt of `tokens` tokens: those given for its last tokens, preceded by NaN."""
     missing = tokens - len(logprobs)
     return struct.pack(f"<{tokens}f", *[math.nan] * missing, *logprobs)
 
 
 def _fill(target: Message, rows: Alternatives) -> None:
-    """Write alternatives as two matrices, of as many columns as the longest row has."""
+    """Write alternatives as two matrices, with as many columns as the longest row has entries."""
     width = max(map(len, rows))
     padded = [pair for row in rows for pair in (*row, *[NOTHING] * (width - len(row)))]
     target.token_ids = array("i", [token for token, _ in padded]).tobytes()

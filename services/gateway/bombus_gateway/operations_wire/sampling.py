@@ -1,4 +1,4 @@
-"""Tinker's `asample`, and the sessions of sampling that both clients begin: what they ask of an engine."""
+"""Requests of Tinker's `asample`, and of the sampling sessions that both clients begin."""
 
 import math
 
@@ -22,15 +22,16 @@ from bombus_gateway.operations_wire.dialects import TrainingDialect, sampling_se
 from bombus_gateway.operations_wire.paths import CheckpointPath, read_path
 from bombus_gateway.operations_wire.submission import NOT_GIVEN, Seed, SeqId, attempted, checked_id, is_given
 
-TOKENS_MAX = 1 << 24  # of one sample; what a model has room for is the engine's affair
+TOKENS_MAX = 1 << 24  # of one sample; the engine checks what its model has room for
 
 
 class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be sampled. `prompt` is int32 token ids.
+    """A request for samples. `prompt` is int32 token ids.
 
-    A `max_tokens` of 0 is as many as the model's length allows. Without `ends_at_eos` a sample ends only at one of
-    `stops` or at a stop token of `sampling`. The last `scored` tokens of the prompt are scored, and for each of them
-    the `top_prompt` likeliest are told; None: no scores are wanted. A prompt of one token has 0 that are scored.
+    A `max_tokens` of 0 allows as many as the model's length has room for. Without `ends_at_eos` a sample ends only at
+    one of `stops` or at a stop token of `sampling`. The last `scored` tokens of the prompt are scored, and the
+    `top_prompt` likeliest tokens are returned for each of them. If `scored` is None, no scores are wanted; for a prompt
+    of one token it is 0.
     """
 
     prompt: bytes
@@ -43,7 +44,7 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampleSubmission(msgspec.Struct, frozen=True, kw_only=True):
-    """A request of a session of sampling, with its number; the same again is a repeat, and has the same answer."""
+    """A numbered request of a sampling session. The same request sent again is a repeat, with the same answer."""
 
     session: str
     seq: int
@@ -55,7 +56,7 @@ class SampleSubmission(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplingSession(msgspec.Struct, frozen=True):
-    """A new session of sampling: of a base model, or of a checkpoint."""
+    """A new sampling session, for a base model or a checkpoint."""
 
     id: str
     base: str = ""
@@ -63,7 +64,7 @@ class SamplingSession(msgspec.Struct, frozen=True):
 
 
 class DrawingParams(msgspec.Struct, kw_only=True):
-    """How tokens are drawn, as `/generate` has it in SGLang's form and in vLLM's."""
+    """The sampling parameters that `/generate` has both in SGLang's form and in vLLM's."""
 
     n: int = 1
     temperature: float = 1.0
@@ -79,7 +80,7 @@ class DrawingParams(msgspec.Struct, kw_only=True):
     ignore_eos: bool = False
 
     def checked(self, max_tokens: int) -> SamplingParams:
-        """Return the parameters of a sample of so many tokens. Raises `Refused`."""
+        """Return the parameters of a sample of up to `max_tokens` tokens. Raises `Refused`."""
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=bounded("temperature", self.temperature, 0.0, 100.0),
@@ -113,7 +114,7 @@ class _Prompt(msgspec.Struct):
 
 
 class _Sample(msgspec.Struct):
-    """A body of an `asample`, with its `_SampleAddress` and the `type` that all of Tinker's bodies have."""
+    """The body of an `asample`, which also has the fields of `_SampleAddress` and the `type` of all Tinker bodies."""
 
     prompt: _Prompt
     sampling_params: _Params
@@ -148,26 +149,26 @@ _sessions = msgspec.json.Decoder(_Session)
 
 
 def read_sampling_session(dialect: TrainingDialect, body: bytes) -> SamplingSession:
-    """Read a `create_sampling_session`. Raises `Refused`: it has a direct answer."""
+    """Read a `create_sampling_session`. Raises `Refused`, since it is answered directly, not with a future."""
     given = decode_body(_sessions, body)
     checkpoint = read_path(given.model_path, given.model_id or "") if given.model_path else None
     if checkpoint is None and not given.base_model:
-        raise Refused(Code.MALFORMED, "Neither model_path nor base_model is given: one of them says what is sampled.")
+        raise Refused(Code.MALFORMED, "Neither model_path nor base_model is given: send one of them.")
     if dialect == TrainingDialect.XORL:
         return SamplingSession(given.model_path or "", given.base_model or "", checkpoint)
     if given.sampling_session_seq_id is None:
-        raise Refused(Code.MALFORMED, "sampling_session_seq_id is missing: it numbers the sessions of sampling.")
+        raise Refused(Code.MALFORMED, "sampling_session_seq_id is missing: send the number of the sampling session.")
     session = sampling_session(checked_id(given.session_id, "session_id"), given.sampling_session_seq_id)
     return SamplingSession(session, given.base_model or "", checkpoint)
 
 
 def read_sample_session(body: bytes) -> str:
-    """Return the session of sampling that a request is of, without decoding the rest. Raises as `read_sample` does."""
+    """Return the sampling session of a request, without decoding the rest. Raises as `read_sample` does."""
     return _read_address(body)[0]
 
 
 def read_sample(body: bytes) -> SampleSubmission:
-    """Raises `Refused` for a body that is not JSON, or does not say of which session and number it is."""
+    """Read an `asample`. Raises `Refused` for a body that is not JSON, or lacks its session or number."""
     session, seq = _read_address(body)
     return SampleSubmission(session=session, seq=seq, asked=attempted(lambda: _asked(body)))
 
@@ -178,7 +179,7 @@ def _read_address(body: bytes) -> tuple[str, int]:
 
 
 def sample_accepted(submission: SampleSubmission) -> dict[str, object]:
-    """Return the answer to an `asample`, with an id for each of its samples, as the client demands."""
+    """Return the answer to an `asample`, with an id for each of its samples, which the client requires."""
     asked = submission.asked
     count = asked.samples if isinstance(asked, SampleRequest) else 1
     ids = [f"{submission.request_id}:{index}" for index in range(count)]
@@ -215,7 +216,7 @@ def _asked(body: bytes) -> SampleRequest:
 
 
 def _refuse_the_rest(given: _Sample) -> None:
-    """Raises `Refused` for what the client may ask for and no engine here does."""
+    """Raise `Refused` for fields of the client's API that no engine here supports."""
     for name, is_wanted in (
         ("target_prompt_logprobs", is_given(given.target_prompt_logprobs)),
         ("prompt_alt_tokens_k", given.prompt_alt_tokens_k > 0),
@@ -223,7 +224,7 @@ def _refuse_the_rest(given: _Sample) -> None:
         if is_wanted:
             raise Refused(Code.UNSUPPORTED, f"{name} is not offered here: leave it out.")
     if given.record_stability_info:
-        why = "record_stability_info is not offered here, nor the loss stable_reinforce, which needs it"
+        why = "record_stability_info is not offered here, nor is the loss stable_reinforce, which needs it"
         raise Refused(
             Code.UNSUPPORTED, f"{why}: train with another loss (in a recipe loss_fn=), such as importance_sampling."
         )
@@ -240,7 +241,7 @@ def _prompt(given: _Prompt) -> bytes:
     prompt = b"".join(parts)
     if not prompt:
         raise Refused(
-            Code.MALFORMED, "The prompt has no tokens: begin with the token that the model's texts begin with."
+            Code.MALFORMED, "The prompt has no tokens: send at least the token with which the model's texts begin."
         )
     return prompt
 
@@ -253,7 +254,7 @@ def stops_of(given: str | list[str | int] | list[str] | list[int] | None) -> tup
 
 
 def _scored(given: _Sample, length: int) -> int | None:
-    """Return how many of the prompt's last tokens are scored. The first never is: nothing comes before it."""
+    """Return how many of the prompt's last tokens to score. The first token never is: no token precedes it."""
     if not given.prompt_logprobs and not given.topk_prompt_logprobs:
         return None
     if given.prompt_logprobs_last_n is None:

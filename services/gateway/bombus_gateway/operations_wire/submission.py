@@ -1,4 +1,4 @@
-"""What a request asks of one model, and how a body that is wrong becomes an operation that has failed."""
+"""The operation that a request submits to a model; an invalid body becomes a failed one."""
 
 from collections.abc import Callable
 from typing import Annotated, TypeVar
@@ -12,14 +12,14 @@ from bombus_gateway import limits
 from bombus_gateway.decoding.json_body import decode_body
 from bombus_gateway.operations_wire.dialects import TrainingDialect
 
-# The number that a client gives a request, a model or a session. Clones of a sampler of Tinker's begin at 10^9 times a
-# number of up to 10^9.
+# The number that a client gives a request, a model or a session. Clones of a Tinker sampler begin numbering at 10^9
+# times a number of up to 10^9.
 SeqId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-DEFAULT_MODEL = "default"  # xorl's name of a model where a client gives none
+DEFAULT_MODEL = "default"  # xorl's name for the model if a client gives none
 
 _MadeT = TypeVar("_MadeT")
-NOT_GIVEN = msgspec.Raw(b"null")  # for fields of JSON that are looked at later
+NOT_GIVEN = msgspec.Raw(b"null")  # the default of JSON fields that are decoded later
 
 
 def is_given(value: msgspec.Raw) -> bool:
@@ -27,12 +27,12 @@ def is_given(value: msgspec.Raw) -> bool:
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
-    """An operation for a model, with the number that the client gave it; 0 for one that has none.
+    """An operation for a model, with the number that the client gave it, or 0 if it has none.
 
-    A request whose model and number can be read is always answered with a future, so one that cannot be done is
-    `Failed` already. It `counts` where it adds to the gradient. `metadata` is what the client wants to have
-    kept with a model or a checkpoint. A checkpoint for a sampler may come with the id of a session of sampling that
-    begins with it; one that is `inflight` moves the samplers that the model has to the new weights.
+    A request whose model and number can be read is always answered with a future, so an invalid one has a `Failed`
+    operation. `counts` says whether it adds to the gradient. `metadata` is kept with the model or checkpoint. A
+    checkpoint for a sampler may come with the id of the sampling session that it begins; if it is `inflight`, it moves
+    the model's existing inflight samplers to the new weights.
     """
 
     model: str
@@ -45,7 +45,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelAddress(msgspec.Struct):
-    """Which model a body is for. xorl's clients may call it a session, and may leave out both."""
+    """The model that a body is for. xorl's clients may send `session_id` instead of `model_id`, or neither."""
 
     model_id: str | None = None
     session_id: str | None = None
@@ -63,9 +63,9 @@ _addresses = msgspec.json.Decoder(_Address)
 
 
 def addressed(dialect: TrainingDialect, body: bytes) -> tuple[str, int]:
-    """Return the model that a body of JSON is for, and its number. Raises `Refused` MALFORMED.
+    """Return the model that a JSON body is for, and its number. Raises `Refused` MALFORMED.
 
-    Tinker's client always gives both.
+    In Tinker's dialect both are required.
     """
     given = decode_body(_addresses, body)
     if dialect == TrainingDialect.XORL:
@@ -76,7 +76,7 @@ def addressed(dialect: TrainingDialect, body: bytes) -> tuple[str, int]:
 
 
 def attempted(make: Callable[[], _MadeT]) -> _MadeT | Failed:
-    """Return what `make` returns, or that it has failed where it refuses."""
+    """Return what `make` returns, or `Failed` if it raises `Refused`."""
     try:
         return make()
     except Refused as refusal:
@@ -84,7 +84,7 @@ def attempted(make: Callable[[], _MadeT]) -> _MadeT | Failed:
 
 
 def submitted(model: str, seq: int, make: Callable[[], Submission]) -> Submission:
-    """Return what `make` returns, or the submission of an operation that has failed where it refuses."""
+    """Return what `make` returns, or a submission with a `Failed` operation if it raises `Refused`."""
     made = attempted(make)
     return Submission(model=model, seq=seq, operation=made) if isinstance(made, Failed) else made
 
@@ -92,6 +92,6 @@ def submitted(model: str, seq: int, make: Callable[[], Submission]) -> Submissio
 def checked_id(given: str, field: str) -> str:
     """Return the id of a model, a session or a request. Raises `Refused` for one that is empty or too long."""
     if not 0 < len(given) <= limits.TRAINING_ID_CHARACTERS:
-        why = f"{field} is a text of 1 to {limits.TRAINING_ID_CHARACTERS} characters; this one has {len(given)}."
+        why = f"{field} must have 1 to {limits.TRAINING_ID_CHARACTERS} characters, but has {len(given)}."
         raise Refused(Code.MALFORMED, why)
     return given

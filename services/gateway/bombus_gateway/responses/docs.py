@@ -51,12 +51,12 @@ _REQUEST = request_of(
     ("background", "conversation", "prompt"),
     input={
         **any_of(SOME_TEXT, array_of(_INPUT_ITEM, minItems=1)),
-        "description": "a text, or items; only after previous_response_id it may be missing",
+        "description": "a text, or items; it may be missing only if previous_response_id is given",
     },
-    instructions={"description": "the system's message, of this request alone"},
+    instructions={"description": "the system message, for this request only"},
     previous_response_id={
         "pattern": f"^{RESPONSE_ID}[0-9a-f]{{32}}$",
-        "description": "the response to an earlier call of the episode, after whose conversation the input comes",
+        "description": "the response to an earlier call of the episode, whose conversation the input continues",
     },
     tools={
         **array_of(any_of(_FUNCTION, _CUSTOM, _NAMESPACE)),
@@ -78,7 +78,7 @@ _ITEM = any_of(
         id=str,
         type=one_of("reasoning"),
         summary=_SUMMARY,
-        encrypted_content={"type": "string", "description": "the call's id, where `include` asks for it"},
+        encrypted_content={"type": "string", "description": "the call's id, if `include` asks for it"},
     ),
     object_of("namespace", **_CALLED, type=one_of("function_call"), arguments=str),
     object_of("namespace", **_CALLED, type=one_of("custom_tool_call"), input=str),
@@ -91,7 +91,7 @@ _USAGE = object_of(
     total_tokens=int,
 )
 _AS_ASKED = {"description": "as it was in the request"}
-_ECHOED = ("max_tool_calls", "prompt_cache_key", "safety_identifier", "user")  # only where the request has them
+_ECHOED = ("max_tool_calls", "prompt_cache_key", "safety_identifier", "user")  # only if the request has them
 _RESPONSE = object_of(
     *_ECHOED,
     id=str,
@@ -132,7 +132,7 @@ _EVENT = event_of(*(f"response.{name}" for name in _OF_RESPONSE), "keepalive", "
 
 
 def add_responses_paths(document: JsonSchema, prefixes: Sequence[str]) -> None:
-    """Add the Responses routes under each prefix to an OpenAPI document, which has OpenAI's error body already."""
+    """Add the Responses routes under each prefix to an OpenAPI document, which already has OpenAI's error body."""
     agents = DescribedAPI("openai", [BEARER], answered("OpenAI's error body", "OpenAIError"))
     created = agents.route("Response", answered("A response, or its events", "OpenAIResponse", _EVENT), _REQUEST)
     stored = answered("The response as it was recorded", "OpenAIResponse")

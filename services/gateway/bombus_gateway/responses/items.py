@@ -1,7 +1,7 @@
 """Reads the items of a request's `input` into messages. Pure.
 
-One answer of the model comes back as several items, such as reasoning, text and calls: the items of the model between
-two others are one message, unless their ids name different calls.
+One answer of the model comes back as several items, such as reasoning, text and calls. Consecutive items of the model
+are one message, unless their ids name different calls.
 """
 
 import copy
@@ -21,11 +21,11 @@ from bombus_gateway.text.message import ChatMessage
 _ROLES = {"user": "user", "system": "developer", "developer": "developer", "assistant": "assistant"}
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
 _CALLS = ("function_call", "custom_tool_call")
-_ours = re.compile(r"[a-z]+_([0-9a-f]{32})_[0-9]+|bombus:([0-9a-f]{32})")  # what names the call of an item that we sent
+_ours = re.compile(r"[a-z]+_([0-9a-f]{32})_[0-9]+|bombus:([0-9a-f]{32})")  # the ids and encrypted contents that we make
 
 
 class InputItem(msgspec.Struct):
-    """An item of any type: a message where it has none. Fields of unknown types are ignored."""
+    """An item of any type. Without a type it is a message if it has a role. Fields of unknown types are ignored."""
 
     type: str | None = None
     role: str | None = None
@@ -43,7 +43,7 @@ class InputItem(msgspec.Struct):
 
 
 class _Answer:
-    """A message of the model, which several items may be parts of. `call` is the one that they say they answer."""
+    """A message of the model, made from one or more items. `call` is the call that their ids name, if any."""
 
     def __init__(self) -> None:
         self.call = ""
@@ -57,7 +57,7 @@ class _Answer:
         return made
 
     def message(self) -> ChatMessage:
-        """Return the message. Its content is null where it has only calls."""
+        """Return the message. Its content is null if it has only calls."""
         text, reasoning = "".join(self.texts), "".join(self.reasoning)
         message: ChatMessage = {"role": "assistant", "content": text or None if self.calls else text}
         if reasoning:
@@ -70,9 +70,9 @@ class _Answer:
 
 
 class InputReader:
-    """Collects messages from items. `tools` are those that items brought, each with its place in the body.
+    """Collects messages from items. `tools` holds the tools found in items, each with its place in the body.
 
-    `answers` has the calls to which items refer, by the places in `messages` where their answers belong.
+    `answers` maps places in `messages` to the calls whose answers belong there, which items refer to.
     """
 
     def __init__(self) -> None:
@@ -80,8 +80,8 @@ class InputReader:
         self.answers: dict[int, str] = {}
         self.tools: list[tuple[str, dict[str, Any]]] = []
         self.unsupported: list[Unsupported] = []
-        self._answer: _Answer | None = None  # the model's message that is being put together, after all `messages`
-        self._referred = ""  # the call whose answer was referred to, until something but results comes after it
+        self._answer: _Answer | None = None  # the model's message that is being built, after all `messages`
+        self._referred = ""  # the call last referred to, until an item other than a tool's output follows
 
     def forked(self) -> Self:
         """Return a reader that continues from here; this one is unchanged."""
@@ -110,7 +110,7 @@ class InputReader:
         elif kind == "item_reference":
             self._read_reference(item, place)
         else:
-            why = f"an item of type {kind[:40]!r} has no meaning here"
+            why = f"items of type {kind[:40]!r} are not known here"
             self.unsupported.append(Unsupported(place, why, is_content=True))
 
     def _read_message(self, item: InputItem, place: str) -> None:
@@ -133,19 +133,19 @@ class InputReader:
         name = name_for_model(_required(item.name, f"{place}.name"), item.namespace)
         calls = self._answer_of(item).calls
         if len(calls) >= limits.CALLS_IN_MESSAGE:
-            why = f"More than {limits.CALLS_IN_MESSAGE} calls in one answer."
+            why = f"One answer may have at most {limits.CALLS_IN_MESSAGE} calls."
             raise BadParameter(Code.MALFORMED, place, why)
         function = {"name": name, "arguments": arguments}
         calls.append({"id": _required(item.call_id, f"{place}.call_id"), "type": "function", "function": function})
 
     def _read_reference(self, item: InputItem, place: str) -> None:
-        """Let the answer of a call stand where its items are referred to.
+        """Put the whole answer of a call where one of its items is referred to.
 
-        It stands there as a whole: no item of it is sent again without the others.
+        No client resends one item of an answer without the others.
         """
         call = _call_of(item)
         if not call:
-            why = "Only items of answers from here can be referred to: send the item itself, or previous_response_id."
+            why = "Only items of this hive's answers can be referred to: send the item itself, or previous_response_id."
             raise BadParameter(Code.UNSUPPORTED, place, why)
         if call != self._referred:
             self._answer_of(item)
@@ -161,13 +161,13 @@ class InputReader:
         return self._answer
 
     def end_answer(self) -> None:
-        """End the model's message that is being put together."""
+        """End the model's message that is being built."""
         if self._answer is not None:
             self.messages.append(self._answer.message())
         self._answer = None
 
     def _add(self, message: ChatMessage) -> None:
-        """Add a message that is not the model's, which ends the one of the model."""
+        """End the model's message, and add one that is not the model's."""
         self.end_answer()
         if message["role"] != "tool":
             self._referred = ""
@@ -178,7 +178,7 @@ class InputReader:
         return self._text(output, place) if isinstance(output, list) else _text_of(output, place)
 
     def _text(self, content: Any, place: str) -> str:
-        """Return the text of some content; what is no text is noted as unsupported."""
+        """Return the text of some content. Parts that are not text are noted as unsupported."""
         if content is None:
             return ""
         if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
@@ -198,9 +198,9 @@ class InputReader:
 
 
 def _call_of(item: InputItem) -> str:
-    """Return the call whose answer an item was sent in, as its id or its encrypted content says.
+    """Return the id of the call whose answer contained an item, from the item's id or encrypted content.
 
-    Returns nothing where somebody else made the item.
+    Return "" for an item that this hive did not make.
     """
     texts = (text for text in (item.id, item.encrypted_content) if isinstance(text, str))
     named = next((found for text in texts if (found := _ours.fullmatch(text))), None)

@@ -15,10 +15,10 @@ _FUNCTION = ToolForm("")
 
 
 class AnswerItems:
-    """Makes the items of one answer. Their ids have the call's id and their place in the answer.
+    """Builds the items of one answer. Their ids contain the call's id and their place in the answer.
 
-    `forms` are the tools that are no plain functions. `encrypted`: whether reasoning has content for its client to send
-    back; nothing in it is secret, it only names the call.
+    `forms` holds the tools that are not plain functions. `encrypted`: whether reasoning items have `encrypted_content`
+    for the client to send back. It contains no secret, only the call's id.
     """
 
     def __init__(self, call: str, forms: Mapping[str, ToolForm], encrypted: bool = False) -> None:
@@ -27,7 +27,7 @@ class AnswerItems:
         self._encrypted = f"bombus:{call}" if encrypted else None
 
     def message(self, index: int, text: str | None, status: str) -> Item:
-        """Return a message; it has no content yet where there is no text."""
+        """Return a message item; it has no content yet if `text` is None."""
         content = [] if text is None else [text_part(text)]
         return {
             "id": self._id("msg", index), "type": "message", "status": status, "role": "assistant", "content": content,
@@ -39,7 +39,7 @@ class AnswerItems:
         return {**item, "encrypted_content": self._encrypted} if self._encrypted else item
 
     def call(self, index: int, call: Mapping[str, Any], status: str) -> Item:
-        """Return a call of the model in the form of its tool."""
+        """Return the item of a tool call, in the form of its tool."""
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         form = self._forms.get(name, _FUNCTION)
         item: Item = {"status": status, "call_id": call["id"], "name": form.name or name}
@@ -78,7 +78,7 @@ def status_of(finish: str) -> str:
 
 
 class ResponseHead(NamedTuple):
-    """What a response begins with. `echo` has fields of its request."""
+    """The fields of a response that are known from its beginning. `echo` holds fields of its request."""
 
     call: str
     received_ns: int
@@ -112,7 +112,7 @@ def response_body(
 
 
 def stored_body(records: Sequence[CallRecord], model: str) -> dict[str, Any]:
-    """Return the response of the last of a chain of records, of which each continues the one before."""
+    """Return the response for the last record of a chain, in which each record continues the one before."""
     record, functions = records[-1], records[0].tools
     choice = record.choices[0]
     items = AnswerItems(record.id, forms_of(functions)).all(choice.message or {}, choice.finish)

@@ -1,7 +1,7 @@
 """The requests of OpenAI's Responses API: decoded, and turned into a neutral `CompletionRequest`. Pure.
 
-What does not change what is sampled may have any value. A client may ask how tokens are drawn; the job decides.
-What nobody here can do or knows is listed as `unsupported`: the job says whether that is refused or left out.
+Fields that do not affect sampling may have any value. A client may ask for sampling parameters; the job decides.
+Unsupported and unknown parts are listed as `unsupported`: the job says whether they are refused or left out.
 """
 
 import re
@@ -34,10 +34,10 @@ from bombus_gateway.responses.items import InputItem, InputReader
 from bombus_gateway.responses.tools import RequestTools, ToolForm, read_tools
 from bombus_gateway.text.message import ChatMessage
 
-RESPONSE_ID = "resp_"  # and the id of the call
+RESPONSE_ID = "resp_"  # followed by the id of the call
 ENCRYPTED = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
-# What responses may include: reasoning that is sent back, and parts of items that only tools of the server make.
+# Accepted values of `include`: reasoning that is sent back, and parts of items that only server-side tools make.
 _OF_ITEMS = frozenset(
     {
         ENCRYPTED,
@@ -55,11 +55,11 @@ _response_id = re.compile(RESPONSE_ID + "([0-9a-f]{32})")
 
 
 class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request: the neutral part, and what the response needs.
+    """A request: the neutral part, and the data that its response needs.
 
-    `echo` has the fields that a response repeats, and `forms` the tools that are no plain functions, by the name that
-    the model has for them. `encrypted`: whether items of reasoning have content that their client sends back. `prefix`
-    is the beginning of the body that the next request of the conversation need not read again.
+    `echo` holds the fields that a response repeats, and `forms` the tools that are not plain functions, by the names
+    that the model sees. `encrypted`: whether reasoning items have content that their client sends back. `prefix` is the
+    beginning of the body, which the next request of the conversation need not re-read.
     """
 
     completion: CompletionRequest
@@ -101,7 +101,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     safety_identifier: Ignored = None
     service_tier: Any = None
     user: Ignored = None
-    max_tool_calls: Ignored = None  # of tools that run at the server
+    max_tool_calls: Ignored = None  # of server-side tools
 
 
 _body = BodyDecoder(ResponsesBody, "input", "tools")
@@ -125,7 +125,7 @@ ECHO_DEFAULTS: dict[str, Any] = {
 
 
 class _ReadTools(NamedTuple):
-    """The tools of a request as they came, and as they were read."""
+    """The tools of a request, as given and as read."""
 
     given: list[dict[str, Any]]
     read: RequestTools
@@ -154,7 +154,7 @@ _read_body = ItemReader(_body, "input", _read_items)
 
 
 def read_response_request(body: bytes, before: BodyPrefix = NOTHING_READ) -> ResponsesRequest:
-    """Decode the body of `POST /v1/responses`, which begins with what was read `before`.
+    """Decode the body of `POST /v1/responses`, which begins with the prefix `before`.
 
     Raises `Refused`, naming the parameter.
     """
@@ -164,7 +164,7 @@ def read_response_request(body: bytes, before: BodyPrefix = NOTHING_READ) -> Res
         reader.messages.append({"role": "user", "content": found.input})
     reader.end_answer()
     if not reader.messages and not found.instructions and not found.previous_response_id:
-        why = "input is empty: send a text, or items of which at least one is a message."
+        why = "input is empty: send a text, or items with at least one message."
         raise BadParameter(Code.MALFORMED, "input", why)
     given, tools = _remembered_tools(bytes(found.tools))
     if reader.tools:
@@ -185,7 +185,7 @@ def _echoed(found: ResponsesBody) -> dict[str, Any]:
 
 
 def call_of(response_id: str) -> str:
-    """Return the id of the call that a response is the answer of. Raises `BadParameter` UNKNOWN_CALL."""
+    """Return the id of the call that a response belongs to. Raises `BadParameter` UNKNOWN_CALL."""
     named = _response_id.fullmatch(response_id)
     if named is None:
         why = f"Response {response_id[: limits.NAME_CHARACTERS]!r} does not exist."
@@ -225,9 +225,9 @@ def _completion(
 
 
 def _check_form(found: ResponsesBody) -> None:
-    """Refuse forms of a request that leave out what is to be answered."""
+    """Refuse requests for a later answer, and requests whose input would have to be stored at the server."""
     refused = (
-        ("background", bool(found.background), "an answer comes with its request; leave it out"),
+        ("background", bool(found.background), "an answer is returned only by its own request; leave it out"),
         ("conversation", found.conversation is not None, "send the items, or previous_response_id"),
         ("prompt", found.prompt is not None, "no prompts are stored; send instructions and input"),
     )
@@ -237,15 +237,15 @@ def _check_form(found: ResponsesBody) -> None:
 
 
 def _beyond(found: ResponsesBody) -> list[Unsupported]:
-    """Return what is asked for that would change the answer, in ways that are not supported."""
+    """Return the unsupported options of a request that would change its answer."""
     included, verbosity = found.include or (), (found.text or {}).get("verbosity")
     logprobs = bool(found.top_logprobs) or LOGPROBS in included
     others = any(each != LOGPROBS and each not in _OF_ITEMS for each in included)
     asked = (
         ("truncation", found.truncation not in (None, "disabled"), "nothing is left out of the input"),
-        ("top_logprobs", logprobs, "chat completions have logprobs"),
-        ("include", others, "that is not known here"),
-        ("service_tier", found.service_tier not in (None, "auto", "default"), "there is only one"),
+        ("top_logprobs", logprobs, "use chat completions for logprobs"),
+        ("include", others, "it has a value that is not known here"),
+        ("service_tier", found.service_tier not in (None, "auto", "default"), "there is only one tier"),
         ("text.verbosity", verbosity not in (None, "medium"), "the model has no such setting"),
     )
     return [
@@ -260,7 +260,7 @@ def _effort(reasoning: Any) -> Any:
 
 
 def _forced_call(choice: str | dict[str, Any] | None, tools: RequestTools) -> Asked | None:
-    """Return what a choice of tools asks for; None where the model may answer as it likes."""
+    """Return the demand of a tool choice; None if the model may answer as it likes."""
     match choice:
         case None | "auto" | "none":
             return None
@@ -277,14 +277,14 @@ def _forced_call(choice: str | dict[str, Any] | None, tools: RequestTools) -> As
 
 
 def _known_as(name: str, tools: RequestTools) -> list[str]:
-    """Return the names that the model knows for a tool: its own, or else those that it has in namespaces."""
+    """Return the names by which the model knows a tool: its own name, or else its names in namespaces."""
     if any(function["function"]["name"] == name for function in tools.functions):
         return [name]
     return [known for known, form in tools.forms.items() if form.name == name]
 
 
 def _form_of_answer(form: Any) -> Asked | None:
-    """Return what the format of a text asks for; None where it may be any."""
+    """Return the demand of a text format; None if the answer may be any text."""
     match form or None:
         case None | {"type": "text"}:
             return None

@@ -74,7 +74,7 @@ class ResponsesEncoder:
         return b"".join(out)
 
     def closing(self, completion: Completion) -> bytes:
-        """End the item that is open. An answer of nothing is a message without text."""
+        """End the open item. An empty answer becomes a message without text."""
         self._status = status_of(completion.finish)
         begun = b"" if self._done or self._open else self._begin(TextDelta)
         return begun + self._close(self._status)
@@ -101,7 +101,7 @@ class ResponsesEncoder:
         return self._of_part("response.reasoning_summary_text.delta", delta=text)
 
     def _close(self, status: str) -> bytes:
-        """End the item that is open, if there is one."""
+        """End the open item, if there is one."""
         text = "".join(self._text)
         if self._open is None:
             return b""
@@ -117,7 +117,7 @@ class ResponsesEncoder:
         return out + self._ended(item)
 
     def _call(self, call: dict[str, Any]) -> bytes:
-        """Send a whole call: the model's calls are read when they are complete."""
+        """Return the events of a whole tool call: calls are parsed only when they are complete."""
         item = self._items.call(self._index, call, COMPLETED)
         field, kind = (
             ("input", "custom_tool_call_input") if "input" in item else ("arguments", "function_call_arguments")
@@ -133,7 +133,7 @@ class ResponsesEncoder:
 
     @property
     def _index(self) -> int:
-        """The place in the answer of the item that is open, or of the next one."""
+        """The place in the answer of the open item, or of the next one."""
         return len(self._done)
 
     def _added(self, item: Item) -> bytes:
@@ -145,7 +145,7 @@ class ResponsesEncoder:
         return out
 
     def _of_part(self, kind: str, **fields: Any) -> bytes:
-        """Return an event about the part of the open item: it has only one."""
+        """Return an event about the open item's only part."""
         place = {"content_index" if self._open is TextDelta else "summary_index": 0}
         return self._event(kind, item_id=self._item_id, output_index=self._index, **place, **fields)
 

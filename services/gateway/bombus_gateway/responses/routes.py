@@ -20,13 +20,13 @@ from bombus_gateway.responses.output import stored_body
 from bombus_gateway.responses.request import call_of, read_response_request
 from bombus_gateway.responses.response import ResponsesEncoder, event
 
-# What this dialect calls a field of a `CompletionRequest`.
+# This dialect's names for fields of a `CompletionRequest`.
 _PARAMETERS = {"continues": "previous_response_id", "messages": "input"}
 _NO_WEBSOCKET = Refused(Code.UNSUPPORTED, "WebSockets are not supported: use POST, with stream for events.")
 
 
 class ResponsesDialect:
-    """The wire format. `check_model` refuses a model's name."""
+    """The wire format. `check_model` raises `Refused` for an unknown model name."""
 
     name = b"responses"
 
@@ -44,7 +44,7 @@ class ResponsesDialect:
         return error_body(error, _PARAMETERS)
 
     def error_event(self, error: Refused) -> bytes:
-        """Return the event after which nothing comes. The SDK raises what it finds in `error`."""
+        """Return the last event of a stream that fails. The SDK raises the contents of `error`."""
         found = error_fields(error, _PARAMETERS)
         return event("error", {name: found[name] for name in ("code", "message", "param")} | {"error": found})
 
@@ -52,7 +52,7 @@ class ResponsesDialect:
 class ResponsesAPI:
     """The routes of one engine: `create` is an ASGI application, and so is `stored`, for the paths below it.
 
-    At the root (`any_engine`) each key leads to the engine that it was made for.
+    At the root (`any_engine`) each key leads to its own engine.
     """
 
     def __init__(self, gateway: Gateway, calls: Calls, engine: str, any_engine: bool) -> None:
@@ -62,7 +62,7 @@ class ResponsesAPI:
         self._create = call_route(calls, self._dialect, self._agents)
 
     async def create(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a model call, and send clients that ask for a WebSocket to HTTP."""
+        """Answer a model call. Refuse a WebSocket, so that the client falls back to HTTP."""
         if scope["method"] == "GET" and dict(scope["headers"]).get(b"upgrade", b"").lower() == b"websocket":
             upgrade = [(b"upgrade", b"HTTP/1.1")]
             await Responder(send, self._dialect).whole(self._dialect.error(_NO_WEBSOCKET), upgrade, 426)

@@ -1,7 +1,7 @@
-"""The tools of a request: functions to the model, whose calls go out in the form that their client has for them. Pure.
+"""The tools of a request. The model sees only functions; their calls are returned in the client's own forms. Pure.
 
-A custom tool takes free text: the model sees a function with one text. The functions of a namespace have its name
-before theirs.
+A custom tool takes free text: the model sees a function with one text argument. The names of a namespace's functions
+are prefixed with its name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ _SERVER_TOOL = "a tool of type {!r} runs at the server, which has no tools"
 
 
 class ToolForm(msgspec.Struct, frozen=True):
-    """How a client knows a tool: by its name, within a namespace or not, and with arguments or free text."""
+    """The client's form of a tool: its name, its namespace if any, and whether it takes free text (`is_custom`)."""
 
     name: str
     namespace: str = ""
@@ -31,9 +31,9 @@ class ToolForm(msgspec.Struct, frozen=True):
 
 
 class RequestTools(msgspec.Struct, frozen=True):
-    """The tools of a request. `functions` is what the model sees, `forms` has the others than plain functions by name.
+    """The tools of a request. The model sees `functions`; `forms` holds the tools that are not plain functions.
 
-    The names are those that the model knows.
+    The keys of `forms` are the names that the model sees.
     """
 
     functions: list[dict[str, Any]] = []
@@ -62,14 +62,14 @@ def read_tools(given: Sequence[tuple[str, Mapping[str, Any]]]) -> RequestTools:
 
 
 def forms_of(functions: Sequence[Mapping[str, Any]]) -> dict[str, ToolForm]:
-    """Return the custom tools among functions as they were recorded. Namespaces cannot be told from names."""
+    """Return the custom tools among recorded functions. Namespaces cannot be recognised from names."""
     named = [tool["function"] for tool in functions]
     custom = [each["name"] for each in named if each.get("parameters") == FREE_TEXT_PARAMETERS]
     return {name: ToolForm(name, is_custom=True) for name in custom}
 
 
 def text_of_arguments(arguments: str) -> str:
-    """Return the text that a model gave to a custom tool: all that it wrote, where that has another form."""
+    """Return the text that a model passed to a custom tool; all that it wrote if that has another form."""
     try:
         value = msgspec.json.decode(arguments)
     except (msgspec.DecodeError, RecursionError):
@@ -95,7 +95,7 @@ def _add(tools: RequestTools, tool: Mapping[str, Any], place: str, namespace: st
 
 
 def _as_function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how a custom tool is described to the model, with the grammar that its text should have."""
+    """Return the model's description and parameters of a custom tool, with the grammar that its text should follow."""
     texts = [tool.get("description") or ""]
     grammar = tool.get("format")
     if isinstance(grammar, Mapping) and isinstance(grammar.get("definition"), str):

@@ -1,1 +1,1 @@
-"""The API of Atropos's environments and trainers: rollout groups come in, batches go out."""
+"""The API of Atropos's environments and trainers: environments push rollout groups, trainers fetch batches."""

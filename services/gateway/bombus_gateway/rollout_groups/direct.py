@@ -1,4 +1,4 @@
-"""Answers what environments ask most without FastAPI's work around a request, which costs more than a small group."""
+"""Answer environments' most frequent requests without FastAPI, whose overhead exceeds the cost of a small group."""
 
 import logging
 from collections.abc import Awaitable, Callable
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class DirectRoute:
-    """An ASGI application for one method of a path. `others` answers other methods, and says why a key is refused."""
+    """An ASGI application for one method of a path. `others` answers other methods and requests with a refused key."""
 
     def __init__(
         self, method: str, guard: Guard, answer: Callable[[Request], Awaitable[Response]], others: ASGIApp
@@ -29,7 +29,7 @@ class DirectRoute:
             return
         try:
             answer = await self._answer(Request(scope, receive))
-        except Exception:  # the boundary of the process: the client gets an answer, and the log the bug
+        except Exception:  # the outermost handler: the client gets an answer, and the bug is logged
             log.exception("an environment's request failed because of a bug")
             answer = JSONResponse({"detail": "The gateway failed; its log says more."}, 500)
         await answer(scope, receive, send)

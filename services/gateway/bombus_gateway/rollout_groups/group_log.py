@@ -1,4 +1,4 @@
-"""Puts rollout groups on the log, and reads the batches that the log hands out."""
+"""Put rollout groups on the log, and read the batches that are handed out."""
 
 import asyncio
 import uuid
@@ -28,10 +28,10 @@ from bombus_gateway.call.workers import CLIENTS
 from bombus_gateway.context import Gateway
 from bombus_gateway.rollout_groups.reading import RecordReader
 
-ARRIVAL_S = 1.0  # within which a batch that was sent is known to have arrived
+ARRIVAL_S = 1.0  # how long to wait for the log to say that a sent batch has arrived
 ATTEMPTS_MAX = 4
-WRITERS_MAX = 4  # batches whose parts are made at the same time; others take turns with them
-AT_ONCE_MAX = 16  # bodies that are stored, for one request
+WRITERS_MAX = 4  # threads that write the parts of batches
+AT_ONCE_MAX = 16  # bodies that one request stores or fetches at the same time
 _T = TypeVar("_T")
 _GivenT = TypeVar("_GivenT")
 
@@ -51,7 +51,7 @@ class GroupLog:
         self.engine = engine
         self._parts = Parts(gateway.bus, gateway.bus.subjects.trajectories_stream)
         self._writers = ThreadPoolExecutor(WRITERS_MAX, "batch")
-        self._lost: set[BodyRef] = set()  # that were not there when a batch was sent: they are looked at first
+        self._lost: set[BodyRef] = set()  # bodies missing when a batch was sent; the next attempt checks them first
 
     @property
     def state(self) -> EngineState:
@@ -66,19 +66,19 @@ class GroupLog:
         self._gateway.heartbeats.touch_environment(self.engine, environment)
 
     def may_act_for(self, environment: int, holder: str) -> bool:
-        """Return whether the holder of a key may act for an environment: for its own, and where there is none."""
+        """Return whether the holder of a key may act for an environment: it is the holder's own, or unknown."""
         known = self.trajectories.queue.environments.get(environment)
         return known is None or may_use(known.owner, holder)
 
     async def _apart(self, size: int, compute: Callable[[], _T]) -> _T:
-        """Return the result of work on so many bytes, which other requests do not wait for where they are many."""
+        """Return the result of `compute`, run in a thread if it works on many bytes, so other requests can continue."""
         return await self._gateway.workers.run(CLIENTS, size, compute, TRAJECTORIES.inline_bytes)
 
     async def written(self, write: Callable[..., _T], *given: object) -> _T:
-        """Return what `write` makes of a batch, in a thread that may wait for records.
+        """Return the result of `write`, run in a thread that may wait for records.
 
-        These are not the threads of `asyncio.to_thread`, which reading a record needs: where all of these waited for
-        records, no record would come.
+        The threads of `asyncio.to_thread` are not used for this, since reading a record needs them: if all of them
+        waited for records, none could be read.
         """
         return await asyncio.get_running_loop().run_in_executor(self._writers, write, *given)
 
@@ -87,13 +87,13 @@ class GroupLog:
     async def push(
         self, groups: Sequence[RolloutGroup], key: str = "", sender: KeyHolder = NOBODY
     ) -> tuple[int | None, ...]:
-        """Put groups on the log, all or none, and return what their environments hold after each.
+        """Put groups on the log, all or none, and return how many sequences each group's environment then holds.
 
-        Groups of an environment of another key than the sender's are of none, as where there is no such environment.
+        An entry is None if its group was queued at once. On return the groups are durable. A group loses its
+        environment if that is unknown or belongs to a key other than the sender's.
 
-        They are durable then. Without a `key`, groups with the same bytes that come again soon are the same push. How
-        long ago it came is for the coordinator to say: the fold has no clock but the time of the last event.
-        Raises `Refused` and `BusUnavailable`.
+        Without a `key`, a push of the same bytes within a short time is a repeat. The coordinator measures that time,
+        since the fold has no clock but the time of the last event. Raises `Refused` and `BusUnavailable`.
         """
         holder = sender.name
         groups = await self._as_sent_by(holder, groups)
@@ -118,7 +118,7 @@ class GroupLog:
         raise AssertionError("the last attempt has returned or raised")
 
     async def _as_sent_by(self, holder: str, groups: Sequence[RolloutGroup]) -> Sequence[RolloutGroup]:
-        """Return groups without the environments for which the holder of a key may not act."""
+        """Return groups, without the environment if the holder of a key may not act for it or it is unknown."""
         named = {group.environment for group in groups if group.environment is not None}
         if not holder or not named:
             return groups
@@ -133,21 +133,21 @@ class GroupLog:
         ]
 
     async def _check_queued(self, groups: Sequence[RolloutGroup]) -> None:
-        """Raise `Refused` for a group that can never be queued: its body would only fill the stream.
+        """Raise `Refused` for a group that can never be queued, so that its body does not fill the stream.
 
-        The fold may not know yet of a trainer that has just registered, so it reads on before it refuses.
+        The fold may not yet know a trainer that has just registered, so catch up with the log before refusing.
         """
         sizes = [QueuedGroup(environment=group.environment, sequences=group.sequences) for group in groups]
         if not why_not_queued(self.trajectories.queue, sizes):
             return
-        with suppress(TimeoutError):  # then the coordinator says it
+        with suppress(TimeoutError):  # on a timeout the coordinator decides
             await self._gateway.follower.caught_up(ARRIVAL_S)
             why = why_not_queued(self.trajectories.queue, sizes)
             if why:
                 raise Refused(Code.MALFORMED, why)
 
     async def _check_trained(self, groups: Sequence[RolloutGroup]) -> None:
-        """Raise `Refused` for a group that this engine's own trainer would not train, where it takes the batches."""
+        """Raise `Refused` for a group that this engine's own trainer, if it consumes the batches, cannot train on."""
         trainer = self.trajectories.trainer
         if trainer is None or not self.state.makes_steps:
             return
@@ -158,9 +158,9 @@ class GroupLog:
                 raise Refused(Code.MALFORMED, f"Group {number} of this push: {why}" if len(groups) > 1 else why)
 
     def _may_be_refused(self, key: str, share: str, size: int) -> bool:
-        """Return whether a push may be refused, or be one that came before: its bodies would only fill the stream.
+        """Return whether a push may be refused or a repeat, so that its bodies would only fill the stream.
 
-        Then the coordinator is asked before they are stored. It says BODY_GONE where they are wanted.
+        If so, ask the coordinator before storing them. It answers BODY_GONE if they are needed.
         """
         takes_none = self.state.phase != Phase.OFFLINE and not self.state.queues_groups
         is_repeated = key in self.trajectories.pushes
@@ -177,10 +177,10 @@ class GroupLog:
     # ---- out ------------------------------------------------------------------------------------------------------
 
     async def take(self, after: int | None = None) -> HandedOut | None:
-        """Return the next batch if there is one, or the last one where it was not delivered.
+        """Return the next batch if there is one, or the last one if it was not delivered.
 
-        A trainer that asks again at once comes before the note that its last batch has arrived: that is waited for. One
-        that says which batch it has gets what comes `after` it.
+        A fast trainer may ask for the next batch before the log says that its last one has arrived, so wait for that
+        event. A trainer that says which batch it has gets the one `after` that.
         Raises `Refused`: WRONG_PHASE before a trainer has registered; and `BusUnavailable`.
         """
         for _ in range(ATTEMPTS_MAX):
@@ -195,10 +195,10 @@ class GroupLog:
             batch = self.trajectories.batch
             if batch is not None and (batch.run, batch.number) == (answer.run, answer.number):
                 return batch
-        raise Refused(Code.OVERLOADED, "Others take batches faster than this gateway reads them: ask again.")
+        raise Refused(Code.OVERLOADED, "Other requests take batches faster than this gateway reads them: ask again.")
 
     async def _arrives(self, taken: inbox.BatchTaken) -> bool:
-        """Return whether a batch that was handed out is soon known to have arrived, or is no longer the last one."""
+        """Wait briefly until a batch is known to have arrived or is no longer the last. Return False on a timeout."""
 
         def is_over(_: object) -> bool:
             batch = self.trajectories.batch
@@ -211,9 +211,9 @@ class GroupLog:
         return True
 
     async def give_up_lost(self, batch: HandedOut) -> None:
-        """Give up the groups of a batch whose bodies are lost: those of which the stream's leader says so.
+        """Give up the groups of a batch whose bodies are lost, according to the stream's leader.
 
-        Raises `Refused`, and `BusUnavailable` where the bus cannot say it.
+        Raises `Refused`, and `BusUnavailable` if the bus cannot tell.
         """
         groups = [each for each in zip(batch.numbers, batch.groups, strict=False) if each[1].body is not None]
         found = [each for each in await _each(self._why_lost, groups) if each is not None]
@@ -234,14 +234,14 @@ class GroupLog:
         return None
 
     async def delivered(self, batch: HandedOut) -> None:
-        """Say that all of a batch was sent."""
+        """Report that all of a batch was sent."""
         sent = inbox.BatchSent(id=uuid.uuid4().hex, engine=self.engine, run=batch.run, number=batch.number)
         await self._gateway.bus.inbox.send(sent)
 
     async def records(self, groups: Sequence[QueuedGroup]) -> RecordReader:
-        """Return the records of groups, of which the first are read, and those that could not be read before.
+        """Return a reader of the groups' records, after reading the first ones and any that could not be read before.
 
-        Raises `LogCorrupted` when one of these is gone, and `BusUnavailable`; the reader raises it for later ones.
+        Raises `LogCorrupted` if one of these is gone, and `BusUnavailable`. For later records, the reader raises.
         """
         refs = [group.body for group in groups if group.body is not None]
         for ref in self._lost.intersection(refs):
@@ -252,7 +252,7 @@ class GroupLog:
         return reader
 
     async def latest(self, holder: str) -> RolloutGroup | None:
-        """Return the group that was pushed last, unless it is of an environment of another key."""
+        """Return the group that was pushed last, or None if its environment belongs to another key."""
         latest = self.trajectories.latest
         if latest is None or (latest.environment is not None and not self.may_act_for(latest.environment, holder)):
             return None
@@ -261,7 +261,7 @@ class GroupLog:
 
 
 async def _each(do: Callable[[_GivenT], Awaitable[_T]], given: Sequence[_GivenT]) -> list[_T]:
-    """Do something with each of several bodies, some at once. Raises what the first one that fails has raised."""
+    """Return the results of `do` for each of `given`, several at a time. Raises the first failure."""
     some = asyncio.Semaphore(AT_ONCE_MAX)
 
     async def one(each: _GivenT) -> _T:
@@ -283,12 +283,12 @@ def _recorded(group: RolloutGroup) -> Recorded:
 
 
 def _key_of(records: Sequence[Recorded], holder: str) -> str:
-    """Return what tells groups of a key from others: records have the number of their environment in them."""
+    """Return the key of a push that has none, from its holder and its records, which include their environment."""
     return digest(holder.encode() + b"".join([record.digest for record in records])).hex()
 
 
 def _own_key(key: str, groups: Iterable[RolloutGroup]) -> str:
-    """Return the key that a client gave as one of its environments alone: others may give the same."""
+    """Return a client's key made unique to the environments of its groups, since others may give the same key."""
     environments = sorted({-1 if group.environment is None else group.environment for group in groups})
     return digest(f"{environments} {key}".encode()).hex()
 

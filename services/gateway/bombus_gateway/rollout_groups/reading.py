@@ -1,4 +1,4 @@
-"""Reads the records of a large batch while it is sent, so that no more than some of them are in memory."""
+"""Read the records of a large batch while it is being sent, so that only some of them are in memory."""
 
 import asyncio
 from collections import deque
@@ -7,25 +7,25 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from bombus.errors import LogCorrupted
 from bombus.hive.records import BodyRef
 
-AHEAD_BYTES = 32 << 20  # of records that are read before they are asked for
+AHEAD_BYTES = 32 << 20  # of records that are read ahead
 AT_ONCE_MAX = 16
 
 FetchBody = Callable[[BodyRef], Awaitable[bytes]]
 
 
 class RecordReader:
-    """The records of some bodies, in their order. `lost` is told of one that cannot be read."""
+    """Reads the records of several bodies in order. `lost` is called with each body that is gone."""
 
     def __init__(self, fetch: FetchBody, refs: Iterable[BodyRef], lost: Callable[[BodyRef], None]) -> None:
         self._fetch = fetch
         self._refs = deque(refs)
         self._lost = lost
         self._reading: deque[tuple[BodyRef, asyncio.Task[bytes]]] = deque()
-        self._ahead = 0  # bytes of what is being read, and of what was and is not taken yet
+        self._ahead = 0  # bytes of records that are being read, or were read but not yet returned
         self._loop = asyncio.get_running_loop()
 
     async def begin(self) -> None:
-        """Read the first records. Raises `LogCorrupted` when one of them is gone, and `BusUnavailable`."""
+        """Read the first records. Raises `LogCorrupted` if one of them is gone, and `BusUnavailable`."""
         self._read_ahead()
         try:
             for ref, task in self._reading:
@@ -35,7 +35,7 @@ class RecordReader:
             raise
 
     async def next(self) -> bytes | None:
-        """Return the next record, or nothing after the last. Raises as `begin` does."""
+        """Return the next record, or None after the last. Raises as `begin` does."""
         self._read_ahead()
         if not self._reading:
             return None
@@ -46,12 +46,12 @@ class RecordReader:
         return record
 
     def in_thread(self) -> Iterator[bytes]:
-        """Yield the records to another thread than that of the event loop. Raises as `begin` does."""
+        """Yield the records in a thread other than the event loop's. Raises as `begin` does."""
         while (record := asyncio.run_coroutine_threadsafe(self.next(), self._loop).result()) is not None:
             yield record
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop reading."""
         self._refs.clear()
         for _, task in self._reading:
             task.cancel()

@@ -1,7 +1,7 @@
-"""The routes of Atropos's trajectory API, for environments and trainers that know no other server.
+"""The routes of Atropos's trajectory API, for unmodified environments and trainers of Atropos.
 
-Refusals have the form that Atropos's server has. A request that only has to wait gets a 5xx, which its
-clients send again.
+Refusals have the same form as those of Atropos's server. A request that only has to wait gets a 5xx, on which its
+client retries.
 """
 
 import logging
@@ -45,15 +45,16 @@ PIECE_BYTES = 1 << 18  # of a batch
 IDEMPOTENCY_KEY, BATCH_NUMBER = "x-idempotency-key", "x-batch-number"
 BATCH, RESET_DATA = "/batch", "/reset_data"
 DIRECT = ("/scored_data", "/scored_data_list", "/status-env")
-ATTEMPTS_MAX = 4  # at a batch none of whose groups is lost
+ATTEMPTS_MAX = 4  # to get a batch without lost groups
 
 RefusalWriter = Callable[[Refused], tuple[int, bytes]]
 
 
 def group_routes(gateway: Gateway, engine: str, others: ASGIApp) -> tuple[list[PlainRoute], dict[str, ASGIApp]]:
-    """Return the routes of one engine, and those of them that are answered directly. `others` answers by the former.
+    """Return the routes of one engine, and applications by path that answer some of them directly.
 
-    Those that begin or end a run take the admin key, where there is one.
+    These pass requests that they do not answer to `others`, which serves the routes. Routes that begin or end a run
+    need the admin key, if there is one.
     """
     routes = GroupRoutes(gateway, GroupLog(gateway, engine))
     direct: dict[str, ASGIApp] = {}
@@ -111,12 +112,12 @@ def _answered(request: Request, body: bytes, media_type: str = JSON) -> Response
 
 
 def _written(records: RecordReader, accepted: str) -> tuple[dict[str, str], Iterator[bytes]]:
-    """Return the headers and the parts of a batch. Not for the event loop's thread: it waits for records."""
+    """Return the headers and the parts of a batch. Waits for records, so call it outside of the event loop's thread."""
     return sent(write_batch(map(decode_group, records.in_thread())), accepted)
 
 
 def _piece(parts: Iterator[bytes]) -> bytes:
-    """Return the next parts, so many that sending them one by one would not take longer; nothing after the last."""
+    """Return the next parts joined, at least `PIECE_BYTES` if there are as many; b"" after the last."""
     piece = bytearray()
     for part in parts:
         piece += part
@@ -126,7 +127,7 @@ def _piece(parts: Iterator[bytes]) -> bytes:
 
 
 class DeliveredBatch(StreamingResponse):
-    """A batch, which counts as delivered once all of it was written to a connection that is still there."""
+    """A batch, which counts as delivered once all of it was written to a connection that is still open."""
 
     def __init__(
         self,
@@ -154,9 +155,10 @@ class DeliveredBatch(StreamingResponse):
             await self._delivered()
 
     async def _sent(self, next_piece: Callable[[], Awaitable[bytes]]) -> AsyncIterator[bytes]:
-        """Yield pieces, which are slow to make, while other requests continue; then check that the client is connected.
+        """Yield the pieces, then check that the client is still connected.
 
-        Afterwards it cannot be seen: a server takes the end of an answer for the end of its connection.
+        Pieces are slow to make, so they are made in threads. The check cannot be made later: once an answer has ended,
+        the server reports its client as disconnected.
         """
         while piece := await next_piece():
             yield piece
@@ -169,7 +171,7 @@ class GroupRoutes:
         self._groups = groups
 
     async def welcome(self, request: Request) -> Response:
-        """Say what this is: clients of several APIs look for their own words in it."""
+        """Identify this server. Clients of several APIs check different fields of this answer."""
         running = self._groups.state.phase != Phase.OFFLINE
         return _answered(request, answers.write_welcome(running))
 
@@ -215,11 +217,11 @@ class GroupRoutes:
         return _answered(request, answers.write_status(state.current_step, queued))
 
     async def batch(self, request: Request) -> Response:
-        """Hand out the next batch. One that was not fully sent is handed out again.
+        """Hand out the next batch. A batch that was not fully sent is handed out again.
 
-        A trainer that says which batch it has (`after`) gets the next one until it says that it has that. Groups that
-        are lost are given up, and the next batch is made of the others. Whoever has another key than the trainer has no
-        trainer.
+        A trainer that says which batch it has (`after`) gets the next one until it says that it has that one. Lost
+        groups are given up, and the next batch is made of the remaining ones. A client with another key than the
+        trainer's is answered as if no trainer were registered.
         """
         trainer = self._groups.trajectories.trainer
         if trainer is not None and not may_use(trainer.owner, self._gateway.holder_of(request)):
@@ -242,8 +244,8 @@ class GroupRoutes:
                 if batch.delivered:
                     raise Refused(
                         Code.INTERNAL,
-                        f"Batch {batch.number} was delivered before, but cannot be read again: {error}. Ask for what "
-                        f"comes after={batch.number}.",
+                        f"Batch {batch.number} was delivered before, but cannot be read again: {error}. Ask for the "
+                        f"next one with after={batch.number}.",
                     ) from None
                 log.error("groups of batch %d are lost and dropped: %s", batch.number, error)
                 await self._groups.give_up_lost(batch)
@@ -255,10 +257,10 @@ class GroupRoutes:
 
     async def _delivered(self, batch: HandedOut, after: int | None) -> None:
         if after is not None:
-            return  # its trainer will say so
+            return  # the trainer itself confirms it with its next request
         try:
             await self._groups.delivered(batch)
-        except (BusUnavailable, Refused) as error:  # it is handed out again
+        except (BusUnavailable, Refused) as error:  # the batch is handed out again
             log.warning("could not record that a batch was delivered", extra={"why": str(error)})
 
     async def latest_example(self, request: Request) -> Response:
@@ -270,7 +272,7 @@ class GroupRoutes:
         return _answered(request, write_latest(latest))
 
     async def reset_data(self, request: Request) -> Response:
-        """End the run, and forget its groups and environments."""
+        """End the run, and delete its groups and environments."""
         await self._gateway.carry_out(
             inbox.ResetGroups(id=f"reset-{secrets.token_hex(16)}", engine=self._groups.engine)
         )

@@ -1,1 +1,1 @@
-"""The swarm API: AgentJet's contract, and our own SDK on the same routes."""
+"""The swarm API: the routes of AgentJet's contract, and further routes for our own SDK."""

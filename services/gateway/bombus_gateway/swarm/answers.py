@@ -1,4 +1,4 @@
-"""The answers of the swarm API, as the OpenAPI page describes them. The routes make them as plain JSON."""
+"""The answers of the swarm API, for the OpenAPI document. The routes themselves build plain JSON."""
 
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ class SwarmErrorAnswer(BaseModel):
 class EngineStatusAnswer(BaseModel):
     """`global_step` counts optimizer steps. `failure` says why the last run ended, `suspended` why this one waits.
 
-    Calls are answered while there are `serving_replicas`. `pool_episodes` have ended and are in no batch yet.
+    Calls are answered while there are `serving_replicas`. `pool_episodes` have ended but are not in a batch yet.
     """
 
     engine_status: Phase
@@ -40,7 +40,7 @@ class EngineStatusAnswer(BaseModel):
 
 
 class ConfiguredAnswer(SuccessAnswer):
-    """`ignored` names keys of the job that mean nothing here."""
+    """`ignored` lists the keys of the job that have no effect here."""
 
     config_digest: str
     ignored: list[str]
@@ -58,7 +58,7 @@ class DifferencesAnswer(BaseModel):
 
 
 class StartedAnswer(SuccessAnswer):
-    """`begun` says where the run begins when it goes on from a checkpoint."""
+    """`begun` names the checkpoint at which the run begins, or says why it begins at none; "" if there was none."""
 
     pid: int
     run: int
@@ -82,7 +82,7 @@ class FailedCommandAnswer(BaseModel):
 
 
 class EpisodeAccess(BaseModel):
-    """What the client and the agent of an episode need. The id has the claim's secret."""
+    """An episode's id, which is secret, for its client, and the URL and key for its agent."""
 
     episode_uuid: str
     openai_base_url: str
@@ -144,9 +144,9 @@ class MultiModelEngineAnswer(BaseModel):
 
 
 class ClaimedMultiModelEpisodesAnswer(BaseModel):
-    """Each multi-model episode has its episodes by engine. Times are in seconds since the epoch.
+    """Each multi-model episode maps its engines to their episodes. Times are in seconds since the epoch.
 
-    `client_silence_s` is as for episodes, and the shortest of these engines.
+    `client_silence_s` is as in `ClaimedEpisodesAnswer`, and the shortest one of these engines.
     """
 
     success: Literal[True]
@@ -173,7 +173,7 @@ class CanContinueAnswer(BaseModel):
 
 
 class UsedAnswer(BaseModel):
-    """What the recorded calls of an episode have taken so far."""
+    """The usage of an episode's recorded calls so far."""
 
     calls: int
     prompt_tokens: int
@@ -181,7 +181,7 @@ class UsedAnswer(BaseModel):
 
 
 class TouchedAnswer(BaseModel):
-    """The episodes that are open and of this client, the others, and what the open ones have used."""
+    """`touched` lists the client's open episodes, `over` all others. `used` is the usage of the touched ones."""
 
     touched: list[str]
     over: list[str]
@@ -189,7 +189,7 @@ class TouchedAnswer(BaseModel):
 
 
 class LearntSequenceAnswer(BaseModel):
-    """A sequence of an episode up to its last token that is learnt, in base64: int32, float32, int32 and bytes."""
+    """A sequence up to its last token to be trained on. The arrays are base64: int32, float32, int32 and bytes."""
 
     tokens: str
     logprobs: str
@@ -208,8 +208,8 @@ class EndedEpisodeAnswer(BaseModel):
 
 
 class EndedEpisodesAnswer(BaseModel):
-    """Ended episodes. `left`: did not fit, ask again. `gone`: already taken, aborted or dropped. `lost`: no longer
-    whole on the log, with the reason."""
+    """Ended episodes. `left`: did not fit, so ask again. `gone`: already taken, aborted or dropped. `lost`: no longer
+    complete on the log, with the reason."""
 
     episodes: list[EndedEpisodeAnswer]
     left: list[str]
@@ -239,7 +239,7 @@ class BufferAnswer(BaseModel):
 
 
 class RunningEpisode(BaseModel):
-    """An open episode in words, as clients of the swarm contract print it."""
+    """An open episode, with its figures as text for clients of the swarm contract to print."""
 
     episode_status: Literal["claimed"]
     time_since_last_activity: str
@@ -301,7 +301,7 @@ class ReplayedCompletion(BaseModel):
 
 
 class ReplayedCallAnswer(BaseModel):
-    """A recorded call with its earlier turns, in the shape of OpenAI's chat completions."""
+    """A recorded call with its earlier turns, in the format of OpenAI's chat completions."""
 
     input: ReplayedRequest
     output: ReplayedCompletion
@@ -312,12 +312,12 @@ class ExperimentFolderAnswer(BaseModel):
 
 
 class LoggedAnswer(BaseModel):
-    """`success` is false for a line that was dropped, because too many came in one second."""
+    """`success` is false for a line that was dropped because too many were sent in one second."""
 
     success: bool
 
 
-# By path; None where each request is refused.
+# The answer of each path; None if every request is refused.
 ANSWERS: dict[str, Any] = {
     "/get_engine_status": EngineStatusAnswer,
     "/sync_train_config": ConfiguredAnswer,
@@ -349,8 +349,8 @@ ANSWERS: dict[str, Any] = {
     "/touch_multi_model_episodes": TouchedAnswer,
 }
 
-# What any route of the API may answer instead, by status. Bugs, which are 500, are not described. The first one brings
-# the schema, to which the others refer: FastAPI makes a validator for each model that is named, which takes a while.
+# The refusals of all routes, by status; 500, for bugs, is left out. Only the first one names the model, and the others
+# refer to its schema: FastAPI builds a validator for each model that is named, which takes a while.
 _FIRST, *_OTHERS = sorted({*STATUS.values()} - {500})
 REFUSALS: dict[int | str, dict[str, Any]] = {
     _FIRST: {"description": "A refusal", "model": SwarmErrorAnswer},

@@ -1,6 +1,6 @@
 """The bodies of the swarm API's requests.
 
-Those of the swarm contract ignore unknown fields, for newer clients; our own refuse them by name.
+The swarm contract's bodies ignore unknown fields, for newer clients; our own bodies refuse them by name.
 """
 
 import json
@@ -19,7 +19,7 @@ from bombus_gateway import limits
 Identifier = Annotated[str, Field(min_length=1, max_length=limits.ID_CHARACTERS)]
 TaskId = Annotated[str, Field(max_length=limits.TASK_CHARACTERS)]
 DataSet = Annotated[str, Field(max_length=limits.DATA_SET_CHARACTERS)]
-# What `read_report` makes sense of, whatever it is.
+# Any value: `read_report` interprets it.
 Verdict = Annotated[Any, WithJsonSchema({"type": ["boolean", "null"]})]
 Metadata = Annotated[Any, WithJsonSchema({"type": "object"})]
 Metrics = Annotated[
@@ -50,7 +50,7 @@ class SyncTrainConfig(ContractBody):
 
 
 class ThrottlePolicyBody(ContractBody):
-    """Limits one client's share of a batch. The gateway applies it, because its views do not tell clients apart."""
+    """Limits one client's share of a batch. The gateway applies it, because its views do not show clients' ids."""
 
     ratio: Annotated[float, Field(gt=0)] = 1.5
     expected_batch_size: Annotated[int, Field(ge=0)] = 0
@@ -61,16 +61,16 @@ class ThrottlePolicyBody(ContractBody):
 class ClaimEpisode(ContractBody):
     client_uuid: Identifier
     episode_type: EpisodeKindBody = "train"
-    discard_episode_timeout: float | None = None  # None: the server knows how long steps take
+    discard_episode_timeout: float | None = None  # None: the server derives it from the duration of steps
     throttle_policy: ThrottlePolicyBody | None = None
 
 
 class WorkflowOutputBody(ContractBody):
-    """`reward` is one number, or one for each completed call in order, without auxiliary calls that the job masks, or
-    by the ids of these calls (the answer's `id`, without `chatcmpl-`).
+    """`reward` is one number, or a list with one for each completed call in order, or an object with one by each call's
+    id (the answer's `id`, without `chatcmpl-`). Auxiliary calls that the job masks get none.
 
-    A metric may be a list: its mean counts. What the log cannot have of the rest is left out, with a warning in the
-    gateway's log.
+    A metric may be a list, whose mean counts. Any other value that the log cannot store is left out, with a warning in
+    the gateway's log.
     """
 
     reward: Annotated[
@@ -108,7 +108,7 @@ class PushVerboseLog(ContractBody):
 
 
 class ReplayLatestCall(ContractBody):
-    """The episode whose latest call is wanted; empty: any of the engine's, for whoever has the admin key."""
+    """The episode whose latest call is requested. If empty: any episode of the engine, which needs the admin key."""
 
     episode_uuid: Annotated[str, Field(max_length=128)] = ""
 
@@ -125,27 +125,27 @@ class OwnClaim(OwnBody):
     claim_id: Identifier
     count: Annotated[int, Field(ge=1, le=limits.EPISODES)] = 1
     episode_type: EpisodeKindBody = "train"
-    discard_episode_timeout: float | None = None  # None: the server knows how long steps take
+    discard_episode_timeout: float | None = None  # None: the server derives it from the duration of steps
     wait_s: Annotated[float, Field(ge=0, le=limits.WAIT_S)] = 20.0
-    # So far, under this claim_id: the longest wait is served first.
+    # How long this claim_id has waited so far: the claim that has waited longest is served first.
     waited_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0
     task_id: TaskId = ""
     touches: bool = False
 
 
 class ClaimEpisodes(OwnClaim):
-    """Claims `count` episodes, all or none. A claim that is repeated under its `claim_id` gets the same episodes.
+    """Claims `count` episodes, all or none. Repeating a claim under its `claim_id` returns the same episodes.
 
-    In a run of training operations `sampler` is the path of the saved model that their calls sample from, or `base`.
-    With `touches` the client sends /touch_client every few seconds while it holds any, and is taken for dead when it is
-    silent for as long as the reply says.
+    In a run of training operations, `sampler` is the path of the saved model that their calls sample from, or `base`.
+    With `touches`, the client sends /touch_client every few seconds while it holds any episode, and is considered dead
+    after the reply's `client_silence_s` of silence.
     """
 
     sampler: Annotated[str, Field(max_length=limits.SAMPLER_CHARACTERS)] = ""
 
 
 class ClaimMultiModelEpisodes(OwnClaim):
-    """Claims `count` multi-model episodes, all or none: each is one episode on every one of these engines.
+    """Claims `count` multi-model episodes, all or none: each consists of one episode on each of these engines.
 
     For `touches` see `ClaimEpisodes`.
     """
@@ -158,7 +158,7 @@ class OwnWorkflowOutputBody(OwnBody, WorkflowOutputBody):
 
 
 class EpisodeEndBody(OwnBody):
-    """How an episode went. Evaluation is counted by `data_set`, the name of the set that the task is of."""
+    """The result of an episode. Evaluations are counted by `data_set`, the name of the task's data set."""
 
     episode_uuid: Identifier
     task_id: TaskId = ""
@@ -222,10 +222,10 @@ def parse(model: type[B], body: bytes) -> B:
 
 
 def _validated(model: type[B], body: bytes) -> B:
-    """Raises `ValidationError`.
+    """Validate a body as `model`. Raises `ValidationError`.
 
-    Halves of characters, deep nesting and integers of thousands of digits are what pydantic cannot read; a report may
-    have them in its metadata.
+    A report's metadata may contain lone surrogates, deep nesting and integers of thousands of digits, which pydantic
+    cannot read: such a body is decoded by `json` first.
     """
     try:
         return model.model_validate_json(body)
@@ -240,12 +240,12 @@ def _validated(model: type[B], body: bytes) -> B:
 
 
 def _integer(digits: str) -> int | float:
-    """Parse an integer. One that has more digits than Python parses is infinite."""
+    """Parse an integer. If it has more digits than Python parses, return infinity."""
     return int(digits) if len(digits) <= sys.int_info.default_max_str_digits else float(digits)
 
 
 def throttle_policy(wanted: ThrottlePolicyBody) -> ThrottlePolicy | None:
-    """Return a client's policy; None where it names no task or no size of a batch."""
+    """Return a client's policy; None if it names no task or no batch size."""
     if not wanted.current_task_id or not wanted.expected_batch_size:
         return None
     return ThrottlePolicy(
@@ -257,7 +257,7 @@ def throttle_policy(wanted: ThrottlePolicyBody) -> ThrottlePolicy | None:
 
 
 def result_of(episode: str, task: str, output: WorkflowOutputBody, data_set: str = "") -> EpisodeResult:
-    """Return the end of an episode as the coordinator takes it."""
+    """Return the result of an episode in the coordinator's format."""
     reward = output.reward
     report = read_report(output.metadata, output.log_metrics, output.is_success)
     return EpisodeResult(

@@ -27,7 +27,7 @@ from bombus_gateway.swarm.context import EngineContext
 
 CLAIM_OVER = "The episodes of this claim have already ended. Use a fresh id for each claim."
 CLAIM_SLICE_S = 2.0
-CLAIM_ANSWER_S = 10.0  # beyond the slice, for another coordinator to take over
+CLAIM_ANSWER_S = 10.0  # in addition to the slice, for another coordinator to take over
 
 
 class Confirmed(JsonResponse):
@@ -46,32 +46,32 @@ class Confirmed(JsonResponse):
 
 
 def sampler_of(text: str) -> str:
-    """Return how a claim names what its episodes sample from. Raises `Refused` for what is not a path of one."""
+    """Return the name, on the log, of the saved model that episodes sample from. Raises `Refused` for a wrong path."""
     return text if text in ("", inbox.BASE_SAMPLER) else str(read_path(text))
 
 
 class SlicedClaims:
-    """Claims that wait: each is sent in slices under one claim id (R13)."""
+    """Sends claims that wait: each in slices, under one claim id (R13)."""
 
     def __init__(self, context: EngineContext) -> None:
         self._context = context
         self._gateway = context.gateway
 
     def idle_limit_s(self, request: Request, wanted_s: float) -> float:
-        """Return the idle limit of a claim: what its client wants, no longer than its key may have."""
+        """Return the idle limit of a claim: the one that its client wants, but at most the cap of its key."""
         return min(wanted_s, self._gateway.key_of(request).idle_max_s or wanted_s)
 
     def claim_id(self, request: Request, chosen: str) -> str:
-        """Return the claim's id on the log. Clients of two keys never have the same one, whatever they choose."""
+        """Return the claim's id on the log. Clients with different keys never share an id, whatever they choose."""
         owner = self._gateway.holder_of(request)
         return f"c-{digest((f'{owner}//{chosen}' if owner else chosen).encode()).hex()}"
 
     async def claim(
         self, request: Request, claim: inbox.Claim, wait_s: float, waited_s: float = 0.0
     ) -> Granted | MultiModelGranted | Refused:
-        """Claim until it is granted, `wait_s` is over, the client hangs up or the gateway is stopped.
+        """Retry a claim until it is granted, `wait_s` is over, the client hangs up or the gateway is stopped.
 
-        Returns the refusal when there is no episode now. Raises `Refused` for a claim that could never be granted.
+        Return the refusal if there is no episode now. Raises `Refused` for a claim that could never be granted.
         """
         check_storage(self._context.gateway.follower.hive)
         loop = asyncio.get_running_loop()
@@ -114,7 +114,7 @@ class ClaimRoutes:
         self._claims = SlicedClaims(context)
 
     async def claim_episode(self, request: Request) -> Response:
-        """Claim one episode. A claim that fails is a 200 whose `fail_cause` says why."""
+        """Claim one episode. A claim that fails is answered 200, with the reason in `fail_cause`."""
         raw, body = await self._context.read(request, bodies.ClaimEpisode)
         throttle = body.throttle_policy or bodies.ThrottlePolicyBody()
         claim = inbox.Claim(
@@ -171,7 +171,7 @@ class ClaimRoutes:
         return self._claims.idle_limit_s(request, limit_s)
 
     def _throttled(self, claim: inbox.Claim, wanted: bodies.ThrottlePolicyBody) -> Refused | None:
-        """Return why a client of the swarm contract has to wait by its own policy, in words on which it asks again."""
+        """Return a refusal if the client's own policy makes it wait; swarm contract clients retry on its text."""
         policy = throttle_policy(wanted)
         if policy is None or claim.type != EpisodeType.TRAIN:
             return None
@@ -207,7 +207,7 @@ class ClaimRoutes:
         return {"fail_cause": refused.why, "code": refused.code} | status
 
     def _episodes(self, request: Request, granted: Granted) -> list[dict[str, str]]:
-        """Return what each episode's client and agent need."""
+        """Return the fields of each episode that its client and its agent need to use it."""
         expires_ns = self._context.key_expires_ns(granted.claimed_ns)
         return [
             self._context.access(request, self._context.engine, granted.run, episode, expires_ns)

@@ -1,4 +1,4 @@
-"""What the swarm routes of one engine share: its state, and how a command is carried out."""
+"""The context that the swarm routes of one engine share: its state, and a way to carry out commands."""
 
 import uuid
 from collections.abc import Iterable
@@ -19,18 +19,18 @@ from bombus_gateway.bodies import SWARM, BodyLimits
 from bombus_gateway.context import Gateway
 from bombus_gateway.swarm.bodies import B, parse
 
-EPISODE_CATCH_UP_S = 1.0  # for the event of an episode that another gateway has just handed out
+EPISODE_CATCH_UP_S = 1.0  # for the event of an episode that was just claimed at another gateway
 
 
 class EngineContext:
-    """One engine, as the swarm routes see and command it."""
+    """The state of one engine and the commands to it, for the swarm routes."""
 
     def __init__(self, gateway: Gateway, engine: str) -> None:
         self.gateway = gateway
         self.engine = engine
 
     async def read(self, request: Request, model: type[B], bounds: BodyLimits = SWARM) -> tuple[bytes, B]:
-        """Return a request's body, as it came and as `model`. Raises `Refused`, naming the fields that are wrong."""
+        """Return a request's body, as bytes and as `model`. Raises `Refused`, naming the fields that are wrong."""
         return await self.gateway.bodies.read(request, bounds, lambda raw: (raw, parse(model, raw)))
 
     @property
@@ -40,10 +40,10 @@ class EngineContext:
     async def execute(
         self, request: Request, command: Message, wait_s: float = 0.0, answer_s: float = inf
     ) -> AnyAnswer:
-        """Carry out a command. After it, this gateway's own reads show its effect.
+        """Carry out a command. Afterwards this gateway's own reads show its effect.
 
-        `wait_s` is how long the command itself may wait; its answer must come within `answer_s` and the bus' timeout
-        after that.
+        `wait_s` is how long the command itself may wait; its answer must arrive within `answer_s` after that, or
+        within the bus' timeout if that is shorter.
         """
         traceparent = traceparent_of(request.headers.get(TRACEPARENT, ""))
         try:
@@ -51,10 +51,10 @@ class EngineContext:
             return await self.gateway.carry_out(command, limit_s, traceparent)
         except (OverflowError, UnicodeError, RecursionError) as error:
             # The encoder raises these: JSON allows numbers, text and depths that the log's format does not.
-            raise Refused(Code.MALFORMED, f"The body holds something that cannot be stored: {error}") from error
+            raise Refused(Code.MALFORMED, f"The body contains a value that cannot be stored: {error}") from error
 
     def command_id(self, request: Request, kind: str, client: str, body: bytes) -> str:
-        """Return the command's id. It follows from an Idempotency-Key: an equal command gets an equal answer (R3)."""
+        """Return the command's id. It is derived from any Idempotency-Key, so equal commands get equal answers (R3)."""
         key = request.headers.get("idempotency-key")
         if not key:
             return uuid.uuid4().hex
@@ -68,8 +68,8 @@ class EngineContext:
     def base_url(self, request: Request) -> str:
         """Return the URL of the OpenAI API at the root, where each key leads to its own engine.
 
-        It has no `/e/<engine>`: AgentJet's client puts its own address, which has that, before the path. Nor has it a
-        path key (access.py), because agents have their episode's key.
+        It does not contain `/e/<engine>`, because AgentJet's client puts its own address, which does, before the path.
+        Nor does it contain a path key (access.py), because agents use their episode's key.
         """
         origin = self.gateway.settings.public_url.rstrip("/") or f"{request.url.scheme}://{request.url.netloc}"
         return f"{origin}/v1"
@@ -87,7 +87,7 @@ class EngineContext:
         }
 
     async def held(self, client: str, claimed_ids: Iterable[str]) -> dict[str, str]:
-        """Return which of these ids are of open episodes of the client, each with the episode's name on the log."""
+        """Return those of these ids that are open episodes of the client, each with the episode's name on the log."""
         names: dict[str, str] = {}
         for claimed_id in claimed_ids:
             with suppress(Refused):
@@ -102,7 +102,7 @@ class EngineContext:
         }
 
     async def _until_known(self, episode: str) -> None:
-        """Wait a moment for an episode of this run that this gateway does not know yet."""
+        """Wait up to `EPISODE_CATCH_UP_S` for an episode of this run that this gateway does not know yet."""
         state = self.state
         if episode in state.open or state.is_over(episode):
             return

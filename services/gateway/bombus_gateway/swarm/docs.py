@@ -1,7 +1,7 @@
 """The OpenAPI description of the swarm routes.
 
-FastAPI makes it, from routes that answer nothing: it analyses each for a millisecond, so that is done when somebody
-reads the page, and not at the start of each gateway.
+FastAPI generates it from routes that are never called. It takes a millisecond to analyse each of them, so that is done
+when the document is first requested, and not at the start of each gateway.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from bombus_gateway.swarm.routes import SwarmRoute
 
 
 def described(gateway: Gateway, routes: Iterable[SwarmRoute]) -> APIRouter:
-    """Return routes as FastAPI describes them."""
+    """Return a router from which FastAPI describes the routes."""
     guards = {Access.CLIENT: Depends(gateway.clients), Access.CONTROL: Depends(gateway.control)}
     router = APIRouter(tags=["swarm"])
     for access, method, path, handler, body in routes:

@@ -1,4 +1,4 @@
-"""The routes by which clients of training operations get their ended episodes back, token by token, and let them go."""
+"""The routes through which clients of training operations read the tokens of their ended episodes, and release them."""
 
 import asyncio
 import logging
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 CATCH_UP_S = 2.0  # for the event of an episode's end, which another gateway may have reported
 READS_MAX = 4  # requests at once
-ANSWER_BYTES_MAX = 16 << 20  # of sequences: the episodes after it are left for the next request
+ANSWER_BYTES_MAX = 16 << 20  # of sequences in one answer; any more episodes are left for the next request
 
 
 class EndedEpisodes:
@@ -31,9 +31,9 @@ class EndedEpisodes:
         self._reading = asyncio.Semaphore(READS_MAX)
 
     async def read(self, request: Request) -> Response:
-        """Return the sequences of ended episodes: as many as fit into an answer, at least one. The others are `left`.
+        """Return the sequences of ended episodes. Episodes that do not fit into one answer are listed as `left`.
 
-        Those that are `gone` were taken, aborted or dropped, and of those that are `lost` the log has not all.
+        Episodes that are `gone` were taken, aborted or dropped. The log lacks some calls of those that are `lost`.
         """
         _, body = await self._context.read(request, bodies.NamedEpisodes)
         names = {claimed_id: self._context.gateway.keys.episode_of(claimed_id) for claimed_id in body.episode_uuids}
@@ -43,7 +43,7 @@ class EndedEpisodes:
             return JsonResponse(await self._read(body.client_uuid, names))
 
     async def take(self, request: Request) -> Response:
-        """Let ended episodes go. Those that are gone are skipped."""
+        """Release ended episodes. Episodes that are already gone are skipped."""
         raw, body = await self._context.read(request, bodies.NamedEpisodes)
         command = inbox.Take(
             id=self._context.command_id(request, "take", body.client_uuid, raw),
@@ -59,12 +59,12 @@ class EndedEpisodes:
         if not state.clients_take_episodes:
             raise Refused(
                 Code.UNSUPPORTED,
-                f"Engine {state.name} trains the episodes of run {state.run} itself: only those of a run of training "
-                "operations can be read by their client.",
+                f"Engine {state.name} trains on the episodes of run {state.run} itself: clients can read only the "
+                "episodes of a run of training operations.",
             )
 
     async def _until_ended(self, episodes: Sequence[str]) -> None:
-        """Wait a moment for the ends of episodes. Raises `Refused` for one that is still open."""
+        """Wait up to `CATCH_UP_S` for episodes to end. Raises `Refused` for one that is still open."""
         state = self._context.state
         try:
             await self._context.gateway.follower.wait_for(
@@ -100,8 +100,7 @@ class EndedEpisodes:
         return {"episodes": found, "left": left, "gone": gone, "lost": lost}
 
     async def _episode(self, claimed_id: str, completed: Completed) -> EndedEpisode:
-        """Read the calls of an episode. Auxiliary calls that the job does not train are what others continue, at
-        most."""
+        """Read the calls of an episode. Auxiliary calls that the job does not train on are only context for others."""
         calls = BusCallReader(self._context.gateway.bus)
         records = await calls.records(completed.calls)
         context = await ancestors(calls, records)

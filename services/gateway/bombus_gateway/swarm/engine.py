@@ -18,7 +18,7 @@ from bombus_gateway.swarm.context import EngineContext
 
 log = logging.getLogger(__name__)
 
-START_HOLD_S = 0.6  # a contract client caches the status for 0.5 s: after an earlier reply it would still see OFFLINE
+START_HOLD_S = 0.6  # contract clients cache the status for 0.5 s: after an earlier reply they would still see OFFLINE
 START_VISIBLE_S = 10.0
 LOG_CHARACTERS_MAX = 4000
 LOG_LINES_PER_S_MAX = 50
@@ -31,13 +31,13 @@ class EngineRoutes:
         self._log_lines = 0
 
     async def get_engine_status(self, request: Request) -> Response:
-        """Return the engine's phase, what it waits for, and the optimizer steps that it has made."""
+        """Return the engine's phase, what it is waiting for, and the number of its optimizer steps."""
         state = self._context.state
         refusing = self._context.gateway.follower.hive.refusing_of(state)
         return JsonResponse(views.engine_status(state, time.time_ns(), refusing))
 
     async def sync_train_config(self, request: Request) -> Response:
-        """Give the engine its job; only while it is OFFLINE. The latest one wins."""
+        """Set the engine's job, which is possible only while it is OFFLINE. The latest job is used."""
         raw, body = await self._context.read(request, bodies.SyncTrainConfig)
         config = await asyncio.to_thread(parse_job, body.yaml_as_string)
         command = inbox.Configure(
@@ -54,7 +54,7 @@ class EngineRoutes:
         return JsonResponse({"success": True, "config_digest": config.digest, "ignored": config.ignored})
 
     async def compare_train_config(self, request: Request) -> Response:
-        """Return where a client's job differs from the one that the engine runs. Nothing is changed."""
+        """Return the differences between a client's job and the one that the engine runs. Nothing is changed."""
         _, body = await self._context.read(request, bodies.CompareTrainConfig)
         wanted = await asyncio.to_thread(parse_job, body.yaml_as_string)
         running = self._context.state.active
@@ -74,7 +74,7 @@ class EngineRoutes:
         except Refused as error:
             return _failure(error, "error")
         except TimeoutError:
-            raise BusUnavailable("the engine was started, but this gateway does not know that yet") from None
+            raise BusUnavailable("the engine was started, but this gateway has not seen that yet") from None
         await asyncio.sleep(max(0.0, began + START_HOLD_S - loop.time()))
         if self._context.state.phase == Phase.OFFLINE:
             why = self._context.state.failure or "the engine was stopped again"
@@ -84,17 +84,17 @@ class EngineRoutes:
         return JsonResponse({"success": True, "pid": os.getpid(), "run": run, "begun": begun})
 
     async def stop_engine(self, request: Request) -> Response:
-        """Stop the engine. Its open episodes are aborted; what is on the log stays there."""
+        """Stop the engine. Its open episodes are aborted; everything on the log is kept."""
         command = inbox.Stop(id=self._context.command_id(request, "stop", "", b""), engine=self._context.engine)
         return await self._done(request, command)
 
     async def resume_engine(self, request: Request) -> Response:
-        """Let a suspended run try again. A running one is unaffected."""
+        """Resume a suspended run. A run that is not suspended is unaffected."""
         command = inbox.Resume(id=self._context.command_id(request, "resume", "", b""), engine=self._context.engine)
         return await self._done(request, command)
 
     async def agree_sync_weight(self, request: Request) -> Response:
-        """Vote to train now: this client has sampled enough. For the collection methods that wait for votes."""
+        """Vote to train now, as this client has sampled enough. Only some collection methods wait for votes."""
         raw, body = await self._context.read(request, bodies.AgreeSyncWeight)
         command = inbox.AgreeSync(
             id=self._context.command_id(request, "agree", body.client_uuid, raw),
@@ -104,7 +104,7 @@ class EngineRoutes:
         return await self._done(request, command)
 
     async def get_pool_information(self, request: Request) -> Response:
-        """Return the progress of the next batch. The client that gives its `client_uuid` finds itself in it."""
+        """Return the progress of the next batch. A client that passes its `client_uuid` is shown under that id."""
         reader = request.query_params.get("client_uuid", "")
         return JsonResponse(views.pool_information(self._context.state, time.time_ns(), reader))
 
@@ -120,7 +120,7 @@ class EngineRoutes:
         )
 
     async def push_verbose_log(self, request: Request) -> Response:
-        """Write a line to this gateway's log. Beyond some lines a second, the reply says that it was dropped."""
+        """Write a line to this gateway's log. If there were too many in a second, reply that it was dropped."""
         _, body = await self._context.read(request, bodies.PushVerboseLog)
         second = int(time.monotonic())
         if second != self._log_second:
@@ -142,7 +142,7 @@ class EngineRoutes:
 
 
 def _failure(error: Refused, reason: str) -> Response:
-    """Return a 200 without success, with the sentence in the field `reason`. A 503 is raised: it may be retried."""
+    """Return a 200 with `success` false and the error's text in the field `reason`. Raise a 503, which is retryable."""
     if error.status == 503:
         raise error
     return JsonResponse({"success": False, reason: error.why, "code": error.code})

@@ -1,4 +1,4 @@
-"""Whether a gateway lives (`/health`), and whether it would answer calls now (`/ready`)."""
+"""Routes that say whether a gateway is alive (`/health`), and whether it would answer calls now (`/ready`)."""
 
 import asyncio
 from typing import Literal
@@ -12,11 +12,11 @@ from bombus.hive.state import EngineState, Phase
 from bombus_gateway.context import Gateway
 from bombus_gateway.refusals import RETRY_AFTER
 
-ANSWER_S = 0.4  # for the bus, and again for the fold: orchestrators wait for a second
+ANSWER_S = 0.4  # for the bus, and as long for the fold: orchestrators wait for a second in all
 
 
 class HealthAnswer(BaseModel):
-    """What xorl's clients read, and programs that wait for a hive."""
+    """The fields that xorl's clients and programs that wait for a hive read."""
 
     status: Literal["healthy", "starting"]
     engine_running: bool
@@ -25,7 +25,7 @@ class HealthAnswer(BaseModel):
 
 
 class ReadyAnswer(BaseModel):
-    """Why calls would not be answered now, "" where they would."""
+    """`why` says why calls would not be answered now, "" if they would."""
 
     ready: bool
     why: str
@@ -39,7 +39,7 @@ def health_router(gateway: Gateway, engine: str) -> APIRouter:
         "/health",
         summary="Whether this gateway is alive",
         response_model=HealthAnswer,
-        responses={503: {"model": HealthAnswer, "description": "It is still reading the log, or is stopping"}},
+        responses={503: {"model": HealthAnswer, "description": "The gateway is still reading the log, or is stopping"}},
     )
     async def health() -> JSONResponse:
         state = gateway.follower.hive.engine(engine)
@@ -55,7 +55,7 @@ def health_router(gateway: Gateway, engine: str) -> APIRouter:
         "/ready",
         summary="Whether this gateway would answer calls now",
         response_model=ReadyAnswer,
-        responses={503: {"model": ReadyAnswer, "description": "They would not, and why"}},
+        responses={503: {"model": ReadyAnswer, "description": "Calls would not be answered, and why"}},
     )
     async def ready() -> JSONResponse:
         why = await _why_not_ready(gateway, engine)
@@ -66,7 +66,7 @@ def health_router(gateway: Gateway, engine: str) -> APIRouter:
 
 
 async def _why_not_ready(gateway: Gateway, engine: str) -> str:
-    """Return why calls for an engine would not be answered, "" where they would."""
+    """Return why calls for an engine would not be answered, "" if they would."""
     if not gateway.ready:
         return "This gateway is still reading the log, or is being stopped."
     position = gateway.follower.position
@@ -83,12 +83,12 @@ async def _why_not_ready(gateway: Gateway, engine: str) -> str:
 
 
 def _why_not_served(engine: EngineState) -> str:
-    """Return why no replica would answer calls for an engine. One that is offline waits for who starts it."""
+    """Return why no replica would answer calls for an engine, "" if one would, or if no replica is needed now."""
     if not engine.has_policy and not engine.serves_operations:
         return ""
     if engine.phase == Phase.BOOTING:
         return f"Engine {engine.name} is booting: {engine.stage or 'it waits for its trainer'}."
     serving = engine.usable.keys() & engine.loaded if engine.rolling else engine.usable.keys()
-    if serving:  # or about to, with the weights that a step has made
+    if serving:  # or will soon, with the weights of the last step
         return ""
     return f"No replica serves engine {engine.name}: {len(engine.replicas)} are running, but none has loaded its model."

@@ -1,5 +1,4 @@
-"""The routes of multi-model episodes, which are one episode on each of several engines: they are the hive's, at its
-root."""
+"""The routes of multi-model episodes, each of which is one episode on each of several engines. They are at the root."""
 
 from collections.abc import Sequence
 
@@ -20,7 +19,7 @@ from bombus_gateway.swarm.context import EngineContext
 
 
 class MultiModelRoutes:
-    """`context` is the hive's: its engine is that of no engine."""
+    """The routes of multi-model episodes. `context` has the name `HIVE` in place of an engine's."""
 
     def __init__(self, context: EngineContext) -> None:
         self._context = context
@@ -63,7 +62,7 @@ class MultiModelRoutes:
     async def end(self, request: Request) -> Response:
         """End multi-model episodes with a reward for each of their episodes, all or none.
 
-        The same report again is a success; a different one is a 409.
+        Repeating the same end succeeds; a different one is answered 409.
         """
         raw, body = await self._context.read(request, bodies.EndMultiModelEpisodes)
         command = inbox.MultiModelEnd(
@@ -75,8 +74,7 @@ class MultiModelRoutes:
         return JsonResponse({"success": True})
 
     async def abort(self, request: Request) -> Response:
-        """Abort multi-model episodes, each named by one or more of its episodes. One that is over already stays as it
-        is."""
+        """Abort multi-model episodes, each named by one or more of its episodes. If one is over, it stays as it is."""
         raw, body = await self._context.read(request, bodies.AbortEpisodes)
         command = self._context.command_id(request, "abort", body.client_uuid, raw)
         by_engine: dict[str, list[str]] = {}
@@ -97,9 +95,9 @@ class MultiModelRoutes:
         return JsonResponse({"success": True})
 
     async def touch(self, request: Request) -> Response:
-        """Send signs of life for episodes, whose partners live as long as they do.
+        """Keep episodes alive, and with each of them the other episodes of its multi-model episode.
 
-        The reply says which ones are over, and what the calls of the others have taken so far.
+        The reply lists the episodes that are over, and the usage of the other episodes' calls so far.
         """
         _, body = await self._context.read(request, bodies.NamedEpisodes)
         by_engine: dict[str, list[str]] = {}
@@ -130,7 +128,7 @@ class MultiModelRoutes:
             for name, end in zip(names, ends, strict=True)
         }
         if len(found) < len(ends):
-            why = "a multi-model episode has one episode on each of its engines, and this one has several on one"
+            why = "a multi-model episode must have one episode on each of its engines, but this one has several on one"
             raise Refused(Code.MALFORMED, f"multi_model_episodes: {why}.")
         return found
 
@@ -141,7 +139,7 @@ class MultiModelRoutes:
             raise Refused(Code.OTHER_CLAIM, CLAIM_OVER)
 
     def _failure(self, refused: Refused, engines: Sequence[str]) -> views.JsonObject:
-        """Return why a claim failed, with the status of the engine that is farthest from handing out episodes."""
+        """Return why a claim failed, with the status of the engine that is farthest from granting episodes."""
         states = [self._state(name) for name in engines]
         held_up = min(states, key=lambda state: (state.phase != Phase.OFFLINE, state.granting))
         status = {"engine_status": held_up.phase, "suspended": held_up.suspended}

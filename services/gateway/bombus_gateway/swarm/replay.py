@@ -1,4 +1,4 @@
-"""Reads a model call back from the log as its client saw it: request and reply in the shape of OpenAI's chat."""
+"""Reads a model call back from the log as its client saw it: request and reply in OpenAI's chat format."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ TURNS_MAX = 1000
 async def replay_call(bus: Bus, ref: CallRef, model: str) -> dict[str, Any]:
     """Return `{input, output}` of the call at `ref`, including its earlier turns.
 
-    Raises `LogCorrupted` when the log no longer has them, `Refused(TOO_LARGE)` for a very long conversation.
+    Raises `LogCorrupted` if the log no longer has them, `Refused(TOO_LARGE)` for a very long conversation.
     """
     chain = await _chain(bus, ref)
     last = chain[-1]
@@ -38,7 +38,7 @@ async def replay_call(bus: Bus, ref: CallRef, model: str) -> dict[str, Any]:
 
 
 async def _chain(bus: Bus, ref: CallRef) -> list[CallRecord]:
-    """Return the call and those that it extends, oldest first."""
+    """Return the call and the earlier calls that it extends, oldest first."""
     chain: list[CallRecord] = []
     at: CallRef | None = ref
     while at is not None:

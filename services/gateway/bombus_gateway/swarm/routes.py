@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class SwarmRoute(NamedTuple):
-    """`body` is what the handler reads the request as: it is for the OpenAPI page."""
+    """A route of the swarm API. `body` is the type of the request's body, for the OpenAPI document."""
 
     access: Access
     method: str
@@ -42,7 +42,7 @@ class SwarmRoute(NamedTuple):
 
 
 def plain(gateway: Gateway, routes: Iterable[SwarmRoute]) -> list[PlainRoute]:
-    """Return routes with the check of who may use them, and that the log is read."""
+    """Return the routes with checks that the caller's key may use them, and that the log is folded."""
     guards = {Access.CLIENT: gateway.clients, Access.CONTROL: gateway.control}
     found: list[PlainRoute] = []
     for access, method, path, handler, _ in routes:
@@ -98,7 +98,7 @@ def swarm_routes(gateway: Gateway, engine: str) -> list[SwarmRoute]:
 
 
 def multi_model_routes(gateway: Gateway) -> list[SwarmRoute]:
-    """Return the routes of multi-model episodes, which are about several engines, to be mounted at the root."""
+    """Return the routes of multi-model episodes, which span several engines, to be mounted at the root."""
     context = EngineContext(gateway, HIVE)
     multi = MultiModelRoutes(context)
     return [
@@ -116,7 +116,7 @@ class EpisodeRoutes:
         self._context = context
 
     async def end_episode(self, request: Request) -> Response:
-        """End an episode with its reward. The same end again is a success; a different one is a 409."""
+        """End an episode with its reward. Repeating the same end succeeds; a different one is answered 409."""
         raw, body = await self._context.read(request, bodies.EndEpisode)
         episode = self._context.gateway.keys.episode_of(body.episode_uuid)
         results = (result_of(episode, body.task_id, body.workflow_output),)
@@ -124,7 +124,7 @@ class EpisodeRoutes:
         return JsonResponse({"success": True})
 
     async def end_episodes(self, request: Request) -> Response:
-        """End a whole group, all or none."""
+        """End a group of episodes, all or none."""
         raw, body = await self._context.read(request, bodies.EndEpisodes)
         name = self._context.gateway.keys.episode_of
         results = tuple(
@@ -146,7 +146,7 @@ class EpisodeRoutes:
         await self._context.execute(request, command)
 
     async def abort_episode(self, request: Request) -> Response:
-        """Abort an episode. One that has already ended stays as it is."""
+        """Abort an episode. An episode that has already ended stays as it is."""
         raw, body = await self._context.read(request, bodies.NamedEpisode)
         command = inbox.Abort(
             id=self._context.command_id(request, "abort", body.client_uuid, raw),
@@ -158,7 +158,7 @@ class EpisodeRoutes:
         return JsonResponse({"success": True})
 
     async def abort_episodes(self, request: Request) -> Response:
-        """Abort episodes, all or none; `infra` when no model is to blame."""
+        """Abort episodes, all or none; set `infra` if no model is to blame."""
         raw, body = await self._context.read(request, bodies.AbortEpisodes)
         command = inbox.Abort(
             id=self._context.command_id(request, "abort", body.client_uuid, raw),
@@ -178,9 +178,9 @@ class EpisodeRoutes:
         return JsonResponse({"can_continue": bool(held)})
 
     async def touch_episodes(self, request: Request) -> Response:
-        """Send signs of life for episodes whose agents make no calls.
+        """Keep episodes alive while their agents make no calls.
 
-        The reply says which ones are over, and what the calls of the others have taken so far.
+        The reply lists the episodes that are over, and the usage of the other episodes' calls so far.
         """
         _, body = await self._context.read(request, bodies.NamedEpisodes)
         held = await self._context.held(body.client_uuid, body.episode_uuids)
@@ -192,8 +192,7 @@ class EpisodeRoutes:
         return JsonResponse({"touched": list(held), "over": over, "used": used})
 
     async def touch_client(self, request: Request) -> Response:
-        """Say that the client's process lives, for all of its episodes, on whichever engines, that it claimed with
-        `touches`."""
+        """Keep all episodes alive that the client claimed with `touches`, on any engine."""
         _, body = await self._context.read(request, bodies.TouchClient, SIGN)
         self._context.gateway.heartbeats.touch_client(body.client_uuid)
         return JsonResponse({"success": True})
@@ -203,7 +202,7 @@ class EpisodeRoutes:
         return JsonResponse(views.episode_buffer(self._context.state, self._context.base_url(request)))
 
     async def replay_latest_llm_call(self, request: Request) -> Response:
-        """Return the newest complete call of an episode, or with the admin key of all: `{input, output}`."""
+        """Return the newest complete call of an episode, or with the admin key of all episodes: `{input, output}`."""
         _, body = await self._context.read(request, bodies.ReplayLatestCall)
         ref = views.latest_call(self._context.state, self._replayed(request, body.episode_uuid))
         if ref is None:
@@ -215,9 +214,9 @@ class EpisodeRoutes:
             raise Refused(Code.NO_CALLS, f"The log no longer holds call {ref.id}: {error}") from error
 
     def _replayed(self, request: Request, claimed_id: str) -> str:
-        """Return the episode whose call is wanted, "" for any.
+        """Return the name of the episode whose call is requested, "" for any episode.
 
-        Only who has shown the hive's admin key may read the calls of all: where there is none, nobody.
+        Only a request with the hive's admin key may read the calls of all episodes; no request may if none is set.
         """
         if claimed_id:
             return self._context.gateway.keys.episode_of(claimed_id)

@@ -1,9 +1,9 @@
-"""Keeps texts of messages from forging control tokens.
+"""Prevents message texts from forging control tokens.
 
-A control token is a special token, or an added token that the chat template writes, such as `<tool_response>`. A
-message may hold the name of one, as text. Before a conversation is rendered, such names in it are replaced by
-placeholders, which are single characters that the conversation does not have. The names that are in the rendering are
-then the template's own, and only they are encoded as control tokens. The placeholders become names again, which are
+A control token is a special token, or an added token that the chat template writes, such as `<tool_response>`. The text
+of a message may contain the name of one. Before a conversation is rendered, such names in it are replaced by
+placeholders: single characters that do not occur in the conversation. All names in the rendering are then the
+template's own, and only these are encoded as control tokens. The placeholders are turned back into names, which are
 encoded as text.
 """
 
@@ -20,12 +20,12 @@ from bombus.text.tokenizer import encoded
 from bombus_gateway.text.parts import PartEncoder
 from bombus_gateway.text.patterns import any_of
 
-# These are ideographs: a template that changes case or white space leaves them as they are, and so does `repr`, with
-# which some templates print a list.
+# These are ideographs: templates that change case or white space leave them as they are, and so does `repr`, which some
+# templates use to print a list.
 PLACEHOLDERS_FROM, PLACEHOLDERS_TO = 0x20000, 0x2A6D0
 
 _NO_PLACEHOLDER = (
-    "The conversation holds names of control tokens, and all the rare ideographs that could stand for them: "
+    "The conversation holds names of control tokens, and uses all the rare ideographs that could stand for them: "
     "take the names out."
 )
 
@@ -36,16 +36,16 @@ class ControlTokens:
     def __init__(
         self, fast: Fast, names: Collection[str], unknown: str = "", remakers: Sequence[Callable[[str], str]] = ()
     ) -> None:
-        """`unknown` is the name of the token that stands for any text which the tokenizer does not know.
+        """`unknown` is the name of the tokenizer's token for unknown text.
 
-        `remakers` are what the chat template may do to a text.
+        `remakers` are the changes that the chat template may make to a text.
         """
         self.names = frozenset(names)
         self._pattern = any_of(self.names)
         self._fast = fast
         self._parts = PartEncoder(fast)
         self._remakers = remakers
-        counted = self.names - {unknown}  # texts have that one without a word of it
+        counted = self.names - {unknown}  # a text may be encoded with that token without containing its name
         self._ids = {index: name for name in counted if (index := fast.token_to_id(name)) is not None}
         normal = self._normal_names()
         self._has_normal = bool(normal)
@@ -58,24 +58,24 @@ class ControlTokens:
         self._inner = frozenset().union(*map(_inner, folded))
         self._longest = max(map(len, folded), default=0)
         self._firsts, self._lasts = {name[0] for name in folded}, {name[-1] for name in folded}
-        # In the tokenizer for conversations that hold names of control tokens, these tokens have names of their own,
-        # which nobody can guess: what is left of their usual names is text to it, whatever stands around it.
+        # The tokenizer for conversations that contain names of control tokens gives these tokens unguessable names: it
+        # encodes the usual names as text, whatever stands around them.
         nonce = secrets.token_hex(8)
         self._private = {name: f"\U000f0000{nonce}{index:x}\U000f0001" for index, name in enumerate(sorted(self.names))}
         self._guarded: Fast | None = None
 
     def find(self, text: str) -> list[str]:
-        """Return the names of control tokens that a text holds, in their order."""
+        """Return the names of control tokens in a text, in order of occurrence."""
         return self._pattern.findall(text)
 
     def replaced(self, text: str, words: Mapping[str, str]) -> str:
-        """Return a text with words in place of those of the names that have one."""
+        """Return a text in which each name of a control token that is in `words` is replaced by its word."""
         return self._pattern.sub(lambda found: words.get(found.group(), found.group()), text)
 
     def placeholders(self, names: Iterable[str], texts: Iterable[str]) -> dict[str, str]:
-        """Return a character for each name. None of `texts` has it, as it is or as JSON in ASCII has it.
+        """Return a character for each name that is in none of `texts`, neither as it is nor as ASCII JSON escapes it.
 
-        Raises `Refused` where there are fewer such characters than names.
+        Raises `Refused` if there are fewer such characters than names.
         """
         whole = "\0".join(texts)
         characters = map(chr, range(PLACEHOLDERS_FROM, PLACEHOLDERS_TO))
@@ -86,17 +86,17 @@ class ControlTokens:
         return found
 
     def is_suspect(self, text: str, inner: bool = True) -> bool:
-        """Whether a text holds the name of a control token, or what a template or the tokenizer could make one of.
+        """Whether a text contains the name of a control token, or could be turned into one by a template or tokenizer.
 
-        That is a name in other letters, a text that begins or ends with a part of a name, and, if `inner`, one that is
-        most of a name. Templates put such texts between others, change their case, or replace a part of them.
+        The latter are a name in other case, a text that begins or ends with a part of a name, and, if `inner`, a text
+        that is most of a name. Templates put such texts between others, change their case, or replace a part of them.
         """
         return any(self._is_like_a_name(form, inner) for form in self._forms(text))
 
     def _forms(self, text: str) -> Iterator[str]:
-        """Yield a text in small letters: as it is, as the tokenizer normalizes it, and as the template changes it.
+        """Yield a text in lower case: as it is, as the tokenizer normalizes it, and as the template changes it.
 
-        A template replaces one thing after another, in an order that its source does not tell. So it is done twice.
+        A template makes several changes in an order that is not evident from its source, so all are applied twice.
         """
         yield _folded(text)
         if self._has_normal:
@@ -118,7 +118,7 @@ class ControlTokens:
         return self._begins_or_ends(folded) or (inner and folded in self._inner)
 
     def is_suspect_of(self, name: str, text: str) -> bool:
-        """Whether a text holds this name, or begins or ends with a part of it."""
+        """Whether a text contains this name, or begins or ends with a part of it."""
         name, text = _folded(name), _folded(text)
         ends, starts = text.endswith(tuple(_starts(name))), text.startswith(tuple(_ends(name)))
         return bool(name) and (name in text or ends or starts)
@@ -131,16 +131,16 @@ class ControlTokens:
         return any(text[:length] in self._ends or text[-length:] in self._starts for length in lengths)
 
     def count(self, tokens: Iterable[int]) -> Counter[int]:
-        """Return how often each control token is among tokens."""
+        """Return how often each control token occurs in `tokens`."""
         return Counter(token for token in tokens if token in self._ids)
 
     def name_of(self, token: int) -> str:
         return self._ids[token]
 
     def encode(self, text: str, placeholders: Mapping[str, str], guarded: bool = False) -> list[int]:
-        """Encode a rendered conversation, in which each placeholder stands for a name that is text.
+        """Encode a rendered conversation in which each placeholder stands for a name that is to be encoded as text.
 
-        `guarded`: texts in it may look like names to the tokenizer, although they are none.
+        `guarded`: the tokenizer may mistake texts in it for names of control tokens.
         """
         if not placeholders and not (guarded and self._has_normal):
             return self._parts.encode(text)
@@ -148,7 +148,7 @@ class ControlTokens:
         return encoded(self._tokenizer_without_names(), text)
 
     def _normal_names(self) -> set[str]:
-        """Return the names that the tokenizer looks for only after it has normalized a text, normalized too."""
+        """Return, in normalized form, the names that the tokenizer looks for only in normalized text."""
         if self._fast.normalizer is None:
             return set()
         added = self._fast.get_added_tokens_decoder().values()
@@ -165,56 +165,56 @@ class ControlTokens:
 
 
 def _folded(text: str) -> str:
-    """Return a text in small letters, so that texts which differ in case and outer white space alone become equal."""
+    """Return a text in lower case and stripped: texts that differ only in case and outer white space become equal."""
     return text.upper().lower().replace("▁", " ").strip()
 
 
 def _is_signed(name: str) -> bool:
-    """Whether a name begins with two signs that are rare in other texts, as those of an end tag are not."""
+    """Whether a name begins with two punctuation characters that are rare in other texts; `</` is not rare."""
     return len(name) > 2 and name[:2] != "</" and not any(each.isalnum() or each.isspace() for each in name[:2])
 
 
 def _starts(name: str) -> set[str]:
-    """Return the beginnings of a name. A single letter is none: many texts end with it."""
+    """Return the proper prefixes of a name, without a single letter, digit or space: many texts end with one."""
     shortest = 2 if name[:1].isalnum() or name[:1].isspace() else 1
     return {name[:length] for length in range(shortest, len(name))}
 
 
 def _ends(name: str) -> set[str]:
-    """Return the ends of a name. A single sign is none: many texts begin with it."""
+    """Return the proper suffixes of a name that have at least two characters: many texts begin with a single one."""
     return {name[-length:] for length in range(2, len(name))}
 
 
 def _inner(name: str) -> set[str]:
-    """Return the texts that are nearly all of a name, without a few letters at both of its ends."""
+    """Return the substrings of a name that lack one to three characters at each end, but at most half of it."""
     cut = [(start, end) for start in range(1, 4) for end in range(1, 4) if 2 * (start + end) <= len(name)]
     return {name[start : len(name) - end] for start, end in cut}
 
 
 def restored(text: str, placeholders: Mapping[str, str]) -> str:
-    """Return a text with the names that placeholders stand for."""
+    """Return a text with its placeholders replaced by the names that they stand for."""
     if not placeholders:
         return text
     return text.translate({ord(character): name for name, character in placeholders.items()})
 
 
 def escaped(character: str) -> str:
-    """Return a character as JSON in ASCII has it, in which some templates write tools and arguments."""
+    """Return a character as escaped in ASCII JSON, which some templates use for tools and arguments."""
     return json.dumps(character)[1:-1]
 
 
 def _parts(merge: str | Sequence[str]) -> set[str]:
-    """Return the two tokens that a merge takes, and the one that it makes."""
+    """Return the two tokens that a merge joins, and the resulting token."""
     left, right = merge.split(" ") if isinstance(merge, str) else merge
     return {left, right, left + right}
 
 
 def _renamed(fast: Fast, names: Mapping[str, str]) -> str:
-    """Return the JSON of a tokenizer, with other names for some added tokens."""
+    """Return the JSON of a tokenizer in which the added tokens in `names` are renamed."""
     described: dict[str, Any] = json.loads(fast.to_str())
     for token in described["added_tokens"]:
         if token["content"] in names:
-            # The token is found by its exact name alone, whatever stands around it.
+            # The token is found only by its exact name, whatever stands around it.
             token |= {"content": names[token["content"]], "normalized": False, "single_word": False}
     model = described["model"]
     vocabulary = model.get("vocab")
@@ -222,9 +222,9 @@ def _renamed(fast: Fast, names: Mapping[str, str]) -> str:
         model["vocab"] = {names.get(name, name): index for name, index in vocabulary.items()}
     elif isinstance(vocabulary, list):
         model["vocab"] = [[names.get(name, name), score] for name, score in vocabulary]
-    if "merges" in model:  # none makes a name of the parts of a text
+    if "merges" in model:  # drop the merges that could build a name from pieces of text
         model["merges"] = [merge for merge in model["merges"] if not names.keys() & _parts(merge)]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
-    described["post_processor"] = None  # it may name special tokens, and adds none to a part of a conversation
+    described["post_processor"] = None  # it may refer to the old names, and is not used for a part of a conversation
     return json.dumps(described)

@@ -1,4 +1,4 @@
-"""What is read in a completion while it is generated: text, reasoning and tool calls."""
+"""The deltas that are read from a completion while it is generated: text, reasoning and tool calls."""
 
 from typing import Protocol
 
@@ -22,7 +22,7 @@ class ToolCallDelta(msgspec.Struct, frozen=True):
 
     name: str
     arguments: str
-    id: str = ""  # where the model's format has one
+    id: str = ""  # empty if the model's format has none
 
 
 Delta = TextDelta | ReasoningDelta | ToolCallDelta
@@ -32,11 +32,11 @@ class DeltaReader(Protocol):
     """Reads one completion while it is generated, and returns its deltas."""
 
     def feed(self, text: str) -> list[Delta]:
-        """Take the text that is new, and return what is certain now."""
+        """Read new text, and return the deltas that are certain now."""
         ...
 
     def finish(self) -> list[Delta]:
-        """Return what was held back, as the completion has ended."""
+        """Return the deltas that were held back; the completion has ended."""
         ...
 
 

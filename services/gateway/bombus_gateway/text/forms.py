@@ -1,4 +1,4 @@
-"""Finds out in which form a chat template takes messages: templates disagree about what a message looks like."""
+"""Determines the form in which a chat template expects messages: templates differ in what a message looks like."""
 
 import hashlib
 import itertools
@@ -24,11 +24,11 @@ ID_CHARACTERS = 9  # of a short id, which some templates insist on
 
 
 class Form(msgspec.Struct, frozen=True):
-    """How a template takes messages.
+    """The form in which a template expects messages.
 
     `parts`: texts are lists of parts. `text_arguments`: the arguments of a call are JSON text, not a mapping.
-    `fill_content`: a message without content has an empty one. `short_ids`: ids of calls have nine letters and digits.
-    `developer_as_system`: the template has no use for the role of a developer, and has one for that of a system.
+    `fill_content`: a message without content gets an empty one. `short_ids`: call ids have nine letters and digits.
+    `developer_as_system`: the template renders the role `system` but not `developer`.
     """
 
     parts: bool = False
@@ -38,9 +38,9 @@ class Form(msgspec.Struct, frozen=True):
     developer_as_system: bool = False
 
     def apply(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-        """Return messages as the template takes them. Arguments of calls are JSON text or mappings.
+        """Return messages in the form that the template expects. The given arguments may be JSON text or mappings.
 
-        The ids of calls are those that the model wrote, where it wrote any.
+        Call ids are replaced by those that the model wrote, if it wrote any.
         """
         return [self._message(message) for message in messages]
 
@@ -71,7 +71,7 @@ class Form(msgspec.Struct, frozen=True):
 
 
 def arguments_of(text: str) -> Any:
-    """Return the mapping that JSON text stands for, or the text itself where it is not JSON."""
+    """Return the value of JSON text, or the text itself if it is not valid JSON."""
     try:
         return json.loads(text or "{}")
     except ValueError:
@@ -81,7 +81,7 @@ def arguments_of(text: str) -> Any:
 
 
 def short_id(call_id: str) -> str:
-    """Return an id of nine letters and digits for a call. It is the same on every gateway."""
+    """Return an id of nine letters and digits for a call, the same on every gateway."""
     if len(call_id) == ID_CHARACTERS and call_id.isascii() and call_id.isalnum():
         return call_id
     return hashlib.blake2b(call_id.encode("utf-8", "replace")).hexdigest()[:ID_CHARACTERS]
@@ -113,7 +113,7 @@ def call_of(words: Sequence[str], prefix: str = "call") -> ChatMessage:
     }
 
 
-SAMPLES: list[list[ChatMessage]] = [  # of a role and what it follows
+SAMPLES: list[list[ChatMessage]] = [  # conversations with each of the roles
     [{"role": "system", "content": WORD}, user(WORD)],
     [{"role": "developer", "content": WORD}, user(WORD)],
     [user(WORD), {"role": "assistant", "content": WORD}, user(WORD)],
@@ -122,7 +122,7 @@ SAMPLES: list[list[ChatMessage]] = [  # of a role and what it follows
 
 
 def find_form(template: ChatTemplate) -> Form:
-    """Return the form in which a template takes messages; the usual one where it takes none."""
+    """Return the form in which a template expects messages; the default form if it renders none of those tried."""
     parts = not _shows(template, Form(), [user(WORD)]) and _shows(template, Form(parts=True), [user(WORD)])
     found = Form(parts=parts)
     conversation = [user("look"), call_of([WORD]), {"role": "tool", "tool_call_id": "call_0", "content": "rose"}]
@@ -143,7 +143,7 @@ def _shows(
     tools: Sequence[Mapping[str, Any]] = (),
     without: str = "\0",
 ) -> bool:
-    """Whether the template renders the messages with `WORD`, and without the text `without`."""
+    """Whether the rendering of the messages contains `WORD` but not the text `without`."""
     try:
         text = template.render(form.apply(messages), tools, True)
     except TemplateRefused:

@@ -1,4 +1,4 @@
-"""Renders conversations so that their texts forge no control tokens, and refuses those where it cannot be sure."""
+"""Renders conversations so that their texts cannot forge control tokens; refuses those for which this is uncertain."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ from bombus.text.chat_template import TemplateRefused
 from bombus_gateway.text.control import ControlTokens, escaped, restored
 from bombus_gateway.text.words import free_word, strings
 
-TRIES = 32  # renderings at most to find the names that the template looks for
+TRIES = 32  # the most renderings that are made to find the names that the template looks for
 _TYPE = ("type",)
 _FORGED = (
     "{} holds the name of a control token, {!r}, or a part of it, which the model's chat template would turn into the "
@@ -25,9 +25,9 @@ _Held = tuple[int, str]  # the name of a control token in the part of this index
 
 
 class Rendered(msgspec.Struct, frozen=True):
-    """A conversation as text. Each of `placeholders` stands for the name of a control token that a message holds.
+    """A conversation as text. `placeholders` maps names of control tokens in messages to the characters for them.
 
-    `suspect`: a text of the conversation may become a control token in another way, so that it is encoded with care.
+    `suspect`: a text of the conversation may become a control token in another way, so it is encoded `guarded`.
     """
 
     text: str
@@ -35,12 +35,12 @@ class Rendered(msgspec.Struct, frozen=True):
     suspect: bool = False
 
     def plain(self) -> str:
-        """Return the text that the template gives."""
+        """Return the text as the template renders it, without placeholders."""
         return restored(self.text, self.placeholders)
 
 
 class TextGuard:
-    """Keeps the texts of conversations from forging the control tokens of one model."""
+    """Prevents the texts of conversations from forging the control tokens of one model."""
 
     def __init__(self, control: ControlTokens, special_names: Collection[str]) -> None:
         self._control = control
@@ -50,9 +50,8 @@ class TextGuard:
         """Render the messages and tools of a conversation. Raises `TemplateRefused`, and `Refused` for a forgery.
 
         A template may look for the name of a control token in a message, as some do to find reasoning in it. Such a
-        name is left to the template: replacing it would change what the template gives. Where that, or a template that
-        remakes texts, makes a control token of a text, all names are replaced, and if that does not help the
-        conversation is refused.
+        name is not replaced, since that would change the rendering. If a text becomes a control token because of this,
+        or because the template changes texts, all names are replaced. If one still does, the conversation is refused.
         """
         plain = render(parts)
         suspects = [self._suspects(part) for part in parts]
@@ -63,7 +62,8 @@ class TextGuard:
         trial = _Trial(self._control, render, parts, plain, placeholders)
         trial.settle(held)
         found = Rendered(trial.text, placeholders, suspect=True)
-        # A template whose renderings differ anyway, by a clock say, has not shown that it looks for a name.
+        # If two renderings of the same parts differ (by a clock, say), a difference does not show that the template
+        # looks for a name.
         steady = not trial.left or render(parts) == plain
         kept = {pair for pair in trial.left if steady and _is_assistants(parts[pair[0]])}
         allowed = self._allowed(render, parts, suspects, kept)
@@ -77,15 +77,15 @@ class TextGuard:
         return found
 
     def _place(self, suspects: Sequence[set[str]], name: str) -> str:
-        """Return which part holds a name, or a part of it."""
+        """Return the field of the request that contains a name or a part of it: `tools` or `messages.N`."""
         holding = [i for i, texts in enumerate(suspects) if any(self._control.is_suspect_of(name, t) for t in texts)]
         index = next(iter(holding), next(i for i, texts in enumerate(suspects) if texts))
         return "tools" if index == len(suspects) - 1 else f"messages.{index}"
 
     def _held(self, parts: Sequence[Any]) -> list[_Held]:
-        """Return the names that are in each part, those of the assistant's messages last, so that names lie together.
+        """Return the names in each part, sorted by name, with those in the assistant's messages last.
 
-        An assistant's message may have what assistants write: added tokens that are not special, such as `<think>`.
+        Added tokens that are not special, such as `<think>`, are allowed in an assistant's message: models write them.
         """
         found = [(index, name) for index, part in enumerate(parts) for name in self._names(part)]
         return sorted(found, key=lambda pair: (_is_assistants(parts[pair[0]]), pair[1], pair[0]))
@@ -105,9 +105,10 @@ class TextGuard:
     def _allowed(
         self, render: RenderParts, parts: Sequence[Any], suspects: Sequence[set[str]], left: Collection[_Held]
     ) -> Counter[int] | None:
-        """Return the control tokens of the conversation with harmless words in place of its suspect texts.
+        """Count the control tokens of the conversation with harmless words in place of its suspect texts.
 
-        What the template looks for in an assistant's own message stays. None where the template refuses the words.
+        The names that the template looks for in an assistant's message are not replaced. Returns None if the template
+        refuses the words.
         """
         word = free_word(strings(parts))
         # The same word for the same text everywhere: templates look for the call that a result belongs to.
@@ -124,10 +125,11 @@ class TextGuard:
             return None
 
     def _words(self, word_of: Mapping[str, str], kept: Collection[str], word: str) -> dict[str, str]:
-        """Return what stands in place of each text: the first of three forms that is harmless.
+        """Return a replacement for each text: the first harmless one of three forms.
 
-        It is the text with a word for each name that is not `kept`, or that between two words, or words alone, with the
-        kept names between them. The template may look for something in the text, such as `/no_think`.
+        They are the text with a word for each name that is not `kept`, the same between two words, and words alone with
+        the kept names between them. The first two keep the rest of the text, since the template may look for something
+        in it, such as `/no_think`.
         """
         none = dict.fromkeys(kept, "")
         others = dict.fromkeys(self._control.names - frozenset(kept), word)
@@ -144,7 +146,7 @@ class TextGuard:
         return self._control.names - self._special_names
 
     def _excess(self, found: Rendered, allowed: Counter[int] | None) -> str | None:
-        """Return the name of a control token that the rendering has more often than it may."""
+        """Return the name of a control token that is in the rendering more often than `allowed`, if there is one."""
         if allowed is None:
             return next(iter(found.placeholders), "")
         count = self._control.count(self._control.encode(found.text, found.placeholders, guarded=found.suspect))
@@ -153,7 +155,7 @@ class TextGuard:
 
 
 class _Trial:
-    """Finds the names in a conversation that can be replaced without a change of what the template gives."""
+    """Finds the names in a conversation that can be replaced without changing the rendering."""
 
     def __init__(
         self,
@@ -170,9 +172,9 @@ class _Trial:
         self.left: set[_Held] = set()
 
     def settle(self, pairs: Sequence[_Held]) -> None:
-        """Replace those of the names that the template does not look for: all at once, or fewer and fewer of them.
+        """Replace the names that the template does not look for: all at once, or by bisection.
 
-        Where that takes too many renderings, the rest is left, for the one check of the whole that follows.
+        If that takes more than `TRIES` renderings, the remaining names are left as they are.
         """
         if not pairs:
             return
@@ -186,7 +188,7 @@ class _Trial:
         self.settle(pairs[middle:])
 
     def replace_all(self, pairs: Iterable[_Held]) -> None:
-        """Replace names whatever the template does then."""
+        """Replace names even if that changes the rendering."""
         self._replaced.update(pairs)
         text = self._rendered(self._replaced)
         self.text = self.text if text is None else text
@@ -201,7 +203,7 @@ class _Trial:
         return True
 
     def _is_same(self, text: str) -> bool:
-        """Whether this is what the template gives without placeholders, perhaps in another order: some sort names."""
+        """Whether this is the rendering without placeholders, perhaps in another order: some templates sort names."""
         if text == self._plain:
             return True
         return len(text) == len(self._plain) and Counter(text) == Counter(self._plain)
@@ -237,7 +239,7 @@ def _is_assistants(part: Any) -> bool:
 
 
 def changed(value: Any, change: Callable[[str], str], kept: Collection[str] = ()) -> Any:
-    """Return a value of JSON whose texts are changed, but for those under the keys `kept` at its top."""
+    """Apply `change` to all texts and keys of a JSON value, except those under the top-level keys `kept`."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -251,9 +253,9 @@ def changed(value: Any, change: Callable[[str], str], kept: Collection[str] = ()
 
 
 def changed_part(part: Any, change: Callable[[str], str]) -> Any:
-    """Return a message, or the list of the tools, whose texts are changed, but for the few that templates compare.
+    """Apply `change` to the texts of a message or of the list of tools, except the few that templates compare.
 
-    These are the role of the message, and the types of the parts of its content, of calls and of tools.
+    These are the role of the message, and the types of its content parts, of calls and of tools.
     """
     if not isinstance(part, Mapping):
         return changed(part, change, _TYPE)

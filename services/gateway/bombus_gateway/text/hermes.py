@@ -1,4 +1,4 @@
-"""Gives tools to a model whose chat template has no place for them, in the form of Hermes: as texts of messages."""
+"""Writes tools, calls and results as message texts, in the Hermes format, for chat templates that have no tools."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ _TAIL = (
 
 
 class HermesTemplate(ChatTemplate):
-    """A chat template whose conversations have their tools, calls and results as texts."""
+    """A chat template that renders tools, calls and results as message texts."""
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], add_generation_prompt: bool
@@ -30,10 +30,10 @@ class HermesTemplate(ChatTemplate):
 
 
 def as_texts(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return a conversation without tools, calls and results, whose messages say the same as texts.
+    """Return the messages with their tools, calls and results written as text.
 
-    The tools are described at the end of the system message, which is added where there is none. Results that follow
-    each other are one message of the user.
+    The tools are described at the end of the system message, which is added if there is none. Consecutive results
+    become one user message.
     """
     made: list[Mapping[str, Any]] = []
     if tools:

@@ -1,4 +1,4 @@
-"""Finds what a chat template silently leaves out of a conversation, and refuses such conversations."""
+"""Refuses conversations of which the chat template silently drops a part."""
 
 import copy
 import json
@@ -13,9 +13,9 @@ from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.reading.finding import RenderText
 from bombus_gateway.text.words import free_word, strings
 
-SURE_CHARACTERS = 8  # a shorter text may occur by chance: in a number, or where two other texts meet
-SEARCHES_MAX = 16  # contents that are searched for in the whole conversation
-LOOKS_MAX = 32  # messages that are looked at one by one, with a rendering for each
+SURE_CHARACTERS = 8  # a shorter text may occur by chance: in a number, or across the boundary of two other texts
+SEARCHES_MAX = 16  # with more contents than this, none is searched for in the whole conversation
+LOOKS_MAX = 32  # the most messages that are checked one by one, with a rendering for each
 
 _Tools = Sequence[Mapping[str, Any]]
 _Key = TypeVar("_Key")
@@ -24,7 +24,7 @@ _OTHER = "wasp"
 _PAIR = call_of([WORD, _OTHER])
 _RESULTS: list[ChatMessage] = [{"role": "tool", "tool_call_id": f"call_{n}", "content": "rose"} for n in (0, 1)]
 _LATER: list[ChatMessage] = [{"role": "assistant", "content": "found"}, user("again")]
-# Turns with calls, by which it is found whether a template shows all of them.
+# Turns with calls, to find out whether a template renders all of them.
 _CALLS: list[list[ChatMessage]] = [
     [user("look"), {**called, "content": content}, *following]
     for called, results in ((call_of([WORD]), _RESULTS[:1]), (_PAIR, _RESULTS))
@@ -34,17 +34,17 @@ _CALLS: list[list[ChatMessage]] = [
 
 
 class NotRendered(Refused):
-    """A refusal of a conversation that the model's chat template refuses, or of which it would drop a part."""
+    """Raised for a conversation that the model's chat template refuses, or of which it would drop a part."""
 
     def __init__(self, why: str) -> None:
         super().__init__(Code.MALFORMED, why)
 
 
 class LossCheck:
-    """Looks for what one template leaves out."""
+    """Looks for parts of conversations that one template drops."""
 
     def __init__(self, render: RenderText, written: str) -> None:
-        """`written` has all that the template itself can write."""
+        """`written` contains all text that the template itself can write."""
         self._render = render
         self._written = written
         shown = self._rendered([user("look")], [TOOL])
@@ -52,25 +52,25 @@ class LossCheck:
         self.shows_calls = all(map(self._shows_words, _CALLS))
 
     def _shows_words(self, messages: Sequence[ChatMessage]) -> bool:
-        """Whether the arguments of all calls are in the rendering, or there is none."""
+        """Whether the rendering contains the arguments of all calls. True if the template refuses the messages."""
         rendered = self._rendered(messages, [TOOL])
         words = (WORD, _OTHER)[: len(messages[1]["tool_calls"])]
         return rendered is None or all(word in rendered for word in words)
 
     def given(self, render: RenderText, values: Iterable[str]) -> Self:
-        """Return the check of the same template with other variables, which it may write, and which may hide tools."""
+        """Return the check of the same template with other variables: it may write `values`, and may hide tools."""
         made = copy.copy(self)
         made._render = render
         made._written = "\0".join([self._written, *values])
-        made._shows_tools = False  # each conversation says
+        made._shows_tools = False  # checked for each conversation
         return made
 
     def refuse_losses(self, messages: Sequence[ChatMessage], tools: _Tools, text: str, since: int = 0) -> None:
-        """Raise `Refused` where `text`, the rendering, lacks a part of the conversation, from message `since` on."""
+        """Raise `Refused` if `text`, the rendering, lacks a part of the conversation, from message `since` on."""
         if since == 0 and tools and self._loses_tools(messages, tools, text):
             raise NotRendered(
                 "The model's chat template has no place for tools: set model.tools to hermes in the job, so that "
-                "they are described in the system message, or send none.",
+                "they are described in the system message, or send no tools.",
             )
         content = self._lost_content(messages, tools, text, since)
         call = self._lost_call(messages, tools, text, since)
@@ -81,7 +81,7 @@ class LossCheck:
             raise NotRendered(_LOST.format(content, role, _cure(role)))
 
     def _loses_tools(self, messages: Sequence[ChatMessage], tools: _Tools, text: str) -> bool:
-        """Whether the text is the same with other tools. Their names may be in it although they are not: in a call."""
+        """Whether the rendering does not depend on the tools. Their names may be in it nevertheless: in a call."""
         if not all(tool["function"]["name"] in text for tool in tools):
             return True
         if self._shows_tools:
@@ -91,11 +91,11 @@ class LossCheck:
         return self._rendered(messages, others) == text
 
     def _lost_content(self, messages: Sequence[ChatMessage], tools: _Tools, text: str, since: int) -> int | None:
-        """Return the first message of another than the assistant whose content does not change the text.
+        """Return the index of the first message, other than the assistant's, whose content does not change the text.
 
-        A content that the template does not write itself, and that is in the text as often as in the conversation, is
-        not lost; only a few are searched for. All others get words of ours, and the first of those whose words are
-        missing are looked at one by one.
+        A content that the template does not write itself, and that occurs in the text as often as in the conversation,
+        is not lost; this is checked only if there are few contents. A unique word is added to each of the others, and
+        the first messages whose words are missing from the rendering are checked one by one.
         """
         everything = [*strings([messages, tools])]
         suspects = [
@@ -108,16 +108,16 @@ class LossCheck:
         return self._first_lost(suspects, partial(_with_words, messages), tools, text, free_word(everything))
 
     def _is_sure(self, content: str, text: str, everything: Sequence[str]) -> bool:
-        """Whether the text has a content as often as all texts of the conversation, as it is or as JSON has it."""
+        """Whether a content occurs in the text, plain or as JSON, as often as in all texts of the conversation."""
         if len(content) < SURE_CHARACTERS or content in self._written:
             return False
         wanted = sum(part.count(content) for part in everything)
         return text.count(content) >= wanted or text.count(json.dumps(content, ensure_ascii=False)[1:-1]) >= wanted
 
     def _lost_call(self, messages: Sequence[ChatMessage], tools: _Tools, text: str, since: int) -> int | None:
-        """Return the first message with a call that does not change the text.
+        """Return the index of the first message with a call that does not change the text.
 
-        Where the template has shown the calls of all kinds of turns, only the names of their functions are looked for.
+        If the template renders the calls of all kinds of turns, only the names of their functions are looked for.
         """
         unnamed = _unnamed_call(messages, text, since)
         if unnamed is not None or self.shows_calls:
@@ -141,7 +141,7 @@ class LossCheck:
         text: str,
         word: str,
     ) -> _Key | None:
-        """Return the first suspect that does not change the text. `marked` gives the messages with words in them."""
+        """Return the first suspect that does not change the text. `marked` puts words into the suspect messages."""
         words = {suspect: f"{word}{number}q" for number, suspect in enumerate(suspects)}
         whole = self._rendered(marked(words), tools) or ""
         shown = {f"{word}{rest.partition('q')[0]}q" for rest in whole.split(word)[1:]}
@@ -157,7 +157,7 @@ class LossCheck:
 
 
 _LOST_CALL = (
-    "messages.{}: the model's chat template silently drops a call of this message of role assistant: set "
+    "messages.{}: the model's chat template silently drops a call of this assistant message: set "
     "model.tools to hermes in the job, or send each call in its own message, without text."
 )
 _LOST = "messages.{}: the model's chat template silently drops messages of role {}: {}."
@@ -172,9 +172,9 @@ def _cure(role: str) -> str:
 
 
 def _unnamed_call(messages: Sequence[ChatMessage], text: str, since: int) -> int | None:
-    """Return the first message with a call of a function whose name is not in the text.
+    """Return the index of the first message with a call of a function whose name is not in the text.
 
-    Each is looked for first after the one before it, so that the text is read once.
+    The search for each name starts where the previous one was found, so that the text is usually read only once.
     """
     place = 0
     for index, message in enumerate(messages[since:], since):

@@ -1,4 +1,4 @@
-"""Encodes texts part by part, between added tokens, and remembers the parts: prompts have most of theirs in common."""
+"""Encodes the parts of a text between added tokens one by one, and caches them: prompts share most of their parts."""
 
 from array import array
 from itertools import zip_longest
@@ -10,16 +10,16 @@ from bombus.text.tokenizer import LONG_CHARACTERS, encoded
 from bombus_gateway.decoding.json_parts import RememberedParts
 from bombus_gateway.text.patterns import any_of
 
-REMEMBERED_CHARACTERS_MAX = 1 << 20  # of one generation
-_TRIED = ("a", " a", "a ", "\n", "  b\n", "É 1")  # texts by which a tokenizer shows whether a part's place matters
+REMEMBERED_CHARACTERS_MAX = 1 << 20  # of one of the cache's two generations
+_TRIED = ("a", " a", "a ", "\n", "  b\n", "É 1")  # texts to test whether a part's tokens depend on its surroundings
 
 
 class PartEncoder:
     """The encoder of one tokenizer.
 
-    A tokenizer looks for its added tokens first, and encodes what is between them. Where these parts do not depend on
-    what is around them, each is encoded once (`splits`). Some tokenizers treat the first part in another way, and some
-    tokens take white space around them: then texts are encoded as wholes.
+    A tokenizer looks for its added tokens first, and encodes the parts between them. If the tokens of a part do not
+    depend on the surrounding text, each part is encoded once (`splits`). Some tokenizers treat the first part
+    differently, and some added tokens include the white space around them: then texts are encoded whole.
     """
 
     def __init__(self, fast: Fast) -> None:
@@ -30,7 +30,7 @@ class PartEncoder:
         self.splits = bool(self._ids) and self._is_same_in_parts()
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, as the tokenizer gives them."""
+        """Return the tokens of a text, the same that the tokenizer itself returns."""
         return self._in_parts(text) if self.splits else encoded(self._fast, text)
 
     def _in_parts(self, text: str) -> list[int]:
@@ -48,7 +48,7 @@ class PartEncoder:
         return array("i", encoded(self._fast, part))
 
     def _read_together(self, parts: list[str]) -> dict[str, "array[int]"]:
-        """Encode what is new where it is much: other threads run meanwhile, as they do while a long text is encoded."""
+        """Encode the new parts in one batch if they are long in total: other threads can run during a batch."""
         new = [part for part in dict.fromkeys(parts) if not self._remembered.knows(part)]
         if sum(map(len, new)) <= LONG_CHARACTERS:
             return {}
@@ -63,14 +63,14 @@ class PartEncoder:
         texts = [f"{one}{name}{other}" for one in ("", *_TRIED) for other in _TRIED]
         try:
             return all(self._in_parts(text) == encoded(self._fast, text) for text in texts)
-        except Exception:  # it does not know some letter; the library raises nothing narrower
+        except Exception:  # the tokenizer does not know some letter; the library raises nothing narrower
             return False
 
 
 def _separators(fast: Fast) -> dict[str, int]:
-    """Return the added tokens that are looked for in a text as it is, by their names.
+    """Return the ids of the added tokens that are looked for in a text before it is normalized, by their names.
 
-    None where one of them takes white space too, or the tokenizer treats the beginning of a text in another way.
+    Empty if any added token includes white space, or the tokenizer treats the beginning of a text differently.
     """
     added: dict[int, AddedToken] = fast.get_added_tokens_decoder()
     takes_more = any(token.lstrip or token.rstrip or token.single_word for token in added.values())

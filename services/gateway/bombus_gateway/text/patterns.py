@@ -5,12 +5,12 @@ from collections.abc import Collection, Iterable
 
 
 def any_of(names: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern for any of the names, the longest where several match."""
+    """Return a pattern for any of the names, which matches the longest if several match."""
     return re.compile(_branches(set(names) - {""}) or r"(?!)")
 
 
 def _branches(names: Collection[str]) -> str:
-    """Return a pattern that reads what names begin with in common only once: some models have a thousand names."""
+    """Return a pattern that matches each common prefix of names only once: some models have a thousand names."""
     rests: dict[str, set[str]] = {}
     for name in names:
         if name:

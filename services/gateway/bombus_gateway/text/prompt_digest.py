@@ -1,7 +1,7 @@
-"""A short digest of what a model's prompts are, by which gateways that would render them differently can be told apart.
+"""A short digest of a model's prompts, which differs between gateways that would render them differently.
 
-The files and the job are the same for all gateways of a run, so the digest of these alone would never differ. What may
-differ is what a version of bombus, or of a library, makes of them: so conversations are rendered too.
+The files and the job are the same for all gateways of a run, so a digest of these alone would never differ. Versions of
+bombus or of a library may render the same files differently, so the digest includes rendered conversations.
 """
 
 import json
@@ -29,9 +29,9 @@ _CONVERSATIONS: tuple[tuple[Sequence[ChatMessage], Sequence[Mapping[str, Any]]],
 
 
 def prompt_digest(renderer: TemplateRenderer, *sources: object) -> str:
-    """Return a digest of `sources`, of the prompts of some conversations, and of what ends a completion.
+    """Return a digest of `sources`, of the prompts of some conversations, and of the tokens that end a completion.
 
-    Dates count as the format in which the template writes them: the digest is the same every day.
+    Each date in a prompt is replaced by its format, so that the digest is the same every day.
     """
     undated = renderer.undated()
     prompts = [_prompt(undated, messages, tools) for messages, tools in _CONVERSATIONS]

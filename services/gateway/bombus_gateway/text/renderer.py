@@ -1,4 +1,4 @@
-"""Renders conversations with the model's own chat template, into the ids that transformers gives them."""
+"""Renders conversations with the model's own chat template, to the same token ids as transformers."""
 
 import copy
 import json
@@ -30,17 +30,17 @@ from bombus_gateway.text.words import free_word, strings
 
 log = logging.getLogger(__name__)
 
-KEPT_MAX = 16  # values of variables with which it is found out whether long conversations can be shortened
-PROMPT_END_TOKENS = 64  # as many of a prompt's last tokens say whether reasoning is open
+KEPT_MAX = 16  # the most sets of variables for which it is tried whether long conversations can be shortened
+PROMPT_END_TOKENS = 64  # the last tokens of a prompt that are checked for open reasoning
 _VARIABLE = "chat_template_kwargs.{}: {!r} holds the name of a control token, or a part of one: take it out."
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """A conversation with words of ours in place of what was sampled.
+    """A conversation with unique words in place of the sampled texts.
 
     The first `count` messages are in the history. `last` is the word at the end of the last of them; all words begin
-    with `word`. `sampled` has what must be seen after the prompt of that message. `unclosed`: it ends within its
-    reasoning.
+    with `word`. `sampled` lists the texts that must be rendered after the prompt of that message. `unclosed`: the
+    message ends within its reasoning.
     """
 
     messages: list[ChatMessage]
@@ -51,7 +51,7 @@ class Probe(msgspec.Struct, frozen=True):
     unclosed: bool = False
 
     def without_doubled_thoughts(self) -> "Probe":
-        """Return it without reasoning in earlier answers that have text beside their calls.
+        """Return the probe without the reasoning of earlier answers that have both text and calls.
 
         gpt-oss's template writes that text as the reasoning, and refuses a message that has both.
         """
@@ -67,15 +67,15 @@ class Probe(msgspec.Struct, frozen=True):
 class TemplateRenderer:
     """The renderer of one model.
 
-    `history` says what holds where the template drops what was sampled, such as reasoning of earlier turns: "template"
-    begins a branch, "keep" keeps the sequence.
+    `history` says what to do if the template drops sampled text, such as the reasoning of earlier turns: "template"
+    begins a new branch, "keep" keeps the sampled tokens in the sequence.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, history: str = "template") -> None:
         self._tokenizer = tokenizer
         self._template = template
         self._history = history
-        self._kept: dict[str, ToolsKept] = {}  # by the template's variables; renderers with others share it
+        self._kept: dict[str, ToolsKept] = {}  # by the template's variables; shared with the renderers for other ones
         self.form = find_form(template)
         self.reading = find_reading(self._text, self._switched())
         written = self._written()
@@ -85,16 +85,17 @@ class TemplateRenderer:
         self._losses = LossCheck(self._text, "\0".join([written, *strings(template.variables)]))
         self.stop_token_ids = find_stops(self._text, tokenizer)
         if not self.stop_token_ids:
-            log.warning("the model has no token that ends a completion: each one runs to its token limit")
+            log.warning("the model has no token that ends a completion: each completion runs to its token limit")
         self.looked_for = template.looked_for()
-        # Some files name a token that ends completions and that no template writes, such as one of plain text.
+        # Some model files name a token that ends completions but is never written by the template, such as a token of
+        # plain text.
         self._stops = {stop: tokenizer.added[stop] for stop in self.stop_token_ids if stop in tokenizer.added}
 
     def given(self, variables: Mapping[str, Any]) -> Self:
-        """Return this renderer with further variables for its template, or other values of those that it has.
+        """Return this renderer with variables of its template added or changed.
 
-        How messages are given to the template, and how completions are read and end, stays as it was found at load.
-        Raises `Refused` where the text of a variable holds the name of a control token.
+        The form of messages, and the reading and end of completions, stay as they were determined at load. Raises
+        `Refused` if the text of a variable contains the name of a control token.
         """
         if not variables:
             return self
@@ -104,7 +105,7 @@ class TemplateRenderer:
         return self._with(variables)
 
     def undated(self) -> Self:
-        """Return this renderer with the format of a date in place of each date: it renders the same every day."""
+        """Return this renderer with each date replaced by its format, so that it renders the same every day."""
         return self._with({"strftime_now": str})
 
     def _with(self, variables: Mapping[str, Any]) -> Self:
@@ -114,7 +115,7 @@ class TemplateRenderer:
         return made
 
     def _switched(self) -> Iterator[RenderText]:
-        """Yield the rendering with each variable that the template looks up, as a request may turn it on and off."""
+        """Yield the rendering with each variable that the template looks up turned on, and off, as a request may do."""
         for name in self._template.switches():
             for value in (True, False):
                 made = copy.copy(self)
@@ -122,9 +123,9 @@ class TemplateRenderer:
                 yield made._text
 
     def _written(self) -> str:
-        """Return what the template writes: the texts in its source, and those that it makes of roles, as in `<|user|>`.
+        """Return the texts that the template writes, joined by NUL.
 
-        There is NUL between them.
+        They are the texts in its source, and renderings of samples for those that it builds, such as `<|user|>`.
         """
         texts = [self._template.literals()]
         for turns in SAMPLES:
@@ -137,7 +138,7 @@ class TemplateRenderer:
     # ---- prompts ----
 
     def adapted(self, messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
-        """Return messages in the roles that the template has a use for: a developer's may be the system's to it."""
+        """Return messages with roles that the template knows: the role `developer` may become `system`."""
         if not self.form.developer_as_system or all(message["role"] != "developer" for message in messages):
             return messages
         return [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
@@ -146,9 +147,9 @@ class TemplateRenderer:
     def render(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], generate: bool = True
     ) -> list[int]:
-        """Return a whole prompt, up to where the assistant begins; without `generate`, to the end of the messages.
+        """Return a whole prompt, up to the start of the assistant's turn; without `generate`, to the last message.
 
-        Raises `Refused` where the template refuses the conversation, or silently drops a part of it.
+        Raises `Refused` if the template refuses the conversation, or silently drops a part of it.
         """
         try:
             rendered = self._rendered(messages, tools, generate)
@@ -168,22 +169,22 @@ class TemplateRenderer:
         """Return the tokens to append to `history` (int32: a prompt and its completion, as they were sampled).
 
         The first `count` messages are those of the history; the last of them was sampled from token `completion_at` on.
-        What follows a completion is what the template writes after that message. Returns None where the template, given
-        the new messages, changes what came before. Raises `Refused` like `render`.
+        The returned tokens are those that the template writes after that message. Returns None if the template, given
+        the new messages, renders the history differently. Raises `Refused` like `render`.
 
-        Some templates refuse a message with several calls, which their models sample all the same. What was sampled
-        stays as it is: only what follows it is needed, and that is what follows the last of the calls.
+        Some templates refuse a message with several calls, although their models sample such messages. Since only the
+        text after the sampled message is needed, such a message is then rendered with its last call only.
         """
         shorter = self.shortened(messages, count, tools)
         tail = None if shorter is None else self.extend_by(history, completion_at, shorter)
         return self.extend_as_given(history, completion_at, messages, count, tools) if tail is None else tail
 
     def extend_by(self, history: bytes, completion_at: int, shorter: Dialogue) -> list[int] | None:
-        """Extend by way of a `shortened` conversation. Return None where only the whole one says what follows."""
+        """Return the tokens of `extend` by rendering a `shortened` conversation; None if the whole one is needed."""
         try:
             return self.extend_as_given(history, completion_at, *shorter)
         except Refused:
-            return None  # rendering the whole says what is wrong
+            return None  # rendering the whole conversation raises the right error
 
     @at_one_time
     def extend_as_given(
@@ -194,7 +195,7 @@ class TemplateRenderer:
         count: int,
         tools: Sequence[Mapping[str, Any]],
     ) -> list[int] | None:
-        """Return what `extend` does, by way of the whole conversation."""
+        """Return the tokens of `extend` by rendering the given messages without shortening them."""
         for given in _forms_of_calls(messages, count, self._losses.shows_calls):
             tail = self._extended(history, completion_at, given, count, tools)
             if tail is not None:
@@ -218,13 +219,13 @@ class TemplateRenderer:
             probe, rendered = self._rendered_probe(probe, tools)
             kept = self._history == "keep" or self._keeps(probe, tools, rendered)
         except TemplateRefused:
-            return None  # rendering the whole says why
+            return None  # rendering the whole conversation says why
         if rendered.text.count(probe.last) != 1 or not kept:
             return None
         self._losses.refuse_losses(probe.messages, tools, rendered.plain(), count)
         after = rendered.text.partition(probe.last)[2]
         if probe.word in after:
-            return None  # the template writes a part of the answer elsewhere than the model did
+            return None  # the template writes parts of the answer in another order than the model did
         ended = completion[-1] if completion and completion[-1] in self.stop_token_ids else None
         if ended is not None and (
             ended not in self._stops or self._ends_later(probe, tools, after, self._stops[ended])
@@ -242,9 +243,9 @@ class TemplateRenderer:
     def _probe(
         self, prompt: bytes, completion: Sequence[int], messages: Sequence[ChatMessage], count: int, word: str
     ) -> Probe:
-        """Return the messages with words in place of what was sampled, which begin with `word` and have letters more.
+        """Return the messages with the sampled texts replaced by words that begin with `word`.
 
-        No text has these words, so that they say where in the rendering the sampled parts are.
+        No text contains these words, so they mark the sampled parts in the rendering.
         """
         content, last_word = f"{word}w", f"{word}q"
         text = self._tokenizer.decode(completion)
@@ -268,7 +269,7 @@ class TemplateRenderer:
         sampled += [content] if last.get("content") == content else []
         thinking = self.reading.thinking
         if thinking and thinking.open in text:
-            sampled.append(thinking.open)  # also where the reasoning is empty
+            sampled.append(thinking.open)  # even if the reasoning is empty
         return Probe(probe, count, word, last_word, sampled, self._is_unclosed(prompt, text))
 
     def shortened(
@@ -280,7 +281,7 @@ class TemplateRenderer:
 
     @property
     def kept(self) -> ToolsKept:
-        """Which tools stay in conversations that are shortened, with the variables that are given."""
+        """Which tools stay in shortened conversations, with the current variables."""
         if not self.is_tried:
             self._kept[self._given] = find_kept(self._goes_on)
         return self._kept.get(self._given, ToolsKept())
@@ -292,7 +293,7 @@ class TemplateRenderer:
 
     @property
     def is_tried(self) -> bool:
-        """Whether `kept` is known: finding it out takes up to a second."""
+        """Whether `kept` returns at once; otherwise it runs trials, which take up to a second."""
         return self._given in self._kept or len(self._kept) >= KEPT_MAX
 
     @property
@@ -300,16 +301,16 @@ class TemplateRenderer:
         return repr(sorted(self._template.variables.items()))
 
     def _goes_on(self, trial: Dialogue, keep: Keep) -> bool:
-        """Whether a trial goes on as it does without its middle, or is refused."""
+        """Whether shortening a trial leaves its continuation unchanged. True if the template refuses the trial."""
         found = short(*trial, (), keep)
         assert found is not None
         whole = self._continuations(trial, trial)
         return not whole or whole == self._continuations(trial, found)
 
     def _continuations(self, trial: Dialogue, given: Dialogue) -> list[list[int] | None]:
-        """Return what follows an answer of a trial that ends by itself, and one that does not, by way of `given`.
+        """Return the tokens after a trial's answer without a stop token, and with one, by rendering `given`.
 
-        Nothing where that is refused.
+        Empty if the template refuses the conversation.
         """
         messages, count, tools = trial
         try:
@@ -321,7 +322,7 @@ class TemplateRenderer:
             return []
 
     def _is_unclosed(self, prompt: bytes, text: str) -> bool:
-        """Whether the completion `text` ends within reasoning, which its prompt (int32) opened or which it did."""
+        """Whether the completion `text` ends within reasoning, opened by its prompt (int32) or by itself."""
         thinking = self.reading.thinking
         if thinking is None:
             return False
@@ -339,13 +340,13 @@ class TemplateRenderer:
         return "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
 
     def _has_reasoning(self, prompt: bytes) -> bool:
-        """Whether a prompt (int32) holds reasoning that is closed, and more than white space."""
+        """Whether a prompt (int32) contains closed reasoning that is more than white space."""
         if not self.reading.reasoning:
             return False
         thinking, decode = self.reading.thinking, self._tokenizer.decode
         if thinking is None:
             return bool(self._read_reasoning("", decode(unpack_tokens(prompt))).strip())
-        if self._thinking_tokens is not None:  # of a long prompt only what may be reasoning is decoded, each once
+        if self._thinking_tokens is not None:  # decode only the parts that may be reasoning, each of them once
             found = dict.fromkeys(opened(prompt, *self._thinking_tokens))
             parts: Iterable[str] = (decode(unpack_tokens(each)) for each in found)
         else:
@@ -355,14 +356,14 @@ class TemplateRenderer:
 
     @cached_property
     def _thinking_tokens(self) -> tuple[int, int] | None:
-        """The tokens that are the marks around reasoning, where each mark is one."""
+        """The tokens of the marks around reasoning, if each mark is a single token."""
         thinking, ids = self.reading.thinking, {name: token for token, name in self._tokenizer.added.items()}
         if thinking is None or thinking.open not in ids or thinking.close not in ids:
             return None
         return ids[thinking.open], ids[thinking.close]
 
     def _keeps(self, probe: Probe, tools: Sequence[Mapping[str, Any]], rendered: Rendered) -> bool:
-        """Whether the template leaves the prompt of the last completion as it was, and shows all that was sampled."""
+        """Whether the template leaves the prompt of the last completion unchanged, and renders all sampled parts."""
         if probe.unclosed:
             return False  # the template would close it
         before = self._text(probe.messages[: probe.count - 1], tools, True)
@@ -370,7 +371,7 @@ class TemplateRenderer:
         return whole.startswith(before) and all(text in whole[len(before) :] for text in probe.sampled)
 
     def _ends_later(self, probe: Probe, tools: Sequence[Mapping[str, Any]], after: str, end: str) -> bool:
-        """Whether `end`, which ended the completion, is in `after` only at the end of a later message."""
+        """Whether `end`, the stop token's name, is first written in `after` at the end of a later message."""
         between = after.partition(end)[0].rstrip()
         if end not in after or not between:
             return False
@@ -378,19 +379,22 @@ class TemplateRenderer:
             alone = self._text(probe.messages[: probe.count], tools, False)
         except TemplateRefused:
             return False
-        # Some templates end the last message of all otherwise: then what follows has to be in between.
+        # Some templates end the last message of a conversation differently: then the next one must be in `between`.
         following = (probe.messages[probe.count].get("content") or "").strip()
         shown = following in between or json.dumps(following, ensure_ascii=False)[1:-1] in between
         return shown and not alone.rpartition(probe.last)[2].startswith(between)
 
     def _after_completion(self, after: str, ended: int | None, called: bool, rendered: Rendered) -> list[int] | None:
-        """Encode what follows a completion. `after` follows its last word; `ended` is the token that ended it."""
+        """Encode the text that follows a completion; None if the template ends the completion differently.
+
+        `after` follows its last word, `ended` is the stop token that ended it, `called` says whether it has calls.
+        """
         names = self._stops
         if ended is not None and names[ended] in after:
             tokens = self._encode(after[after.index(names[ended]) :], rendered)
             return tokens[1:]
         if ended is not None and self._history != "keep":
-            return None  # the template ends such a message otherwise
+            return None  # the template ends such a message differently
         places = sorted((place, stop) for stop, name in names.items() if (place := after.find(name)) >= 0)
         if ended is not None:
             place = places[0][0] + len(names[places[0][1]]) if places else 0
@@ -400,7 +404,8 @@ class TemplateRenderer:
             place = places[0][0]
         else:
             place = 0
-        # Encoded after a control token, so that a tokenizer that marks the beginning of a text marks nothing here.
+        # The text is encoded after a control token, so that a tokenizer that marks the beginning of a text does not
+        # mark the beginning of this part.
         context = next(iter(names.values()), "")
         tokens = self._encode(context + after[place:], rendered)
         return tokens[1:] if context else tokens
@@ -424,7 +429,7 @@ class TemplateRenderer:
     def _rendered(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], generate: bool = True
     ) -> Rendered:
-        """Render a conversation whose texts cannot forge control tokens. Raises `TemplateRefused` and `Refused`."""
+        """Render a conversation so that its texts cannot forge control tokens. Raises `TemplateRefused`, `Refused`."""
 
         def render(parts: Sequence[Any]) -> str:
             return self._template.render(parts[:-1], parts[-1], generate)
@@ -453,7 +458,7 @@ class TemplateRenderer:
 
     @cached_property
     def call_text(self) -> CallText | None:
-        """How the model's calls are written where that is JSON, else None."""
+        """How the model's calls are written if that is JSON, else None."""
         return find_call_text(self._text, self.reading, [*self._stops.values()])
 
     @cached_property
@@ -462,9 +467,9 @@ class TemplateRenderer:
         return calls_come_singly(self._text, self.reading)
 
     def reasoning_after(self, prompt: bytes) -> Thinking | None:
-        """Return the marks around the reasoning with which the completion of a prompt (int32) may begin.
+        """Return the marks around the reasoning with which the completion of a prompt (int32) may begin, if it may.
 
-        Their `open` is empty where the prompt has opened it.
+        `open` is empty if the prompt ends with the opening mark.
         """
         thinking, end = self.reading.thinking, self._end_of(prompt).rstrip()
         if thinking is None or end.endswith(thinking.close):
@@ -477,9 +482,9 @@ class TemplateRenderer:
 
 
 def opened(tokens: bytes, opening: int, closing: int) -> Iterator[bytes]:
-    """Yield what follows each opening token, to the end of the first closing one, or else to the next opening (int32).
+    """Yield the tokens (int32) after each opening token, through the first closing token or up to the next opening one.
 
-    A closing mark that was spelled, rather than sampled as its token, is within that too.
+    They include a closing mark that was spelled out in text rather than sampled as its token.
     """
     start, end = pack_tokens([opening]), pack_tokens([closing])
     at = _place(tokens, start, 0, len(tokens))
@@ -490,7 +495,7 @@ def opened(tokens: bytes, opening: int, closing: int) -> Iterator[bytes]:
 
 
 def _place(tokens: bytes, token: bytes, since: int, until: int) -> int:
-    """Return where a token is in others (int32) between two places, all in bytes; `until` if it is not there."""
+    """Return the byte offset of a token in `tokens` (int32) between two byte offsets, or `until` if there is none."""
     at = tokens.find(token, since, until)
     while at % 4 and at >= 0:
         at = tokens.find(token, at + 1, until)
@@ -498,10 +503,10 @@ def _place(tokens: bytes, token: bytes, since: int, until: int) -> int:
 
 
 def _control_names(tokenizer: Tokenizer, written: str, markers: Collection[str]) -> set[str]:
-    """Return the special tokens, and other added tokens that the template writes or that mark calls and reasoning.
+    """Return the names of special tokens, and of other added tokens that are template text or mark calls and reasoning.
 
-    White space is none, nor is a word of letters alone, unless they are special. Nor is a single character, such as the
-    full stop that is some tokenizer's token for what it does not know: texts have it.
+    White space and alphanumeric words count only if they are special. A special token of a single character does not
+    count, such as the full stop that is some tokenizer's token for unknown text: ordinary texts contain it.
     """
     known = {name for name in tokenizer.added.values() if name in written or name in markers}
     added = {name for name in known if not name.isspace() and not name.isalnum()}
@@ -509,10 +514,10 @@ def _control_names(tokenizer: Tokenizer, written: str, markers: Collection[str])
 
 
 def _forms_of_calls(messages: Sequence[ChatMessage], count: int, shows_calls: bool) -> Iterator[Sequence[ChatMessage]]:
-    """Yield the messages as they are, and then, if message `count` has calls, with an empty text there.
+    """Yield the messages as they are, and then, if message `count` has calls, with an empty text in that message.
 
-    Some templates end a turn of calls only if its content is an empty text. Others drop calls beside a text
-    (`shows_calls` is false): what they write after the calls alone follows both, as they were sampled.
+    Some templates end a turn of calls only if its content is an empty text. Others drop calls next to a text
+    (`shows_calls` is false): the text that they write after the calls alone then follows the sampled text and calls.
     """
     yield messages
     last = messages[count - 1]
@@ -521,7 +526,7 @@ def _forms_of_calls(messages: Sequence[ChatMessage], count: int, shows_calls: bo
 
 
 def _with_last_calls(messages: Sequence[ChatMessage], count: int) -> list[ChatMessage] | None:
-    """Return the messages with only the last call of each of the first `count`; None where none has several."""
+    """Return the messages with only the last call of each of the first `count`; None if none of these has several."""
     if all(len(message.get("tool_calls") or ()) < 2 for message in messages[:count]):
         return None
     return [

@@ -20,17 +20,17 @@ from bombus_gateway.text.renderer import TemplateRenderer
 log = logging.getLogger(__name__)
 
 CONTEXT_TOKENS_DEFAULT = 1 << 20
-SYNTAX_CHARACTERS_MAX = 80  # of a name in `TextModel.format`
+SYNTAX_CHARACTERS_MAX = 80  # of the name of a syntax in `TextModel.format`
 _NO_CHAT = "{{ raise_exception('the job has model.chat_template: none, for plain completions only') }}"
 CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len")
 
 
 class TextOptions(msgspec.Struct, frozen=True):
-    """What a job says about the text of its model.
+    """A job's options for the text of its model.
 
-    `variables` are given to the chat template. `tools`: "template" gives it the tools, "hermes" describes them in texts
-    of messages. `history`: what holds where the template drops a part of what was sampled, see `TemplateRenderer`.
-    `chat`: whether there are conversations at all; without them, nothing needs a template.
+    `variables` are passed to the chat template. `tools`: "template" passes the tools to it, "hermes" describes them in
+    message texts. `history`: what to do if the template drops sampled text, see `TemplateRenderer`. `chat`: whether
+    there are conversations at all; without them, no template is needed.
     """
 
     variables: dict[str, Any] = {}
@@ -40,7 +40,7 @@ class TextOptions(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, model: ModelConfig, history: Literal["template", "keep"] = "template") -> "TextOptions":
-        """Return what a job's section about its model says."""
+        """Return the options in the model section of a job."""
         return cls(model.chat_template_kwargs, model.tools, history, chat=model.chat_template != NO_CHAT_TEMPLATE)
 
 
@@ -48,9 +48,9 @@ DEFAULTS = TextOptions()
 
 
 def context_tokens(config: Mapping[str, Any]) -> int:
-    """Return the longest sequence that a model's config.json states, under any of the names that families have for it.
+    """Return the longest sequence that a model's config.json states, under any of the names that model families use.
 
-    Models of more than text state it in the part that is for text.
+    Multimodal models state it in their `text_config`.
     """
     parts = (config, config.get("text_config"))
     limits = (part.get(name) for part in parts if isinstance(part, dict) for name in CONTEXT_NAMES)
@@ -58,12 +58,12 @@ def context_tokens(config: Mapping[str, Any]) -> int:
 
 
 class TextModel:
-    """A model's tokenizer and renderer. `context_tokens` is the longest sequence that the model can take."""
+    """A model's tokenizer and renderer. `context_tokens` is the length of the model's longest sequence."""
 
     def __init__(self, files: Mapping[str, bytes], name: str, options: TextOptions = DEFAULTS) -> None:
-        """Load from the files of the model's folder; `name` is the job's name for it, and decides nothing.
+        """Load from the files of the model's folder; `name` is the job's name for the model, for messages only.
 
-        Raises `EngineFault` when the tokenizer or the chat template cannot be used.
+        Raises `EngineFault` if the tokenizer or the chat template cannot be used.
         """
         self.tokenizer = Tokenizer(files)
         source = template_of(self.tokenizer, name) if options.chat else _NO_CHAT
@@ -85,17 +85,17 @@ class TextModel:
 
     @property
     def syntaxes(self) -> dict[str, str]:
-        """The names of the syntaxes in which tool calls and reasoning are found: "text" where they stay text."""
+        """The names of the syntaxes of tool calls and of reasoning; "text" for those that are not parsed."""
         reading = self.renderer.reading
         return {"tool_calls": reading.calls or "text", "reasoning": reading.reasoning or "text"}
 
     @cached_property
     def format(self) -> ConversationFormat:
-        """How conversations are written and turns are read, for the hive to see. Long names of syntaxes are cut."""
+        """How conversations are rendered and turns are parsed, as logged in the hive. Long syntax names are cut."""
         names = {what: name[:SYNTAX_CHARACTERS_MAX] for what, name in self.syntaxes.items()}
         return ConversationFormat(template=prompt_digest(self.renderer, *self._sources), **names)
 
 
 def syntaxes_of(files: Mapping[str, bytes], model: ModelConfig) -> dict[str, str]:
-    """Return `TextModel.syntaxes` of a job's model. Raises `EngineFault` when its files cannot be used."""
+    """Return `TextModel.syntaxes` of a job's model. Raises `EngineFault` if its files cannot be used."""
     return TextModel(files, model.path, TextOptions.of(model)).syntaxes

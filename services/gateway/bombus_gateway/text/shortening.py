@@ -1,7 +1,7 @@
-"""Leaves out of a conversation what does not change how it goes on after its last answer. Pure.
+"""Shortens a conversation without changing how the template continues it after its last answer. Pure.
 
-What was sampled stays as it is, as tokens. Only what the chat template writes after it is needed, so an answer of a
-long conversation need not cost more to continue than one of a short one.
+The sampled tokens are kept as they are. Only the text that the chat template writes after them is needed, so continuing
+a long conversation need not cost more than continuing a short one.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from bombus_gateway.text.forms import TOOL, WORD, call_of, user
 from bombus_gateway.text.message import ChatMessage, id_for_model
 
-ANSWERS_KEPT = 3  # the last ones; what is left out is between the first question and these
-TEXT_MAX = 1000  # characters of a text of the history that is kept as it is
-ENDS = 200  # characters of each end of a longer one that are kept
-ARGUMENTS = '{"a": "b"}'  # in place of long ones
+ANSWERS_KEPT = 3  # the last answers; the messages between the first question and these are left out
+TEXT_MAX = 1000  # characters; longer texts of the history are shortened
+ENDS = 200  # characters that are kept at each end of a longer text
+ARGUMENTS = '{"a": "b"}'  # in place of long arguments
 
 
 class Keep(Enum):
@@ -29,20 +29,20 @@ class Keep(Enum):
 class ToolsKept(NamedTuple):
     """Which tools stay in the shorter conversations of one template.
 
-    Some templates write the tools again before a new question, and not before results: so it is said for what follows
-    the last answer. None: without its middle, a conversation would go on otherwise.
+    Some templates repeat the tools before a new question but not before results, so the fields depend on the messages
+    after the last answer. None: without its middle, a conversation would be continued differently.
     """
 
     before_results: Keep | None = None
     otherwise: Keep | None = None
 
     def where(self, following: Sequence[ChatMessage]) -> Keep | None:
-        """Return which tools stay where these messages follow the last answer."""
+        """Return which tools stay if these messages follow the last answer."""
         return self.before_results if _are_results(following) else self.otherwise
 
 
 class Dialogue(NamedTuple):
-    """A conversation, whose first `known` messages are those of the history, and its tools."""
+    """A conversation and its tools. The first `known` messages are the history."""
 
     messages: Sequence[ChatMessage]
     known: int
@@ -63,9 +63,9 @@ def short(
 ) -> Dialogue | None:
     """Return a shorter conversation that ends like this one, whose message `count` was sampled.
 
-    None where there is nothing to leave out, or where it may matter: where a text, other than a tool's, has something
-    that the template looks for (`looked_for`), such as a switch in the system's message; and where a new result is
-    that of a call which would be left out, since some templates look that call up.
+    Returns None if there is nothing to leave out, or if leaving it out may change the ending: a changed system or user
+    message contains something that the template looks for (`looked_for`), such as a switch, or a new result belongs to
+    a call that would be left out, which some templates look up.
     """
     first = next(index for index, message in enumerate(messages) if message["role"] == "assistant")
     answers = (index for index in range(count - 1, first - 1, -1) if messages[index]["role"] == "assistant")
@@ -84,9 +84,9 @@ def short(
 
 
 def _is_called(ids: Collection[str], messages: Sequence[ChatMessage]) -> bool:
-    """Return whether messages have a call to which the model gave one of these ids."""
+    """Return whether the messages contain a call to which the model gave one of these ids."""
     given = [call.get("id") or "" for message in messages for call in message.get("tool_calls") or ()]
-    # What the model wrote is behind the first hyphen of an id of ours. To look at that is quicker than `id_for_model`.
+    # In an id that the gateway made, the model's own follows the first hyphen: a quicker check than `id_for_model`.
     return any(id_for_model(id) in ids for id in given if id in ids or id.partition("-")[2] in ids)
 
 
@@ -117,18 +117,18 @@ def _shortened_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _named(messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Return the tools that messages call, and the first one where they call none."""
+    """Return the tools that messages call, or only the first tool if they call none."""
     names = {call["function"]["name"] for message in messages for call in message.get("tool_calls") or ()}
     return [tool for tool in tools if tool["function"]["name"] in names] or tools[:1]
 
 
-# ---- the conversations that say whether a template can be given shorter ones ----
+# ---- trial conversations, to find out whether a template renders the same ending for shorter ones ----
 
 TOOLS = [TOOL, {**TOOL, "function": {**TOOL["function"], "name": "rest"}}]  # the second one is never called
 
 
 def find_kept(goes_on: Callable[[Dialogue, Keep], bool]) -> ToolsKept:
-    """Return which tools stay. `goes_on` says whether a trial goes on as it does where only those stay."""
+    """Return which tools stay. `goes_on` says whether a trial, shortened with these tools, is continued the same."""
     tried = [*trials()]
     results = [number for number, trial in enumerate(tried) if _are_results(trial.following)]
 
@@ -143,10 +143,10 @@ def find_kept(goes_on: Callable[[Dialogue, Keep], bool]) -> ToolsKept:
 
 
 def trials() -> Iterator[Dialogue]:
-    """Yield long conversations, which have to go on as they do when they are shorter.
+    """Yield long conversations, which must be continued the same when they are shortened.
 
-    Their calls have ids of their own, since some templates number calls. One tool is never called: some templates write
-    the tools again in front of what is new.
+    Each call has a different id, since some templates number calls. One tool is never called, to detect templates that
+    repeat the tools before the new messages.
     """
     for reasoning in ("", "hm"):
         yield _trial("aaaaaa", reasoning)
@@ -167,7 +167,7 @@ def _trial(
 ) -> Dialogue:
     """Return a conversation with an answer for each letter: `a` text, `c` a call, `p` two calls, `b` a call and text.
 
-    `asked` are the user's texts in turn; `then` is what follows the last answer, where it is not its results.
+    `asked` are the user's texts in turn. `then` replaces the messages after the last answer.
     """
     messages: list[ChatMessage] = [*first, user(asked[0])]
     for number, kind in enumerate(answers):

@@ -1,4 +1,4 @@
-"""Finds the tokens that end a completion: those that the model's files name, and those that its template writes."""
+"""Finds the tokens that end a completion: those named in the model's files, and those that its template writes."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -26,7 +26,7 @@ def configured_stops(tokenizer: Tokenizer) -> set[int]:
 
 
 def hidden_names(tokenizer: Tokenizer, texts: Sequence[str]) -> dict[int, str]:
-    """Return the names, by id, of the special tokens without a text that stop texts name, the longest name first."""
+    """Return, by id, the names in stop texts of special tokens that decode to no text, the longest name first."""
     if not texts:
         return {}
     given = "\n".join(texts)
@@ -35,9 +35,9 @@ def hidden_names(tokenizer: Tokenizer, texts: Sequence[str]) -> dict[int, str]:
 
 
 def named_stops(names: Mapping[int, str], texts: Sequence[str]) -> dict[int, str]:
-    """Return the tokens that stop texts begin with, and the shortest such text of each. `names` are `hidden_names`.
+    """Map each token that stop texts begin with to the shortest such text. `names` are `hidden_names`.
 
-    An answer ends at such a token: what the text has after it is not waited for.
+    An answer ends at such a token, without waiting for the rest of the stop text.
     """
     if not names:
         return {}
@@ -52,16 +52,17 @@ def asked_stops(names: Mapping[int, str], texts: Sequence[str], tokens: Sequence
     """
     if tokens and max(tokens) >= size:
         raise Refused(
-            Code.MALFORMED, f"{max(tokens)} is no token: stop tokens are ids below {size}, the size of the vocabulary."
+            Code.MALFORMED,
+            f"{max(tokens)} is not a token id: stop tokens are ids below {size}, the size of the vocabulary.",
         )
     return {*named_stops(names, texts), *tokens}
 
 
 def find_stops(render: RenderText, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the ids that end a completion, in order.
+    """Return the ids that end a completion, sorted.
 
-    A token that the template also writes within a turn, as some do between reasoning and what follows it, ends none,
-    unless the model's files name it. Where nothing ends a turn, the token that begins the next one does.
+    A token that the template also writes within a turn, such as between reasoning and the answer, does not end one,
+    unless the model's files name it. If no token ends a turn, the token that begins the next turn does.
     """
     names = {name: index for index, name in tokenizer.specials.items()}
     # Some templates end a turn of calls only if its content is an empty text, and some refuse that.
@@ -77,7 +78,7 @@ def find_stops(render: RenderText, tokenizer: Tokenizer) -> tuple[int, ...]:
 def _ends(
     render: RenderText, names: Collection[str], turn: ChatMessage, following: ChatMessage, within: Sequence[str]
 ) -> list[str]:
-    """Return the special token that ends a turn, if there is one."""
+    """Return the names of the special tokens that end a turn: at most one, or those that the next turn begins with."""
     ending, continued = _after(render, turn), _after(render, turn, following)
     common = common_start(ending, continued)
     next_turn = continued.removeprefix(common).lstrip()
@@ -87,7 +88,7 @@ def _ends(
 
 
 def _rendered(render: RenderText, *turns: ChatMessage) -> str:
-    """Return the text of a question and what follows it, empty where the template refuses them."""
+    """Return the rendering of a question and the given turns, empty if the template refuses them."""
     tools = [TOOL] if any("tool_calls" in turn for turn in turns) else []
     try:
         return render([user("look"), *turns], tools, turns[-1]["role"] != "assistant")
@@ -100,14 +101,14 @@ def _after(render: RenderText, *turns: ChatMessage) -> str:
 
 
 def _between(render: RenderText, turn: ChatMessage) -> str:
-    """Return what the template writes between the two words of a turn; nothing where it leaves one of them out."""
+    """Return the text that the template writes between the two words of a turn; empty if it drops one of them."""
     _, first, rest = _rendered(render, turn).rpartition(_FIRST)
     between, last, _ = rest.partition(_LAST)
     return between if first and last else ""
 
 
 def _before_call(render: RenderText, call: ChatMessage) -> str:
-    """Return what the template writes between a prompt and the words of a call that answers it."""
+    """Return the text that the template writes between a prompt and the arguments of a call that answers it."""
     try:
         prompt = render([user("look")], [TOOL], True)
     except TemplateRefused:
@@ -117,6 +118,6 @@ def _before_call(render: RenderText, call: ChatMessage) -> str:
 
 
 def _last(names: Iterable[str], text: str) -> list[str]:
-    """Return the name of the last special token in a text, if there is one."""
+    """Return a list of the name of the last special token in a text; empty if there is none."""
     place, _, name = max(((text.rfind(name), len(name), name) for name in names), default=(-1, 0, ""))
     return [name] if place >= 0 else []

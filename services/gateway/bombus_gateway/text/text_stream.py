@@ -1,4 +1,4 @@
-"""Turns sampled tokens into text as they arrive: in whole characters, and without any part of a stop string."""
+"""Decodes sampled tokens as they arrive, to whole characters and without any part of a stop string."""
 
 import codecs
 from bisect import bisect_left, bisect_right
@@ -10,11 +10,11 @@ from bombus.errors import EngineFault
 
 _NONE: Mapping[int, str] = MappingProxyType({})
 _Decoder = codecs.getincrementaldecoder("utf-8")
-_FIRST_MARK = 0xD800  # a surrogate: no decoded text has one
+_FIRST_MARK = 0xD800  # a surrogate: no decoded text contains one
 
 
 class StopScanner:
-    """Finds the first stop string in a text that arrives in pieces. Holds back what may become one."""
+    """Finds the first stop string in a text that arrives in pieces. Holds back text that may become one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stop for stop in stops if stop)
@@ -23,7 +23,7 @@ class StopScanner:
         self._longest = max((len(stop) for stop in self._stops), default=0)
 
     def feed(self, text: str) -> tuple[str, bool]:
-        """Return (text that may go out, whether a stop string is complete). After a stop string nothing may be fed."""
+        """Return (text that may be sent, whether a stop string is complete). Must not be called after a stop string."""
         text = self._held + text
         found = [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
         if found:
@@ -35,12 +35,12 @@ class StopScanner:
         return text[: len(text) - keep], False
 
     def finish(self) -> str:
-        """Return what was held back and is not a stop string after all."""
+        """Return the text that was held back: it is not a stop string after all."""
         held, self._held = self._held, ""
         return held
 
     def _partial(self, text: str) -> int:
-        """Return the length of the longest end of `text` that a stop string begins with."""
+        """Return the length of the longest suffix of `text` that is a prefix of a stop string."""
         for length in range(min(self._longest - 1, len(text)), 0, -1):
             end = text[-length:]
             if any(stop.startswith(end) for stop in self._stops):
@@ -51,9 +51,9 @@ class StopScanner:
 class TextStream:
     """The text of one completion.
 
-    `pieces` has the bytes that each token adds. `decoded` counts the characters of all tokens so far, `released` those
-    that may go out. `names` has the tokens without a text that `stops` name, the longest name first. A mark stands for
-    such a token while stop strings are looked for, and never goes out.
+    `pieces` holds the bytes that each token adds. `decoded` counts the characters of all tokens so far, `released`
+    those that may be sent. `names` maps tokens that decode to no text to their names in `stops`, the longest name
+    first. While stop strings are looked for, a mark stands for each such token; marks are never sent.
     """
 
     def __init__(self, pieces: Sequence[bytes], stops: Sequence[str] = (), names: Mapping[int, str] = _NONE) -> None:
@@ -68,7 +68,7 @@ class TextStream:
         self.released = 0
 
     def feed(self, tokens: Sequence[int]) -> tuple[str, int]:
-        """Return (text that may go out, how many of `tokens` were used: all, unless a stop string ended the text).
+        """Return (text that may be sent, how many of `tokens` were used: all, unless a stop string ended the text).
 
         Raises `EngineFault` for an id outside the vocabulary.
         """
@@ -87,12 +87,12 @@ class TextStream:
 
     @property
     def stop(self) -> str:
-        """The stop string that ended the text; empty while there is none."""
+        """The stop string that ended the text; empty if none has yet."""
         found = self._scanner.found if self._scanner is not None else ""
         return self._marked.get(found, found)
 
     def finish(self) -> str:
-        """Return the rest of the text: what was held back, and `\\ufffd` for bytes that are not a whole character."""
+        """Return the text that was held back, with `\\ufffd` for bytes that are not a whole character."""
         return "" if self.stopped else self._release(b"", True)
 
     def _release(self, piece: bytes, final: bool, mark: str = "") -> str:
@@ -109,7 +109,10 @@ class TextStream:
 
 
 def _marked(stops: Sequence[str], names: Mapping[int, str], marks: Mapping[int, str]) -> dict[str, str]:
-    """Return stop strings by what they are with marks, but those that begin with one: sampling ends at its token."""
+    """Map stop strings with marks in place of names to the originals.
+
+    Stop strings that begin with a mark are left out: sampling ends at that token.
+    """
     found: dict[str, str] = {}
     for stop in stops:
         text = stop
@@ -121,9 +124,9 @@ def _marked(stops: Sequence[str], names: Mapping[int, str], marks: Mapping[int, 
 
 
 def tokens_of_parts(pieces: Sequence[bytes], parts: Iterable[str]) -> int:
-    """Count the tokens, of which `pieces` has the bytes, that hold some of these parts of their text.
+    """Count the tokens, given the bytes of each (`pieces`), that contain any of these parts of their text.
 
-    The parts are in order. One that is not there, because its bytes are no whole characters, ends the count.
+    The parts are in order. Counting ends at a part that is not found because its bytes are not whole characters.
     """
     text = b"".join(pieces)
     starts = [*accumulate(map(len, pieces), initial=0)]

@@ -1,7 +1,7 @@
-"""How much a model is to think: what a client asks for becomes variables of the model's chat template.
+"""Translates the amount of thinking that a client requests into variables of the model's chat template.
 
-Templates have several names for it. Which of them a template reads is found by rendering: a name that changes nothing
-is one that the template sets itself.
+Templates use several names for these variables. The ones that a template reads are found by rendering: a name that
+changes nothing is set by the template itself.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -12,7 +12,7 @@ import msgspec
 Variables = dict[str, bool | int | float | str]
 
 NO_EFFORT = "none"
-# Each effort, and those that come nearest to it where the template does not take it.
+# For each effort, the values to try in this order: the effort itself, then the nearest ones.
 NEAREST = {
     "minimal": ("minimal", "low", "medium", "high"),
     "low": ("low", "minimal", "medium", "high"),
@@ -21,9 +21,9 @@ NEAREST = {
     "xhigh": ("xhigh", "max", "high"),
     "max": ("max", "xhigh", "high"),
 }
-_COMMON = ("low", "medium", "high")  # any template may take them; of the others, it has the word
+_COMMON = ("low", "medium", "high")  # tried with any template; other efforts only if the word is in its source
 _BUDGET = "thinking_budget"  # in tokens
-# The variables that turn thinking on and off, and what they are then.
+# The variables that turn thinking on and off, and their values for on and off.
 _SWITCHES: dict[str, tuple[bool | int | str, bool | int | str]] = {
     "enable_thinking": (True, False),
     "thinking": (True, False),
@@ -31,15 +31,15 @@ _SWITCHES: dict[str, tuple[bool | int | str, bool | int | str]] = {
     _BUDGET: (-1, 0),
 }
 _EFFORTS = ("reasoning_effort", "thinking_effort", "reasoning_strength")
-_OFF = (NO_EFFORT, "no_think")  # efforts that are none
+_OFF = (NO_EFFORT, "no_think")  # efforts that mean no thinking
 
 
 class RequestedThinking(NamedTuple):
-    """How much a client wants the model to think, with the names that its wire has for each part.
+    """The thinking that a client requests, with the names of the request's fields for each part.
 
-    `on`: whether it is to think at all; None: as it does by itself. `effort` is a key of `NEAREST`, and `usual` the one
-    that goes without saying. `budget` is in tokens. An empty effort, or a budget of 0, is none. A part without a name
-    is left out silently where the template has nothing for it.
+    `on`: whether the model is to think at all; None: the model's default. `effort` is a key of `NEAREST`, and `usual`
+    the default effort. `budget` is in tokens. An empty effort, or a budget of 0, means that none was requested. A part
+    without a field name is ignored silently if the template has no variable for it.
     """
 
     on: bool | None = None
@@ -52,15 +52,15 @@ class RequestedThinking(NamedTuple):
 
     @property
     def field(self) -> str:
-        """The name of its first part that has one."""
+        """The first field name that is not empty, if there is one."""
         return self.on_field or self.effort_field or self.budget_field
 
 
 class ThinkingVariables(msgspec.Struct, frozen=True):
     """The variables of a chat template for a model's thinking.
 
-    `switches` has their values for on and off, and `efforts` those that each takes; `off` is one of these that is none.
-    `thinks`: whether the model thinks, at least where nothing turns that off.
+    `switches` maps variables to their values for on and off, `efforts` maps variables to the efforts that they accept.
+    `off` maps effort variables to their value for no thinking. `thinks`: whether the model thinks unless turned off.
     """
 
     switches: dict[str, tuple[bool | int | str, bool | int | str]] = {}
@@ -69,7 +69,7 @@ class ThinkingVariables(msgspec.Struct, frozen=True):
     thinks: bool = False
 
     def given(self, asked: RequestedThinking) -> tuple[Variables, list[str]]:
-        """Return the variables for what is asked for, and the fields of what the template has no variable for."""
+        """Return the variables for the requested thinking, and the fields for which the template has no variable."""
         variables: Variables = {}
         if asked.on is not None:
             variables = {name: values[not asked.on] for name, values in self.switches.items()}
@@ -98,9 +98,9 @@ class ThinkingVariables(msgspec.Struct, frozen=True):
 def find_thinking(
     render: Callable[[Mapping[str, Any]], str | None], names: Collection[str], words: Collection[str], thinks: bool
 ) -> ThinkingVariables:
-    """Find the variables of a template that looks up `names`, and whose source has the texts `words`.
+    """Find the variables of a template that looks up `names`, and whose source contains the texts `words`.
 
-    `render` returns the beginning of a conversation with further variables, None where the template refuses it.
+    `render` returns the start of a conversation, rendered with further variables, or None if the template refuses it.
     """
     switches = {
         name: values
@@ -122,5 +122,5 @@ def find_thinking(
 
 
 def _is_another(text: str | None, taken: Mapping[str, str]) -> bool:
-    """Whether a text is there, and no effort has the same."""
+    """Whether there is a text, and it is not the text of any effort."""
     return text is not None and text not in taken.values()

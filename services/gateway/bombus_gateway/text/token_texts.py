@@ -19,8 +19,11 @@ class TextsOfTokens:
         return text_of(token, self._pieces, self._specials)
 
     def marked_up(self, tokens: Sequence[int]) -> str:
-        """Return the text of many tokens. Each that stands for no plain text is between ⟦ and ⟧: the same characters in
-        a message are not."""
+        """Return the text of many tokens.
+
+        Each token that is not plain text is put between ⟦ and ⟧, to distinguish it from the same characters in a
+        message.
+        """
         runs = groupby(tokens, key=self._is_plain)
         return "".join(self._plain(run) if is_plain else "".join(map(self._named, run)) for is_plain, run in runs)
 
@@ -35,14 +38,14 @@ class TextsOfTokens:
 
 
 def token_texts(files: Mapping[str, bytes]) -> TextsOfTokens:
-    """Return the texts of the tokens of a tokenizer. Raises `EngineFault` when its `files` cannot be used."""
+    """Return the texts of the tokens of a tokenizer. Raises `EngineFault` if its `files` cannot be used."""
     tokenizer = Tokenizer(files)
     added = json.loads(files["tokenizer.json"])["added_tokens"]
     return TextsOfTokens(tokenizer, {int(token["id"]): str(token["content"]) for token in added})
 
 
 def text_of(token: int, pieces: Sequence[bytes], specials: Mapping[int, str]) -> str:
-    """Return what a token adds to the text; bytes that are not a whole character are spelled out, as `\\xe2`.
+    """Return the text that a token adds; bytes that are not a whole character are spelled out, as in `\\xe2`.
 
     Special tokens are shown by name, ids outside the vocabulary as `<id>`.
     """

@@ -1,4 +1,4 @@
-"""Makes words that stand for texts of a conversation while it is rendered."""
+"""Makes unique words that stand for texts of a conversation while it is rendered."""
 
 import secrets
 from collections.abc import Iterable
@@ -8,9 +8,9 @@ from bombus_gateway.text.forms import WORD
 
 
 def free_word(texts: Iterable[str]) -> str:
-    """Return a word of small letters and digits that nobody can guess and that none of `texts` has.
+    """Return an unguessable word of lower-case letters and digits that is in none of `texts`.
 
-    Templates keep it whatever they do to a text: they trim texts, change their case, or write them as JSON.
+    It survives the changes that templates make to texts: they trim them, change their case, or write them as JSON.
     """
     whole = "\0".join(texts).lower()
     while (word := f"{WORD}{secrets.token_hex(8)}z") in whole:
@@ -19,7 +19,7 @@ def free_word(texts: Iterable[str]) -> str:
 
 
 def strings(value: Any) -> list[str]:
-    """Return all texts of a value of JSON, and the keys of its mappings."""
+    """Return all texts of a JSON value, and the keys of its objects."""
     found: list[str] = []
     _collect(value, found)
     return found

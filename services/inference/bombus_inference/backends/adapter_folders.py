@@ -1,4 +1,4 @@
-"""Checks that a folder has the adapter that an address means, before a backend reads it."""
+"""Checks that a folder holds the adapter with a given address, before a backend reads it."""
 
 import re
 from pathlib import Path
@@ -12,32 +12,34 @@ _ADDRESS = re.compile(r"[0-9a-f]{64}")
 
 
 def check_address(address: str) -> None:
-    """Raise `Refused` for what cannot be the address of an adapter."""
+    """Raise `Refused` unless `address` is well-formed."""
     if not _ADDRESS.fullmatch(address):
-        raise Refused(Code.MALFORMED, f"{address[:80]!r} is not the address of an adapter: 64 hexadecimal digits")
+        raise Refused(Code.MALFORMED, f"{address[:80]!r} is not an adapter's address, which has 64 hexadecimal digits")
 
 
 def check_size(file: Path, bytes_max: int) -> None:
-    """Raise `Refused` for a file that has no room."""
+    """Raise `Refused` for a file of more than `bytes_max` bytes."""
     size = file.stat().st_size
     if size > bytes_max:
         raise Refused(
-            Code.TOO_LARGE, f"{file} has {size} bytes; this replica has room for {bytes_max} by --adapters-mb"
+            Code.TOO_LARGE,
+            f"{file} has {size} bytes, but this replica reads at most {bytes_max}: start it with a larger "
+            "--adapters-mb",
         )
 
 
 def check_content(file: Path, address: str) -> None:
-    """Raise `Refused` unless a file has the content that `address` is the SHA-256 of."""
+    """Raise `Refused` unless `address` is the SHA-256 of the file's content."""
     found = file_sha256(file)
     if found != address:
-        why = f"{file} has the address {found} and not {address}: it is damaged, or was written again. Save it again"
+        why = f"{file} has the address {found}, not {address}: it was damaged or overwritten. Save the adapter again"
         raise Refused(Code.MALFORMED, why)
 
 
 def adapter_config(folder: Path) -> PeftConfig:
-    """Return the configuration of the adapter in `folder`, which is also that in its file's metadata if one is there.
+    """Return the configuration of the adapter in `folder`.
 
-    Raises `EngineFault`.
+    Raises `EngineFault`, including if the metadata of the adapter's file contains a different configuration.
     """
     config = peft_config(folder)
     with TensorFile(folder / ADAPTER_FILE) as file:

@@ -8,7 +8,7 @@ from bombus.errors import Code, Refused
 
 
 class AdapterEntry(Protocol):
-    """What is counted of an adapter. `uses` is the number of open requests that are answered with it."""
+    """What `AdapterStore` knows about an adapter. `uses` is the number of open requests that are answered with it."""
 
     uses: int
 
@@ -23,7 +23,7 @@ E = TypeVar("E", bound=AdapterEntry)
 
 
 class AdapterStore(Generic[E]):
-    """Adapters by address, at most `bytes_max` of them. The least recently used that no request uses goes first."""
+    """Adapters by address, up to `bytes_max` in all. The least recently used that no request uses is dropped first."""
 
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
@@ -42,18 +42,19 @@ class AdapterStore(Generic[E]):
         return self._loaded.get(address)
 
     def put(self, address: str, adapter: E) -> list[str] | None:
-        """Add an adapter. Return the addresses of those dropped for it; None if it was there already.
+        """Add an adapter. Return the addresses of the adapters dropped to make room, or None if it was already loaded.
 
-        Raises `Refused`, having changed nothing, when there is no room, or for another scale of the same tensors.
+        Raises `Refused`, having changed nothing, if there is no room, or if the same tensors are loaded with another
+        scale.
         """
         present = self._loaded.get(address)
         if present is not None:
             if present.scales != adapter.scales:
                 layer, scale = next(each for each in adapter.scales.items() if present.scales.get(each[0]) != each[1])
                 why = (
-                    f"adapter {address} is loaded with a scale of {present.scales[layer]:g} for {layer}, and this "
-                    f"folder has its tensors with {scale:g}: write the configuration into the metadata of its file, so "
-                    "that two such adapters have two addresses"
+                    f"adapter {address} is loaded with a scale of {present.scales[layer]:g} for {layer}, but this "
+                    f"folder has the same tensors with a scale of {scale:g}: write the configuration into the metadata "
+                    "of the file, so that the two adapters get different addresses"
                 )
                 raise Refused(Code.MALFORMED, why)
             self._loaded.move_to_end(address)
@@ -67,7 +68,7 @@ class AdapterStore(Generic[E]):
         return dropped
 
     def use(self, address: str) -> None:
-        """Count one more request that uses it, so that it stays. Raises `Refused` when it is not loaded."""
+        """Count one more request that uses an adapter, which keeps it loaded. Raises `Refused` if it is not loaded."""
         adapter = self._loaded.get(address)
         if adapter is None:
             raise Refused(Code.UNKNOWN_MODEL, f"this replica does not have adapter {address[:80]}: load it first")
@@ -75,7 +76,7 @@ class AdapterStore(Generic[E]):
         self._loaded.move_to_end(address)
 
     def release(self, address: str) -> None:
-        """Count one request less."""
+        """Count one fewer request that uses an adapter."""
         self._loaded[address].uses -= 1
 
     def remove(self, address: str) -> None:
@@ -91,12 +92,12 @@ class AdapterStore(Generic[E]):
         self.bytes -= adapter.bytes
 
     def _to_drop(self, wanted: int) -> list[str]:
-        """Return which adapters to drop for `wanted` bytes. Raises `Refused` when that is not enough."""
+        """Return the adapters to drop to make room for `wanted` bytes. Raises `Refused` if that cannot free enough."""
         if wanted > self.bytes_max:
             raise Refused(
                 Code.TOO_LARGE,
-                f"the adapter takes {wanted} bytes and all adapters of this replica may take {self.bytes_max}: start "
-                "the replica with a larger --adapters-mb",
+                f"the adapter takes {wanted} bytes, but all adapters of this replica together may take only "
+                f"{self.bytes_max}: start the replica with a larger --adapters-mb",
             )
         dropped: list[str] = []
         left = self.bytes
@@ -109,7 +110,7 @@ class AdapterStore(Generic[E]):
         if left + wanted > self.bytes_max:
             raise Refused(
                 Code.OVERLOADED,
-                f"requests use {left} of the {self.bytes_max} bytes for adapters, and this one takes {wanted}: ask "
+                f"requests use {left} of the {self.bytes_max} bytes for adapters, and this adapter takes {wanted}: ask "
                 "again later, or start the replica with a larger --adapters-mb",
             )
         return dropped

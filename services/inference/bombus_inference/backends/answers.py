@@ -1,6 +1,6 @@
 """Turns the answers of a server into frames: tokens, their logprobs, spans of policy versions, and scores of prompts.
 
-Pure: no connection and no clock. An answer that cannot be right is an error here; nothing is guessed.
+Pure: no connection and no clock. An answer that cannot be right raises `BackendFailed`; nothing is guessed.
 """
 
 import math
@@ -41,11 +41,12 @@ class _Choice:
 class FrameAssembler:
     """Builds the frames of one request as its answer arrives. `version` was being served when the request was sent.
 
-    `completion_max` is the number of tokens that the server was asked for: one that stops before it without a stop
-    token was broken off, whatever it says.
+    `completion_max` is the number of tokens requested from the server: a choice that ends before it without a stop
+    token was cut off, whatever the server says.
 
-    Tokens are passed on at once with that version as long as `only_version()` is true, that is, no other version can
-    have sampled them. After that they are held back until the server reports, at the end, which version sampled which.
+    Tokens are passed on immediately with that version as long as `only_version()` is true, that is, as long as no other
+    version can have sampled them. After that they are held back until the server reports, at the end, which version
+    sampled which tokens.
     """
 
     def __init__(self, request: Generate, version: int, only_version: Callable[[], bool], completion_max: int) -> None:
@@ -56,7 +57,7 @@ class FrameAssembler:
         self._choices = [_Choice() for _ in range(request.n)]
 
     def take(self, delta: ChoiceDelta) -> list[Frame]:
-        """Return the frames that can go out now. Raises `BackendFailed` for an answer that cannot be right."""
+        """Return the frames that can be sent now. Raises `BackendFailed` for an answer that cannot be right."""
         if not 0 <= delta.choice < len(self._choices) or self._choices[delta.choice].finished:
             raise BackendFailed(
                 f"the engine answered choice {delta.choice}, which was not requested or has already finished"
@@ -91,22 +92,22 @@ class FrameAssembler:
             raise BackendFailed(f"the engine stopped midway: {finish}")
         if finish == FinishReason.LENGTH and count < self._completion_max:
             raise BackendFailed(
-                f"the engine stopped after {count} of {self._completion_max} tokens and calls that their end; if it "
-                "has a lower limit of its own, start the replica with that as --max-model-len"
+                f"the engine stopped after {count} of {self._completion_max} tokens and reports that as the length "
+                "limit; if its own limit is lower, pass that limit to the replica as --max-model-len"
             )
         return FinishReason(finish)
 
     def _rest(self, number: int, choice: _Choice, versions: Sequence[int] | None) -> list[Frame]:
-        """Return the tokens that were not sent yet, split where the version changes."""
+        """Return frames with the tokens not sent yet, split where the version changes."""
         count = len(choice.tokens)
         if versions is None:
             if not self._only_version():
-                raise BackendFailed("the weights changed, and the engine does not say which tokens they sampled")
+                raise BackendFailed("the weights changed, but the engine does not say which ones sampled which tokens")
             versions = [self._version] * count
         if len(versions) != count:
             raise BackendFailed(f"the engine gave versions for {len(versions)} of {count} tokens")
         if any(version != self._version for version in versions[: choice.sent]):
-            raise BackendFailed("tokens went out under a version that did not sample them")
+            raise BackendFailed("tokens were sent with a version that did not sample them")
         frames: list[Frame] = []
         while choice.sent < count:
             version = versions[choice.sent]
@@ -126,7 +127,7 @@ class FrameAssembler:
 
 
 def most_likely(tokens: Sequence[tuple[int, float]], count: int) -> TopLogprobs:
-    """Return the `count` most likely tokens, without those that have no probability."""
+    """Return the `count` most likely tokens, leaving out those of probability zero."""
     possible = [pair for pair in tokens if pair[1] > NO_PROBABILITY]
     return tuple(sorted(possible, key=lambda pair: -pair[1])[:count])
 

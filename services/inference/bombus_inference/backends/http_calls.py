@@ -24,7 +24,7 @@ SendRequest = Callable[[Generate, list[int]], FrameBatches]
 
 
 class BackendFailed(BombusError):
-    """The backend's server cannot be reached, broke off, or answered what cannot be right; others may do better."""
+    """The backend's server cannot be reached, broke off, or gave an invalid answer. Another replica may succeed."""
 
 
 class HttpCalls:
@@ -42,7 +42,7 @@ class HttpCalls:
         return len(self._open)
 
     def add(self, ticket: int, request: Generate, run: int, limits: Limits, send: SendRequest) -> None:
-        """Start a request with `send`, which is given it and its prompt, unless `limits` or `run` refuse it."""
+        """Start a request with `send`, passing it and its prompt, or refuse it if `limits` or `run` do not allow it."""
         try:
             prompt = limits.check(request, run)
             if len(self._open) >= self._open_max:

@@ -9,23 +9,24 @@ from bombus.hive.generation import Generate
 from bombus.hive.records import TEMPERATURE_MIN, SamplingParams, unpack_tokens
 
 TOP_LOGPROBS_MAX = 20
-CHOICES_MAX = 256  # n of one request: Tinker's clients may ask for so many samples of a prompt
+CHOICES_MAX = 256  # `n` of one request; Tinker's clients may ask for this many samples of a prompt
 PENALTY_MAX = 2.0  # OpenAI's, and vLLM's
 REPETITION_MIN, REPETITION_MAX = 0.01, 100.0  # beyond these, logits may leave float32
-BIAS_MAX = 100.0  # OpenAI's; vLLM takes more for this much
+BIAS_MAX = 100.0  # OpenAI's; vLLM clamps larger values to it
 BIASED_TOKENS_MAX = 1024
 NO_ADAPTERS = (
-    "this replica serves no adapters besides its own policy; with --adapters-mb above 0 the torch backend does, and "
-    "vLLM in a run of operations"
+    "this replica serves no adapters besides its own policy; the torch backend does with --adapters-mb above 0, and "
+    "vLLM does in an operations run"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`max_model_len` is in tokens, prompt and completion; `waiting_max` is the number of sequences that may wait.
+    """The limits of one backend. `max_model_len` is in tokens, prompt and completion together.
 
-    `constrains`: whether answers can be held to a form; `scores`: whether prompts are scored, and logprobs of the plain
-    distribution are known whatever is sampled from; `adapters`: whether they are served beside the engine's own policy.
+    `waiting_max` is the number of sequences that may wait. `constrains` says whether structured output is supported;
+    `scores`, whether prompts are scored and logprobs at temperature 1 are available however tokens are sampled;
+    `adapters`, whether adapters are served beside the engine's own policy.
     """
 
     max_model_len: int
@@ -51,8 +52,8 @@ class Limits:
             )
         if request.plain_logprobs and not (self.scores or samples_plainly(request)):
             why = (
-                "this replica has logprobs at temperature 1 only for what is sampled at temperature 1, without bias, "
-                "penalties and truncation; the torch backend has them for everything, and vLLM with whole weights"
+                "this replica has logprobs at temperature 1 only for tokens sampled at temperature 1 without bias, "
+                "penalties and truncation; the torch backend has them for all tokens, as does vLLM with whole weights"
             )
             raise Refused(Code.UNSUPPORTED, why)
         if request.adapter and not self.adapters:
@@ -75,7 +76,7 @@ class Limits:
         if len(prompt) >= self.max_model_len:
             raise Refused(
                 Code.PROMPT_TOO_LONG,
-                f"the prompt has {len(prompt)} tokens; this model takes {self.max_model_len} with its completion",
+                f"the prompt has {len(prompt)} tokens; this model takes {self.max_model_len} for prompt and completion",
             )
         if min(prompt) < 0 or max(prompt) >= self.vocabulary:
             raise Refused(Code.MALFORMED, f"token ids range from 0 to {self.vocabulary - 1}")
@@ -97,24 +98,24 @@ class Limits:
             if not low <= value <= high:
                 raise Refused(Code.MALFORMED, f"{name} is {value}, but must be from {low} to {high}")
         if 0 < sampling.temperature < TEMPERATURE_MIN:
-            why = f"temperature is {sampling.temperature}; it is 0, or at least {TEMPERATURE_MIN}"
+            why = f"temperature is {sampling.temperature}, but must be 0 or at least {TEMPERATURE_MIN}"
             raise Refused(Code.MALFORMED, why)
         if not 0 < sampling.top_p <= 1:
             raise Refused(Code.MALFORMED, f"top_p is {sampling.top_p}, but must be above 0 and at most 1")
         self._check_bias(sampling.logit_bias)
         most = min(self.choices_max, self.waiting_max)
         if not 1 <= request.n <= most:
-            why = f"{request.n} answers to one prompt are asked for; this replica samples 1 to {most} at once"
+            why = f"the request asks for {request.n} answers to one prompt; this replica samples 1 to {most} at once"
             raise Refused(Code.MALFORMED, why)
         alternatives = min(TOP_LOGPROBS_MAX, self.vocabulary) if request.prompt_logprobs else 0
         if not 0 <= request.top_prompt <= alternatives:
-            why = f"{request.top_prompt} alternatives to each token of the prompt are asked for"
+            why = f"the request asks for {request.top_prompt} alternatives to each token of the prompt"
             bound = f"at most {alternatives} are reported" if alternatives else "none are reported without its logprobs"
             raise Refused(Code.MALFORMED, f"{why}; {bound}")
 
     def _check_bias(self, bias: Mapping[int, float]) -> None:
         if len(bias) > BIASED_TOKENS_MAX:
-            raise Refused(Code.MALFORMED, f"logit_bias has {len(bias)} tokens; at most {BIASED_TOKENS_MAX} are taken")
+            raise Refused(Code.MALFORMED, f"logit_bias has {len(bias)} tokens; at most {BIASED_TOKENS_MAX} are allowed")
         for token, value in bias.items():
             if not 0 <= token < self.vocabulary:
                 raise Refused(Code.MALFORMED, f"logit_bias has token {token}; ids are 0 to {self.vocabulary - 1}")
@@ -124,7 +125,7 @@ class Limits:
 
 
 def samples_plainly(request: Generate) -> bool:
-    """Return whether the distribution that is sampled from is the model's own."""
+    """Return whether tokens are sampled from the model's own distribution."""
     sampling = request.sampling
     plain = SamplingParams(
         max_tokens=sampling.max_tokens,

@@ -51,8 +51,8 @@ class Policy:
 
     `max_model_len` (tokens) and `dtype` are the job's. `delta` is the file that turns version `base` into this one, if
     it was published as a delta. With an `adapter`, a folder in peft's layout, the policy is that adapter on top of the
-    model in `folder`; only backends that load adapters are given one. `beside` says that adapters may be asked for
-    beside the policy, which stays as it is: a run of operations.
+    model in `folder`; only backends that load adapters are given one. `beside` says that requests may name other
+    adapters beside the policy, which does not change: an operations run.
     """
 
     folder: Path
@@ -82,10 +82,10 @@ ReportStage = Callable[[str], Awaitable[None]]
 
 
 class InferenceBackend(Protocol):
-    """Serves one policy. Requests have tickets, numbers that the caller chooses.
+    """Serves one policy. Each request has a ticket, a number that the caller chooses.
 
-    A ticket that was added gets deliveries until one is `done`, or until it is aborted. `failed` gets the exception
-    that ends this process (a bug, out of memory). `lost` is set when the weights are gone and can be loaded again.
+    A ticket that was added gets deliveries until one is `done`, or until it is aborted. `failed` receives the exception
+    that ends this process (a bug, out of memory). `lost` is set when the weights are gone but can be reloaded.
     """
 
     @property
@@ -94,7 +94,7 @@ class InferenceBackend(Protocol):
 
     @property
     def constrains(self) -> bool:
-        """Whether it holds answers to the `constraint` of their requests, with the model that it serves."""
+        """Whether the backend can enforce the `constraint` of a request with the model that it serves."""
 
     @property
     def run(self) -> int:
@@ -106,7 +106,7 @@ class InferenceBackend(Protocol):
 
     @property
     def sequence_tokens(self) -> int:
-        """The longest sequence that is served, prompt and answer together; 0 before any policy was."""
+        """The longest sequence that is served, prompt and answer together; 0 before a policy was loaded."""
 
     @property
     def failed(self) -> asyncio.Future[None]: ...
@@ -130,10 +130,10 @@ class InferenceBackend(Protocol):
         """Stop serving and release the memory. Open requests end with a fault."""
 
     async def load_adapter(self, address: str, folder: Path) -> bool:
-        """Load an adapter for requests that name it, while all else continues. Return false if it was already loaded.
+        """Load an adapter for requests that name it while serving continues. Return false if it was already loaded.
 
-        `address` is the SHA-256 of its file in `folder`, in hex. It goes with the engine of its run, and when others
-        need its room and no request uses it. Raises `Refused`.
+        `address` is the SHA-256 of its file in `folder`, in hex. The adapter is dropped with its run's engine, or when
+        other adapters need its room and no request uses it. Raises `Refused`.
         """
 
     async def unload_adapter(self, address: str) -> None:

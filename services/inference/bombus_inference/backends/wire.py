@@ -1,4 +1,4 @@
-"""What the HTTP APIs of servers have in common: sampling parameters, usage, errors, and labels of weights."""
+"""The common parts of the servers' HTTP APIs: sampling parameters, usage, errors, and weight labels."""
 
 from msgspec import Struct
 
@@ -7,7 +7,7 @@ from bombus_inference.backends.http_calls import BackendFailed
 
 
 class WeightLabel(Struct, frozen=True):
-    """The label that a server is given for its weights. The server only repeats it, so it has the run as well."""
+    """The label that a server is given for its weights. The server only repeats it, so it includes the run too."""
 
     run: int
     version: int
@@ -17,9 +17,9 @@ class WeightLabel(Struct, frozen=True):
 
 
 def penalty_fields(sampling: SamplingParams) -> dict[str, object]:
-    """Return the penalties, `min_p` and `logit_bias` that a request asks for, by the names that all servers use.
+    """Return the penalties, `min_p` and `logit_bias` of a request, under the names that all servers use.
 
-    Keys of `logit_bias` are texts in JSON, as these servers read them.
+    In JSON, the keys of `logit_bias` are strings, as these servers expect.
     """
     fields: dict[str, object] = {
         "min_p": sampling.min_p,

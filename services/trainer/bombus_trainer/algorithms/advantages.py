@@ -9,7 +9,7 @@ from bombus_trainer.data.sequences import Floats
 
 
 def whitening(values_N: Floats) -> tuple[float, float]:
-    """Return the mean of the values of a batch's trained tokens, and the factor for their distance from it.
+    """Return the mean of the values of a batch's trained tokens, and the factor that scales their deviations.
 
     The factor is 1 / sqrt(variance + 1e-8), the variance with n - 1: REINFORCE++, arXiv:2501.03262, as verl's
     masked_whiten computes it. With fewer than two tokens, or equal values, it is 0.

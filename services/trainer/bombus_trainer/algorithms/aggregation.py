@@ -1,11 +1,11 @@
-"""The weight of one trained token of each episode in the loss of an update. Episodes without any do not count."""
+"""The weight of a trained token of each episode in an update's loss. Episodes without trained tokens do not count."""
 
 
 def episode_weights(tokens_of_episode: dict[str, int]) -> dict[str, float]:
     """Weigh each episode's tokens by 1 / (episodes x its trained tokens).
 
     Every episode has the same share of the loss, however many turns or branches it took; its branches divide that
-    share. Where each episode is one sequence this is verl's seq-mean-token-mean.
+    share. If each episode is one sequence, this is verl's seq-mean-token-mean.
     """
     episodes = sum(1 for tokens in tokens_of_episode.values() if tokens)
     return {name: 1.0 / (episodes * tokens) for name, tokens in tokens_of_episode.items() if tokens}
@@ -29,7 +29,7 @@ def constant_weights(tokens_of_episode: dict[str, int], length: int) -> dict[str
     """Weigh all tokens by 1 / (episodes x a fixed `length` in tokens).
 
     Dr. GRPO (Liu et al. 2025, arXiv:2503.20783): a wrong answer does not gain by being longer.
-    verl's seq-mean-token-sum-norm; with a length of 1 its seq-mean-token-sum.
+    This is verl's seq-mean-token-sum-norm, or with a length of 1 its seq-mean-token-sum.
     """
     episodes = sum(1 for tokens in tokens_of_episode.values() if tokens)
     return {name: 1.0 / (episodes * length) for name, tokens in tokens_of_episode.items() if tokens}

@@ -1,8 +1,8 @@
 """Correct for the difference between the sampler's logprobs and the trainer's own: weights and masks.
 
 The sampler and the old policy are two implementations of nearly the same weights (other kernels, other precision,
-staleness). All of this is constant: no gradient flows through it. A sequence is one line of an episode; here its
-tokens are its trained ones. It is never split over bins, so the terms of one bin are enough for its sums.
+staleness). All of these are constants: no gradient flows through them. A sequence is one branch of an episode; only
+its trained tokens count here. It is never split over bins, so the terms of one bin are enough for its sums.
 """
 
 from dataclasses import dataclass
@@ -35,13 +35,12 @@ class CorrectionWeights:
 
 
 def sequence_sums(values_N: Tensor, sequences_N: Tensor, sequences: int) -> Tensor:
-    """Sum each sequence's tokens [S]; `sequences_N` numbers the sequence, of `sequences` (S), that a token belongs
-    to."""
+    """Sum values by sequence [S]; `sequences_N` is the number of each token's sequence, below `sequences` (S)."""
     return values_N.new_zeros(sequences).index_add_(0, sequences_N, values_N)
 
 
 def sequence_means(values_N: Tensor, sequences_N: Tensor, sequences: int) -> Tensor:
-    """Average each sequence's tokens [S]; 0 where a sequence has none."""
+    """Average values by sequence [S]; 0 for a sequence without tokens."""
     counts_S = sequence_sums(torch.ones_like(values_N), sequences_N, sequences)
     return sequence_sums(values_N, sequences_N, sequences) / counts_S.clamp(min=1.0)
 
@@ -64,7 +63,7 @@ def unweighted(old_N: Tensor) -> CorrectionWeights:
 
 
 def truncated(ratios_N: Tensor, low: float, high: float) -> CorrectionWeights:
-    """Truncated importance sampling: keep each ratio within [low, high].
+    """Truncated importance sampling: clamp each ratio to [low, high].
 
     Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", for tokens. On whole
     sequences the estimate is unbiased except for the bound, and its variance grows with their length.
@@ -87,7 +86,7 @@ def masked(ratios_N: Tensor, low: float, high: float) -> CorrectionWeights:
 def sampler_correction(
     old_N: Tensor, sampler_N: Tensor, sequences_N: Tensor, sequences: int, rule: CorrectionRule
 ) -> CorrectionWeights:
-    """Compute the weights of a correction; all ones where it is switched off."""
+    """Compute the weights of a correction; all ones if it is switched off."""
     if rule.high <= 0.0:
         return unweighted(old_N)
     match rule.kind:

@@ -1,20 +1,20 @@
 """The losses and their parts: plain functions of one-dimensional tensors over N trained tokens.
 
-Each formula returns every token's term [N]. What the terms are weighted or divided by is said elsewhere: for batches in
-`aggregation`, for training operations at the step. `policy_loss` is the loss of batches; those that a caller of
-operations can name are in `operations.client_losses`. lp are the logprobs now, with gradient, r a ratio, A the
-advantages, and sg stops the gradient. The log of a ratio is held within `LOG_BOUND`.
+Each formula returns every token's term [N]. Terms are weighted and divided elsewhere: for batches in `aggregation`,
+for training operations at the step. `policy_loss` is the loss for batches; the losses that clients of training
+operations can name are in `operations.client_losses`. lp are the current logprobs, with gradient, r is a ratio, A the
+advantages, and sg stops the gradient. The log of a ratio is clamped to +-`LOG_BOUND`.
 
-In a batch three policies meet, and two different ratios:
+A batch involves three policies, and two different ratios:
 
 - the sampler (`sampler_logprobs_N`): what the inference engine recorded when it drew the tokens;
 - the old policy (`old_logprobs_N`): the trainer's own model before the first update on this batch;
 - the current policy (`logprobs_N`): the trainer's model now, with gradient.
 
-current / old is the PPO ratio, which is clipped and carries the gradient. old / sampler is the difference between two
-implementations of the same weights: a constant weight, see `corrections`. With one update for each batch the old
-policy is the current one, detached: the PPO ratio is 1 and never clips. Only the loss importance_sampling has one ratio
-for both, current / sampler.
+current / old is the PPO ratio, which is clipped and carries the gradient. old / sampler measures the difference between
+two implementations of the same weights: it is a constant weight, see `corrections`. With one update per batch, the old
+policy is the current one, detached: the PPO ratio is 1 and never clips. Only the loss importance_sampling uses one
+ratio, current / sampler, in place of both.
 """
 
 from collections.abc import Callable
@@ -40,8 +40,8 @@ class LossInputs:
     """N tokens of S sequences.
 
     `weights_N` is the aggregation (see `aggregation`): with it the losses and gradients of an update's micro-batches
-    are simply added. `sequences_N` numbers the sequence that each token belongs to, below `sequences` (S); each
-    sequence is here with all its trained tokens. The reference's logprobs are needed for a KL term, the entropies (with
+    are simply added. `sequences_N` is the number (below `sequences`, S) of each token's sequence; all trained tokens of
+    a sequence are included. The reference's logprobs are needed for a KL term, the entropies (with
     gradient) for an entropy bonus.
     """
 
@@ -58,7 +58,7 @@ class LossInputs:
 
 @dataclass(frozen=True, eq=False)
 class TokenTerms:
-    """The term of each token [N], with gradient; with the ratio that it used, and whether a bound changed it."""
+    """Each token's term [N], with gradient, its ratio, and whether a bound changed it."""
 
     terms_N: Tensor
     ratio_N: Tensor | None = None
@@ -67,13 +67,13 @@ class TokenTerms:
 
 @dataclass(frozen=True, eq=False)
 class RatioBounds:
-    """The ratios between which a loss follows a token: numbers, or one for each token [N]."""
+    """The bounds that a loss clips ratios to: numbers, or one for each token [N]."""
 
     low: float | Tensor
     high: float | Tensor
 
     def of(self, ratio_N: Tensor) -> Tensor:
-        """Return the ratios held within the bounds. Outside there is no gradient."""
+        """Return the ratios, clamped to the bounds. Outside the bounds there is no gradient."""
         if not isinstance(self.low, Tensor) and not isinstance(self.high, Tensor):
             return ratio_N.clamp(self.low, self.high)
         low_N, high_N = (torch.as_tensor(bound).to(ratio_N) for bound in (self.low, self.high))
@@ -85,7 +85,7 @@ class PolicyLoss:
     """`loss` is a scalar with gradient; the others are detached, one entry for each token.
 
     `capped_N`: the importance weight was bounded. `masked_N`: a mask left the token's surrogate out. `clipped_N` is
-    None where the loss does not say which tokens it has clipped.
+    None if the loss does not tell which tokens it clipped.
     """
 
     loss: Tensor
@@ -109,9 +109,9 @@ def sequence_ratio(
 ) -> Tensor:
     """Return (pi(y) / pi_old(y))^(1/|y|) of each token's sequence [N], its gradient spread over the sequence's tokens.
 
-    GSPO (Zheng et al. 2025, arXiv:2507.18071), equation 14: s_t = sg(s) pi_t / sg(pi_t). Where the tokens of a
-    sequence share an advantage this has the gradient of s itself. `counted_N` weighs the tokens of the mean; the mean
-    of none is a ratio of 1.
+    GSPO (Zheng et al. 2025, arXiv:2507.18071), equation 14: s_t = sg(s) pi_t / sg(pi_t). If the tokens of a
+    sequence share an advantage, this has the gradient of s itself. `counted_N` are the tokens' weights in the mean; if
+    they are all 0, the ratio is 1.
     """
     difference_N = (logprobs_N - old_logprobs_N).detach()
     counts_S = sequence_sums(counted_N, sequences_N, sequences)
@@ -122,10 +122,10 @@ def sequence_ratio(
 
 
 def clipped_surrogate(ratio_N: Tensor, advantages_N: Tensor, bounds: RatioBounds, dual_clip: float = 0.0) -> Tensor:
-    """Compute -min(r A, clip(r, low, high) A) for each token [N]; where A < 0 at most -dual_clip A.
+    """Compute -min(r A, clip(r, low, high) A) for each token [N], and at most -dual_clip A if A < 0.
 
-    Schulman et al. 2017, arXiv:1707.06347, equation 7; the two bounds may differ (DAPO, arXiv:2503.14476). The third
-    is from Ye et al. 2020, arXiv:1912.09729; 0 switches it off.
+    Schulman et al. 2017, arXiv:1707.06347, equation 7; the two bounds may differ (DAPO, arXiv:2503.14476).
+    `dual_clip` is from Ye et al. 2020, arXiv:1912.09729; 0 switches it off.
     """
     surrogate_N = -torch.minimum(ratio_N * advantages_N, bounds.of(ratio_N) * advantages_N)
     if dual_clip > 0.0:
@@ -143,12 +143,12 @@ def cispo_surrogate(logprobs_N: Tensor, ratio_N: Tensor, advantages_N: Tensor, b
 
 
 def changed(terms_N: Tensor, ratio_N: Tensor, advantages_N: Tensor) -> Tensor:
-    """Return whether bounds have made a term [N] another one than -r A."""
+    """Return whether bounds have changed a term [N], so that it is not -r A."""
     return terms_N.detach() != (-ratio_N * advantages_N).detach()
 
 
 def clipped_terms(ratio_N: Tensor, advantages_N: Tensor, bounds: RatioBounds, dual_clip: float = 0.0) -> TokenTerms:
-    """Return `clipped_surrogate` with its ratio, and what its bounds changed."""
+    """Return `clipped_surrogate` with its ratio, and the tokens whose terms the bounds changed."""
     terms_N = clipped_surrogate(ratio_N, advantages_N, bounds, dual_clip)
     return TokenTerms(terms_N, ratio_N, changed(terms_N, ratio_N, advantages_N))
 
@@ -162,16 +162,17 @@ def cispo_terms(logprobs_N: Tensor, ratio_N: Tensor, advantages_N: Tensor, bound
 def icepop(terms_N: Tensor, ratio_N: Tensor, beta: float) -> Tensor:
     """Leave out the tokens whose ratio is outside of [1 / beta, beta]: they have neither a term nor a gradient.
 
-    This is xorl's, of current / old; for that of old / sampler (arXiv:2510.18855) see `corrections.masked`.
+    This is xorl's, which uses current / old. See `corrections.masked` for the original (arXiv:2510.18855), which uses
+    old / sampler.
     """
     outside_N = (ratio_N.detach() < 1.0 / beta) | (ratio_N.detach() > beta)
     return torch.where(outside_N, torch.zeros_like(terms_N), terms_N)
 
 
 def dro(logprobs_N: Tensor, sampled_N: Tensor, advantages_N: Tensor, beta: float) -> Tensor:
-    """Compute -(lp A - beta / 2 (lp - q)^2), q the logprobs of the sampler.
+    """Compute -(lp A - beta / 2 (lp - q)^2), with q the sampler's logprobs.
 
-    DRO: Richemond et al. 2024, arXiv:2405.19107, for each token.
+    DRO (Richemond et al. 2024, arXiv:2405.19107), applied to each token.
     """
     return -(logprobs_N * advantages_N - 0.5 * beta * (logprobs_N - sampled_N).square())
 
@@ -190,7 +191,7 @@ def z_loss(logsumexp_N: Tensor, coefficient: float) -> Tensor:
 
 
 def clipped(inputs: LossInputs, settings: TrainerSettings) -> TokenTerms:
-    """PPO's loss of each token: `clipped_surrogate` of its own ratio."""
+    """PPO: `clipped_surrogate` of each token's ratio."""
     ratio_N = token_ratio(inputs.logprobs_N, inputs.old_logprobs_N)
     return clipped_terms(ratio_N, inputs.advantages_N, _bounds(settings), settings.config.dual_clip)
 
@@ -211,8 +212,8 @@ def cispo(inputs: LossInputs, settings: TrainerSettings) -> TokenTerms:
 def importance_sampling(inputs: LossInputs, settings: TrainerSettings) -> TokenTerms:
     """Off-policy policy gradient: -r A without a bound, r = current / sampler.
 
-    Degris et al. 2012, arXiv:1205.4839, per token, and Tinker's loss of that name. With a correction, that handles the
-    factor old / sampler, within its bounds, and r = current / old.
+    Degris et al. 2012, arXiv:1205.4839, per token, and Tinker's loss of that name. If a correction is configured, it
+    applies the factor old / sampler, within its bounds, and r = current / old.
     """
     old_N = inputs.old_logprobs_N if settings.corrects else inputs.sampler_logprobs_N
     ratio_N = token_ratio(inputs.logprobs_N, old_N)
@@ -233,7 +234,7 @@ SURROGATES: dict[Loss, Callable[[LossInputs, TrainerSettings], TokenTerms]] = {
 
 
 def reference_kl(estimator: KlEstimator, logprobs_N: Tensor, reference_N: Tensor, old_N: Tensor) -> Tensor:
-    """Estimate the KL to the reference at each token [N], weighted by current / old where the estimator asks for it."""
+    """Estimate the KL to the reference at each token [N], weighted by current / old if the estimator needs that."""
     estimates_N = KL_ESTIMATES[estimator](logprobs_N, reference_N)
     if not estimator.importance_weighted:
         return estimates_N
@@ -243,7 +244,7 @@ def reference_kl(estimator: KlEstimator, logprobs_N: Tensor, reference_N: Tensor
 def policy_loss(inputs: LossInputs, settings: TrainerSettings) -> PolicyLoss:
     """Compute sum_n w_n (i_n s_n + kl_coef k_n - entropy_coef h_n).
 
-    For each token s is the surrogate, i the importance weight (0 where a mask leaves the token out), k the KL to the
+    For each token s is the surrogate, i the importance weight (0 if a mask leaves the token out), k the KL to the
     reference and h the entropy.
     """
     surrogate = SURROGATES[settings.loss](inputs, settings)

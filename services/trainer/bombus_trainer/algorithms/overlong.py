@@ -1,4 +1,4 @@
-"""Penalties for episodes one of whose calls was cut off at a limit of the job.
+"""Penalties for episodes in which a call was cut off at a limit of the job.
 
 DAPO (Yu et al. 2025, arXiv:2503.14476), section 3.4. Its overlong filtering is the setting `mask`.
 """
@@ -22,7 +22,7 @@ def was_ended_by_length(records: tuple[CallRecord, ...]) -> bool:
 
 
 def is_masked(records: tuple[CallRecord, ...], settings: TrainerSettings) -> bool:
-    """Return whether an episode is left out of the loss. `bombus.replay.episode.tree` shows the same."""
+    """Return whether an episode is left out of the loss. `bombus.replay.episode.tree` applies the same rule."""
     match settings.config.overlong:
         case Overlong.MASK:
             return was_cut(records, settings)
@@ -35,8 +35,8 @@ def is_masked(records: tuple[CallRecord, ...], settings: TrainerSettings) -> boo
 def soft_penalty(record: CallRecord, settings: TrainerSettings) -> float:
     """Compute DAPO's soft overlong punishment of a call, 0 to -1: equation 13.
 
-    It is 0 up to the limit of a turn minus the buffer, in sampled tokens, then linear, and -1 at the limit, or when the
-    model's length was exhausted. Of several choices the longest counts.
+    It is 0 up to the limit of a turn minus the buffer, in sampled tokens, then falls linearly to -1 at the limit. It is
+    also -1 if the model's context was exhausted. If there are several choices, the longest counts.
     """
     if was_cut((record,), settings):
         return -1.0
@@ -46,7 +46,7 @@ def soft_penalty(record: CallRecord, settings: TrainerSettings) -> float:
 
 
 def penalties(records: tuple[CallRecord, ...], settings: TrainerSettings) -> list[float]:
-    """Return what is added to each call's reward. The worst of them is added to the episode's own reward."""
+    """Return the penalty to add to each call's reward. The worst one is added to the episode's reward."""
     match settings.config.overlong:
         case Overlong.PENALTY:
             return [settings.config.overlong_penalty * soft_penalty(record, settings) for record in records]

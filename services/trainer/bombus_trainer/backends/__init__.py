@@ -1,1 +1,1 @@
-"""What computes a step: the torch backend, and verl's engine."""
+"""The backends that compute a step: torch, and verl's engine."""

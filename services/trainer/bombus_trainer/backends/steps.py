@@ -1,4 +1,4 @@
-"""A step on a batch, whichever backend computes it: updates in a row, each of gradients that are added up."""
+"""A training step on a batch, for every backend: a series of updates, each from the gradients of micro-batches."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ P = TypeVar("P")
 
 
 class StepBackend(ABC, Generic[P]):
-    """What torch's and verl's `TrainerBackend` have in common. A `P` is what goes through the model at once.
+    """The common base class of torch's and verl's `TrainerBackend`. A `P` is one micro-batch.
 
     Every method is called on all of `ranks`.
     """
@@ -39,11 +39,11 @@ class StepBackend(ABC, Generic[P]):
     @property
     @abstractmethod
     def peak_flops(self) -> float | None:
-        """The FLOPs per second that the device of one rank can reach, where they are known."""
+        """The peak FLOPs per second of one rank's device, None if unknown."""
 
     @abstractmethod
     def micro_batches(self, items: list[TrainingItem], tally: Tally, backward: bool) -> Sequence[P]:
-        """Divide sequences into what this rank passes through the model; all ranks have the same number of them."""
+        """Return this rank's micro-batches of these sequences; all ranks get the same number of them."""
 
     @abstractmethod
     def logprobs(self, micro_batch: P, tally: Tally) -> tuple[Ints, Floats]:
@@ -51,10 +51,10 @@ class StepBackend(ABC, Generic[P]):
 
     @abstractmethod
     def forward_backward(self, micro_batch: P, old: Floats | None, tally: Tally) -> float:
-        """Return a micro-batch's share of the loss of its update, and add its gradients.
+        """Return a micro-batch's share of the loss of its update, and accumulate its gradients.
 
-        Where the loss is not finite, they may be left out: no step is taken with them. `old` has the logprobs of all
-        the batch's terms before its first update; None where they are the current ones.
+        If the loss is not finite, the gradients may be left out, as no step is taken with them. `old` holds the
+        logprobs of all the batch's terms before its first update; None means that they are the current logprobs.
         """
 
     @abstractmethod
@@ -62,20 +62,20 @@ class StepBackend(ABC, Generic[P]):
 
     @abstractmethod
     def take_step(self, rate: float) -> float:
-        """Update with the gradients at this learning rate, unless their norm is not finite. Returns the norm."""
+        """Update at this learning rate, unless the norm of the gradients is not finite. Return the norm."""
 
     def prepared(self, groups: list[EpisodeGroup]) -> PreparedBatch:
         """Return the sequences of a batch, with their advantages."""
         return prepare(groups, self.settings, self.vocab_size)
 
     def training(self) -> AbstractContextManager[None]:
-        """Prepare the model for a step, and leave it ready for its weights to be read."""
+        """Prepare the model for a step within the block; after it, the weights can be read."""
         return nullcontext()
 
     def train_step(
         self, groups: list[EpisodeGroup], step: int, interrupted: Callable[[], bool] = lambda: False
     ) -> dict[str, float]:
-        """See `TrainerBackend.train_step`. Only the leader's `interrupted` counts."""
+        """See `TrainerBackend.train_step`. Only the leader's `interrupted` is considered."""
         tally = Tally()
         with tally.phase("merge"):
             batch = self.prepared(groups)
@@ -107,7 +107,7 @@ class StepBackend(ABC, Generic[P]):
         tally: Tally,
         interrupted: Callable[[], bool],
     ) -> None:
-        """Make one update. It is left out, on all ranks, when its loss or the norm of its gradient is not finite."""
+        """Make one update. All ranks skip it if its loss or the norm of its gradients is not finite."""
         self.zero_grad()
         share = 0.0
         for micro_batch in self._in_turn(items, tally, interrupted):
@@ -115,7 +115,7 @@ class StepBackend(ABC, Generic[P]):
                 share += self.forward_backward(micro_batch, old, tally)
             reached(Point.TRAINER_BIN_DONE)
             if self.ranks.size == 1 and not isfinite(share):
-                break  # others would wait for this rank
+                break  # several ranks would wait for this one
         norm = loss = sum(self.ranks.gather(share))
         if isfinite(loss):
             with tally.phase("optimizer"):
@@ -128,7 +128,7 @@ class StepBackend(ABC, Generic[P]):
     def _old_logprobs(
         self, batch: PreparedBatch, step: int, tally: Tally, interrupted: Callable[[], bool]
     ) -> Floats | None:
-        """Compute the logprobs of all the batch's terms before its first update; None when there is only one."""
+        """Compute the logprobs of all the batch's terms before its first update; None if that is the only one."""
         parts = mini_batches(batch, self.settings, step, epoch=0)
         if len(parts) * self.settings.config.ppo_epochs <= 1:
             return None
@@ -143,7 +143,7 @@ class StepBackend(ABC, Generic[P]):
     def _in_turn(
         self, items: list[TrainingItem], tally: Tally, interrupted: Callable[[], bool], backward: bool = True
     ) -> Iterator[P]:
-        """Yield the micro-batches one after another. Raises `Interrupted` between two of them."""
+        """Yield the micro-batches one by one. Raises `Interrupted` before one if the leader was interrupted."""
         micro_batches = self.micro_batches(items, tally, backward)
         for number, micro_batch in enumerate(micro_batches, 1):
             if self.ranks.agree(interrupted()):
@@ -166,7 +166,7 @@ def batch_metrics(groups: list[EpisodeGroup], batch: PreparedBatch) -> dict[str,
 
 
 def _of_calls(batch: PreparedBatch) -> dict[str, float]:
-    """Return what only the calls of episodes can say: sequences that others have scored have none."""
+    """Return the metrics about calls; none for a batch of rollout groups, whose sequences have no calls."""
     if not batch.calls:
         return {}
     return {

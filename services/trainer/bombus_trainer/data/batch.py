@@ -1,4 +1,4 @@
-"""Turn the groups of a batch into what is computed: sequences with an advantage and a weight for each trained token."""
+"""Turn the groups of a batch into sequences to train on, with an advantage and a weight for each trained token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,10 +28,10 @@ from bombus_trainer.settings import TrainerSettings
 
 @dataclass(frozen=True, eq=False)
 class GivenTokens:
-    """A sequence that an environment has scored. It is trained at `sequence`, None where all of it is masked.
+    """A sequence that an environment has scored. `sequence` holds its tokens; None if all of them are masked.
 
-    Its `advantages_T` count where they were given. Otherwise its score is compared with those of its group, and is the
-    advantage of each trained token, or 0 if it is `zeroed`.
+    If it is `zeroed`, its advantages are 0. Otherwise they are `advantages_T` if given. If not, its score is compared
+    with the scores of its group, and the result is the advantage of each trained token.
     """
 
     sequence: TokenSequence | None
@@ -47,7 +47,7 @@ class GivenTokens:
 class EpisodeCalls:
     """An episode of a batch, with its calls read from the log. See `merge_calls` for `context`.
 
-    One of a rollout group has no calls: `given` has its tokens themselves.
+    An episode from a rollout group has no calls: `given` holds its tokens instead.
     """
 
     episode: str
@@ -58,7 +58,7 @@ class EpisodeCalls:
     given: GivenTokens | None = None
 
     def learnt_tokens(self) -> list[int]:
-        """Return how many tokens are learnt of each call, unless the whole episode is left out of the loss."""
+        """Return how many tokens of each call are trained on, unless the whole episode is left out of the loss."""
         if self.given is not None:
             return [self.given.trained_tokens]
         return [learnt_tokens(record) for record in self.records]
@@ -66,8 +66,8 @@ class EpisodeCalls:
     def without_auxiliary_calls(self) -> "EpisodeCalls":
         """Return the episode with its auxiliary calls, and their rewards, moved out of the records.
 
-        They stay as context: what continues them is read with their tokens. Where the rewards are for the other calls
-        alone, as a job that masks auxiliary calls takes them, all stay.
+        They stay as context: calls that continue them are merged with their tokens. All rewards are kept if they cover
+        only the other calls, as in a job that masks auxiliary calls.
         """
         ours = [not record.auxiliary_call for record in self.records]
         rewards = self.call_rewards
@@ -93,7 +93,7 @@ class EpisodeGroup:
 class PreparedSequence:
     """One sequence with its advantages [T] and the number of its first term in the batch.
 
-    Advantages that were `given` are taken as they are.
+    Advantages that were `given` are used as they are, without normalisation.
     """
 
     sequence: TokenSequence
@@ -111,7 +111,7 @@ class PreparedGroup:
 
     @cached_property
     def signal(self) -> bool:
-        """Whether a trained token has an advantage."""
+        """Whether any trained token has an advantage other than 0."""
         return any(bool(np.any(entry.advantages_T[entry.sequence.loss_mask_T])) for entry in self.sequences)
 
 
@@ -125,15 +125,15 @@ class PreparedBatch:
     terms: int
     calls: int
     merged_calls: int
-    left_out: tuple[str, ...]  # episodes whose records cannot be trained, each an infrastructure failure
-    cut: int = 0  # episodes one of whose calls was cut off at a limit of the job
-    cut_by_request: int = 0  # the others of which one was cut off at its request's own `max_tokens`
-    groups_left_out: int = 0  # whose advantages are not finite
-    is_estimated: bool = True  # false where the advantages that are trained are still to be computed by verl
+    left_out: tuple[str, ...]  # episodes whose records cannot be used, each an infrastructure failure
+    cut: int = 0  # episodes in which a call was cut off at a limit of the job
+    cut_by_request: int = 0  # other episodes in which a call was cut off at its request's own `max_tokens`
+    groups_left_out: int = 0  # groups whose advantages are not finite
+    is_estimated: bool = True  # false if verl has yet to compute the advantages to train with
 
 
 def check_episode(episode: EpisodeCalls, vocab_size: int) -> MergedEpisode:
-    """Merge an episode's calls. Raises `LogCorrupted` when they do not fit together, or do not fit this model."""
+    """Merge an episode's calls. Raises `LogCorrupted` if they do not fit together, or do not fit this model."""
     merged = _merged(episode)
     if episode.call_rewards is not None and len(episode.call_rewards) != len(episode.records):
         raise LogCorrupted(
@@ -156,8 +156,8 @@ def _merged(episode: EpisodeCalls) -> MergedEpisode:
 def prepare(groups: Sequence[EpisodeGroup], settings: TrainerSettings, vocab_size: int) -> PreparedBatch:
     """Merge calls and compute advantages.
 
-    A corrupted episode is left out of its group before anything is computed, and so is a group whose advantages are not
-    finite.
+    A corrupted episode is left out of its group before anything is computed. A group whose advantages are not finite is
+    left out of the batch.
     """
     prepared: list[PreparedGroup] = []
     left_out: list[str] = []
@@ -193,7 +193,7 @@ def episode_reward(episode: EpisodeCalls, settings: TrainerSettings) -> float:
 def episode_advantages(episodes: Sequence[EpisodeCalls], settings: TrainerSettings) -> list[list[float]]:
     """Compute one advantage for each call of each episode of a group, with penalties for overlong calls if configured.
 
-    For an estimator that normalises over the batch, these are the values before that.
+    For an estimator that normalises over the batch, these are the values before normalisation.
     """
     added = [penalties(episode.records, settings) for episode in episodes]
     return call_advantages(
@@ -227,7 +227,7 @@ def _prepare_group(
 
 
 def _prepared(episode: EpisodeCalls, sequence: TokenSequence, advantages_T: Floats, first_id: int) -> PreparedSequence:
-    """Return a sequence with its advantages, which are those of its calls unless they were given."""
+    """Return a sequence with its advantages: those of its calls unless others were given, or 0 if it is zeroed."""
     given = episode.given
     if given is not None and given.zeroed:
         return PreparedSequence(sequence, np.zeros_like(advantages_T), first_id, given=True)
@@ -237,7 +237,7 @@ def _prepared(episode: EpisodeCalls, sequence: TokenSequence, advantages_T: Floa
 
 
 def _whitened(groups: Sequence[PreparedGroup]) -> list[PreparedGroup]:
-    """Normalise the advantages of all trained tokens of these groups together, but for those that were given."""
+    """Normalise the advantages of all trained tokens of these groups together, except those that were given."""
     ours = [entry for group in groups for entry in group.sequences if not entry.given]
     parts = [entry.advantages_T[entry.sequence.loss_mask_T] for entry in ours]
     mean, scale = whitening(np.concatenate(parts) if parts else np.zeros(0, dtype=np.float32))
@@ -256,9 +256,9 @@ def _whitened(groups: Sequence[PreparedGroup]) -> list[PreparedGroup]:
 
 
 def staleness(batch: PreparedBatch, step: int) -> dict[str, float]:
-    """Return metrics of the age of the trained tokens, in policy versions. Step k trains version k - 1.
+    """Return metrics about the age of the trained tokens, in policy versions. Step k trains version k - 1.
 
-    `stale_share` is the share of tokens that are older than that. Tokens whose version nobody knows do not count.
+    `stale_share` is the share of tokens from older versions. Tokens of unknown version do not count.
     """
     parts = [
         entry.sequence.versions_T[entry.sequence.loss_mask_T] for group in batch.groups for entry in group.sequences
@@ -278,8 +278,8 @@ def staleness(batch: PreparedBatch, step: int) -> dict[str, float]:
 def mini_batches(batch: PreparedBatch, settings: TrainerSettings, step: int, epoch: int) -> list[list[TrainingItem]]:
     """Distribute the groups of a batch over its updates, in a new order in each epoch; groups stay whole.
 
-    Groups without signal count in their update's mean (an update of one group in ten is a tenth as strong) but are
-    not computed, unless a KL term or an entropy bonus trains them too.
+    Groups without signal count in their update's mean (if only one group in ten has signal, the update is a tenth as
+    strong), but they are not computed, unless a KL term or an entropy bonus applies to them too.
     """
     everywhere = settings.trains_every_token
     computed = [group for group in batch.groups if group.sequences and (group.signal or everywhere)]

@@ -1,7 +1,7 @@
 """Distribute whole documents over bins and ranks, by their lengths in tokens. Everything here is deterministic.
 
 This is plain packing, for trainers whose attention tells documents apart by their positions. packing.py also shares
-prefixes, and needs an attention of its own.
+prefixes, and needs its own attention.
 """
 
 from bisect import bisect_left, insort
@@ -10,7 +10,7 @@ from heapq import heapreplace
 
 
 def greedy(lengths: Sequence[int], tokens_max: int) -> list[list[int]]:
-    """Fill bins in the order of the documents, each until the next does not fit. A longer one gets a bin of its own."""
+    """Fill bins in the order of the documents, each until the next does not fit. A longer one gets its own bin."""
     bins: list[list[int]] = []
     room = 0
     for index, length in enumerate(lengths):
@@ -45,7 +45,7 @@ def best_fit(lengths: Sequence[int], tokens_max: int) -> list[list[int]]:
 def padded(lengths: Sequence[int], tokens_max: int) -> list[list[int]]:
     """Fill bins for rows padded to the longest of their bin: the longest document first, one bin after another.
 
-    So documents of about the same length share a bin, whose cost is its longest length times its documents.
+    So documents of about the same length share a bin, whose cost is its longest length times its number of documents.
     """
     bins: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
@@ -56,7 +56,7 @@ def padded(lengths: Sequence[int], tokens_max: int) -> list[list[int]]:
 
 
 def balanced(lengths: Sequence[int], ranks: int, attention: float = 0.0) -> list[list[int]]:
-    """Distribute documents over ranks, the heaviest first, each to the least loaded. Returns each rank's, ascending.
+    """Distribute documents over ranks, the heaviest first, each to the least loaded. Return each rank's, ascending.
 
     A document costs length + `attention` x length^2: 0 balances tokens; `flops.Cost.of_attention` balances the
     compute of a causal transformer. No rank gets more than 4/3 of the largest load of the best distribution (Graham

@@ -1,8 +1,8 @@
-"""Pack sequences into flat rows without padding, with tokens that sequences have in common only once.
+"""Pack sequences into flat rows without padding, in which tokens that sequences share appear only once.
 
-Where prefixes are shared, the sequences of a bin form a compressed token trie: the prompt that the members of a group
-share is one segment, and the completions are its children. This only changes the layout of the computation. What is
-trained is a list of terms, each pointing at the row whose hidden state predicts it, so the loss is exactly that of the
+If prefixes are shared, the sequences of a bin form a compressed token trie: the prompt that the members of a group
+share is one segment, and the completions are its children. This only changes the layout of the computation. The loss is
+computed over a list of terms, each pointing at the row whose hidden state predicts it, so it is exactly the loss of the
 separate sequences.
 """
 
@@ -17,7 +17,7 @@ from bombus_trainer.data.sequences import Floats, Ints
 
 @dataclass(frozen=True, eq=False)
 class Terms:
-    """N trained tokens: arrays [N] side by side. `ids_N` number the terms of a whole batch."""
+    """N trained tokens, as parallel arrays [N]. `ids_N` are their numbers among the terms of the whole batch."""
 
     ids_N: Ints
     targets_N: Ints
@@ -40,7 +40,7 @@ class Terms:
 
 @dataclass(frozen=True, eq=False)
 class TrainingItem:
-    """One sequence to train: tokens [T], the ascending positions of its N trained tokens (all >= 1), their terms."""
+    """One sequence: tokens [T], the ascending positions of its N trained tokens (all >= 1), their terms."""
 
     tokens_T: Ints
     positions_N: Ints
@@ -62,8 +62,8 @@ class Bin:
     """One micro-batch: a flat row of T tokens and the terms that its hidden states predict.
 
     `heads` are the distinct (row, temperature) pairs that need logits: several terms may need different targets from
-    the same hidden state. `head_of_term_N` never decreases. `sequences_N` numbers the sequence, below `sequences`, that
-    each term belongs to. A sequence is never split, so all its terms are in one bin.
+    the same hidden state. `head_of_term_N` never decreases. `sequences_N` is the number (below `sequences`) of the
+    sequence that each term belongs to. A sequence is never split, so all its terms are in one bin.
     """
 
     tokens_T: Ints
@@ -75,7 +75,7 @@ class Bin:
     terms: Terms
     sequences_N: Ints
     sequences: int
-    sequence_tokens: int  # what the sequences would have cost without sharing
+    sequence_tokens: int  # the tokens of all sequences, without sharing
 
 
 class _Node:
@@ -103,7 +103,7 @@ class _Node:
 
 
 class _Trie:
-    """A trie that takes sequences in lexicographic order: the next shares its longest prefix with the last one."""
+    """A trie whose sequences are added in lexicographic order: each shares its longest prefix with the last one."""
 
     def __init__(self, shared_tokens_min: int | None) -> None:
         self.shared_tokens_min = shared_tokens_min  # None: nothing is shared
@@ -113,7 +113,7 @@ class _Trie:
         self._last_tokens: Ints = np.zeros(0, dtype=np.int64)
 
     def shared(self, tokens: Ints) -> int:
-        """Return how many of these tokens are present and worth sharing: splitting a node for a few is not."""
+        """Return how many of these tokens are present and worth sharing; a few are not worth splitting a node."""
         if self._last is None or self.shared_tokens_min is None:
             return 0
         common = common_prefix(self._last_tokens, tokens)
@@ -121,7 +121,7 @@ class _Trie:
         return common if common - edge >= self.shared_tokens_min else edge
 
     def add(self, tokens: Ints) -> _Node:
-        """Add a sequence and return the node at whose end it ends."""
+        """Add a sequence and return its last node."""
         depth = self.shared(tokens)
         node = self._node_ending_at(depth)
         if node is None or depth < len(tokens):
@@ -152,7 +152,7 @@ def common_prefix(left: Ints, right: Ints) -> int:
 
 
 def bin_tokens_for(items: Sequence[TrainingItem], bin_tokens: int, parts: int) -> int:
-    """Return the size of bins of which there are at least `parts`, where there are as many sequences."""
+    """Return a bin size that gives at least `parts` bins, if there are that many sequences."""
     tokens = sum(len(item.tokens_T) - 1 for item in items)
     return bin_tokens if parts == 1 else max(1, min(bin_tokens, -(-tokens // parts)))
 
@@ -160,10 +160,10 @@ def bin_tokens_for(items: Sequence[TrainingItem], bin_tokens: int, parts: int) -
 def pack(
     items: Iterable[TrainingItem], bin_tokens: int, share_prefixes: bool = True, shared_tokens_min: int = 16
 ) -> list[Bin]:
-    """Fill bins of at most `bin_tokens` computed tokens; a longer sequence gets a bin of its own. Deterministic.
+    """Fill bins of at most `bin_tokens` computed tokens; a longer sequence gets its own bin. Deterministic.
 
-    Sequences that share prefixes are taken in lexicographic order, each into the bin of its neighbour while there is
-    room; others in their own order. Nothing is padded, so a bin that is not full costs nothing extra.
+    With `share_prefixes`, sequences are added in lexicographic order, each to the bin of the one before while there is
+    room; otherwise in the given order. Nothing is padded, so a bin that is not full costs nothing extra.
     """
     if share_prefixes:
         return list(_shared_bins(items, bin_tokens, shared_tokens_min))
@@ -173,7 +173,7 @@ def pack(
 
 
 def _shared_bins(items: Iterable[TrainingItem], bin_tokens: int, shared_tokens_min: int) -> Iterator[Bin]:
-    # A sequence's last token is only ever predicted: it needs no row.
+    # A sequence's last token is only a target: it needs no row.
     ordered = sorted(items, key=lambda item: item.tokens_T[:-1].astype(">u4").tobytes())
     trie = _Trie(shared_tokens_min)
     content: list[tuple[TrainingItem, _Node]] = []

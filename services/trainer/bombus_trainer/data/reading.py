@@ -1,4 +1,4 @@
-"""Read the calls of a batch back from the log. What cannot be read costs its episode, not the batch (R6)."""
+"""Read the calls of a batch from the log. If a call cannot be read, only its episode is left out (R6)."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,9 @@ from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup
 
 @dataclass(frozen=True)
 class ReadBatch:
-    """A batch as read. `lost` has why each missing episode could not be read, `stale` the age of each too old one.
+    """A batch as read. `lost` maps each missing episode to the reason, `stale` each episode that is too old to its age.
 
-    `gone` has which of its rollout groups have lost their bodies, by their places in the batch.
+    `gone` holds the positions in the batch of rollout groups whose bodies are lost.
     """
 
     groups: tuple[EpisodeGroup, ...]
@@ -27,8 +27,8 @@ async def read_batch(
 ) -> ReadBatch:
     """Read all calls of a batch, each checked against its reference. Raises `BusUnavailable`.
 
-    Auxiliary calls are no calls of their episode for the trainer, unless `auxiliary_calls` says that the job trains
-    them. Episodes with a token that is over `max_staleness` versions old are left out; None: there is no such bound.
+    Auxiliary calls are only context, unless `auxiliary_calls` says that the job trains on them. Episodes with a token
+    more than `max_staleness` versions old are left out; None: there is no such bound.
     """
     try:
         refs = [ref for group in batch.groups for episode in group.episodes for ref in episode.calls]

@@ -1,4 +1,4 @@
-"""Turn the rollout groups of a batch into sequences to train. What cannot be trained is left out, not the batch."""
+"""Turn the rollout groups of a batch into sequences to train on, without the groups that cannot be used."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -16,17 +16,17 @@ from bombus_trainer.data.sequences import TokenSequence
 
 
 class BodyReader(Protocol):
-    """A source of the bodies of groups: the parts on the bus."""
+    """A source of the bodies of groups, such as the parts on the bus."""
 
     async def fetch(self, ref: BodyRef) -> bytes:
-        """Return a body. Raises `LogCorrupted` when it is gone, and `BusUnavailable`."""
+        """Return a body. Raises `LogCorrupted` if it is gone, `BusUnavailable`."""
         ...
 
 
 async def read_rollout_groups(
     bodies: BodyReader, groups: Sequence[QueuedGroup], step: int, tokens_max: int = 0
 ) -> ReadBatch:
-    """Read the groups of a step's batch. Those that cannot be read or trained are in `lost`, with the reason.
+    """Read the groups of a step's batch. Groups that cannot be read or trained on are in `lost`, with the reason.
 
     Raises `BusUnavailable`.
     """
@@ -36,7 +36,7 @@ async def read_rollout_groups(
     for number, queued in enumerate(groups):
         name = f"{step}.{number}"
         if queued.body is None:
-            lost[name] = "its body was lost before"
+            lost[name] = "its body was lost earlier"
             continue
         try:
             group = decode_group(await bodies.fetch(queued.body))
@@ -45,7 +45,7 @@ async def read_rollout_groups(
             gone.append(number)
             continue
         why = why_not_trained(group, tokens_max)
-        if why:  # it was pushed before this trainer's run had begun, when nobody knew who would take it
+        if why:  # it was pushed before this run began, when its trainer's limits were not known
             lost[name] = why
         else:
             found.append(group_of(name, group))
@@ -53,7 +53,7 @@ async def read_rollout_groups(
 
 
 def group_of(name: str, group: RolloutGroup) -> EpisodeGroup:
-    """Return a group that `why_not_trained` has nothing against. Each sequence stands for an episode."""
+    """Convert a group for which `why_not_trained` gives no reason. Each sequence becomes an episode."""
     lengths = group.sequence_lengths()
     tokens, masks = int_rows(group.tokens, lengths), int_rows(group.masks, lengths)
     logprobs = None if group.inference_logprobs is None else group.inference_logprobs.rows(lengths)
@@ -81,7 +81,7 @@ def _sequence(
 ) -> TokenSequence | None:
     """Return a sequence up to its last trained token, None if there is none.
 
-    Its logprobs are NaN where the sampler's are not known. Which version has sampled it is never known (-1).
+    Logprobs are NaN if the sampler's are not known. The versions that sampled the tokens are never known (-1).
     """
     mask_T = np.array(masks, dtype=np.int64) != NOT_TRAINED
     mask_T[:1] = False  # nothing comes before the first token, so nothing can predict it

@@ -18,7 +18,7 @@ SUFFIXES = (".pt", ".parquet")
 def write(path: Path, step: int, samples: Sequence[Sample]) -> None:
     """Write a file in the format of its suffix. It appears only when complete.
 
-    Raises `EngineFault` for another suffix, or when the library for it is missing.
+    Raises `EngineFault` for another suffix, or if the library for it is missing.
     """
     if path.suffix not in SUFFIXES:
         raise EngineFault(f"{path} is refused: samples are written as {' or '.join(SUFFIXES)}")

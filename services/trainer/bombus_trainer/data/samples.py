@@ -1,4 +1,4 @@
-"""A batch as samples in the form of slime's debug rollout data: what was trained, token by token."""
+"""Convert a batch to samples in the format of slime's debug rollout data, with values for each token."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -12,18 +12,18 @@ from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup, PreparedBatch,
 from bombus_trainer.data.sequences import TokenSequence
 
 Decode = Callable[[Sequence[int]], str]
-OURS = "bombus"  # the key of our part of `metadata`; the rest is what the client said of the episode
+OURS = "bombus"  # the key of our part of `metadata`; the rest is the client's metadata about the episode
 
 
 class Status(StrEnum):
-    """slime has more statuses; what was trained has one of these two."""
+    """A sample's status. slime has more of them, but a sequence that was trained on has one of these two."""
 
     COMPLETED = "completed"
     TRUNCATED = "truncated"
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """The step that trained a batch."""
+    """The step that was trained on a batch."""
 
     engine: str
     run: int
@@ -35,8 +35,8 @@ class Sample:
     """One sequence: a branch of an episode, cut after its last trained token.
 
     The response begins at the first trained token. `loss_mask` and `rollout_log_probs` have an entry for each of its
-    tokens; a logprob is 0 where nothing was sampled. `metadata["bombus"]` has advantages, temperatures and policy
-    versions (-1: not sampled) of the same length, and where the sample comes from.
+    tokens; the logprob of a token that was not sampled is 0. `metadata["bombus"]` holds advantages, temperatures and
+    policy versions (-1: not sampled) of the same length, and the origin of the sample.
     """
 
     group_index: int
@@ -67,8 +67,8 @@ def samples_of(
 ) -> list[Sample]:
     """Return the samples of a batch that `prepare` made of these groups. An episode without trained tokens has none.
 
-    Without `decode` the texts are empty. `client_metadata` is what clients said of their episodes, by episode; its
-    `label` is the sample's. Samples have no advantages where verl is still to compute them.
+    Without `decode` the texts are empty. `client_metadata` maps episodes to their clients' metadata, whose `label`
+    becomes the sample's. Samples have no advantages if verl has yet to compute them.
     """
     samples: list[Sample] = []
     for index, (group, ready) in enumerate(zip(groups, prepared.groups, strict=True)):
@@ -89,7 +89,7 @@ def samples_of(
 
 @dataclass(frozen=True)
 class _SamplePlace:
-    """Where a sample stands in its batch, and its whole metadata."""
+    """A sample's position in its batch, and all of its metadata."""
 
     group: int
     index: int
@@ -97,7 +97,7 @@ class _SamplePlace:
 
 
 def _token_metadata(entry: PreparedSequence, episode: EpisodeCalls, is_estimated: bool) -> dict[str, Any]:
-    """Return what we add for each token of a sample's response."""
+    """Return our metadata about each token of a sample's response."""
     sequence = entry.sequence
     start = int(sequence.loss_mask_T.argmax())
     found: dict[str, Any] = {
@@ -134,7 +134,7 @@ def _sample(place: _SamplePlace, entry: PreparedSequence, episode: EpisodeCalls,
 
 
 def _status(sequence: TokenSequence, last: CallRecord) -> Status:
-    """Return `TRUNCATED` when the choice that ends the sequence was cut off at its length."""
+    """Return `TRUNCATED` if the choice that ends the sequence was cut off by a length limit."""
     for choice in last.choices:
         tokens = choice.token_ids()
         if choice.finish == FinishReason.LENGTH and sequence.tokens_T[-len(tokens) :].tolist() == tokens:
@@ -143,7 +143,7 @@ def _status(sequence: TokenSequence, last: CallRecord) -> Status:
 
 
 def text_of(tokenizer: bytes) -> Decode:
-    """Return the decoder of a `tokenizer.json`, which keeps special tokens.
+    """Return a function that decodes with a `tokenizer.json` and keeps special tokens.
 
     Raises `ValueError` when it cannot be read.
     """

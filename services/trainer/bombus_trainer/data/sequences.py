@@ -1,4 +1,4 @@
-"""Merge the call records of one episode into token sequences, so that every sampled token is trained exactly once."""
+"""Merge the call records of one episode into token sequences, so that every sampled token is trained on once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class TokenSequence:
-    """One sequence of an episode, cut after its last trained token. All arrays have the length of `tokens` (T).
+    """One sequence of an episode, cut after its last trained token. All arrays have the length of `tokens_T`.
 
     `logprobs_T` (the sampler's), `versions_T`, `calls_T` and `temperatures_T` are set at sampled tokens; elsewhere
     they are 0, -1, -1 and 1. `calls_T` indexes the records that `merge_calls` was given.
@@ -37,8 +37,7 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class MergedEpisode:
-    """An episode's sequences. `merged_calls` of `calls` extended another call; the others began a sequence of their
-    own."""
+    """An episode's sequences. `merged_calls` of its `calls` extended another call; the others began a new sequence."""
 
     sequences: tuple[TokenSequence, ...]
     calls: int
@@ -59,7 +58,7 @@ def merge_calls(episode: str, records: Sequence[CallRecord], context: Sequence[C
 
 
 def _sequence(episode: str, found: CallSequence, records: Sequence[CallRecord]) -> TokenSequence | None:
-    """Make the sequence of one conversation. None when nothing in it is left to train."""
+    """Make the sequence of one conversation. Return None if it has no trained tokens."""
     tokens = np.frombuffer(found.tokens, dtype="<i4").astype(np.int64)
     length = len(tokens)
     mask = np.zeros(length, dtype=np.bool_)

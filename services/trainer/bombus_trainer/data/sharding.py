@@ -18,10 +18,10 @@ def shard(
 ) -> list[list[MicroBatch]]:
     """Return the micro-batches of each rank, the same number for all, with about the same work.
 
-    A micro-batch costs at most `tokens_max` computed tokens, counted with all its sequences padded to its longest
-    unless it is `packed`; a longer sequence gets one of its own. For `attention` see `bins.balanced`. A rank for which
-    nothing is left computes a sequence without terms, because all ranks take part in each exchange of weights and
-    gradients. Each exchange waits for the slowest, so the k-th largest of all ranks are computed together.
+    A micro-batch has at most `tokens_max` computed tokens, counting all its sequences as padded to the longest unless
+    `packed`; a longer sequence gets its own micro-batch. See `bins.balanced` for `attention`. A rank with too few
+    micro-batches also computes a sequence without terms, because all ranks take part in each exchange of weights and
+    gradients. Each exchange waits for the slowest rank, so all ranks compute their k-th largest micro-batch together.
     """
     if not items:
         return [[] for _ in range(ranks)]
@@ -42,7 +42,7 @@ def computed_tokens(micro_batch: MicroBatch, packed: bool) -> int:
 
 
 def _as_many(bins: list[MicroBatch], count: int, shortest: TrainingItem, packed: bool) -> list[MicroBatch]:
-    """Make `count` micro-batches: split the largest in two, and add fillers only where nothing is left to split."""
+    """Make `count` micro-batches: split the largest in two, and add fillers only if nothing is left to split."""
 
     def cost(micro_batch: MicroBatch) -> int:
         return computed_tokens(micro_batch, packed)
@@ -59,7 +59,7 @@ def _as_many(bins: list[MicroBatch], count: int, shortest: TrainingItem, packed:
 
 
 def _middle(count: int) -> list[list[int]]:
-    """Split in the middle, so that padded sequences stay with those of about their length."""
+    """Split in the middle, so that padded sequences stay with sequences of about their length."""
     return [[*range(count // 2)], [*range(count // 2, count)]]
 
 

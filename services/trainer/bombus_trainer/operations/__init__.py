@@ -1,1 +1,1 @@
-"""Training operations, executed: several models on one base, each with an adapter, a gradient and an optimizer."""
+"""Execute training operations on several models with one base, each with an adapter, a gradient and an optimizer."""

@@ -1,16 +1,16 @@
-"""Check the settings of a step that a client asks for."""
+"""Check the settings of an optimizer step that a client requests."""
 
 import math
 
 from bombus.errors import Code, Refused
 from bombus.operations import AdamParams, RateSchedule
 
-KINDS = ("constant", "linear", "cosine")  # of a schedule of the learning rate
-EPS_MIN = 1e-30  # less is 0 in float32, and 0 divides by 0 where there is no gradient
+KINDS = ("constant", "linear", "cosine")  # of a learning-rate schedule
+EPS_MIN = 1e-30  # a much smaller value is 0 in float32, and a gradient of 0 would then give 0 / 0
 
 
 def check_adam(adam: AdamParams) -> None:
-    """Raise `Refused` for parameters that are no step of AdamW."""
+    """Raise `Refused` if the parameters are not valid for an AdamW step."""
     wrong = ""
     if not math.isfinite(adam.learning_rate) or adam.learning_rate < 0.0:
         wrong = f"learning_rate is {adam.learning_rate}: it must be a number of at least 0"
@@ -29,11 +29,14 @@ def check_adam(adam: AdamParams) -> None:
 
 
 def _why_no_schedule(schedule: RateSchedule) -> str:
-    """Return why there is no such schedule, "" where there is."""
+    """Return why a schedule is invalid, "" if it is valid."""
     if schedule.kind not in KINDS:
         return f"the schedule of the learning rate is {schedule.kind[:40]!r}: it must be one of {', '.join(KINDS)}"
     if schedule.warmup_steps < 0 or not 0.0 <= schedule.min_ratio <= 1.0:
-        return f"warmup_steps is {schedule.warmup_steps} and min_lr_ratio {schedule.min_ratio}: from 0, and 0 to 1"
+        return (
+            f"warmup_steps is {schedule.warmup_steps} and must be at least 0; min_lr_ratio is {schedule.min_ratio} and "
+            "must be from 0 to 1"
+        )
     if schedule.kind != KINDS[0] and schedule.total_steps <= schedule.warmup_steps:
         return f"total_steps is {schedule.total_steps}: it must be above warmup_steps, {schedule.warmup_steps}"
     return ""

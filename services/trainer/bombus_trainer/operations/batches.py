@@ -1,4 +1,4 @@
-"""The data of one operation, checked and flattened: what is packed, and what a loss needs of each target."""
+"""Check and flatten the data of one operation, into items to pack and the inputs of a loss for each target."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ NUMPY: dict[DType, np.dtype[Any]] = {
 }
 INTEGERS = (DType.INT32, DType.INT64)
 NOT_NEGATIVE = (RATIO_MASK, MASK)
-OWN = "of the batch: "  # in the names of arrays that are not a caller's
+OWN = "of the batch: "  # begins the names of arrays that the caller did not send
 
 
 @dataclass(frozen=True)
 class DataLimits:
-    """What one operation may bring: token ids below `vocabulary`, sequences of at most `context` tokens."""
+    """The limits of one operation's data: token ids below `vocabulary`, sequences of at most `context` tokens."""
 
     vocabulary: int
     context: int
@@ -39,9 +39,10 @@ class DataLimits:
 class TokenBatch:
     """The data of an operation with M targets in all, of P tokens in S sequences.
 
-    `items` are to be packed; their terms are numbered from 0 to M - 1 in the caller's order. By these numbers the
-    arrays have a loss's `inputs`, whether a target counts, whether it is the first of its token that does, its token
-    (`rows_M`, below P) and its sequence (`sequences_M`). `shapes` are those of each datum's targets.
+    `items` are to be packed; their terms are numbered from 0 to M - 1 in the caller's order. The arrays, indexed by
+    these numbers, hold the loss's `inputs`, whether a target counts (`counted_M`), whether it is the first of its token
+    that counts (`first_M`), its token (`rows_M`, below P) and its sequence (`sequences_M`, below S). `shapes` holds the
+    shape of each datum's targets.
     """
 
     items: tuple[TrainingItem, ...]
@@ -58,7 +59,7 @@ class TokenBatch:
         return int(self.first_M.sum())
 
     def scored(self, ids_N: Ints, logprobs_N: Tensor, logsumexp_N: Tensor | None) -> ScoredTokens:
-        """Return the targets numbered `ids_N`, all those of some sequences, with their logprobs."""
+        """Return the targets numbered `ids_N`, which are all targets of some sequences, with their logprobs."""
         sequences, sequences_N = np.unique(self.sequences_M[ids_N], return_inverse=True)
         inputs = {name: values_M[ids_N] for name, values_M in self.inputs.items()}
         own = {f"{OWN}counted": self.counted_M[ids_N], f"{OWN}first": self.first_M[ids_N]}
@@ -91,7 +92,7 @@ def _cut(values: Floats, ends: Ints, shapes: Sequence[tuple[int, ...]]) -> list[
 
 
 def read_batch(data: Sequence[Datum], loss: ClientLoss, limits: DataLimits) -> TokenBatch:
-    """Check an operation's data. Raises `Refused`, which names the datum (the first is 0), the input and the limit."""
+    """Check and flatten an operation's data. Raises `Refused`, naming the datum (from 0), the input and the limit."""
     total = sum(len(datum.tokens) // 4 for datum in data)
     if total > limits.tokens_max:
         raise Refused(
@@ -103,9 +104,7 @@ def read_batch(data: Sequence[Datum], loss: ClientLoss, limits: DataLimits) -> T
     for name in names:
         lacking = next((number for number, each in enumerate(read) if name not in each.inputs), None)
         if lacking is not None:
-            raise Refused(
-                Code.MALFORMED, f"datum {lacking} has no {name}, and others have: give it for all or for none"
-            )
+            raise Refused(Code.MALFORMED, f"datum {lacking} has no {name}, but others do: give it for all or for none")
     targets = sum(each.targets_M.size for each in read)
     if targets > limits.targets_max:
         raise Refused(
@@ -136,7 +135,7 @@ def _joined(parts: Sequence[Floats]) -> Floats:
 
 
 def _firsts(counted_M: Floats, rows_M: Ints) -> Floats:
-    """Return 1 for the first target of each token that counts, 0 for all others."""
+    """Return 1 for each token's first target that counts, 0 for all other targets."""
     first_M = np.zeros(len(counted_M), dtype=np.float32)
     places = np.flatnonzero(counted_M)
     _, at = np.unique(rows_M[places], return_index=True)
@@ -146,7 +145,7 @@ def _firsts(counted_M: Floats, rows_M: Ints) -> Floats:
 
 @dataclass(frozen=True, eq=False)
 class _Read:
-    """One datum: tokens [N], and for each of its M targets, row after row, what a loss needs."""
+    """One datum: its tokens [N], and the loss's inputs for each of its M targets, row by row."""
 
     tokens_N: Ints
     shape: tuple[int, ...]
@@ -156,7 +155,7 @@ class _Read:
     counted_M: Floats
 
     def item(self, ids_M: Ints) -> TrainingItem:
-        """Return what is packed. Its last token is only predicted, and no target of ours is: it can be any."""
+        """Return the item to pack. Its last token, 0, is only a label by default, and the targets here are explicit."""
         zeros = np.zeros(len(ids_M), dtype=np.float32)
         terms = Terms(ids_M, self.targets_M, np.ones(len(ids_M), dtype=np.float32), zeros, zeros, zeros)
         return TrainingItem(np.append(self.tokens_N, 0), self.rows_M + 1, terms)
@@ -169,7 +168,7 @@ class _Reader:
         self._number, self._datum, self._loss, self._limits = number, datum, loss, limits
 
     def read(self) -> _Read:
-        """Read it. The result depends only on this datum, whatever else is in the request."""
+        """Read the datum. The result does not depend on the rest of the request."""
         tokens_N = self._tokens()
         given = self._datum.inputs
         own = (TARGETS, *self._loss.needs, *self._loss.takes, MASK)
@@ -190,7 +189,7 @@ class _Reader:
         if self._loss.counted_by == WEIGHTS or MASK not in given:
             counts_M &= inputs[self._loss.counted_by] != 0.0
         if RATIO_MASK in inputs and counts_M.any() and not inputs[RATIO_MASK].any():
-            raise self._refused(f"has a {RATIO_MASK} of zeros: it says which tokens the sequence's ratio is a mean of")
+            raise self._refused(f"has only zeros in {RATIO_MASK}: mark the tokens that the sequence's ratio averages")
         return _Read(tokens_N, shape, targets_M, rows_M, inputs, counts_M.astype(np.float32))
 
     def _refused(self, what: str, code: Code = Code.MALFORMED) -> Refused:
@@ -199,7 +198,7 @@ class _Reader:
     def _tokens(self) -> Ints:
         body = self._datum.tokens
         if not body or len(body) % 4:
-            raise self._refused(f"has {len(body)} bytes of tokens: there must be at least one, of 4 bytes (int32)")
+            raise self._refused(f"has {len(body)} bytes of tokens: it needs one token or more, of 4 bytes (int32)")
         if len(body) // 4 > self._limits.context:
             raise self._refused(
                 f"has {len(body) // 4} tokens, but the limit is {self._limits.context}: cut it", Code.TOO_LARGE
@@ -219,15 +218,15 @@ class _Reader:
     def _ids(self, what: str, values: NDArray[np.signedinteger]) -> Ints:
         wrong = np.flatnonzero((values < 0) | (values >= self._limits.vocabulary))
         if len(wrong):
-            hint = "; give a target that is to be ignored the weight (or mask) 0" if what == TARGETS else ""
+            hint = "; to ignore a target, give it the weight (or mask) 0" if what == TARGETS else ""
             raise self._refused(
-                f"has the {what} id {values[wrong[0]]} at {wrong[0]}: this model's are 0 to "
+                f"has the {what} id {values[wrong[0]]} at {wrong[0]}: this model's ids are 0 to "
                 f"{self._limits.vocabulary - 1}{hint}"
             )
         return values.astype(np.int64)
 
     def _floats(self, name: str, shape: tuple[int, ...], wide: int) -> Floats:
-        """Return an input for each target: one of a token is that of all its targets."""
+        """Return an input for each target. A value given per token applies to all of the token's targets."""
         array = self._datum.inputs[name]
         if array.shape != shape:
             raise self._refused(
@@ -236,7 +235,7 @@ class _Reader:
         values = np.frombuffer(array.data, dtype=NUMPY[array.dtype]).astype(np.float32)
         wrong = np.flatnonzero(~np.isfinite(values))
         if len(wrong):
-            raise self._refused(f"has {values[wrong[0]]} in {name} at {wrong[0]}: it must be a number")
+            raise self._refused(f"has {values[wrong[0]]} in {name} at {wrong[0]}: it must be a finite number")
         if name in NOT_NEGATIVE and len(wrong := np.flatnonzero(values < 0.0)):
             raise self._refused(f"has {values[wrong[0]]} in {name} at {wrong[0]}: it cannot be below 0")
         return values if name == WEIGHTS else np.repeat(values, wide)

@@ -1,4 +1,4 @@
-"""Checkpoints of client models: folders `MODEL/KIND/NAME`, complete or absent, each with what it is in `facts.json`."""
+"""Checkpoints of client models: folders `MODEL/KIND/NAME`, complete or absent, each described by its `facts.json`."""
 
 import os
 import re
@@ -32,7 +32,7 @@ _DRAFT = re.compile(r"^\.draft-run-(\d+)-epoch-(\d+)-")  # the run and the epoch
 
 @dataclass(frozen=True)
 class CheckpointName:
-    """What a checkpoint is called: `MODEL/KIND/NAME`. Raises `Refused` for what could lead elsewhere."""
+    """The name of a checkpoint, `MODEL/KIND/NAME`. Raises `Refused` if a part could lead out of its folder."""
 
     model: str
     kind: CheckpointKind
@@ -64,10 +64,10 @@ class CheckpointName:
 
 
 class ModelCheckpointNotes(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the caller wants to find again in a checkpoint.
+    """The caller's notes, stored in a checkpoint.
 
-    `ttl_s` is how long it is kept; 0 is forever. `operation` is the caller's name of the operation that made it, and
-    `executed` tells which operations came before: bytes that mean nothing here.
+    `ttl_s` is how long it is kept; 0 means forever. `operation` is the caller's name for the operation that wrote it.
+    `executed` identifies the operations executed before that one, in bytes that only the caller interprets.
     """
 
     ttl_s: float = 0.0
@@ -76,9 +76,9 @@ class ModelCheckpointNotes(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ModelCheckpointFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a checkpoint is. `weights` names the file whose SHA-256 is its `address`.
+    """The facts of a checkpoint. `weights` names the file whose SHA-256 is its `address`.
 
-    `unstepped` is the gradient that no step was taken with yet. It is in the checkpoint only where that has its file.
+    `unstepped` describes the gradient since the last step. The gradient itself is saved only if there is a file of it.
     """
 
     format: int = 1
@@ -99,7 +99,7 @@ class ModelCheckpointFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defau
         return sum(seal.bytes for seal in self.files.values())
 
     def content(self, with_optimizer: bool) -> str:
-        """Return a hash of what a model takes from it. Its address is that of the weights alone."""
+        """Return a hash of all the parts that a model loads from it; its address covers the weights alone."""
         taken = (self.weights, *((OPTIMIZER,) if with_optimizer else ()), GRADIENT)
         lines = [f"{file} {self.files[file].sha256}" for file in taken if file in self.files]
         if with_optimizer:
@@ -109,7 +109,7 @@ class ModelCheckpointFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defau
 
 _facts = msgspec.json.Decoder(ModelCheckpointFacts)
 
-FillDraft = Callable[[Path], dict[str, Seal]]  # fills an empty folder, and returns the seals that it knows
+FillDraft = Callable[[Path], dict[str, Seal]]  # fills an empty folder, and returns the seals computed so far
 Describe = Callable[[dict[str, Seal]], ModelCheckpointFacts]
 
 
@@ -117,7 +117,7 @@ class CheckpointFolder:
     """All checkpoints below one folder."""
 
     def __init__(self, root: Path, run: int = 0, trainer_epoch: int = 0) -> None:
-        """Open it for a trainer of this run and epoch, and remove the drafts of trainers up to that one."""
+        """Open the folder for a trainer of this run and epoch. Removes the drafts of this and earlier trainers."""
         self._root = root
         self._trainer = (run, trainer_epoch)
         make_durable_directory(root)
@@ -127,9 +127,9 @@ class CheckpointFolder:
                 shutil.rmtree(draft, ignore_errors=True)
 
     def facts(self, name: CheckpointName) -> ModelCheckpointFacts:
-        """Read what a checkpoint is.
+        """Read the facts of a checkpoint.
 
-        Raises `Refused` where there is none of this name, `EngineFault` where it is damaged.
+        Raises `Refused` if there is no checkpoint of this name, `EngineFault` if it is damaged.
         """
         folder = self._path(name)
         self._settle(folder)
@@ -144,7 +144,7 @@ class CheckpointFolder:
         return facts
 
     def tensors(self, name: CheckpointName, facts: ModelCheckpointFacts, file: str) -> dict[str, Tensor]:
-        """Load a checkpoint's file of tensors on the CPU. Raises `EngineFault` where it is not what was written."""
+        """Load a checkpoint's file of tensors on the CPU. Raises `EngineFault` if it is damaged or unreadable."""
         path = self._path(name) / file
         try:
             if file_sha256(path) != facts.files[file].sha256:
@@ -155,7 +155,7 @@ class CheckpointFolder:
         return tensors
 
     def remove(self, name: CheckpointName) -> None:
-        """Remove a checkpoint, if there is one. From the first moment on it is nowhere."""
+        """Remove a checkpoint, if there is one. It is renamed first, so no part of it remains under its name."""
         folder = self._path(name)
         self._settle(folder)
         if not folder.exists():
@@ -175,8 +175,8 @@ class CheckpointFolder:
     ) -> CheckpointSaved:
         """Write a checkpoint. Returns once it would survive a power cut.
 
-        `describe` makes its facts from the seals of its files. Raises `Refused` where the name is taken, unless this
-        `operation` has taken it: then what it wrote stays.
+        `describe` makes its facts from the seals of its files. If the name is taken and not to `overwrite`, raises
+        `Refused`, unless this `operation` has written that checkpoint, which is then kept.
         """
         folder = self._path(name)
         self._settle(folder)
@@ -205,7 +205,7 @@ class CheckpointFolder:
         return _saved(facts, self._path(name))
 
     def _put(self, draft: Path, folder: Path) -> None:
-        """Move a complete draft to its place. What was there is moved aside first, and removed at last."""
+        """Move a complete draft into place. An existing checkpoint is moved aside first, and removed afterwards."""
         aside = folder.with_name(REPLACED + folder.name)
         if folder.exists():
             folder.rename(aside)
@@ -214,7 +214,7 @@ class CheckpointFolder:
         shutil.rmtree(aside, ignore_errors=True)
 
     def _settle(self, folder: Path) -> None:
-        """End a replacement that a crash has cut short: with the old checkpoint where the new one was not in place."""
+        """Finish a replacement that a crash interrupted. Restore the old checkpoint if the new one is not in place."""
         aside = folder.with_name(REPLACED + folder.name)
         if not aside.exists():
             return

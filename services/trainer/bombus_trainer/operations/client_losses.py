@@ -1,4 +1,4 @@
-"""The losses that a caller can name: the inputs and parameters of each, and its formula in `algorithms.losses`."""
+"""The losses that a caller can name, with their inputs and parameters. The formulas are in `algorithms.losses`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -40,11 +40,11 @@ OverOne: TypeAlias = Annotated[float, Meta(gt=1.0)]
 
 @dataclass(frozen=True, eq=False)
 class ScoredTokens:
-    """The N targets of some whole sequences: their logprobs now, and `inputs` [N] as the caller sent them, by name.
+    """The N targets of some whole sequences: their current logprobs, and the caller's `inputs` [N] by name.
 
-    `sequences_N` numbers each one's sequence, below `sequences`. `counted_N` is 1 for a target that counts and 0 for
-    others. `first_N` is 1 for the first of each token's targets that counts, and 0 for its others. `logsumexp_N` is
-    there if it was wanted.
+    `sequences_N` holds the index of each target's sequence, below `sequences`. `counted_N` is 1 for a target that
+    counts, else 0. `first_N` is 1 for the first target of each token that counts, else 0. `logsumexp_N` is None unless
+    the loss wants it.
     """
 
     logprobs_N: Tensor
@@ -57,13 +57,14 @@ class ScoredTokens:
 
 
 class ClientLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A loss with its parameters, which are the fields of its class. All losses take `target_tokens` and `mask`.
+    """A loss whose parameters are the fields of its class. All losses take the inputs `target_tokens` and `mask`.
 
-    `compute_kl_stats`, which xorl's clients set, asks for what the metrics of a loss with a ratio always have.
+    `needs` names its other required inputs, `takes` the optional ones. A target counts if its `mask` is not 0 or, in a
+    datum without a mask, if its input named by `counted_by` is not 0. A target of weight 0 never counts. A token may
+    have several targets only if `wide`.
 
-    `needs` and `takes` are its other inputs. A target counts where `mask` is not 0; in a datum without a
-    mask, where what `counted_by` names is not 0. A weight of 0 never counts. Only with `wide` may a token have several
-    targets.
+    `compute_kl_stats`, which xorl's clients set, has no effect: the metrics of a loss with a ratio always include the
+    KL.
     """
 
     needs: ClassVar[tuple[str, ...]] = (LOGPROBS, ADVANTAGES)
@@ -76,20 +77,20 @@ class ClientLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return False
 
     def check(self) -> str:
-        """Return what is wrong with the parameters together, "" if nothing is."""
+        """Return how the parameters contradict each other, "" if they do not."""
         return ""
 
     def missing(self, given: Mapping[str, object]) -> str:
-        """Return the name of an input that these parameters need and that was not given, "" if there is none."""
+        """Return the name of an input that these parameters need but that was not given, "" if there is none."""
         return next((name for name in self.needs if name not in given), "")
 
     def of(self, tokens: ScoredTokens) -> TokenTerms:
-        """Compute each target's term, before `mask`."""
+        """Compute each target's term, before `mask` is applied."""
         raise NotImplementedError
 
 
 class PerTokenLoss(ClientLoss, frozen=True):
-    """Cross-entropy for its terms alone. Without `weights` they are 1."""
+    """Cross-entropy without the z loss. `weights` default to 1."""
 
     needs: ClassVar[tuple[str, ...]] = ()
     takes: ClassVar[tuple[str, ...]] = (WEIGHTS,)
@@ -101,7 +102,7 @@ class PerTokenLoss(ClientLoss, frozen=True):
 
 
 class CrossEntropyLoss(PerTokenLoss, frozen=True):
-    """Cross-entropy; the z loss of each token that counts is added to the first of its targets that does."""
+    """Cross-entropy plus a z loss, added to the term of the first target of each token that counts."""
 
     z_loss_coef: NotNegative = 0.0
 
@@ -117,7 +118,7 @@ class CrossEntropyLoss(PerTokenLoss, frozen=True):
 
 
 class ImportanceSamplingLoss(ClientLoss, frozen=True):
-    """-r A; with `eps_clip` it is held within 1 - eps_clip and 1 + eps_clip_high, as PPO's is."""
+    """-r A; with `eps_clip`, r is clipped to 1 - eps_clip and 1 + eps_clip_high as in PPO."""
 
     eps_clip: Share | None = None
     eps_clip_high: NotNegative | None = None
@@ -135,7 +136,7 @@ class ImportanceSamplingLoss(ClientLoss, frozen=True):
 
 
 class ThresholdLoss(ClientLoss, frozen=True):
-    """A loss with thresholds for the ratio itself. Inputs of their names win over them, token by token."""
+    """A loss with thresholds for the ratio itself. Inputs of the same names override them token by token."""
 
     takes: ClassVar[tuple[str, ...]] = (CLIP_LOW, CLIP_HIGH)
     clip_low_threshold: NotNegative = 0.8
@@ -152,7 +153,7 @@ class ThresholdLoss(ClientLoss, frozen=True):
 
 
 class PpoLoss(ThresholdLoss, frozen=True):
-    """PPO, its bounds absolute ratios."""
+    """PPO, with absolute ratios as bounds."""
 
     def of(self, tokens: ScoredTokens) -> TokenTerms:
         return clipped_terms(ratio_of(tokens), tokens.inputs[ADVANTAGES], self.bounds(tokens))
@@ -170,7 +171,7 @@ class CispoLoss(ThresholdLoss, frozen=True):
 
 
 class GspoLoss(ThresholdLoss, frozen=True, kw_only=True):
-    """GSPO. Its thresholds have no usual values here: the paper's are 1 - 3e-4 and 1 + 4e-4."""
+    """GSPO. Its thresholds have no defaults; the paper uses 1 - 3e-4 and 1 + 4e-4."""
 
     needs: ClassVar[tuple[str, ...]] = (LOGPROBS, ADVANTAGES, RATIO_MASK)
     clip_low_threshold: NotNegative
@@ -196,7 +197,7 @@ class DroLoss(ClientLoss, frozen=True):
 
 
 class ClippedPolicyLoss(ClientLoss, frozen=True):
-    """PPO with relative bounds, and what was added to it since: a third bound, IcePop, and the sampler's correction.
+    """PPO with relative bounds and later additions: a dual-clip bound, IcePop, and truncated importance sampling.
 
     `use_tis` multiplies the terms, and so the gradient, by clamp(old / rollout, tis_clip_low, tis_clip_high).
     """
@@ -234,9 +235,9 @@ KL_TYPES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": kl_k1, "k2": kl
 
 
 class DrGrpoLoss(ClientLoss, frozen=True):
-    """PPO with relative bounds, of the token's ratio or the sequence's, plus beta times a KL to a reference.
+    """PPO with relative bounds on the token's or the sequence's ratio, plus beta times a KL to a reference.
 
-    Dr. GRPO (Liu et al. 2025, arXiv:2503.20783) divides by no length: nor does a sum.
+    Dr. GRPO (Liu et al. 2025, arXiv:2503.20783) does not divide by a length, nor does the sum of terms here.
     """
 
     takes: ClassVar[tuple[str, ...]] = (REFERENCE,)
@@ -281,7 +282,7 @@ def ratio_of(tokens: ScoredTokens) -> Tensor:
 
 
 def read_loss(spec: LossSpec) -> ClientLoss:
-    """Return the loss that `spec` names, with its parameters. Raises `Refused` where there is none such."""
+    """Return the loss that `spec` names, with its parameters. Raises `Refused` if the name or a parameter is wrong."""
     kind = CLIENT_LOSSES.get(spec.name)
     if kind is None:
         raise Refused(
@@ -301,7 +302,7 @@ def read_loss(spec: LossSpec) -> ClientLoss:
 
 
 def term_metrics(found: TokenTerms, tokens: ScoredTokens) -> dict[str, float]:
-    """Return the figures of targets that count, `name:reduction`, to be combined over batches by that reduction."""
+    """Return metrics of the targets that count, named `name:reduction` by how they are combined over micro-batches."""
     counted_N = tokens.counted_N > 0.0
     if found.ratio_N is None or not bool(counted_N.any()):
         return {}
@@ -311,7 +312,7 @@ def term_metrics(found: TokenTerms, tokens: ScoredTokens) -> dict[str, float]:
         metrics = {
             "ratio:min": float(ratio_N.min()),
             "ratio:max": float(ratio_N.max()),
-            "kl_sampled_k3:sum": float(kl_k3(sent_N, now_N).sum()),  # the targets were drawn from what was sent
+            "kl_sampled_k3:sum": float(kl_k3(sent_N, now_N).sum()),  # the targets were sampled with the sent logprobs
             "entropy_sampled:sum": float(-sent_N.sum()),
         }
         if found.clipped_N is not None:

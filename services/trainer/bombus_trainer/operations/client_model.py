@@ -26,11 +26,11 @@ COMBINED: dict[str, Callable[[Sequence[float]], float]] = {
     "sum": sum,
     "min": min,
     "max": max,
-}  # over micro-batches, by what follows the colon in a metric's name
+}  # how a metric is combined over micro-batches, by the suffix after the colon in its name
 
 
 class GradientEpoch(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What was added to the gradient since the last step. `failed` says why an operation on it failed, if one did."""
+    """The operations and tokens added to the gradient since the last step, and why one of them `failed`, if any."""
 
     operations: int = 0
     tokens: int = 0
@@ -39,7 +39,7 @@ class GradientEpoch(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True, eq=False)
 class _BinScores:
-    """What was computed for the targets numbered `ids_N` of a batch [N]."""
+    """The results for the targets numbered `ids_N` in a batch [N]."""
 
     ids_N: Ints
     logprobs_N: Floats
@@ -50,7 +50,7 @@ class _BinScores:
 
 @dataclass(frozen=True)
 class _Part:
-    """The loss and the metrics of what one rank has computed."""
+    """The loss and the metrics computed by one rank."""
 
     loss: float
     metrics: Mapping[str, float]
@@ -69,8 +69,8 @@ class TrainedClientModel(TrainedModel):
     def forward_backward(self, batch: TokenBatch, loss: ClientLoss, forward_only: bool) -> Scores:
         """Compute the loss of a batch, and add its gradient unless `forward_only`.
 
-        Each rank computes a part of it. Raises `Refused` where the loss is not finite. What was added until then stays:
-        the caller spoils the epoch.
+        Each rank computes a part. Raises `Refused` if the loss is not finite; a gradient added until then remains, so
+        the caller must call `fail_gradient`.
         """
         targets, ranks = len(batch.counted_M), self.base.ranks
         logprobs_M, terms_M = np.zeros(targets, dtype=np.float32), np.zeros(targets, dtype=np.float32)
@@ -94,7 +94,7 @@ class TrainedClientModel(TrainedModel):
     def _compute(
         self, batch: TokenBatch, loss: ClientLoss, forward_only: bool, logprobs_M: Floats, terms_M: Floats
     ) -> _Part:
-        """Compute what is this rank's, and write logprobs and terms of the loss into the arrays."""
+        """Compute this rank's part, and write its logprobs and loss terms into the arrays."""
         total, metrics, settings, ranks = 0.0, dict[str, float](), self.base.settings, self.base.ranks
         bin_tokens = bin_tokens_for(batch.items, settings.bin_tokens, ranks.size)
         bins = pack(batch.items, bin_tokens, settings.config.share_prefixes)
@@ -109,7 +109,7 @@ class TrainedClientModel(TrainedModel):
 
     @contextmanager
     def _adding_up(self) -> Iterator[None]:
-        """Add the gradient of a block, summed over the ranks, to the one before."""
+        """Sum the gradient computed in the block over the ranks, and add it to the earlier gradient."""
         before = {name: parameter.grad for name, parameter in self.parameters.items()}
         self.optimizer.zero_grad()
         yield
@@ -146,21 +146,21 @@ class TrainedClientModel(TrainedModel):
         )
 
     def fail_gradient(self, why: str) -> None:
-        """Note that an operation on the gradient failed: the step that would take it fails."""
+        """Record that an operation on the gradient failed, so that the next step fails."""
         self.epoch = msgspec.structs.replace(self.epoch, failed=self.epoch.failed or why)
 
     def clear(self) -> None:
-        """Forget the gradient, and that an operation on it failed."""
+        """Discard the gradient, and the record of a failed operation on it."""
         self.optimizer.zero_grad()
         self.epoch = GradientEpoch()
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
     def take_step(self, adam: AdamParams, reduction: Reduction) -> StepTaken:
-        """Take a step with the gradient, and clear it. A step without a gradient counts, and changes nothing.
+        """Take a step with the gradient, and clear it. A step without a gradient is counted but changes nothing.
 
-        Raises `Refused` for wrong parameters, with which nothing happens, and where the gradient is spoiled, which
-        clears it.
+        Raises `Refused` if the parameters are invalid, which changes nothing, or if the gradient is incomplete or not
+        finite, which clears it.
         """
         check_adam(adam)
         if self.epoch.failed:
@@ -168,8 +168,8 @@ class TrainedClientModel(TrainedModel):
             self.clear()
             raise Refused(
                 Code.MALFORMED,
-                f"no step was taken: a forward_backward since step {self.step} failed ({why}), so its gradient is "
-                "incomplete. It was cleared; send its data again, then step",
+                f"no step was taken: a forward_backward since step {self.step} failed ({why}), so the gradient is "
+                "incomplete. It was cleared; send the data again, then step",
             )
         metrics: dict[str, float] = {}
         if adam.schedule is not None:
@@ -203,11 +203,11 @@ class TrainedClientModel(TrainedModel):
         return norm
 
     def gradient(self) -> dict[str, Tensor]:
-        """Return the gradient since the last step, by parameter; empty where there is none."""
+        """Return the gradient since the last step, by parameter; empty if there is none."""
         return {name: value.grad for name, value in self.parameters.items() if value.grad is not None}
 
     def restore_gradient(self, gradient: Mapping[str, Tensor], epoch: GradientEpoch) -> None:
-        """Put a gradient of this model back."""
+        """Restore a gradient of this model."""
         for name, parameter in self.parameters.items():
             found = gradient.get(name)
             parameter.grad = None if found is None else found.to(parameter.device)
@@ -223,7 +223,7 @@ def _combine(metrics: dict[str, float], more: Mapping[str, float]) -> None:
 def _not_finite(terms_N: Tensor, sequences_N: Ints) -> str:
     places = torch.isfinite(terms_N).logical_not().nonzero()
     if not len(places):
-        return "the loss is not finite: the sum of its terms is too large; divide the data or its weights"
+        return "the loss is not finite: the sum of its terms is too large; split the data, or scale down its weights"
     place = int(places[0])
     return (
         f"the loss of datum {int(sequences_N[place])} is not finite ({float(terms_N[place])}): look for extreme "

@@ -1,4 +1,4 @@
-"""Execute training operations: here models, their optimizers and their checkpoints meet. It does not know the bus."""
+"""Execute training operations on models, their optimizers and their checkpoints, without access to the bus."""
 
 import logging
 from collections.abc import Callable
@@ -62,9 +62,10 @@ log = logging.getLogger(__name__)
 
 
 class OperationExecutor:
-    """Several models on one base: any number of adapters, or one model of all its weights.
+    """Executes operations, one at a time, on the models of one base: any number of adapters, or one model of all its
+    weights.
 
-    It executes one operation at a time. Everything that a model is lies in memory and in its checkpoints.
+    The state of a model is only in memory and in its checkpoints.
     """
 
     def __init__(
@@ -75,10 +76,10 @@ class OperationExecutor:
         free: Callable[[torch.device], int] = free_bytes,
         ranks: Ranks | None = None,
     ) -> None:
-        """Load the base in `folder`, which callers name as the job does (`model.path`). Raises `EngineFault`.
+        """Load the base from `folder`. Callers refer to it by the job's `model.path`. Raises `EngineFault`.
 
-        `free` says how many bytes of a device's memory are free. `ranks` compute together, and each has all models;
-        None: this process alone.
+        `free` returns how many bytes of a device's memory are free. `ranks` compute together, each with all models;
+        None means this process alone.
         """
         self._free = free
         self._ranks = ranks or Ranks.alone()
@@ -91,34 +92,34 @@ class OperationExecutor:
 
     @property
     def models(self) -> dict[str, int]:
-        """The models by their ids, each with the steps that it has taken."""
+        """The number of steps that each model has taken, by its id."""
         return {model: trained.step for model, trained in self._models.items()}
 
     @property
     def base(self) -> PolicyModel:
-        """The model below all models. It is as it was loaded as long as no model trains all of its weights."""
+        """The base model below all adapters. Its weights stay as loaded unless a model trains all of them."""
         return self._need_base(None).policy
 
     @property
     def offloaded(self) -> list[str]:
-        """The models whose optimizers wait in files."""
+        """The models whose optimizers are in files."""
         return self._optimizers.offloaded
 
     def checkpoint_facts(self, checkpoint: str) -> ModelCheckpointFacts:
-        """Return what the checkpoint `MODEL/KIND/NAME` is. Raises `Refused` or `EngineFault`."""
+        """Return the facts of the checkpoint `MODEL/KIND/NAME`. Raises `Refused` or `EngineFault`."""
         return self._checkpoints.facts(CheckpointName.read(checkpoint))
 
     def remove_checkpoint(self, checkpoint: str) -> None:
-        """Remove the checkpoint `MODEL/KIND/NAME`, if there is one. Raises `Refused` for what names none."""
+        """Remove the checkpoint `MODEL/KIND/NAME`, if there is one. Raises `Refused` if the name is malformed."""
         self._checkpoints.remove(CheckpointName.read(checkpoint))
 
     # ---- recovery checkpoints ----------------------------------------------------------------------------------------
 
     def save_for_recovery(self, model: str, name: str, executed: bytes) -> CheckpointSaved:
-        """Save all that a model is, with the gradient of the step to come, apart from its callers' checkpoints.
+        """Save the whole state of a model, with the gradient since its last step, apart from its callers' checkpoints.
 
-        `recover` goes on from there as if nothing had happened in between. A recovery checkpoint of the same name stays
-        as it is. Raises `Refused` where there is no such model, `EngineFault` and `OSError` where it cannot be written.
+        `recover` restores exactly this state. An existing recovery checkpoint of the same name is kept as it is. Raises
+        `Refused` if there is no such model, `EngineFault` or `OSError` if the checkpoint cannot be written.
         """
         trained, where = self._model(model), _recovery_name(model, name)
         optimizer = self._optimizers.bring(model)
@@ -129,10 +130,10 @@ class OperationExecutor:
         return self._ranks.by_leader(lambda: self._recovery.save(where, False, name, fill, facts))
 
     def recover(self, model: str, name: str) -> bytes:
-        """Make a model again from its recovery checkpoint, in the place of any model of this id. Returns what was
-        `executed`.
+        """Rebuild a model from its recovery checkpoint, replacing any model of this id. Returns the `executed` bytes
+        saved with it.
 
-        Raises `Refused` where there is none of this name, `EngineFault` where it is damaged.
+        Raises `Refused` if there is no checkpoint of this name, `EngineFault` if it is damaged.
         """
         where = _recovery_name(model, name)
         facts = self._recovery.facts(where)
@@ -141,10 +142,10 @@ class OperationExecutor:
         return facts.marks.executed
 
     def rescue(self, model: str, made_by: str, at_least: int) -> int | None:
-        """Make a model again from a checkpoint of its callers, in the place of any model of this id.
+        """Rebuild a model from a checkpoint of its callers, replacing any model of this id.
 
-        The checkpoint is the newest without a gradient of the step to come, whose operation is called `made_by` and a
-        number of at least `at_least`. Returns the number, None where there is none such that can be read.
+        Uses the newest readable checkpoint that was saved without an unfinished gradient, by an operation named
+        `made_by` plus a number of at least `at_least`. Returns that number, or None if there is no such checkpoint.
         """
         found: list[tuple[int, CheckpointName, ModelCheckpointFacts]] = []
         for name in self._checkpoints.names(model, CheckpointKind.TRAINING):
@@ -152,7 +153,7 @@ class OperationExecutor:
             try:
                 facts = self._checkpoints.facts(where)
             except (Refused, EngineFault) as error:
-                log.warning("the checkpoint %s does not help: %s", where, error)
+                log.warning("the model cannot be rebuilt from the checkpoint %s: %s", where, error)
                 continue
             text = facts.marks.operation.removeprefix(made_by)
             if facts.marks.operation != text and text.isdigit() and facts.unstepped == GradientEpoch():
@@ -163,7 +164,7 @@ class OperationExecutor:
             try:
                 trained = self._new_from(self._checkpoints, where, facts, with_optimizer=True)
             except (Refused, EngineFault) as error:
-                log.warning("the checkpoint %s does not help: %s", where, error)
+                log.warning("the model cannot be rebuilt from the checkpoint %s: %s", where, error)
                 continue
             self.drop(model)
             self._take(model, trained)
@@ -175,9 +176,9 @@ class OperationExecutor:
     def execute(self, model: str, operation: Operation, name: str = "", executed: bytes = b"") -> Result:
         """Execute an operation on a model.
 
-        `name` is the caller's for this operation: a checkpoint that an operation has made is not refused to it when it
-        is executed again. `executed` is kept in a checkpoint that this operation makes, see `ModelCheckpointNotes`.
-        Raises `BackendLost` where it failed on some ranks alone.
+        `name` is the caller's name for this operation: if the operation is re-executed, the checkpoint that it has
+        already written is returned instead of being refused. `executed` is stored in a checkpoint that this operation
+        writes, see `ModelCheckpointNotes`. Raises `BackendLost` if the ranks do not all succeed or fail alike.
         """
         result = self._attempt(model, operation, name, executed)
         errors = self._ranks.gather(result.error if isinstance(result, Failed) else "")
@@ -206,17 +207,17 @@ class OperationExecutor:
         return failed
 
     def fail_gradient(self, model: str, operation: Operation, why: str) -> None:
-        """Note that the gradient is incomplete where a failed operation belongs to it: the step that takes it fails."""
+        """If a failed operation adds to the gradient, record that the gradient is incomplete: the next step fails."""
         trained = self._models.get(model)
         if trained is not None and adds_to_gradient(operation):
             trained.fail_gradient(why)
 
     def clear(self, model: str) -> None:
-        """Forget a model's gradient, and that an operation on it failed."""
+        """Discard a model's gradient, and the record of a failed operation on it."""
         self._model(model).clear()
 
     def release(self) -> None:
-        """Forget all models and the base, which is loaded again when it is needed."""
+        """Forget all models and the base, which is reloaded when it is needed."""
         for model in list(self._models):
             self.drop(model)
         self._base = None
@@ -258,7 +259,7 @@ class OperationExecutor:
     # ---- models ---------------------------------------------------------------------------------------------------
 
     def _create(self, model: str, operation: CreateModel) -> ModelReady:
-        CheckpointName(model, CheckpointKind.TRAINING, "_")  # its checkpoints are below a folder of its name
+        CheckpointName(model, CheckpointKind.TRAINING, "_")  # raises unless the id can be the folder of its checkpoints
         if model in self._models:
             raise Refused(Code.BAD_CONFIG, f"there is a model {model} already: use another id, or end that one first")
         if operation.base != self._base_name:
@@ -281,19 +282,19 @@ class OperationExecutor:
         return ModelReady(adapter=trained.spec, parameters=trained.size, loaded=loaded)
 
     def _check_room(self, spec: AdapterSpec | None) -> None:
-        """Raise `Refused` where there is no memory for one more model; the system would end this process."""
+        """Raise `Refused` if there is not enough memory for one more model, before the system kills this process."""
         base, models = self._need_base(None), self._models.values()
         device = base.policy.device
         check_adapter(base, spec, self._options.rank_max)
         need = need_of(base.numbers(spec), models, self._options.optimizer_bytes_max)
         if need.own + need.others > self._free_everywhere(device):
-            give_back()  # what ended models had may still be kept by this process
-        # A model of all weights is loaded in the place of the base.
+            give_back()  # this process may still hold the memory of ended models
+        # A model of all weights replaces the base.
         freed = sum(each.nbytes for each in base.network.parameters()) if spec is None else 0
         check_room(need, self._free_everywhere(device) + freed, device, len(models))
 
     def _free_everywhere(self, device: torch.device) -> int:
-        """Return how many bytes every rank has free: the least of them."""
+        """Return how many bytes are free on every rank: the minimum over the ranks."""
         return min(self._ranks.gather(self._free(device)))
 
     def _take(self, model: str, trained: TrainedClientModel) -> None:
@@ -331,7 +332,10 @@ class OperationExecutor:
         return TrainedClientModel(base, operation.adapter)
 
     def _need_base(self, all_weights: bool | None) -> Base:
-        """Return the base, loaded again where its weights are trained or were, which only happens without models."""
+        """Return the base, reloaded for a new model if that one or an earlier one trains all weights.
+
+        None for `all_weights` means that no model is created. A reload only happens when there are no models.
+        """
         base = self._base
         if base is None or (all_weights is not None and (base.all_weights or all_weights)):
             self._base = base = None  # before the next is loaded: two need not fit
@@ -382,7 +386,7 @@ class OperationExecutor:
             )
         if operation.merged and kind is not CheckpointKind.EXTERNAL:
             raise Refused(
-                Code.MALFORMED, f"only a save for others ({CheckpointKind.EXTERNAL}) can be merged, not {kind}"
+                Code.MALFORMED, f"only a save of kind {CheckpointKind.EXTERNAL} can be merged, not one of kind {kind}"
             )
         where = CheckpointName(model, kind, operation.name)
         optimizer = self._optimizers.bring(model) if kind is CheckpointKind.TRAINING else None
@@ -439,7 +443,7 @@ def _recovery_name(model: str, name: str) -> CheckpointName:
 
 
 def adds_to_gradient(operation: Operation) -> bool:
-    """Return whether an operation adds to the gradient, or would have."""
+    """Return whether an operation adds to the gradient or, if it was rejected, would have."""
     if isinstance(operation, Rejected):
         return operation.counts
     return isinstance(operation, ForwardBackward) and not operation.forward_only

@@ -1,4 +1,4 @@
-"""Whether there is memory for one more model: what it takes follows from its layers."""
+"""Check whether there is memory for one more model, from the number of its parameters."""
 
 import os
 from collections.abc import Collection
@@ -11,13 +11,13 @@ from bombus.figures import byte_size, counted
 from bombus.machine.hardware import memory_bytes
 from bombus_trainer.operations.client_model import TrainedClientModel
 
-NUMBER_BYTES = 4  # whatever is trained is in float32, with its gradient and both moments of Adam
+NUMBER_BYTES = 4  # trained parameters, their gradients and both Adam moments are float32
 
 
 class ModelNeed(msgspec.Struct, frozen=True):
-    """The bytes that a new model of so many `numbers` takes, and those that existing models may still take.
+    """The bytes that a new model with `numbers` parameters needs, and those that the others may still allocate.
 
-    Gradients come with a model's first data, and optimizers with its first step.
+    A model's gradient is allocated with its first data, its optimizer state at its first step.
     """
 
     numbers: int
@@ -26,7 +26,7 @@ class ModelNeed(msgspec.Struct, frozen=True):
 
 
 def need_of(numbers: int, models: Collection[TrainedClientModel], optimizer_bytes_max: int) -> ModelNeed:
-    """Return what a new model needs on top of these. Optimizers beyond `optimizer_bytes_max` wait in files."""
+    """Return the memory needed for a new model beside these. Optimizers beyond `optimizer_bytes_max` are in files."""
     weights = NUMBER_BYTES * numbers
     wanted = [2 * weights, *(trained.optimizer.full_bytes for trained in models)]
     held = sum(trained.optimizer.held_bytes for trained in models)
@@ -39,18 +39,18 @@ def need_of(numbers: int, models: Collection[TrainedClientModel], optimizer_byte
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return how much memory is free on a device; on a CPU this rank's share of the machine's, or the container's."""
+    """Return the free bytes of a device; for a CPU, this rank's share of the machine's or container's free memory."""
     if device.type != "cuda":
         return memory_bytes()[1] // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # which torch keeps for us
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # kept by torch
     return int(torch.cuda.mem_get_info(device)[0]) + unused
 
 
 def check_room(need: ModelNeed, free: int, device: torch.device, models: int) -> None:
-    """Raise `Refused` OVERLOADED where a new model does not fit into the memory that is free."""
+    """Raise `Refused` OVERLOADED if a new model does not fit into the free memory."""
     if need.own + need.others <= free:
         return
-    what = f"its {need.numbers:,} numbers take {byte_size(need.own)} with their gradient and optimizer"
+    what = f"its {need.numbers:,} parameters take {byte_size(need.own)} with their gradient and optimizer"
     beside = f", and the {counted(models, 'model')} here may still take {byte_size(need.others)}" if models else ""
     where = "of memory" if device.type == "cpu" else f"on {device}"
     raise Refused(

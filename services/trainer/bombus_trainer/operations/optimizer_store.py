@@ -1,4 +1,4 @@
-"""Optimizers that do not fit into memory together: those used longest ago wait in files."""
+"""Keep optimizers in memory up to a limit, and the least recently used ones in files."""
 
 import logging
 import shutil
@@ -27,9 +27,9 @@ class _Offloaded:
 
 
 class OptimizerStore:
-    """The optimizers of all models. Those in memory take at most `bytes_max`, or as much as the one in use.
+    """The optimizers of all models. Those in memory take at most `bytes_max`, or the size of the one in use if larger.
 
-    `folder` is emptied first: what an earlier process left in it belongs to models that are gone.
+    `folder` is emptied first: files left in it by an earlier process belong to models that are gone.
     """
 
     def __init__(self, folder: Path, bytes_max: int) -> None:
@@ -37,7 +37,7 @@ class OptimizerStore:
         make_durable_directory(folder)
         self._folder = folder
         self._bytes_max = bytes_max
-        self._optimizers: OrderedDict[str, AdamW] = OrderedDict()  # the one used longest ago first
+        self._optimizers: OrderedDict[str, AdamW] = OrderedDict()  # the least recently used first
         self._offloaded: dict[str, _Offloaded] = {}
 
     @property
@@ -46,27 +46,27 @@ class OptimizerStore:
         return sorted(self._offloaded)
 
     def add(self, model: str, optimizer: AdamW) -> None:
-        """Take charge of a model's optimizer."""
+        """Add a model's optimizer, in place of any earlier one."""
         self.remove(model)
         self._optimizers[model] = optimizer
 
     def remove(self, model: str) -> None:
-        """Forget a model's optimizer, if there is one, wherever it is."""
+        """Forget a model's optimizer, if there is one, in memory or in a file."""
         self._optimizers.pop(model, None)
         if offloaded := self._offloaded.pop(model, None):
             offloaded.path.unlink(missing_ok=True)
 
     def renew(self, model: str) -> None:
-        """Note that a model's optimizer was given another state, in memory: what is in its file is not needed."""
+        """Discard the file of a model's optimizer, whose state was replaced in memory."""
         if offloaded := self._offloaded.pop(model, None):
             offloaded.path.unlink(missing_ok=True)
         self._optimizers.move_to_end(model)
         self._make_room(self._optimizers[model].held_bytes)
 
     def bring(self, model: str) -> AdamW:
-        """Return a model's optimizer, in memory until another is brought. Others make room for it.
+        """Return a model's optimizer, in memory until another is brought. Others are moved to files to make room.
 
-        Raises `EngineFault` where its file is damaged.
+        Raises `EngineFault` if its file is damaged.
         """
         optimizer = self._optimizers[model]
         self._optimizers.move_to_end(model)
@@ -93,7 +93,7 @@ class OptimizerStore:
             held -= self._put_away(model)
 
     def _put_away(self, model: str) -> int:
-        """Move an optimizer into a file. Returns how many bytes became free: none where it could not be written."""
+        """Move an optimizer into a file. Returns how many bytes became free: 0 if it could not be written."""
         optimizer = self._optimizers[model]
         tensors = optimizer.state()
         if not tensors:
@@ -102,9 +102,9 @@ class OptimizerStore:
         shapes = {name: Shape(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
         try:
             written = write_tensors(path, shapes, tensors.items(), durable=False)
-        except OSError as error:  # it stays in memory: more than the bound is better than lost
+        except OSError as error:  # it stays in memory: exceeding the limit beats losing it
             log.warning("the optimizer of %s cannot be written to %s, and stays in memory: %s", model, path, error)
-            with suppress(OSError):  # where nothing can be written, this may not be possible either
+            with suppress(OSError):  # if nothing can be written, this may fail too
                 path.unlink(missing_ok=True)
             return 0
         freed = optimizer.held_bytes

@@ -1,4 +1,4 @@
-"""What a model's checkpoint has in it, and how a model continues from one."""
+"""Write a model into a checkpoint, and load a model from one."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -33,10 +33,10 @@ def weights_file(trained: TrainedClientModel, merged: bool = False) -> str:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint has beside weights. Whatever the `kind`, an inference engine can read its folder.
+    """The contents of a checkpoint besides the weights. An inference engine can read the folder of any `kind`.
 
-    `files` are those of the base beside its tensors, which a model of all weights has with it, and one whose adapter
-    is `merged` into it. `base_model` is what `from_pretrained` loads the base by.
+    `files` are the base's files other than its tensors; they are written with all weights, and with an adapter
+    `merged` into the base. `base_model` is the name or path from which `from_pretrained` loads the base.
     """
 
     kind: CheckpointKind
@@ -48,7 +48,7 @@ class Contents:
 
 
 def write_model(draft: Path, trained: TrainedClientModel, contents: Contents) -> dict[str, Seal]:
-    """Write a model into an empty folder, durably except for small files. Returns the seals of the others."""
+    """Write a model into an empty folder, durably except for small files. Returns the seals of the durable ones."""
     files, optimizer = contents.files, contents.optimizer
     seals: dict[str, Seal] = {}
     if trained.spec is not None and not contents.merged:
@@ -72,7 +72,7 @@ def write_model(draft: Path, trained: TrainedClientModel, contents: Contents) ->
 
 
 def _write_adapter(draft: Path, trained: TrainedClientModel, contents: Contents) -> Seal:
-    """Write an adapter's two files. One for others names its base; ours has its configuration under its address too."""
+    """Write an adapter's two files. An external one names its base; in others the address covers the configuration."""
     config, weights = trained.adapter_config().to_json(), trained.weights()
     metadata = {ADAPTER_CONFIG: config}
     if contents.kind is CheckpointKind.EXTERNAL:
@@ -102,7 +102,7 @@ def check_origin(name: CheckpointName, facts: ModelCheckpointFacts, base: str, w
     if with_optimizer and OPTIMIZER not in facts.files:
         raise Refused(
             Code.BAD_CONFIG,
-            f"the checkpoint {name} has no optimizer: load it without, or load a {CheckpointKind.TRAINING} one",
+            f"the checkpoint {name} has no optimizer: load it without one, or load a {CheckpointKind.TRAINING} one",
         )
 
 
@@ -113,15 +113,15 @@ def load_model(
     facts: ModelCheckpointFacts,
     with_optimizer: bool,
 ) -> None:
-    """Let a model continue from a checkpoint, with a new optimizer at step 0 unless `with_optimizer`.
+    """Load a checkpoint into a model, with a new optimizer at step 0 unless `with_optimizer`.
 
-    Its gradient is that of the checkpoint, if there is one in it. Raises `Refused` or `EngineFault`, before anything
-    changes, where it cannot.
+    The gradient is restored if the checkpoint contains one. Raises `Refused` or `EngineFault`, before anything changes,
+    if the checkpoint cannot be loaded.
     """
     if facts.adapter != trained.spec and not _same_shape(facts, trained):
         raise Refused(
             Code.BAD_CONFIG,
-            f"the checkpoint {name} is {_words(facts)}, but this model is not: create a model from the checkpoint",
+            f"the checkpoint {name} holds {_words(facts)}, but this model is different: create a model from it",
         )
     weights = folder.tensors(name, facts, facts.weights)
     state = folder.tensors(name, facts, OPTIMIZER) if with_optimizer else {}
@@ -129,7 +129,7 @@ def load_model(
     try:
         trained.optimizer.check(state)
     except EngineFault as fault:
-        raise Refused(Code.BAD_CONFIG, f"{fault}: it is another model's: load it without its optimizer") from fault
+        raise Refused(Code.BAD_CONFIG, f"{fault}, so it is not of this model: load it without its optimizer") from fault
     try:
         trained.restore(weights)
     except EngineFault as fault:
@@ -142,7 +142,7 @@ def load_model(
 
 
 def _same_shape(facts: ModelCheckpointFacts, trained: TrainedClientModel) -> bool:
-    """Whether both are adapters that differ in their seeds or in how their layers are named at most."""
+    """Return whether both are adapters of the same rank and alpha. Seeds and the naming of layers may differ."""
     if facts.adapter is None or trained.spec is None:
         return False
     return (facts.adapter.rank, facts.adapter.alpha) == (trained.spec.rank, trained.spec.alpha)

@@ -1,4 +1,4 @@
-"""The bounds of an executor of operations, and where it writes."""
+"""The limits of an operation executor, and the folders that it writes to."""
 
 from pathlib import Path
 
@@ -8,11 +8,11 @@ from bombus.config.parts import MODELS_MAX_MAX
 
 
 class ExecutorSettings(BaseModel):
-    """`checkpoints` is the folder of what callers save, `recovery` of what this trainer saves to go on after a crash.
+    """`checkpoints` is the folder of the callers' checkpoints, `recovery` that of this trainer's recovery checkpoints.
 
-    `scratch` is a folder of this process alone, emptied when it starts, for optimizers that are not in memory. Those in
-    memory take at most `optimizer_bytes_max`, or as much as the one in use where that is more. Drafts of trainers of a
-    later run than `run`, or of a later epoch of it than `trainer_epoch`, are left alone.
+    `scratch` is used by this process alone, which empties it at its start, for optimizers that are not in memory. Those
+    in memory take at most `optimizer_bytes_max`, or the size of the one in use if that is larger. Drafts written by a
+    trainer of a later run than `run`, or of a later epoch of this run than `trainer_epoch`, are not removed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

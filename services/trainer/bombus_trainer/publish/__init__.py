@@ -1,1 +1,1 @@
-"""What a step writes: checkpoints, and weights for the replicas."""
+"""Write the results of a step: checkpoints, and weights for the replicas."""

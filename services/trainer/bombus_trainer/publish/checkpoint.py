@@ -1,7 +1,7 @@
 """Checkpoints of step attempts: written to a draft, made durable, renamed into place, and verified when read (R11).
 
 A checkpoint is a directory `step-<step>-epoch-<trainer epoch>-attempt-<attempt>` with a `manifest.json`, whose sha256
-is the checkpoint's digest. The manifest has the sha256 of everything else: of `state.safetensors`, which the torch
+is the checkpoint's digest. The manifest contains the sha256 of everything else: of `state.safetensors`, which the torch
 backend writes, or of each file that the ranks of another backend have written.
 """
 
@@ -30,17 +30,17 @@ STATE = "state.safetensors"
 
 
 class CheckpointLost(EngineFault):
-    """Raised when a checkpoint is missing or damaged: an older one may do."""
+    """Raised when a checkpoint is missing or damaged: an older one may be usable."""
 
 
 class CheckpointDamaged(CheckpointLost):
-    """Raised when a checkpoint exists but is not what was written, which no retry changes."""
+    """Raised when a checkpoint exists but differs from what was written: retrying does not help."""
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """Which attempt this is, and what it is about to report. See `machine.this_machine` for `machine`.
+    """The attempt that wrote a checkpoint, and its metrics. See `machine.this_machine` for `machine`.
 
-    A metric that is not finite, such as the deviation of absurd rewards, is null in a file.
+    A metric that is not finite, such as the deviation of extreme rewards, is null in a file.
     """
 
     engine: str
@@ -103,7 +103,7 @@ def save(root: Path, facts: Facts, tensors: Mapping[str, Tensor]) -> Saved:
 def save_files(
     root: Path, facts: Facts, backend: str, ranks: int, write: Callable[[Path], Mapping[str, Seal]]
 ) -> Saved:
-    """Save a checkpoint as `save` does, from files that `write` writes durably, returning the seal of each.
+    """Save a checkpoint as `save` does, from files that `write` writes durably, returning their seals.
 
     Any number of ranks of the backend can read them.
     """
@@ -128,7 +128,7 @@ def _save(root: Path, facts: Facts, fill: Callable[[Path], _Manifest]) -> Saved:
             os.fsync(file.fileno())
         make_durable(draft)
         reached(Point.TRAINER_CHECKPOINT_WRITTEN)
-        if directory.exists():  # left from another log: on one log no attempt comes twice
+        if directory.exists():  # left from another log: on one log no attempt repeats
             shutil.rmtree(directory)
         draft.rename(directory)
         make_durable(root)
@@ -141,7 +141,7 @@ def _save(root: Path, facts: Facts, fill: Callable[[Path], _Manifest]) -> Saved:
 def load(path: Path, digest: str) -> Checkpoint:
     """Load the checkpoint with that digest.
 
-    Raises `CheckpointLost` when it is missing, damaged or another one, `EngineFault` when another backend wrote it.
+    Raises `CheckpointLost` if it is missing, damaged or a different one, `EngineFault` if another backend wrote it.
     """
     manifest = _read_manifest(path, digest)
     _check_backend(path, manifest, "torch", 1)
@@ -154,10 +154,10 @@ def load(path: Path, digest: str) -> Checkpoint:
 
 
 def verify_files(path: Path, digest: str, backend: str, ranks: int, is_ours: Callable[[str], bool]) -> bool:
-    """Check the files of a checkpoint for which `is_ours` is true against its manifest: each rank checks its own.
+    """Check a checkpoint's files for which `is_ours` is true against its manifest: each rank checks its own.
 
-    Returns whether any number of ranks can read them. Raises `CheckpointLost` when one is missing or damaged,
-    `EngineFault` when another backend wrote them, or another number of ranks those that only as many can read.
+    Return whether any number of ranks can read the files. Raises `CheckpointLost` if one is missing or damaged,
+    `EngineFault` if another backend wrote them, or another number of ranks and only as many can read them.
     """
     manifest = _read_manifest(path, digest)
     _check_backend(path, manifest, backend, ranks)
@@ -171,7 +171,7 @@ def verify_files(path: Path, digest: str, backend: str, ranks: int, is_ours: Cal
 
 
 def seal_files(folder: Path, is_ours: Callable[[str], bool]) -> dict[str, Seal]:
-    """Make the files below `folder` for which `is_ours` is true durable. Returns their seals by relative path."""
+    """Make durable the files below `folder` for which `is_ours` is true. Return their seals by relative path."""
     seals: dict[str, Seal] = {}
     for file in sorted(each for each in folder.rglob("*") if each.is_file()):
         name = file.relative_to(folder).as_posix()
@@ -189,7 +189,9 @@ def seal_files(folder: Path, is_ours: Callable[[str], bool]) -> dict[str, Seal]:
 
 def _check_backend(path: Path, manifest: _Manifest, backend: str, ranks: int) -> None:
     if manifest.backend != backend:
-        raise EngineFault(f"the checkpoint {path} is the {manifest.backend} backend's: {backend} cannot load it")
+        raise EngineFault(
+            f"the checkpoint {path} was written by the {manifest.backend} backend: {backend} cannot load it"
+        )
     if manifest.ranks != ranks and not manifest.reshards:
         raise EngineFault(
             f"the checkpoint {path} was written by {manifest.ranks} ranks, but this trainer has {ranks}: "

@@ -1,8 +1,9 @@
-"""The directories that a trainer leaves on disk: drafts of them, making them durable, and removing old ones.
+"""Manage a trainer's directories on disk: make drafts, make directories durable, and remove old ones.
 
 The name of each contains the trainer epoch that it was written in (`step-00000003-epoch-2-attempt-1`,
-`version-00000003-epoch-2`, `base-epoch-2`, `.draft-epoch-2-...`). A trainer removes nothing of a later epoch: one that
-was suspended, and continues without knowing that it was superseded, would delete its successor's checkpoint.
+`version-00000003-epoch-2`, `base-epoch-2`, `.draft-epoch-2-...`). A trainer removes nothing of a later epoch:
+otherwise a trainer that was suspended, and continues unaware that it was superseded, would delete its successor's
+checkpoint.
 """
 
 import re
@@ -17,7 +18,7 @@ _OURS = re.compile(r"^(?:step-\d+|version-\d+|base|\.draft)-epoch-(\d+)(?:-|$)")
 
 
 def draft_directory(root: Path, trainer_epoch: int) -> Path:
-    """Create a directory to fill and rename. `remove_others` of the same `root` removes what a crash leaves of it."""
+    """Create a directory to fill and rename. If a crash leaves it behind, `remove_others(root, ...)` removes it."""
     return Path(tempfile.mkdtemp(prefix=f".draft-epoch-{trainer_epoch}-", dir=root))
 
 
@@ -28,7 +29,7 @@ def epoch_of(name: str) -> int | None:
 
 
 def remove_others(root: Path, named: Iterable[str], trainer_epoch: int) -> None:
-    """Remove what trainers up to `trainer_epoch` left below `root`, except directories `named` by path on the log."""
+    """Remove the directories of trainers up to `trainer_epoch` below `root`, except `named`, their paths on the log."""
     kept = {Path(path).name for path in named}
     if not root.is_dir():
         return
@@ -41,7 +42,7 @@ def remove_others(root: Path, named: Iterable[str], trainer_epoch: int) -> None:
 def make_durable_directory(path: Path) -> None:
     """Create a directory and its missing parents, so that they survive a power cut.
 
-    Whoever may read the directory that one is made in may read it too: the operator decides by that of the trainer.
+    Each gets the permissions of its parent, so those of the trainer's folder, which the operator sets, apply to all.
     """
     if path.exists():
         return

@@ -1,6 +1,6 @@
 """Write policy versions as files (R15).
 
-A version is a whole model in Hugging Face layout, a delta to the version before, or a LoRA adapter alone.
+A version is a whole model in Hugging Face layout, a delta against the version before, or a LoRA adapter alone.
 """
 
 import json
@@ -35,7 +35,7 @@ Tensors = Iterable[tuple[str, Tensor]]
 
 
 class ModelPart(StrEnum):
-    """Which tensors are read: the model with adapters merged, the model below LoRA's adapters, or only the adapters."""
+    """Which tensors to read: the model with adapters merged, the model without adapters, or only the adapters."""
 
     MODEL = "model"
     BASE = "base"
@@ -44,7 +44,7 @@ class ModelPart(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class Outline:
-    """What a version's file holds besides values: the precision, and each tensor's shape, in their order."""
+    """The contents of a version's file except values: the precision, and the tensors' shapes in order."""
 
     dtype: torch.dtype
     shapes: Mapping[str, Shape]
@@ -76,10 +76,10 @@ class WeightsSource(Protocol):
 
 @dataclass(frozen=True)
 class VersionTarget:
-    """The version to write, in a directory of its own below `root`.
+    """The version to write, in its own directory below `root`.
 
-    The trainer epoch in that directory's name keeps two trainers apart that both believe they are current.
-    `tokenizer` is the name of the object with the tokenizer.
+    The trainer epoch in the directory's name separates two trainers that both believe they are current. `tokenizer` is
+    the name of the tokenizer's object.
     """
 
     root: Path
@@ -96,7 +96,7 @@ def export(source: WeightsSource, target: VersionTarget, held: HostCopy | None =
     """Write a version as a full copy, which `held` then holds.
 
     In the result `where` is its directory; `bytes` and `sha256` are those of the file of tensors. It is not made
-    durable: after a power cut its digest shows that it is damaged, and the checkpoint gives the same weights again.
+    durable: after a power cut the digest shows any damage, and the same weights can be written from the checkpoint.
     """
     outline = source.outline()
     with _new_directory(target.root, target.name, target.trainer_epoch) as (draft, directory):
@@ -133,9 +133,9 @@ def export_adapter(source: WeightsSource, target: VersionTarget, base: Weights) 
 
 
 def export_delta(source: WeightsSource, target: VersionTarget, held: HostCopy, base: WeightsReady) -> Weights:
-    """Write only what has changed since `base`, the version that `held` holds; afterwards it holds the new one.
+    """Write only the changes since `base`, the version in `held`, which holds the new version afterwards.
 
-    The digest is that of the full file all the same. When too much has changed, a full copy is written instead.
+    The digest is still that of the full file. If too much has changed, a full copy is written instead.
     """
     outline = source.outline()
     with _new_directory(target.root, target.name, target.trainer_epoch) as (draft, directory):
@@ -162,7 +162,7 @@ def export_delta(source: WeightsSource, target: VersionTarget, held: HostCopy, b
 
 
 def complete(source: WeightsSource, directory: Path, held: HostCopy, trainer_epoch: int) -> None:
-    """Add the full file of the version in `held`, and the model's other files, to its directory with the delta."""
+    """Add the full file of the version in `held`, and the model's other files, to the directory with its delta."""
     draft = draft_directory(directory.parent, trainer_epoch)
     try:
         outline = source.outline()
@@ -176,13 +176,13 @@ def complete(source: WeightsSource, directory: Path, held: HostCopy, trainer_epo
 
 
 def digest_of(source: WeightsSource, held: HostCopy | None = None, part: ModelPart = ModelPart.MODEL) -> str:
-    """Return the `sha256` that these weights' file would have, without writing it. `held` takes them over."""
+    """Return the `sha256` of these weights' file without writing it. `held`, if given, receives their values."""
     outline = source.outline(part)
     return source.read_weights(lambda tensors: outline.write(NOWHERE, _through(held, tensors)), part).sha256
 
 
 def digest_like(source: WeightsSource, weights: Weights | None) -> str:
-    """Return the `sha256` that the log would have of these weights, had they been published as `weights` were."""
+    """Return the `sha256` for the log if these weights were published in the same form as `weights`."""
     adapted = weights is not None and weights.adapter_of is not None
     return digest_of(source, part=ModelPart.ADAPTER if adapted else ModelPart.MODEL)
 
@@ -192,10 +192,10 @@ def _through(held: HostCopy | None, tensors: Tensors) -> Tensors:
 
 
 def write_delta(path: Path, patches: Mapping[str, Patch], shapes: Mapping[str, Shape], base: Weights) -> Written:
-    """Write patches of tensors of these `shapes` as a delta of `base`."""
+    """Write patches of tensors of these `shapes` as a delta against `base`."""
     tensors = {name: torch.from_numpy(patch.values).view(shapes[name].dtype) for name, patch in patches.items()}
     tensors |= {GAPS + name: torch.from_numpy(patch.gaps) for name, patch in patches.items() if patch.gaps is not None}
-    # Wide elements first: so each tensor begins at a multiple of its element's size.
+    # Wide elements first, so that each tensor begins at a multiple of its element size.
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
     metadata = {"format": "bombus-delta", BASE: msgspec.json.encode(base).decode()}
     return write_tensors(path, _shapes(ordered), ordered.items(), durable=False, metadata=metadata)
@@ -212,7 +212,7 @@ def _new_directory(root: Path, name: str, trainer_epoch: int) -> Iterator[tuple[
         draft.chmod(access_of(root))
         yield draft, directory
         reached(Point.TRAINER_WEIGHTS_WRITTEN)
-        if directory.exists():  # this trainer has written the version before, and the answer to it was lost
+        if directory.exists():  # this trainer wrote the version already, but the answer was lost
             shutil.rmtree(directory)
         draft.rename(directory)
         reached(Point.TRAINER_WEIGHTS_RENAMED)
@@ -221,7 +221,7 @@ def _new_directory(root: Path, name: str, trainer_epoch: int) -> Iterator[tuple[
 
 
 def write_files(folder: Path, files: Mapping[str, bytes], dtype: torch.dtype) -> None:
-    """Write what a model has beside its tensors. Its configuration then names the precision that they are in."""
+    """Write a model's files other than tensors. The configuration written names the precision of the tensors."""
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
@@ -229,7 +229,7 @@ def write_files(folder: Path, files: Mapping[str, bytes], dtype: torch.dtype) ->
         config = json.loads(files["config.json"])
         config["dtype"] = str(dtype).removeprefix("torch.")
         config.pop("torch_dtype", None)
-        config.pop("quantization_config", None)  # these tensors are not quantized, whatever the given folder's were
+        config.pop("quantization_config", None)  # these tensors are not quantized, even if the given folder's were
         (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
 
 

@@ -80,9 +80,9 @@ def write_tensors(
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Return a tensor's elements in order, as uint8 on the CPU; a view of its memory where that is possible."""
+    """Return a tensor's elements in order, as uint8 on the CPU; a view of its memory if possible."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    if flat.stride(0) != 1:  # with no element or one the stride may be anything, and `view` needs 1
+    if flat.stride(0) != 1:  # with at most one element the stride may be anything, and `view` needs 1
         flat = flat.clone(memory_format=torch.contiguous_format).as_strided((flat.numel(),), (1,))
     return flat.view(torch.uint8)
 

@@ -1,6 +1,6 @@
-"""Tell faults of the job, which stay, from faults of the moment, after which the same attempt may succeed.
+"""Tell faults of the job, which are permanent, from transient faults, after which the same attempt may succeed.
 
-A model that does not exist is a fault of the job; a full GPU, or a file system that is away, is one of the moment.
+A model that does not exist is a fault of the job; a full GPU, or an unavailable file system, is a transient fault.
 """
 
 import errno
@@ -13,23 +13,23 @@ from bombus.errors import BusUnavailable
 from bombus_trainer.publish.checkpoint import CheckpointLost
 
 DOUBLINGS_MAX = 32
-NO_ROOM = re.compile(rf"No space left on device|os error ({errno.ENOSPC}|{errno.EDQUOT})\b")  # also as Rust says it
+NO_ROOM = re.compile(rf"No space left on device|os error ({errno.ENOSPC}|{errno.EDQUOT})\b")  # also in Rust's wording
 OF_THE_MOMENT = (
     BusUnavailable,
-    CheckpointLost,  # which the run began at, so it was there
+    CheckpointLost,  # the run depends on it, so it existed before
     MemoryError,
     OSError,
     torch.AcceleratorError,
     torch.OutOfMemoryError,
     distributed.DistError,
 )
-OF_THE_JOB = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # OSErrors of a path that is wrong
+OF_THE_JOB = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # OSErrors that mean a wrong path
 
 
 def may_pass(error: BaseException, has_loaded: bool) -> bool:
-    """Return whether what raised `error` may succeed later with the same job.
+    """Return whether the work that raised `error` may succeed later with the same job.
 
-    `has_loaded` says that it did before: then the job is not at fault, whatever the error.
+    `has_loaded` means that the job has loaded before: then it is not at fault, whatever the error.
     """
     return has_loaded or any(
         isinstance(each, OF_THE_MOMENT) and not isinstance(each, OF_THE_JOB) for each in _with_causes(error)
@@ -37,7 +37,7 @@ def may_pass(error: BaseException, has_loaded: bool) -> bool:
 
 
 def lacks_room(error: BaseException) -> bool:
-    """Return whether a disk has no room for what was to be written, or no inodes or quota: others may make some."""
+    """Return whether a write failed for lack of disk space, inodes or quota, which an operator may free."""
     return any(
         (isinstance(each, OSError) and each.errno in (errno.ENOSPC, errno.EDQUOT)) or NO_ROOM.search(str(each))
         for each in _with_causes(error)
@@ -45,7 +45,7 @@ def lacks_room(error: BaseException) -> bool:
 
 
 def _with_causes(error: BaseException) -> list[BaseException]:
-    """Return the error and what it was raised from, such as the `OSError` of an `EngineFault`."""
+    """Return the error and its chain of causes, such as the `OSError` of an `EngineFault`."""
     found = [error]
     while (cause := found[-1].__cause__) is not None and cause not in found:
         found.append(cause)
@@ -53,12 +53,12 @@ def _with_causes(error: BaseException) -> list[BaseException]:
 
 
 def backoff(failures: int, first_s: float, most_s: float) -> float:
-    """Return how long to wait after so many failures in a row: twice as long after each."""
+    """Return how long to wait after so many failures in a row: doubled after each, up to `most_s`."""
     return min(first_s * 2.0 ** min(max(failures - 1, 0), DOUBLINGS_MAX), most_s)
 
 
 class LoadPatience:
-    """Says how long to wait before something that fails is tried again, until `limit_s` have passed since it first did.
+    """Decides how long to wait before a failed load is retried, until `limit_s` after its first failure.
 
     There is always a second attempt.
     """
@@ -71,7 +71,7 @@ class LoadPatience:
         self._began_s = 0.0
 
     def pause(self, now_s: float) -> float | None:
-        """Return how long to wait after one more failure, at `now_s`; None when there is no patience left."""
+        """Return how long to wait after one more failure, at `now_s`; None when `limit_s` have passed."""
         self.failures += 1
         if self.failures == 1:
             self._began_s = now_s

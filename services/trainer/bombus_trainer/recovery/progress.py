@@ -1,7 +1,7 @@
-"""Progress of a trainer's work: marks where it advances, and how long it may take to the next one, by its own pace.
+"""Track a trainer's work by the marks that it makes as it advances, and limit the time between marks by its own pace.
 
-Work runs in threads, which can be neither asked nor ended. So the code that works calls `advanced` where it iterates,
-and the event loop compares the marks with its clock (watch.py).
+Work runs in threads, which can be neither queried nor ended. So the working code calls `advanced` in its loops, and the
+event loop compares the marks with its clock (watch.py).
 """
 
 import asyncio
@@ -14,15 +14,15 @@ from enum import StrEnum
 from typing import TypeVar
 
 T = TypeVar("T")
-GENEROUS = 20.0  # a gap between two marks may be so many times the longest of the newest works of its kind
-NEWEST = 8  # works of a kind that make its pace
-STALLS = 3.0  # loads and what is stored make few marks: they may be still for so many times as long as other works
-SYNCED_BYTES_S = 50e6  # a slow disk takes what was written at this rate, and an fsync makes no mark
-SETTLED_S = 300.0  # the shortest limit of a pace: a file server may be away for minutes
+GENEROUS = 20.0  # a gap between two marks may be this many times the longest gap in recent works of its kind
+NEWEST = 8  # how many recent works of a kind determine its pace
+STALLS = 3.0  # loads and writes make few marks: their gaps may be this many times as long as those of other works
+SYNCED_BYTES_S = 50e6  # a slow disk's rate: an fsync of what was written makes no mark
+SETTLED_S = 300.0  # the shortest limit from a pace: a file server may be unavailable for minutes
 
 
 class Kind(StrEnum):
-    """Works of one kind have one pace."""
+    """A kind of work. Works of one kind share a pace."""
 
     LOAD = "load"
     STEP = "step"
@@ -40,7 +40,7 @@ STORING = (Kind.CHECKPOINT, Kind.WEIGHTS)
 class Work:
     """A piece of work in a thread, which writes `marks`, `stage` and `written_bytes`.
 
-    The others are written by `Works.look`. With a `limit_s` of its own, the pace of its kind does not matter.
+    The other counters are written by `Works.look`. `limit_s` replaces the limit from the pace of its kind.
     """
 
     kind: Kind
@@ -70,17 +70,17 @@ class WorkPace:
         self.works += 1
 
     def limit_s(self, first_s: float) -> float:
-        """Return how long a gap may be: `first_s` as long as the pace is not known."""
+        """Return how long a gap may be: `first_s` until the pace is known."""
         if not self.longest_s:
             return first_s
         return max(GENEROUS * max(self.longest_s), min(first_s, SETTLED_S))
 
 
 class Works:
-    """The works under way, and the paces of their kinds.
+    """The works in progress, and the paces of their kinds.
 
-    A work of a kind without a pace may be still for `first_s`, and for `storing_s` if it stores something, where that
-    is more.
+    Until the pace of its kind is known, a work may make no mark for `first_s`, or for `storing_s` if it stores
+    something and that is longer.
     """
 
     def __init__(self, first_s: float, storing_s: float = 0.0) -> None:
@@ -100,7 +100,7 @@ class Works:
             self._paces.setdefault(work.kind, WorkPace()).note(max(work.longest_s, work.still_s))
 
     def look(self, passed_s: float) -> Work | None:
-        """Let `passed_s` pass. Return a work that has been still for longer than it may."""
+        """Add `passed_s` to the time without a mark. Return a work that exceeds its limit, None if there is none."""
         for work in self._works:
             work.still_s += passed_s
             if work.marks != work.marks_seen:
@@ -109,7 +109,7 @@ class Works:
         return next((work for work in self._works if work.still_s > self.limit_s(work)), None)
 
     def limit_s(self, work: Work) -> float:
-        """Return how long a work may be still: long enough to make durable what it has written so far."""
+        """Return how long a work may make no mark: long enough for an fsync of all that it has written so far."""
         if work.limit_s is not None:
             return work.limit_s
         first_s = self._storing_s if work.kind in STORING else self._first_s
@@ -131,7 +131,7 @@ def watch_here(works: Works) -> None:
 
 
 async def in_thread(kind: Kind, what: str, work: Callable[[], T], limit_s: float | None = None) -> T:
-    """Run `work` in a thread, watched, so that the log is still followed: that is how a stop reaches a step."""
+    """Run `work` in a watched thread. The event loop keeps following the log, so that a stop reaches a step."""
     works = _watched.get()
     if works is None:
         return await asyncio.to_thread(work)
@@ -145,9 +145,9 @@ async def in_thread(kind: Kind, what: str, work: Callable[[], T], limit_s: float
 
 
 def advanced(stage: str = "", written_bytes: int = 0) -> None:
-    """Note that the work of this thread has advanced: to `stage` if it is given, by so many bytes if it writes some.
+    """Record a mark for this thread's work, with its new `stage` if given, and the bytes written since the last mark.
 
-    Without a watch nothing happens.
+    If the work is not watched, this does nothing.
     """
     work = _current.get()
     if work is not None:

@@ -1,4 +1,4 @@
-"""What a trainer does about failures of a run, and reports of them: it retries, waits, or stops."""
+"""Handle and report a run's failures in the trainer: retry, wait for the operator, or end the run."""
 
 import gc
 import logging
@@ -33,10 +33,10 @@ class RunReports:
         self._loads = 0
 
     async def booted(self, load: Callable[[], Awaitable[T]], has_loaded: Callable[[], bool]) -> T:
-        """Return what `load` loads.
+        """Return the result of `load`.
 
-        After a fault of the moment that is tried again, for a while with back-off, then when the operator resumes the
-        run. A job that cannot be trained ends the run, unless it `has_loaded` before.
+        After a transient fault the load is retried, for a while with back-off, then when the operator resumes the run.
+        A job that cannot be trained ends the run, unless it `has_loaded` before.
         """
         await self.until_resumed()
         patience = self._patience()
@@ -53,7 +53,7 @@ class RunReports:
                 if not may_pass(error, has_loaded=has_loaded()):
                     await self.give_up(reason)
                 is_damaged = isinstance(error, CheckpointDamaged)
-            gc.collect()  # so that the next attempt has the memory of this one
+            gc.collect()  # free this attempt's memory for the next one
             pause_s = None if is_damaged else patience.pause(perf_counter())
             if pause_s is not None:
                 await self.stage(f"loading the model failed, trying again: {reason}", f"failed-{self._loads}")
@@ -70,11 +70,11 @@ class RunReports:
         failed: Callable[[Exception, int, int], Awaitable[None]],
         let_go: Callable[[], None],
     ) -> NoReturn:
-        """Do `work` repeatedly until the run has ended. After a failure `let_go` frees what it has left in memory.
+        """Do `work` repeatedly until the run has ended. After a failure, `let_go` frees the memory that it still holds.
 
-        `failed` reports an error, the failures in a row, and the attempts in a row: an attempt that found a full disk
-        is no failure, and one that found no bus is neither. Raises `RunOver`, and `BackendLost` where only a new
-        process can go on.
+        `failed` is called with the error, the failures in a row, and the failed attempts in a row: a full disk counts
+        only as an attempt, and an unavailable bus as neither. Raises `RunOver`, or `BackendLost` if only a new process
+        can continue.
         """
         ownership, options = self._ownership, self._options
         failures = attempts = 0
@@ -109,7 +109,7 @@ class RunReports:
         return LoadPatience(self._options.retry_s, self._options.retry_s_max, self._options.load_patience_s)
 
     async def stage(self, stage: str, name: str) -> None:
-        """Say how far the run has booted."""
+        """Report the stage that a booting run has reached."""
         ownership = self._ownership
         if ownership.engine.phase == Phase.BOOTING:
             message = StageReached(
@@ -125,7 +125,7 @@ class RunReports:
             await ownership.wait(lambda engine: not engine.suspended)
 
     async def suspend(self, reason: str) -> None:
-        """Let the run wait for its operator."""
+        """Suspend the run until its operator resumes it."""
         ownership = self._ownership
         suspensions = ownership.engine.suspensions
         if not ownership.engine.waits_for_operator:
@@ -149,6 +149,6 @@ class RunReports:
 
 
 def reason_of(error: Exception) -> str:
-    """Describe an error in one sentence. Errors that are not ours need their type to be understood."""
+    """Describe an error in one sentence. The type of an error that is not ours is included."""
     why = str(error) if isinstance(error, BombusError) else f"{type(error).__name__}: {error}"
     return why[:REASON_CHARS_MAX]

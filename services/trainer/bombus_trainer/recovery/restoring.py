@@ -1,4 +1,4 @@
-"""From which checkpoint a run continues: the newest readable one, if the steps after it can be retrained (R11)."""
+"""Continue a run from its newest readable checkpoint whose later steps can be retrained (R11)."""
 
 import logging
 from collections.abc import Callable
@@ -23,9 +23,9 @@ ANEW = (
 def restored(load: Callable[[], TrainerBackend], engine: EngineState) -> tuple[TrainerBackend, int]:
     """Load a run's model from the newest checkpoint that can be read, and return it with that checkpoint's step.
 
-    The steps after it have to be kept, to be made again. Without any checkpoint it is the model as loaded, at step 0,
-    unless the run began at a checkpoint of an earlier one.
-    Raises `EngineFault` as `load` and `TrainerBackend.restore` do.
+    A checkpoint is used only if the steps after it are kept, so that they can be retrained. Without any checkpoint,
+    return the model as loaded, at step 0, unless the run began at an earlier run's checkpoint. Raises `EngineFault` if
+    none can be used, and as `load` and `TrainerBackend.restore` do.
     """
     reached(Point.TRAINER_MODEL_LOADING)
     executor, newest = load(), engine.step_done

@@ -1,7 +1,7 @@
-"""The trainer's watch on itself: say that it lives and what it does, and end the process when a thread of it hangs.
+"""The trainer's watchdog: send heartbeats with the current work, and end the process when one of its threads hangs.
 
 A thread that hangs in a kernel or a file system cannot be ended, so the process has to be: its supervisor starts
-another one. The clock of the watch stands still while the event loop does, as in a process that was stopped.
+another one. The watchdog's clock stops while the event loop does, as in a process that was stopped.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ EXIT_HUNG = 75  # the exit code of a process in which a thread hangs: EX_TEMPFAI
 
 
 class Watch:
-    """Watches the works of one trainer. Without `stall_s` it only says that the trainer lives."""
+    """Watches the works of one trainer. Without `stall_s` it only sends heartbeats."""
 
     def __init__(self, bus: Bus, options: TrainerOptions, ownership: RunOwnership) -> None:
         self.works = Works(options.stall_s, max(STALLS * options.stall_s, options.operation_timeout_s))
@@ -53,10 +53,10 @@ class Watch:
                 await self._end(hung)
 
     async def _end(self, hung: Work) -> None:
-        """Report what hangs and where, and end this process hard."""
+        """Report the work that hangs, log the stack of each thread, and end this process at once."""
         log.critical(
             "%s has made no progress for %.0f s, but its pace allows only %.0f s: this process ends, so that its "
-            "supervisor starts a new one. Where each of its threads was:",
+            "supervisor starts a new one. The stacks of its threads are:",
             *(hung, hung.still_s, self.works.limit_s(hung)),
         )
         faulthandler.dump_traceback()
@@ -73,7 +73,7 @@ class Watch:
             ownership.check()
             await ownership.send(fact)
         except RunOver:
-            log.info("run %d has already ended for it", ownership.run)
+            log.info("run %d has already ended for this trainer", ownership.run)
         logging.shutdown()
         os._exit(EXIT_HUNG)
 
@@ -94,4 +94,4 @@ class Watch:
             try:
                 await self._bus.inbox.send(alive)
             except BusUnavailable as error:
-                log.debug("a heartbeat waits for the bus: %s", error)
+                log.debug("a heartbeat could not be sent: %s", error)

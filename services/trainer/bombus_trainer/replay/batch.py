@@ -20,28 +20,28 @@ from bombus_trainer.data.sample_files import SUFFIXES, write
 from bombus_trainer.data.samples import Origin, Sample, samples_of, text_of
 from bombus_trainer.settings import TrainerSettings
 
-VOCABULARY_MAX = 2**31 - 1  # where the model's configuration is not on the log: any token that fits a record
+VOCABULARY_MAX = 2**31 - 1  # if the model's configuration is not on the log: any token that fits a record
 
 _files = msgspec.msgpack.Decoder(dict[str, bytes])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source_arguments(parser)
-    parser.add_argument("step", type=int, metavar="STEP", help="the optimizer step that trained the batch")
+    parser.add_argument("step", type=int, metavar="STEP", help="the optimizer step whose batch is written")
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="FILE", help=f"to be written: {' or '.join(SUFFIXES)}"
+        "--out", type=Path, required=True, metavar="FILE", help=f"the file to write: {' or '.join(SUFFIXES)}"
     )
     add_run_arguments(parser)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--engine", metavar="NAME", help="needed on a hive that has several")
+    parser.add_argument("--engine", metavar="NAME", help="the engine; required if the hive has several")
     parser.add_argument("--run", type=int, metavar="R", help="which run of the engine (default: the newest)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.out.suffix not in SUFFIXES:
-        complain(f"bombus replay batch: --out takes a file ending in {' or '.join(SUFFIXES)}")
+        complain(f"bombus replay batch: --out must be a file ending in {' or '.join(SUFFIXES)}")
         return 2
     try:
         return asyncio.run(_run(arguments))
@@ -66,7 +66,7 @@ async def _run(arguments: argparse.Namespace) -> int:
 
 
 async def batch_samples(source: Source, logged: LoggedRun, number: int) -> list[Sample]:
-    """Return the samples of a step's batch. Raises `NotOnLog`, and `LogCorrupted` when all of its calls are gone."""
+    """Return the samples of a step's batch. Raises `NotOnLog`, and `LogCorrupted` if all of its calls are gone."""
     step = logged.step(number)
     files = await _tokenizer(source, logged.tokenizer)
     max_staleness, auxiliary_calls = (
@@ -86,7 +86,7 @@ async def batch_samples(source: Source, logged: LoggedRun, number: int) -> list[
     prepared = prepare(read.groups, settings, vocabulary)
     if not prepared.is_estimated:
         complain(
-            f"the samples have no advantages: {settings.verl_adv_estimator} is verl's, computed in its environment"
+            f"the samples have no advantages: {settings.verl_adv_estimator} is verl's, computed only in its environment"
         )
     decode = None
     if "tokenizer.json" in files:

@@ -18,16 +18,16 @@ FAILED = "debug_rollouts_failed"
 
 
 def allowed_template(wanted: str, run_folder: Path, root: Path | None) -> str:
-    """Return the path of the files: below the run's folder, or below what the trainer's operator allows.
+    """Return the path template of the files: below the run's folder, or below `root`, which the operator allows.
 
-    Raises `EngineFault` for any other path: the sender of a job does not choose files on this machine.
+    Raises `EngineFault` for any other path: the sender of a job must not choose files on this machine.
     """
     path = Path(os.path.normpath(run_folder / wanted))
     allowed = [run_folder] if root is None else [run_folder, root]
     if not any(path.resolve().is_relative_to(folder.resolve()) for folder in allowed):
-        others = "start the trainer with --debug-root to allow others" if root is None else f"or one below {root}"
+        others = "; start the trainer with --debug-root to allow others" if root is None else f" or below {root}"
         raise EngineFault(
-            f"trainer.save_debug_rollout_data = {wanted!r} is refused: it takes a path below the run's folder; {others}"
+            f"trainer.save_debug_rollout_data = {wanted!r} is refused: the path must be below the run's folder{others}"
         )
     return str(path)
 
@@ -45,7 +45,7 @@ class DebugRollouts:
             log.warning("debug rollout data has no texts: %s", error)
 
     def save(self, origin: Origin, groups: Sequence[EpisodeGroup]) -> dict[str, float]:
-        """Write a step's file. Returns a metric of whether that failed, which is no reason to lose the step."""
+        """Write a step's file. Return a metric that tells whether writing failed, which does not fail the step."""
         path = Path(self._template.replace(ROLLOUT_ID, str(origin.step)))
         try:
             prepared = prepare(groups, self._backend.settings, self._backend.vocab_size)

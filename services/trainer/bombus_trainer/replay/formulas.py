@@ -12,7 +12,7 @@ from bombus_trainer.settings import TrainerSettings
 def call_advantages(group: Sequence[tuple[BatchEpisode, Sequence[CallRecord]]], job: RunConfig) -> list[list[float]]:
     """Return the advantage of each call of each episode of a group, as the job's estimator computes it.
 
-    Auxiliary calls that the job does not train have none, which is 0 here.
+    It is 0 for auxiliary calls that the job does not train on.
 
     Raises `ValueError` when an episode does not have one reward for each of its calls, or when the estimator needs
     more than the group.

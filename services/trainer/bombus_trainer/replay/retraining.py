@@ -1,4 +1,4 @@
-"""Train logged batches again, without inference: from a checkpoint that was kept, or from the model as loaded."""
+"""Retrain logged batches, without inference, from a kept checkpoint or from the model as loaded."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ Report = Callable[[str], None]
 
 
 class Trained(msgspec.Struct, frozen=True):
-    """A step that was repeated. `logged` are its metrics on the log, `sha256` is the digest of the weights after it."""
+    """A retrained step. `logged` are its metrics on the log; `sha256` is the digest of the weights after retraining."""
 
     step: int
     metrics: dict[str, float]
@@ -45,9 +45,9 @@ async def read_again(
     *,
     auxiliary_calls: bool,
 ) -> list[EpisodeGroup]:
-    """Read a batch that was trained, with the metrics `recorded`.
+    """Read the batch of a step that has been made. `recorded` are the step's metrics on the log.
 
-    Raises `LogCorrupted` when calls that were trained are gone from the log, `EngineFault` for rollout groups.
+    Raises `LogCorrupted` if calls that the step used are gone from the log, `EngineFault` for rollout groups.
     """
     if batch.taken:
         raise EngineFault(
@@ -58,9 +58,9 @@ async def read_again(
 
 
 def read_whole(read: ReadBatch, batch: BatchReady, recorded: Mapping[str, float]) -> list[EpisodeGroup]:
-    """Return the groups of a batch that was trained, with the metrics `recorded`, and was read again.
+    """Return the groups of a batch as `read` for retraining. `recorded` are the step's metrics on the log.
 
-    Raises `LogCorrupted` when more of it is gone than was then.
+    Raises `LogCorrupted` if more of the batch is missing now than when the step was made.
     """
     if len(read.lost) > int(recorded.get("episodes_left_out", 0)):
         why = next(iter(read.lost.values()))
@@ -72,16 +72,17 @@ class Retraining:
     """An executor that repeats the steps of a logged run."""
 
     def __init__(self, source: Source, logged: LoggedRun, executor: Executor) -> None:
-        self.step = 0  # the newest that the weights contain
+        self.step = 0  # the newest step that the weights include
         self.executor = executor
         self._source = source
         self._logged = logged
 
     @classmethod
     async def at(cls, source: Source, logged: LoggedRun, step: int, executor: Executor, report: Report) -> "Retraining":
-        """Start as near before or at `step` as a checkpoint allows, with an `executor` of the run's job at step 0.
+        """Start from the newest usable checkpoint up to `step`, with an `executor` of the run's job at step 0.
 
-        `report` is called with a line that says from where. Raises `EngineFault` when there is no place to start at.
+        Without such a checkpoint, start from the model as loaded. `report` is called with a line that says where this
+        starts. Raises `EngineFault` if the run began at a checkpoint and none is left.
         """
         made = cls(source, logged, executor)
         saved = await asyncio.to_thread(_newest_kept, logged, step, report)
@@ -101,7 +102,7 @@ class Retraining:
         return made
 
     async def make(self, step: int) -> Trained:
-        """Make the next step. Raises `LogCorrupted` when calls that the run has trained are gone from the log."""
+        """Make the next step. Raises `LogCorrupted` if calls that the run was trained on are gone from the log."""
         assert step == self.step + 1
         logged = self._logged.step(step)
         recorded = logged.done.metrics if logged.done is not None else {}
@@ -115,7 +116,7 @@ class Retraining:
         return Trained(step, metrics, recorded, seal, weights.sha256 if weights is not None else "")
 
     async def branch(self, settings: TrainerSettings, allow_download: bool) -> None:
-        """Go on with other settings. Raises `EngineFault` when they make another model of it."""
+        """Continue with other settings. Raises `EngineFault` if the state does not fit the model that they give."""
         tensors = self.executor.tensors()  # with the random generator's state, which loading a model resets
         self.executor = await asyncio.to_thread(load_executor, settings, allow_download)
         if self.step:
@@ -123,7 +124,7 @@ class Retraining:
 
 
 def logged_settings(logged: LoggedRun, step: int, device: str) -> TrainerSettings:
-    """Return the settings that the run's trainer had at a step: the job's, and how large its micro-batches were."""
+    """Return the settings that the run's trainer had at a step: the job's, and the size of its micro-batches."""
     done = logged.step(step).done
     bins = int(done.metrics.get("bin_tokens", 0)) if done is not None else 0
     return TrainerSettings.of_job(logged.job, device, bins)
@@ -148,7 +149,7 @@ def _newest_kept(logged: LoggedRun, step: int, report: Report) -> Checkpoint | N
 
 
 def logged_machine(done: StepCompleted) -> str:
-    """Return what the trainer ran on, from the step's checkpoint; "" when there is none."""
+    """Return the machine that the trainer ran on, from the step's checkpoint; "" if there is none."""
     try:
         return checkpoint.read_facts(Path(done.checkpoint), done.checkpoint_digest).machine
     except EngineFault:

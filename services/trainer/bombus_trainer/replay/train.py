@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a trainer setting of the branch, such as lr"
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where the branch's weights and metrics go")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the branch's weights and metrics")
     add_run_arguments(parser)
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
     parser.add_argument(
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="threads of torch on the CPU; 0: as many as the trainer had (default: %(default)s)",
     )
-    parser.add_argument("--allow-download", action="store_true", help="the model may be fetched from a hub")
+    parser.add_argument("--allow-download", action="store_true", help="allow downloading the model from a hub")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -80,7 +80,7 @@ def _check(arguments: argparse.Namespace) -> None:
     made_of_flags(TrainerOptions, options, {})  # refuses what a trainer refuses
     if arguments.step is not None:
         if arguments.last is not None or arguments.set or arguments.out is not None:
-            raise Refused(Code.MALFORMED, "--to, --set and --out belong to a branch: give --from in place of --step")
+            raise Refused(Code.MALFORMED, "--to, --set and --out belong to a branch: pass --from instead of --step")
         return
     if arguments.last is None or arguments.out is None:
         raise Refused(Code.MALFORMED, "a branch needs --from A --to B --out DIR")
@@ -90,7 +90,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise Refused(Code.MALFORMED, f"{arguments.out} is not empty: name another --out, or remove it")
 
 
-# ---- a step again -----------------------------------------------------------------------------------------------
+# ---- retraining a step ------------------------------------------------------------------------------------------
 
 
 async def again(source: Source, logged: LoggedRun, step: int, arguments: argparse.Namespace) -> int:
@@ -107,13 +107,13 @@ async def again(source: Source, logged: LoggedRun, step: int, arguments: argpars
     if trained.agrees:
         _say(f"step {step} matches: its weights are identical to version {step}, sha256 {trained.sha256}")
         return 0
-    _say(f"step {step} does not agree: version {step} is sha256 {trained.logged_sha256}, here it is {trained.sha256}")
+    _say(f"step {step} does not match: on the log it has sha256 {trained.logged_sha256}, but here {trained.sha256}")
     _say(_explanation(logged, trained, settings.device))
     return 1
 
 
 def _prepare(logged: LoggedRun, step: int, arguments: argparse.Namespace) -> TrainerSettings:
-    """Use as many threads as the trainer had, which decide the order of sums, and return its settings at the step."""
+    """Use the trainer's number of threads, which decides the order of sums, and return its settings at the step."""
     done = logged.step(step).done
     recorded = int(done.metrics.get("torch_threads", 0)) if done is not None else 0
     if arguments.threads or recorded:
@@ -128,7 +128,7 @@ def _verdict(trained: Trained) -> str:
 
 
 def _explanation(logged: LoggedRun, trained: Trained, device: str) -> str:
-    """Say why the bytes may differ without anything being wrong, as far as that can be known."""
+    """Say why the bytes may differ although nothing is wrong, as far as that can be known."""
     here = this_machine(device)
     done = logged.step(trained.step).done
     trained_on = logged_machine(done) if done is not None else ""
@@ -140,9 +140,7 @@ def _explanation(logged: LoggedRun, trained: Trained, device: str) -> str:
     if trained_on:
         return f"the machine is the same ({here}): a difference here means that the model, the log or the code changed"
     if threads and threads != torch.get_num_threads():
-        return (
-            f"it was made with {threads} threads, here with {torch.get_num_threads()}: run it with --threads {threads}"
-        )
+        return f"it was made with {threads} threads, here with {torch.get_num_threads()}: pass --threads {threads}"
     return (
         f"this is {here}; the machine that made the step is not known, as there is no checkpoint of it. On another "
         "machine, or with another version of torch, the last bits differ"
@@ -179,9 +177,9 @@ async def branch(source: Source, logged: LoggedRun, arguments: argparse.Namespac
 
 
 def changed(job: RunConfig, assignments: list[str]) -> RunConfig:
-    """Return the job with some of its trainer's settings changed, and those whose defaults follow from them.
+    """Return the job with some trainer settings changed, and with defaults that follow from these changed too.
 
-    Raises `Refused` for a setting that does not exist, or a value that it does not take.
+    Raises `Refused` for an unknown setting or an invalid value.
     """
     tree = {**job.model_dump(mode="json"), "trainer": job.trainer.own_choices()}
     names: dict[str, str] = {}  # how a refusal names the settings
@@ -189,7 +187,7 @@ def changed(job: RunConfig, assignments: list[str]) -> RunConfig:
         name, equals, text = assignment.partition("=")
         group, _, field = name.rpartition(".")
         if not equals or group not in ("", "trainer"):
-            raise Refused(Code.BAD_CONFIG, f"--set {assignment} is refused: it takes trainer settings, such as lr=1e-4")
+            raise Refused(Code.BAD_CONFIG, f"--set {assignment} is refused: pass a trainer setting, such as lr=1e-4")
         tree["trainer"][field] = _value(text)
         names[f"trainer.{field}"] = f"--set {name}"
     return validated(tree, names)
@@ -212,12 +210,12 @@ def _write_metrics(path: Path, logged: LoggedRun, assignments: list[str], steps:
 
 
 def _line(trained: Trained) -> str:
-    """Format a step as `step 3: loss 0.01 (log 0.02), grad_norm 0.5`, with the log's value where it differs."""
+    """Format a step as `step 3: loss 0.01 (log 0.02), grad_norm 0.5`, with the log's value if it differs."""
     parts = []
     for name in (each for each in SHOWN if each in trained.metrics):
         ours, logged = f"{trained.metrics[name]:.4g}", f"{trained.logged.get(name, trained.metrics[name]):.4g}"
         parts.append(f"{name} {ours}" if ours == logged else f"{name} {ours} (log {logged})")
-    return f"step {trained.step}: {', '.join(parts) or 'nothing was trained'}"
+    return f"step {trained.step}: {', '.join(parts) or 'nothing to train on'}"
 
 
 def _say(line: str) -> None:

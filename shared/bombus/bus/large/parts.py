@@ -1,6 +1,6 @@
 """Store a body in parts of a stream, and read it back by its reference.
 
-Parts of several writers interleave, so a reference lists the sequence of each of its own.
+Parts from several writers interleave, so a reference lists the sequences of all its parts.
 """
 
 import asyncio
@@ -16,18 +16,18 @@ ATTEMPTS_MAX = 3
 
 
 class Parts:
-    """The bodies in one stream of a hive: those of its operations, unless another one is named."""
+    """The bodies in one stream of a hive, by default the stream of its operations."""
 
     def __init__(self, bus: Bus, stream: str = "") -> None:
         self._bus = bus
         self._stream = stream or bus.subjects.ops_stream
 
     async def store(self, subject: str, body: bytes, timeout_s: float = 30.0, known: bytes = b"") -> BodyRef:
-        """Store a body, and return its reference once all of it is durable. Its digest may be `known`.
+        """Store a body, and return its reference once all of it is durable. `known` is its digest, if known.
 
-        Each call stores it anew, because the copy of an earlier call may be purged already: what makes an operation one
-        is its key. Raises `Refused` for a body over the limit, `BusUnavailable` when not all of it is acknowledged
-        within `timeout_s` or the stream is full; the parts that were stored are purged in time.
+        Each call stores a new copy, because that of an earlier call may have been purged already; an operation is
+        identified by its key. Raises `Refused` for a body over the limit, `BusUnavailable` when not all of it is
+        acknowledged within `timeout_s` or the stream is full; the parts that were stored are purged later.
         """
         if len(body) > BODY_BYTES_MAX:
             raise Refused(
@@ -44,11 +44,11 @@ class Parts:
         raise BusUnavailable(f"{subject}: the server did not say where it stored a body in {ATTEMPTS_MAX} attempts")
 
     async def fetch(self, ref: BodyRef) -> bytes:
-        """Return a body. Raises `LogCorrupted` when a part is gone, or is not one of those that were stored."""
+        """Return a body. Raises `LogCorrupted` if a part is gone or differs from what was stored."""
         stored = await self._bus.get_many(self._stream, ref.seqs)
         body = b"".join(each.data for each in stored)
         if len(body) != ref.size or await _digest(body) != ref.digest:
-            raise LogCorrupted(f"the body at {ref.first} of {self._stream} is not the one that was referenced")
+            raise LogCorrupted(f"the body at {ref.first} of {self._stream} differs from the one that was referenced")
         return body
 
     async def _publish(self, subject: str, body: bytes, timeout_s: float) -> list[PubAck]:
@@ -68,7 +68,7 @@ class Parts:
             raise
 
     async def _is_there(self, ref: BodyRef) -> bool:
-        """Return whether these are the parts: with several replicas a repeat may be answered with another sequence."""
+        """Return whether `ref` is right: with several replicas, a repeat may be acknowledged with another sequence."""
         try:
             await self.fetch(ref)
         except LogCorrupted:
@@ -77,5 +77,5 @@ class Parts:
 
 
 async def _digest(body: bytes) -> bytes:
-    """Return the digest of a body: of a large one while others go on, since hashing keeps no lock of Python."""
+    """Return the digest of a body. A large one is hashed in a thread, since hashing releases the GIL."""
     return digest(body) if len(body) <= PART_BYTES_MAX else await asyncio.to_thread(digest, body)

@@ -1,6 +1,6 @@
-"""`bombus run-api`: Atropos's trajectory API where its own server has it, kept on a log.
+"""`bombus run-api`: serves Atropos's trajectory API at the port of Atropos's own server, and keeps it on a log.
 
-It is a hive of one engine without a trainer or replicas, whose trainer and inference are somebody else's.
+It runs a hive of one engine without a trainer or replicas; training and inference are external.
 """
 
 import argparse

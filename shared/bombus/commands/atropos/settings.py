@@ -9,7 +9,7 @@ from bombus.terminal import say
 
 URL = "http://127.0.0.1:8000"
 SERVER_TYPES = ("openai", "vllm", "sglang")
-CHECKED_BY_CHAT = ("openai", "sglang")  # every second, with a completion that would be recorded
+CHECKED_BY_CHAT = ("openai", "sglang")  # clients check these every second with a completion, which would be recorded
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="vllm",
         help="how environments talk to it: chat completions, or /generate with logprobs (default: %(default)s)",
     )
-    parser.add_argument("--model", metavar="NAME", help="the model, whose tokenizer environments load")
+    parser.add_argument("--model", metavar="NAME", help="the model whose tokenizer environments load")
     parser.add_argument(
         "--with-key",
         action="store_true",
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def settings_lines(arguments: argparse.Namespace) -> list[str]:
-    """Return what is printed. Raises `Refused(BAD_CONFIG)` for an address that is none."""
+    """Return the lines to print. Raises `Refused(BAD_CONFIG)` for an invalid address."""
     groups = _below(_address("--url", arguments.url), arguments.engine, arguments.with_key)
     if arguments.inference_url:
         sampling = f"{_address('--inference-url', arguments.inference_url).removesuffix('/v1')}/v1"
@@ -93,7 +93,7 @@ def _address(flag: str, given: str) -> str:
         or not rest
         or any(char in "?#" or not char.isprintable() for char in url)
     ):
-        raise Refused(Code.BAD_CONFIG, f"{flag} {given!r} is refused: it takes an address such as {URL}")
+        raise Refused(Code.BAD_CONFIG, f"{flag} {given!r} is refused: it must be an address such as {URL}")
     return url
 
 

@@ -17,8 +17,8 @@ CHECKS = ("plays", "gold", "range", "determinism", "isolation", "leaks")
 EPILOG = """\
 Each task is played without a model: once with no calls at all, and once with the calls of `gold(self, task)`, if the
 class has it. `gold` returns a list of ("tool", {"argument": value}), with the answer as text at its end. For a class
-with `play` it returns a list of the model's answers. The task is then played again, also with another instance beside
-it, and what is left behind after `close` is reported.
+with `play` it returns a list of the model's answers. The task is then played again, once with another instance beside
+it, and everything left behind after `close` is reported.
 
 example:
   bombus env validate my_env:Counter --task tasks.jsonl --gold
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--task",
         type=Path,
         metavar="FILE",
-        help=f"tasks, a JSON object in each line; the first {TASKS_MAX} are played (default: one empty task)",
+        help=f"tasks, a JSON object per line; the first {TASKS_MAX} are played (default: one empty task)",
     )
     parser.add_argument("--gold", action="store_true", help="fail a class without a gold solution")
 
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _checked(validation: ClassValidation, tasks: Sequence[Task]) -> list[tuple[str, list[CheckedTask]]]:
-    """Return what was found for each task. Those that share an id are distinguished by their places in the file."""
+    """Return the findings for each task. Tasks that share an id are distinguished by their places in the file."""
     shared = Counter(task.task_id for task in tasks)
     return [
         (

@@ -1,4 +1,4 @@
-"""`bombus eval`: plays tasks with the policy that a hive trains, once or after each Nth version; none is trained on."""
+"""`bombus eval`: plays tasks with the policy that a hive trains, once or after each Nth version, without training."""
 
 import argparse
 import asyncio
@@ -135,7 +135,7 @@ async def _evaluate(options: EvalOptions, opened: Sequence[TaskSet]) -> int:
 async def _follow(
     options: EvalOptions, every: int, client: AsyncSwarmClient, data_sets: Sequence[EvalSet], scores: ScoreFile | None
 ) -> int:
-    """Evaluate again and again, until the engine is no longer running. A pass that fails is not the last one."""
+    """Evaluate repeatedly until the engine is no longer running. A failed pass does not end this."""
     schedule = EvalSchedule(every)
     has_rewards = False
     while (due := await wait_until_due(client, schedule)) is not None:
@@ -146,7 +146,7 @@ async def _follow(
         except (BadRequest, Unauthorized):
             raise  # the next pass would be refused, too
         except (ServerFailed, SwarmError) as error:
-            complain(f"bombus eval: version {version}: {error}", "The next version is evaluated all the same.")
+            complain(f"bombus eval: version {version}: {error}", "The next version will still be evaluated.")
         has_rewards |= board.has_rewards
         if skipped := schedule.played(run, next(iter(board.evaluation.versions), version)):
             names = ", ".join(map(str, skipped[:8])) + (" and more" if len(skipped) > 8 else "")
@@ -156,7 +156,7 @@ async def _follow(
 
 
 class EvalBoard:
-    """What is printed of one pass: a line for each episode, then a table by data set and version."""
+    """Prints one pass: a line for each episode, then a table by data set and version."""
 
     def __init__(self, options: EvalOptions, client: AsyncSwarmClient, scores: ScoreFile | None) -> None:
         self.evaluation = Evaluation(client, self._report, at_once=options.at_once, claim=options.claim)
@@ -170,7 +170,7 @@ class EvalBoard:
         return any(summary.rewards for summary in self._summaries.values())
 
     async def play(self, data_sets: Sequence[EvalSet]) -> None:
-        """Play all data sets once, and print what became of them, also when that is interrupted."""
+        """Play all data sets once, and print the results, even if that is interrupted."""
         try:
             await self.evaluation.play(data_sets, self._repeat)
         finally:
@@ -188,7 +188,7 @@ class EvalBoard:
         say(score.line(), flush=True)
 
     def _close(self) -> None:
-        """Print the table of what was played."""
+        """Print the table of the episodes that were played."""
         if not self._summaries:
             return
         summaries = list(self._summaries.values())
@@ -204,7 +204,7 @@ class EvalBoard:
                 "collection.drain_s at most; with a larger --at-once, or a smaller -n, more of them end in time"
             )
         if len(versions) > 1:
-            say("the policy changed meanwhile: each row covers what one version has sampled, or what several have")
+            say("the policy changed meanwhile: each row covers what one version sampled, or several together")
         if len(self.evaluation.versions) > 1:
             say("with a larger --claim, more episodes play the same version")
         say("", flush=True)

@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _names(family: TaskFamily) -> list[TaskName] | None:
-    """Return the names of a family, None where it is not installed or not usable."""
+    """Return the names of a family, or None if it is not installed or not usable."""
     if not is_installed(family):
         return None
     try:

@@ -29,7 +29,7 @@ from bombus.terminal import complain, escaped, say
 
 ASK_S = 30.0  # for the list of models
 KEY_VARIABLE = "OPENAI_API_KEY"
-NO_KEY = "none"  # for servers that want no key; an empty header would be malformed
+NO_KEY = "none"  # for servers that require no key; an empty header would be malformed
 HIVE = "bombus"  # the owner of the models that a hive lists
 EPILOG = """\
 example:
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_play_arguments(
         parser,
         task="the tasks, such as reasoning_gym:leg_counting; may be given several times",
-        engine="an OpenAI-compatible server; /v1 is added where it is missing",
+        engine="an OpenAI-compatible server; /v1 is added if it is missing",
     )
     add_settings_arguments(parser, RunOptions)
 
@@ -138,7 +138,7 @@ class RunBoard:
         sys.stdout.flush()
 
     def close(self, model: str) -> None:
-        """Print the table of what was played."""
+        """Print the table of the episodes that were played."""
         if self._is_terminal:
             sys.stdout.write("\r\x1b[2K")
         cut = "" if self._done == self._total else f" of {self._total}"
@@ -167,7 +167,7 @@ class _Models(msgspec.Struct):
 
 
 async def _first_model(base_url: str) -> str:
-    """Return the first model that a server lists. Raises `BombusError` where it lists none."""
+    """Return the first model that a server lists. Raises `BombusError` if it lists none."""
     trusts = not is_loopback(httpx.URL(base_url).host)
     try:
         async with httpx.AsyncClient(timeout=ASK_S, trust_env=trusts, verify=certificates(trusts)) as client:

@@ -1,1 +1,1 @@
-"""What environments run on: simulators and sandboxes in their own processes, one for each session."""
+"""Backends that environments run on: simulators and sandboxes in separate processes, one for each session."""

@@ -1,4 +1,4 @@
-"""Folders of backends: whatever was written into one is removed, also after a server that was killed."""
+"""Folders of backends. They are removed with all their contents, even if their server was killed."""
 
 import asyncio
 import fcntl
@@ -14,21 +14,21 @@ from bombus.machine.process import kill
 log = logging.getLogger(__name__)
 
 PREFIX = "bombus-backend-"
-LOCK = ".server"  # in each folder, and locked for as long as the process lives that made it
+LOCK = ".server"  # in each folder, and locked while the process that made the folder is alive
 
 
 class BackendFolder:
-    """A new folder for what a backend writes."""
+    """A new folder for the files that a backend writes."""
 
     def __init__(self, kind: str) -> None:
-        """`kind` is a part of the folder's name. Raises `OSError` when none can be made."""
+        """`kind` is a part of the folder's name. Raises `OSError` if the folder cannot be made."""
         self.path = tempfile.mkdtemp(prefix=f"{PREFIX}{kind}-")
         self._lock = _locked(Path(self.path))
         if self._lock is None:
-            raise OSError(f"{self.path} was mistaken for one that a server left behind: make another one")
+            raise OSError(f"{self.path} was mistaken for a folder left by a killed server: make another one")
 
     async def remove(self) -> None:
-        """Remove the folder with all that is in it. Raises `OSError` when something is left."""
+        """Remove the folder and its contents. Raises `OSError` if something is left."""
         await _remove(self.path)
         if self._lock is not None:
             os.close(self._lock)
@@ -36,7 +36,7 @@ class BackendFolder:
 
 
 async def empty_folder(path: str) -> None:
-    """Remove all that is in a folder, as deep as it may be, and whatever its permissions. Raises `OSError`."""
+    """Remove all contents of a folder, at any depth and with any permissions. Raises `OSError`."""
     owner = os.stat(path)
     await _remove(path)
     os.mkdir(path, 0o700)
@@ -45,25 +45,25 @@ async def empty_folder(path: str) -> None:
 
 
 class FolderUse(msgspec.Struct, frozen=True):
-    """What a folder takes on the disk."""
+    """The disk usage of a folder."""
 
     megabytes: int
-    files: int  # and folders, and links
+    files: int  # including folders and links
 
 
 async def use_of(path: str) -> FolderUse:
-    """Return what a folder takes. What cannot be read is not counted."""
+    """Return the disk usage of a folder. Anything that cannot be read is not counted."""
     return FolderUse(*await asyncio.gather(_counted("-m", path), _counted("--inodes", path)))
 
 
 async def _counted(what: str, path: str) -> int:
     _, printed = await _run("du", "-s", what, "--", path)
-    last = printed.splitlines()[-1:]  # after what it says of folders that it could not read
+    last = printed.splitlines()[-1:]  # the lines before it are about folders that could not be read
     return int(last[0].split()[0]) if last and last[0][:1].isdigit() else 0
 
 
 async def remove_left_folders() -> int:
-    """Remove the folders that killed servers left, and return how many there were."""
+    """Remove the folders left by killed servers, and return how many there were."""
     removed = 0
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         try:
@@ -79,7 +79,7 @@ async def remove_left_folders() -> int:
 
 
 def _locked(folder: Path, is_new: bool = True) -> int | None:
-    """Return the lock of a folder as a descriptor. It is None if the server is alive, or the folder has no lock."""
+    """Lock a folder, and return the lock's file descriptor, or None if its server is alive or it has no lock file."""
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if is_new else 0)
     try:
         lock = os.open(folder / LOCK, flags, 0o600)
@@ -94,7 +94,7 @@ def _locked(folder: Path, is_new: bool = True) -> int | None:
 
 
 async def _remove(path: str) -> None:
-    """Remove a folder. The programs follow folders that lie deeper in each other than Python's functions can."""
+    """Remove a folder. The programs used here can follow deeper nesting than Python's functions."""
     if not os.path.lexists(path):
         return
     if os.geteuid() != 0:
@@ -105,9 +105,9 @@ async def _remove(path: str) -> None:
 
 
 async def _run(*words: str) -> tuple[int, str]:
-    """Run a program that soon ends by itself, and return its exit code and what it printed.
+    """Run a short-lived program, and return its exit code and output.
 
-    Nothing runs between fork and exec, so that this process, which may be large, is not copied for it.
+    Nothing runs between fork and exec, so that this process, which may be large, is not copied.
     """
     process = await asyncio.create_subprocess_exec(
         *words,
@@ -117,7 +117,7 @@ async def _run(*words: str) -> tuple[int, str]:
     )
     try:
         printed, _ = await process.communicate()
-    except BaseException:  # cancelled, such as at the end of its time
+    except BaseException:  # cancelled, such as by a time limit
         kill(process)
         await process.wait()
         raise

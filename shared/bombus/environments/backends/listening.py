@@ -1,17 +1,17 @@
-"""Find out which process listens at a port. A free port may be taken by another program before a backend binds it."""
+"""Find out which process listens on a port. Another program may bind a free port before a backend does."""
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 PROC = Path("/proc")
-_LISTENS = "0A"  # the state of a listening socket in the kernel's table
+_LISTENS = "0A"  # the code of the state LISTEN in the kernel's table
 
 
 def listens(pid: int, port: int) -> bool:
-    """Return whether a process, or one that it has started, listens at a TCP port.
+    """Return whether a process or one of its descendants listens on a TCP port.
 
-    If the kernel does not tell, return True.
+    If the kernel does not provide this information, return True.
     """
     if not (PROC / "net" / "tcp").exists():
         return True
@@ -20,7 +20,7 @@ def listens(pid: int, port: int) -> bool:
 
 
 def _inodes(port: int) -> Iterator[str]:
-    """Yield the numbers of the sockets that listen at a port."""
+    """Yield the inode numbers of the sockets that listen on a port."""
     for table in (PROC / "net" / "tcp", PROC / "net" / "tcp6"):
         if not table.exists():
             continue
@@ -41,9 +41,9 @@ def _with_children(pid: int) -> Iterator[int]:
 
 
 def _links(pid: int) -> Iterator[str]:
-    """Yield what the open files of a process are."""
+    """Yield the targets of a process's file descriptors."""
     try:
         for descriptor in (PROC / str(pid) / "fd").iterdir():
             yield os.readlink(descriptor)
-    except OSError:  # it has ended, or closed one meanwhile
+    except OSError:  # the process has ended, or has just closed one
         return

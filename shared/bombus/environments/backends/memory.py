@@ -1,4 +1,4 @@
-"""How much memory a process and its descendants take together, as Linux counts it."""
+"""How much memory a process and its descendants use together, as counted by Linux."""
 
 import contextlib
 import os
@@ -8,9 +8,10 @@ PROC = "/proc"
 
 
 def memory_of(leader: int, suspicious: int) -> int:
-    """Return the bytes that a process and its descendants take, and their files in memory.
+    """Return the memory in bytes of a process and its descendants, including their in-memory files.
 
-    Up to `suspicious` bytes, pages that several of them share are counted several times, which is quick to find out.
+    Shared pages are counted once per process in a quick first estimate; they are counted exactly only if that estimate
+    is above `suspicious` bytes.
     """
     processes = list(_descendants(leader))
     roughly = sum(_kilobytes(f"{PROC}/{each}/status", "RssAnon:", "RssShmem:") for each in processes)
@@ -21,7 +22,7 @@ def memory_of(leader: int, suspicious: int) -> int:
 
 
 def _descendants(leader: int) -> Iterator[int]:
-    """Yield a process and its descendants. One that is orphaned in its namespace has a parent there."""
+    """Yield a process and its descendants. A process orphaned inside its PID namespace is reparented within it."""
     left = [leader]
     while left:
         yield (process := left.pop())
@@ -35,7 +36,7 @@ def _kilobytes(path: str, *names: str) -> int:
 
 
 def _files_in_memory(processes: list[int]) -> int:
-    """Return the bytes of files that have no name in any folder, such as those of `memfd_create`."""
+    """Return the total size in bytes of open in-memory files without a name, such as those made by `memfd_create`."""
     found: dict[int, int] = {}
     for process in processes:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""A pool of backends. Each is bound to one session from `take` to `give_back`, and is cleaned before the next one."""
+"""A pool of backends. Each is bound to one session from `take` to `give_back`, and scrubbed before the next one."""
 
 import asyncio
 import logging
@@ -15,18 +15,18 @@ from bombus.sdk.errors import InfraError
 log = logging.getLogger(__name__)
 
 START_TRIES = 3
-PAUSE_S = 5.0  # before a backend that could not be started is tried again; it doubles up to
+PAUSE_S = 5.0  # before another attempt to start a backend that failed to start; doubles up to
 PAUSE_S_MAX = 60.0
-CALL_S = 10.0  # for a scrub, for a question whether a backend is healthy, and for its end
-IDLE_CALL_S = 3.0  # for that question to one that does nothing: a client waits, and another backend may be ready
+CALL_S = 10.0  # for a scrub, a health check or a stop
+IDLE_CALL_S = 3.0  # for the health check of an idle backend: a client waits, and another one may be ready
 
 
 class BackendPool:
     """Keeps `size` backends that can be in use at once, and `spares` more that take the place of dead ones.
 
-    `make(number)` makes the backend with that number, from 0 to `size + spares - 1`, without starting it. A backend
-    that dies or cannot be scrubbed is stopped, and one with the same number is started in its place. If that fails, it
-    is tried again, `pause_s` seconds after the first failure, until it succeeds.
+    `make(number)` creates the backend with that number, from 0 to `size + spares - 1`, without starting it. A backend
+    that dies or cannot be scrubbed is stopped, and one with the same number is started in its place. If that fails,
+    starting is retried until it succeeds, first after `pause_s` seconds.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class BackendPool:
         pause_s: float = PAUSE_S,
     ) -> None:
         if size < 1 or spares < 0:
-            raise ValueError(f"a pool has at least 1 backend and 0 spares, not {size} and {spares}")
+            raise ValueError(f"a pool must have at least 1 backend and 0 spares, not {size} and {spares}")
         self.size = size
         self.exhausted = f"{kind} pool exhausted"
         self._make = make
@@ -49,8 +49,8 @@ class BackendPool:
         self._all: dict[int, Backend] = {}
         self._unscrubbed: set[str] = set()  # sessions whose backend is replaced when they end
         self._replacing: set[asyncio.Task[None]] = set()
-        self._starting: set[int] = set()  # those that are expected soon: they have not failed to start yet
-        self._changed = asyncio.Event()  # of these sets and queues; each change has an event of its own
+        self._starting: set[int] = set()  # numbers of backends expected soon: they have not failed to start yet
+        self._changed = asyncio.Event()  # set when these sets and queues change; then replaced by a new event
         self._closed = False
 
     async def __aenter__(self) -> Self:
@@ -71,10 +71,10 @@ class BackendPool:
         return {"ready": len(self._ready), "bound": len(self._bound), "replacing": len(self._replacing)}
 
     async def take(self, session: str) -> Backend:
-        """Bind a backend that answers to a session; for a session that has one, return that.
+        """Bind a healthy backend to a session. If the session already has one, return that.
 
-        Raises `EnvironmentsBusy` when all are in use, and `EnvironmentLost` when none works. Where
-        all that are free are being replaced, it waits for one.
+        Raises `EnvironmentsBusy` if all are in use, and `EnvironmentLost` if none works. If all free ones are being
+        replaced, waits for one.
         """
         if session in self._bound:
             return self._bound[session][1]
@@ -88,14 +88,14 @@ class BackendPool:
             if await self._answers(backend, IDLE_CALL_S):
                 return backend
             del self._bound[session]
-            log.warning("backend %d at %s does not answer, and is replaced", number, backend.address)
+            log.warning("backend %d at %s does not respond, and is replaced", number, backend.address)
             self._replace(number)
-        raise EnvironmentLost(f"none of {self.size} backends works: the log of the server says why")
+        raise EnvironmentLost(f"none of the {self.size} backends works: see the server's log for the reason")
 
     async def renew(self, session: str) -> None:
-        """Scrub the backend of a session, which keeps it. Raises `InfraError` when that fails.
+        """Scrub the backend of a session, which keeps it. Raises `InfraError` if that fails.
 
-        That backend is not scrubbed again, but replaced, when the session gives it back.
+        After a failure, the backend is not scrubbed again but replaced when the session gives it back.
         """
         number, backend = self._bound.get(session, (0, None))
         if backend is None:
@@ -103,22 +103,23 @@ class BackendPool:
         try:
             async with asyncio.timeout(CALL_S):
                 await backend.scrub()
-        except Exception as error:  # a backend may raise anything, and its session must not be used again then
+        except Exception as error:  # a backend may raise anything; its session must not be used after that
             self._unscrubbed.add(session)
             if isinstance(error, InfraError):
                 raise
             raise EnvironmentLost(f"backend {number} could not be scrubbed: {in_one_line(error)}") from error
 
     async def check(self, session: str) -> None:
-        """Raise `EnvironmentLost` when the backend of a session no longer answers."""
+        """Raise `EnvironmentLost` if the backend of a session no longer responds."""
         number, backend = self._bound.get(session, (0, None))
         if backend is None or not await self._answers(backend):
             raise EnvironmentLost(f"backend {number} of this session has died")
 
     async def give_back(self, session: str, in_use: bool = False) -> None:
-        """Release a session's backend, whether or not it can be scrubbed. Doing it again does nothing.
+        """Release a session's backend, even if it cannot be scrubbed. Repeating this does nothing.
 
-        One that may be `in_use` by code of the session that goes on, such as a thread, is replaced, and not scrubbed.
+        If it may be `in_use` by code of the session that is still running, such as a thread, it is replaced rather than
+        scrubbed.
         """
         number, backend = self._bound.pop(session, (0, None))
         was_unscrubbed = session in self._unscrubbed
@@ -126,7 +127,7 @@ class BackendPool:
         if backend is None:
             return
         if was_unscrubbed or in_use:
-            why = "could not be scrubbed" if was_unscrubbed else f"may be in use by what session {session} left running"
+            why = "could not be scrubbed" if was_unscrubbed else f"may be in use by code of session {session}"
             log.warning("backend %d %s, and is replaced", number, why)
             self._replace(number)
             return
@@ -134,7 +135,7 @@ class BackendPool:
             async with asyncio.timeout(CALL_S):
                 await backend.scrub()
                 healthy = await backend.is_healthy()
-        except Exception as error:  # whatever a backend raises, it is unknown what was scrubbed
+        except Exception as error:  # a backend may raise anything; it is unknown what was scrubbed
             log.warning("backend %d could not be scrubbed, and is replaced: %s", number, in_one_line(error))
             healthy = False
         except BaseException:  # cancelled: it is unknown what was scrubbed
@@ -162,11 +163,11 @@ class BackendPool:
             backend = self._all[number] = self._make(number)
             try:
                 await backend.start()
-            except Refused:  # this machine has no such backends, however often it is asked
+            except Refused:  # this machine cannot run such backends, so a retry is useless
                 await self._stop(number)
                 raise
-            except Exception as error:  # whatever it raises, it is stopped, and tried again
-                log.warning("backend %d does not start: %s", number, in_one_line(error))
+            except Exception as error:  # a backend may raise anything; it is stopped, and its start retried
+                log.warning("backend %d did not start: %s", number, in_one_line(error))
                 await self._stop(number)
                 if not left:
                     raise
@@ -190,7 +191,7 @@ class BackendPool:
         while True:
             try:
                 await self._start(number)
-            except Exception as error:  # a slot without a backend is of no use: it is tried again
+            except Exception as error:  # a slot without a backend is useless: the start is retried
                 log.error("backend %d is out of use for %.3g s: %s", number, pause_s, in_one_line(error))
             else:
                 return
@@ -200,7 +201,7 @@ class BackendPool:
             pause_s = min(2 * pause_s, PAUSE_S_MAX)
 
     def _tell(self) -> None:
-        """Wake those that wait for a change."""
+        """Wake all callers that wait for a change."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -211,13 +212,13 @@ class BackendPool:
         try:
             async with asyncio.timeout(CALL_S):
                 await backend.stop()
-        except Exception as error:  # the backend is given up in any case
+        except Exception as error:  # the backend is dropped in any case
             log.error("backend %d at %s was not stopped: %s", number, backend.address, in_one_line(error))
 
     async def _answers(self, backend: Backend, limit_s: float = CALL_S) -> bool:
         try:
             async with asyncio.timeout(limit_s):
                 return await backend.is_healthy()
-        except Exception as error:  # one that cannot answer is as good as dead
-            log.warning("backend at %s does not answer: %s", backend.address, in_one_line(error))
+        except Exception as error:  # a backend whose health check fails counts as dead
+            log.warning("backend at %s does not respond: %s", backend.address, in_one_line(error))
             return False

@@ -1,4 +1,4 @@
-"""A backend that is a process with an HTTP port of its own, such as a simulator of a cloud."""
+"""A backend that is a process with its own HTTP port, such as a simulator of a cloud."""
 
 import asyncio
 import contextlib
@@ -25,8 +25,8 @@ HOST = "127.0.0.1"
 class SimulatorProcess:
     """A child process that serves HTTP on one port.
 
-    It is healthy while it answers `health`, and a POST to `reset` makes it like new. `port` 0 is any that is free. It
-    has a folder of its own for what it writes, and ends with this process, however that ends.
+    It is healthy while a GET of `health` succeeds, and a POST to `reset` resets it. `port` 0 means any free one. The
+    process has its own folder for the files that it writes, and is killed when this process ends, in whatever way.
     """
 
     def __init__(self, command: list[str], *, health: str, reset: str, port: int, port_variable: str) -> None:
@@ -65,11 +65,11 @@ class SimulatorProcess:
         )
         try:
             async with asyncio.timeout(START_S):
-                # A port that was free may be another program's by now, which may be healthy as well.
+                # Another program may have bound the port by now, and may answer the health check as well.
                 while not (await self.is_healthy() and listens(self._process.pid, port)):
                     if self._process.returncode is not None:
                         raise EnvironmentLost(
-                            f"{self._named()} ended with code {self._process.returncode} at its start"
+                            f"{self._named()} exited with code {self._process.returncode} while starting"
                         )
                     await asyncio.sleep(POLL_S)
         except TimeoutError as error:
@@ -84,9 +84,9 @@ class SimulatorProcess:
             return False
 
     async def scrub(self) -> None:
-        """Make the process forget everything. Raises `EnvironmentLost`."""
+        """Make the process discard all its state. Raises `EnvironmentLost`."""
         if self._http is None:
-            raise EnvironmentLost(f"{self._named()} does not run")
+            raise EnvironmentLost(f"{self._named()} is not running")
         try:
             (await self._http.post(self._reset)).raise_for_status()
         except httpx.HTTPError as error:
@@ -111,7 +111,7 @@ class SimulatorProcess:
 
 
 def ministack(number: int, base_port: int, python: str = sys.executable) -> SimulatorProcess:
-    """Return MiniStack, a simulator of AWS, at port `base_port + number`, or for 0 at any that is free."""
+    """Return MiniStack, an AWS simulator, at port `base_port + number`, or at any free port if `base_port` is 0."""
     return SimulatorProcess(
         [python, "-m", "ministack"],
         health="/_ministack/health",

@@ -1,4 +1,4 @@
-"""A shell in a sandbox: no network, a folder of its own, the system read-only, and nothing outlives a command."""
+"""A shell in a sandbox: no network, its own folder, a read-only system, and no process outlives its command."""
 
 import asyncio
 import contextlib
@@ -20,39 +20,39 @@ OUTPUT_BYTES_MAX = 64 * 1024
 COMMAND_S = 30.0
 COMMAND_S_MAX = 600.0
 CHECK_S = 10.0
-WORK_MB_MAX = 1024  # of all files in the folder
-FILES_MAX = 50_000  # and folders, in the folder
-MEMORY_MB_MAX = 4096  # of all processes of a command together
+WORK_MB_MAX = 1024  # for all files in the folder
+FILES_MAX = 50_000  # files and folders in the folder
+MEMORY_MB_MAX = 4096  # for all processes of a command together
 FILE_BYTES_MAX = 512 << 20
 MEASURE_S = 1.0
 MEASURE_MEMORY_S = 0.1
 NAMESPACES = ("--user", "--map-root-user", "--pid", "--fork", "--net", "--mount", "--ipc", "--uts", "--kill-child")
 NOBODY = 65534
-# What follows is killed when this process dies. A `preexec_fn` that asks for that has the whole process copied first.
+# Kills the command when this process dies. A `preexec_fn` for that would first copy the whole process.
 DIES_WITH_US = ("setpriv", "--pdeathsig=KILL")
 AS_NOBODY = (f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups")
-UNLESS_IT_DIED = ("/bin/sh", "-c", 'test "$PPID" = "$0" && exec "$@"')  # before the call above
+UNLESS_IT_DIED = ("/bin/sh", "-c", 'test "$PPID" = "$0" && exec "$@"')  # before the call above took effect
 VARIABLES = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/work", "LANG": "C.UTF-8", "TERM": "dumb"}
 
 
 class ShellResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a command printed, both streams in the order in which they came, and its exit code."""
+    """A command's exit code, and its output: both streams, interleaved as they arrived."""
 
     output: str
     code: int
     timed_out: bool = False
-    cut: bool = False  # there was more output than is kept
-    is_full: bool = False  # the folder holds more than it may: until something is removed, nothing is written
-    out_of_memory: bool = False  # its processes took more memory than they may, and were killed
+    cut: bool = False  # there was more output than could be kept
+    is_full: bool = False  # the folder is over its limit: nothing can be written until something is removed
+    out_of_memory: bool = False  # its processes exceeded their memory limit, and were killed
 
 
 class ShellSandbox:
-    """A folder, and commands that run in it in namespaces of their own.
+    """A folder, and commands that run in it in separate namespaces.
 
     A command sees the folder as `/work`, and this machine's programs and libraries, read-only. It sees no network and
-    no other processes, and has no capabilities. When it ends, all its processes end. A command that fills the folder
-    beyond `work_mb_max` or `files_max` is killed, and later commands cannot write until there is room again. One whose
-    processes together take more than `memory_mb_max` is killed too.
+    no other processes, and has no capabilities. When it ends, all its processes are killed. A command that fills the
+    folder beyond `work_mb_max` or `files_max` is killed, and later commands cannot write until there is room again. A
+    command whose processes together use more than `memory_mb_max` is killed too.
     """
 
     def __init__(
@@ -65,20 +65,20 @@ class ShellSandbox:
         self._use = FolderUse(0, 0)  # after the last command
 
     async def start(self) -> None:
-        """Make the folder. Raises `Refused` where this machine makes no sandboxes."""
+        """Make the folder. Raises `Refused` if this machine cannot create sandboxes."""
         self._folder = BackendFolder("shell")
         self.address = self._folder.path
         for name in ("root", "work"):
             (Path(self.address) / name).mkdir()
-        if os.geteuid() == 0:  # root gives itself up: inside, it would still own what is root's outside
+        if os.geteuid() == 0:  # root drops its privileges: inside, it would still own root's files outside
             for each in (self.address, f"{self.address}/root", f"{self.address}/work"):
                 os.chown(each, NOBODY, NOBODY)
         await self._check()
 
     async def run(self, command: str, timeout_s: float = COMMAND_S) -> ShellResult:
-        """Run a line of shell. After `timeout_s` seconds it is killed, with all that it started."""
+        """Run a shell command line. After `timeout_s` seconds it is killed, with all processes that it started."""
         if not 0 < timeout_s <= COMMAND_S_MAX:
-            raise ValueError(f"timeout_s is {timeout_s:g}: a command has at most {COMMAND_S_MAX:.0f} s")
+            raise ValueError(f"timeout_s is {timeout_s:g}: it must be above 0 and at most {COMMAND_S_MAX:.0f} s")
         if self._folder is None:
             raise EnvironmentLost("the sandbox has been closed")
         process = await asyncio.create_subprocess_exec(
@@ -143,7 +143,7 @@ class ShellSandbox:
         return self._folder is not None and os.path.isdir(f"{self.address}/work")
 
     async def scrub(self) -> None:
-        """Empty the folder. Raises `EnvironmentLost` when something in it cannot be removed."""
+        """Empty the folder. Raises `EnvironmentLost` if something in it cannot be removed."""
         try:
             await empty_folder(f"{self.address}/work")
         except OSError as error:
@@ -163,7 +163,8 @@ class ShellSandbox:
         return f"{self._limit.megabytes} MiB or {self._limit.files} files"
 
     async def _kill_when_full(self, group: int) -> None:
-        """Kill a command that fills the folder. Where that is full, it may remove something, and add nothing."""
+        """Kill a command that fills the folder. If the folder is already over its limit, a command may only remove
+        files."""
         most_mb = max(self._limit.megabytes, self._use.megabytes)
         most_files = max(self._limit.files, self._use.files)
         if not self._is_full:

@@ -1,1 +1,1 @@
-"""OpenEnv's messages, as clients and servers send them. Pure."""
+"""OpenEnv's messages, as sent by clients and servers. Pure."""

@@ -1,6 +1,6 @@
-"""OpenEnv's messages on a WebSocket: one request at a time, and one answer to each.
+"""OpenEnv's messages on a WebSocket: one request at a time, each with one answer.
 
-What a server of ours adds is in `Rpc`: methods of JSON-RPC, which other servers answer with an error.
+`Rpc` also contains the JSON-RPC methods that our servers add; other servers answer them with an error.
 """
 
 import json
@@ -11,8 +11,8 @@ import msgspec
 
 from bombus.errors import in_one_line
 
-MESSAGE_BYTES_MAX = 16 << 20  # an observation may hold a picture
-SESSION_HEADER = "x-bombus-session"  # in a handshake's answer: the server is ours, and this session has a slot
+MESSAGE_BYTES_MAX = 16 << 20  # an observation may contain an image
+SESSION_HEADER = "x-bombus-session"  # in the handshake's response: a server of ours, and the session has a slot
 
 
 class WireError(StrEnum):
@@ -27,7 +27,7 @@ class WireError(StrEnum):
     SESSION_ERROR = "SESSION_ERROR"
 
 
-# After these a session is of no further use.
+# A session cannot be used after one of these errors.
 FATAL = frozenset({WireError.CAPACITY_REACHED, WireError.FACTORY_ERROR, WireError.SESSION_ERROR})
 
 
@@ -41,14 +41,14 @@ class Rpc(StrEnum):
 
 
 class SessionRpc(StrEnum):
-    """The methods of `POST /mcp` by which a client opens and closes a session."""
+    """The methods of `POST /mcp` with which a client opens and closes a session."""
 
     CREATE = "openenv/session/create"
     CLOSE = "openenv/session/close"
 
 
 class RpcError:
-    """The codes of JSON-RPC that are used here."""
+    """The JSON-RPC error codes that are used here."""
 
     PARSE = -32700
     SERVER = -32000
@@ -59,7 +59,7 @@ class RpcError:
 
 
 class CloseCode:
-    """Why the server closed a WebSocket that the client had not closed."""
+    """Why the server, rather than the client, closed a WebSocket."""
 
     BROKEN = 4500
     LAPSED = 4408
@@ -73,7 +73,7 @@ class WireMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to a reset or a step: what the agent sees, what that was worth, and whether it ends here."""
+    """The answer to a reset or a step: the observation, its reward, and whether the episode is done."""
 
     observation: dict[str, Any] = {}
     reward: float | None = None
@@ -82,7 +82,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RpcRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request of JSON-RPC. `id` is what its answer repeats."""
+    """A JSON-RPC request. Its answer repeats `id`."""
 
     id: str | int | float | None = None
     method: str
@@ -98,7 +98,7 @@ class NotARequest(ValueError):
 
 
 class NotSendable(ValueError):
-    """Raised for a message that is too large, or holds what JSON cannot."""
+    """Raised for a message that is too large or cannot be encoded as JSON."""
 
 
 class NotAMessage(ValueError):
@@ -110,7 +110,7 @@ class NotAMessage(ValueError):
 
 
 def encode(message: WireMessage) -> str:
-    """Return a message as it is sent. Halves of surrogate pairs, which UTF-8 cannot hold, become question marks.
+    """Return a message as the text to send. Unpaired surrogates, which UTF-8 cannot encode, become question marks.
 
     Raises `NotSendable`.
     """
@@ -131,7 +131,7 @@ def _json(message: WireMessage) -> bytes:
 
 
 def decode(text: str | bytes) -> WireMessage:
-    """Return a message. Raises `NotAMessage`."""
+    """Decode a message. Raises `NotAMessage`."""
     try:
         found = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -139,12 +139,12 @@ def decode(text: str | bytes) -> WireMessage:
     try:
         return msgspec.convert(found, WireMessage)
     except msgspec.ValidationError as error:
-        why = f'a message is an object with "type" and, for most types, "data": {error}'
+        why = f'a message must be an object with "type" and, for most types, "data": {error}'
         raise NotAMessage(WireError.VALIDATION_ERROR, why) from error
 
 
 def decode_rpc(body: bytes) -> RpcRequest:
-    """Return a request of JSON-RPC. Raises `NotARequest`."""
+    """Decode a JSON-RPC request. Raises `NotARequest`."""
     try:
         found = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -152,7 +152,7 @@ def decode_rpc(body: bytes) -> RpcRequest:
     try:
         return msgspec.convert(found, RpcRequest)
     except msgspec.ValidationError as error:
-        why = f'the body is one request {{"jsonrpc": "2.0", "id", "method", "params": {{...}}}}: {error}'
+        why = f'the body must be one request {{"jsonrpc": "2.0", "id", "method", "params": {{...}}}}: {error}'
         raise NotARequest(RpcError.INVALID_REQUEST, why) from error
 
 

@@ -1,1 +1,2 @@
-"""Environments that are plain classes: their public methods are tools, and some methods say what a rollout is worth."""
+"""Environments that are plain classes: their public methods are tools, and decorated methods compute rewards and
+metrics."""

@@ -1,4 +1,4 @@
-"""Describes a plain class as an environment: its tools, its marked methods, and what is wrong with it."""
+"""Describes a plain class as an environment: its tools, its decorated methods, and its mistakes."""
 
 import inspect
 import math
@@ -21,7 +21,7 @@ TOOLS_MAX = 128
 
 
 class WrongClass(BombusError):
-    """A class cannot be an environment. `problems` says in sentences what is wrong with it."""
+    """A class cannot be used as an environment. `problems` contains the reasons as sentences."""
 
     def __init__(self, name: str, problems: tuple[str, ...]) -> None:
         super().__init__(f"{name} cannot be used as an environment. " + " ".join(problems))
@@ -29,7 +29,7 @@ class WrongClass(BombusError):
 
 
 class MarkedMethod(msgspec.Struct, frozen=True, kw_only=True):
-    """A method with a decorator. `names` are the arguments that it takes."""
+    """A decorated method. `names` are the arguments that it takes."""
 
     name: str
     mark: MethodMark
@@ -37,7 +37,7 @@ class MarkedMethod(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlainClass(msgspec.Struct, frozen=True, kw_only=True):
-    """A class that is an environment. One with `play` has agents of its own, and no tools."""
+    """A description of a class that is an environment. A class with `play` has agents and no tools."""
 
     name: str
     tools: dict[str, MethodTool] = {}
@@ -52,12 +52,12 @@ class PlainClass(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def describe(kind: type, *, is_made: bool = False) -> PlainClass:
-    """Describe a class as an environment. Raises `WrongClass` with everything that is wrong with it.
+    """Describe a class as an environment. Raises `WrongClass` with all of its mistakes.
 
-    Where `is_made`, there are instances already, so that it does not matter how one is made.
+    `is_made` means that instances exist already, so that it is not checked whether the class can be instantiated.
     """
     if issubclass(kind, BaseModel):
-        why = "It is a pydantic model, whose own methods would be tools: use a plain class that keeps a model."
+        why = "It is a pydantic model, whose own methods would be tools: use a plain class that holds a model."
         raise WrongClass(kind.__name__, (why,))
     reading = _Reading(kind)
     found = reading.read()
@@ -69,7 +69,7 @@ def describe(kind: type, *, is_made: bool = False) -> PlainClass:
 
 
 class _Reading:
-    """Reads one class. `problems` collects the sentences."""
+    """Reads one class. `problems` collects its mistakes as sentences."""
 
     def __init__(self, kind: type) -> None:
         self.problems: list[str] = []
@@ -119,13 +119,13 @@ class _Reading:
             inspect.signature(self._kind).bind()
         except (TypeError, ValueError):
             self._say(
-                f"It cannot be created without arguments: give them defaults, or give `lambda: {self._name}(...)` in "
-                "its "
-                "place, which makes one."
+                f"It cannot be created without arguments: give them defaults, or pass `lambda: {self._name}(...)` "
+                "instead of the class."
             )
 
     def _check_lost(self) -> None:
-        """Note what would be ignored silently: marks where none is looked for, and tools behind wrappers."""
+        """Note attributes that would be ignored silently: decorated ones that are not public methods, and wrapped
+        methods."""
         for name, found in self._attributes():
             is_method = inspect.isfunction(found)
             is_hidden = name.startswith("_")
@@ -135,26 +135,26 @@ class _Reading:
             elif mark is not None and not is_method:
                 self._say(f"`{name}` has @{mark.kind} and is a {type(found).__name__}: make it a plain method.")
             elif is_method and name == "state":
-                self._say("`state` is the attribute that rewards take by this name, not a tool: give it another name.")
+                self._say("`state` names the attribute that rewards take, and cannot be a tool: give it another name.")
             elif not is_hidden and not is_method and _is_wrapped(found):
                 self._say(
-                    f"`{name}` is a method behind a {type(found).__name__}, which is not seen as a tool: remove that, "
-                    "or begin its name with an underscore."
+                    f"`{name}` is a method wrapped in a {type(found).__name__}, so it is not a tool: remove the "
+                    "wrapper, or begin its name with an underscore."
                 )
 
     def _attributes(self) -> Iterator[tuple[str, object]]:
-        """Yield what the class has, in the order of its definition, what it has of base classes first."""
+        """Yield the attributes of the class, in the order of their definition, inherited ones first."""
         for name in dict.fromkeys(name for each in reversed(self._kind.__mro__[:-1]) for name in vars(each)):
             yield name, inspect.getattr_static(self._kind, name)
 
     def _methods(self) -> Iterator[tuple[str, Callable[..., Any]]]:
-        """Yield the public methods, in the order of their definition, those of base classes first."""
+        """Yield the public methods, in the order of their definition, inherited ones first."""
         for name, found in self._attributes():
             if not name.startswith("_") and inspect.isfunction(found):
                 yield name, found
 
     def _mark_of_base(self, name: str) -> MethodMark | None:
-        """Return what a decorator says of the method that this name has in a base class."""
+        """Return the mark of the method that a base class defines under this name, or None."""
         found = (mark_of(vars(base)[name]) for base in self._kind.__mro__[1:] if name in vars(base))
         return next((mark for mark in found if mark is not None), None)
 
@@ -170,8 +170,8 @@ class _Reading:
         for each in names:
             if each not in known:
                 self._say(
-                    f"The {mark.kind} `{name}` takes `{each}`, which does not exist: it can take {_listed(known)}, by "
-                    "these names."
+                    f"The {mark.kind} `{name}` takes `{each}`, which does not exist: its arguments must be among "
+                    f"{_listed(known)}."
                 )
         if mark.kind == MethodKind.REWARD:
             self._check_reward(name, mark, plays)
@@ -205,14 +205,14 @@ class _Reading:
             self._say("It has several methods with @success: keep one.")
         for name in NOT_TOOLS & methods.keys():
             if mark_of(methods[name]) is not None:
-                self._say(f"`{name}` has its own meaning, so it takes no decorator: rename the method.")
+                self._say(f"`{name}` has a special meaning and cannot be decorated: rename the method.")
 
     def _check_play(self, method: Callable[..., Any], has_stop: bool) -> None:
         self._check_parameters("play", method, ("task", "agents"))
         if not inspect.iscoroutinefunction(method):
             self._say("`play` is not `async def`, but agents are asked with `await`.")
         if has_stop:
-            self._say("It has `play`, which ends by itself, and a method with @stop, which would not be asked.")
+            self._say("It has `play`, which decides when to end, and a method with @stop, which would never be called.")
 
     def _check_parameters(self, name: str, method: Callable[..., Any], arguments: tuple[str, ...]) -> None:
         try:
@@ -226,7 +226,7 @@ class _Reading:
 
 
 def _layers(found: object) -> Iterator[object]:
-    """Yield an attribute of a class, and what it wraps: the function of a static method or of a property."""
+    """Yield an attribute of a class, and the function that it wraps, such as that of a static method or a property."""
     yield found
     for name in ("__func__", "fget", "func", "__wrapped__"):
         if callable(layer := getattr(found, name, None)):

@@ -38,12 +38,12 @@ from bombus.sdk.types import Task
 log = logging.getLogger("bombus")
 
 CLOSE_S = 60.0  # for a coroutine that closes an environment whose methods have taken too long
-REPR_CHARACTERS = 200  # of what a method has returned, in an error
-TOOLS_NAMED = 20  # in the text about a tool that there is not
+REPR_CHARACTERS = 200  # of a method's return value, in an error
+TOOLS_NAMED = 20  # in the message about an unknown tool
 
 
 class PlainInstance:
-    """An instance of a plain class, and how its methods are called.
+    """An instance of a plain class, and the rules for calling its methods.
 
     Coroutines run in the loop, other methods in a thread. One method runs at a time, unless the class has
     `tools_run_together = True`: then its tools may overlap. If a method in a thread does not end in time, the
@@ -53,8 +53,7 @@ class PlainInstance:
     def __init__(self, made: object, is_stopped: Callable[[], bool] | None = None) -> None:
         """`made` is an instance, a class, or a function that makes an instance. Raises `WrongClass`.
 
-        `is_stopped` says whether the task that calls a method was cancelled, where somebody knows that
-        (see `contained_here`).
+        `is_stopped`, if given, says whether the task that calls a method was cancelled (see `contained_here`).
         """
         is_made = not (inspect.isclass(made) or inspect.isroutine(made) or isinstance(made, partial))
         self._instance: object | None = made if is_made else None
@@ -71,8 +70,8 @@ class PlainInstance:
 
     @property
     def description(self) -> PlainClass:
-        """What the class is. It is known once the instance was made."""
-        assert self._description is not None, "the instance is made first"
+        """The description of the class. It is known once the instance has been made."""
+        assert self._description is not None, "the instance must be made first"
         return self._description
 
     @property
@@ -80,12 +79,12 @@ class PlainInstance:
         return self._description is not None and self._description.plays
 
     async def make(self) -> None:
-        """Make the instance, unless it is there. Raises `ResetFailed`, `WrongClass`."""
+        """Make the instance if it does not exist yet. Raises `ResetFailed`, `WrongClass`."""
         made = await self.instance()
         self._description = self._description or describe(type(made), is_made=True)
 
     async def instance(self) -> object:
-        """Return the instance, which is made unless it is there. Raises `ResetFailed`, `WrongClass`."""
+        """Return the instance, making it if it does not exist yet. Raises `ResetFailed`, `WrongClass`."""
         if self._instance is None:
             assert self._make is not None
             try:
@@ -95,44 +94,44 @@ class PlainInstance:
                     self._instance = await contained_here(made)
             except InfraError:
                 raise
-            except Exception as error:  # the class's own code: whatever it raises, there is no environment
+            except Exception as error:  # any error of the class's own code means that there is no environment
                 raise ResetFailed(f"the environment could not be made: {with_place(error)}") from error
             if inspect.isclass(made := self._instance):
                 self._instance = None
-                why = f"Its function has returned the class itself: return an instance, `{made.__name__}()`."
+                why = f"Its function returned the class itself: return an instance, `{made.__name__}()`."
                 raise WrongClass(made.__name__, (why,))
             self._check_unshared()
         return self._instance
 
     def _check_unshared(self) -> None:
-        """Raise `WrongClass` for an instance that a function has made before, and that is being played."""
+        """Raise `WrongClass` if a function returned an instance that another episode is playing."""
         made = self._instance
         with _PLAYED_LOCK:
             other = _PLAYED.setdefault(id(made), self)
             if other is not self and other._instance is made and not other._closed:
                 self._instance = None  # the other one closes it
-                why = "Its function has given two episodes the same instance: make another one at each call."
+                why = "Its function returned the same instance for two episodes: make a new one at each call."
                 raise WrongClass(type(made).__name__, (why,))
             _PLAYED[id(made)] = self
 
     async def give_away(self) -> object:
-        """Return the instance for the caller to close, and end the threads."""
+        """Return the instance, which the caller must close, and end the threads."""
         made, self._instance = self._instance, None
         await self.close()
         return made
 
     def _keep_made(self, make: Callable[[], object]) -> object:
-        """Make the instance in its thread, and keep it there to be closed, even if the caller stops waiting."""
+        """Make the instance in its thread, and store it so that it is closed even if the caller stops waiting."""
         self._instance = make()
         return self._instance
 
     def check_alive(self) -> None:
-        """Raise `EnvironmentLost` for an environment that is lost or closed."""
+        """Raise `EnvironmentLost` if the environment is lost or closed."""
         if self._lost or self._closed:
             raise EnvironmentLost(self._lost or "the environment was closed already")
 
     async def call(self, name: str, arguments: Mapping[str, Any], *, together: bool = False) -> Any:
-        """Call a method by its name, and return what it returns, or raise what it raises."""
+        """Call a method by its name, and return its result or raise its exception."""
         self.check_alive()
         method = getattr(self._instance, name)
         async with nullcontext() if together else self._used:
@@ -148,16 +147,17 @@ class PlainInstance:
         return await contained_here(found, is_stopped) if inspect.isawaitable(found) else found
 
     def give_up(self, name: str) -> None:
-        """Take the environment for lost, because a coroutine of it keeps running although it was cancelled."""
+        """Mark the environment as lost, because a coroutine of it keeps running although it was cancelled."""
         self._lost = str(went_on(name))
 
     def can_cancel(self, name: str) -> bool:
-        """Whether a call of this method can be cancelled: what runs in a thread cannot."""
-        is_tool = name in self.description.tools  # the model's own word may name any attribute
+        """Whether a call of this tool can be cancelled: only if it is a coroutine, since a thread cannot be
+        cancelled."""
+        is_tool = name in self.description.tools  # the model may give the name of any attribute
         return is_tool and inspect.iscoroutinefunction(getattr(self._instance, name))
 
     async def asked(self, method: MarkedMethod, values: Mapping[str, object]) -> Any:
-        """Call a marked method with the values that it names. Raises `MethodFailed` with what went wrong in it."""
+        """Call a decorated method with the arguments that it names. Raises `MethodFailed` if it fails."""
         named = f"{self.description.name}.{method.name}"
         try:
             if "state" in method.names:
@@ -166,15 +166,16 @@ class PlainInstance:
             return await self.call(method.name, named_values)
         except InfraError:
             raise
-        except Exception as error:  # the class's own code: an episode that cannot be judged has no reward
+        except Exception as error:  # the class's own code: an episode that cannot be scored has no reward
             raise MethodFailed(f"{named} failed: {with_place(error)}") from error
 
     async def tells(self, method: MarkedMethod, values: Mapping[str, object]) -> bool:
-        """Ask a marked method for yes or no. Raises `MethodFailed` for an answer that is neither, such as an array."""
+        """Call a decorated method that returns true or false. Raises `MethodFailed` if the result is neither, such as
+        an array."""
         found = await self.asked(method, values)
         try:
             return bool(found)
-        except Exception as error:  # the code of what it returned
+        except Exception as error:  # from the code of the returned value
             raise MethodFailed(
                 f"{self.description.name}.{method.name} returned {_shown(found)}, which is neither true nor false: "
                 f"{in_one_line(error)}"
@@ -201,8 +202,8 @@ class PlainInstance:
         finally:
             if thread.is_stuck:
                 self._lost = (
-                    f"`{name}` did not end in time, and what runs in a thread cannot be cancelled, so the environment "
-                    "is given up. Make it `async def`, or give it its own limit"
+                    f"`{name}` did not end in time, and a thread cannot be cancelled, so the environment is given up. "
+                    "Make it `async def`, or give it its own time limit"
                 )
                 log.warning("%s", self._lost)
                 self._stuck.append(thread)
@@ -212,8 +213,8 @@ class PlainInstance:
     async def close(self) -> None:
         """Call the class's `close`, and end the threads.
 
-        Where methods have not ended in their time, `close` runs when they do: in the thread of the last of them, or in
-        a task, after a coroutine that keeps running although it was cancelled.
+        If methods have not ended in time, `close` runs once they do: in the thread of the last one, or in a task after
+        a coroutine that keeps running although it was cancelled.
         """
         if self._used.locked() and not self._stuck and _has_close(self._instance):
             await self._wait_until_unused()
@@ -234,7 +235,7 @@ class PlainInstance:
             self._idle.clear()
 
     async def _wait_until_unused(self) -> None:
-        """Wait for the method that runs. If this is cancelled, the environment is closed when that method ends."""
+        """Wait for the running method. If this is cancelled, the environment is closed once that method ends."""
         try:
             async with self._used:
                 pass
@@ -260,7 +261,7 @@ class PlainInstance:
                 if left:
                     return
             instance: Any = self._instance
-            if not _has_close(instance):  # or there is none, because it could not be made
+            if not _has_close(instance):  # or there is no instance, because it could not be made
                 return
             try:
                 if inspect.iscoroutinefunction(instance.close):
@@ -276,24 +277,25 @@ class PlainInstance:
 
 _PLAYED: WeakValueDictionary[int, PlainInstance] = WeakValueDictionary()  # by the id of the instance
 _PLAYED_LOCK = threading.Lock()
-_CLOSING: set[asyncio.Task[None]] = set()  # environments that are closed when a coroutine of theirs ends
+_CLOSING: set[asyncio.Task[None]] = set()  # tasks that close an environment once its coroutine ends
 
 
 class PlainEnvironment:
-    """A plain class as an environment: `PlainEnvironment(Counter)`, of an instance, or of a function that makes one."""
+    """A plain class as an environment: takes the class, an instance, or a function that makes one."""
 
     def __init__(self, made: object, is_stopped: Callable[[], bool] | None = None) -> None:
-        """A server gives `is_stopped`, which says whether it has cancelled the task that makes a call.
+        """A server passes `is_stopped`, which says whether it has cancelled the task that makes a call.
 
-        A call of a tool gets no further task then. The server does not wait for one that goes on after that, either.
+        A tool call then gets no further task, and the server does not wait for a call that keeps running after a
+        cancellation.
         """
         self.plain = PlainInstance(made, is_stopped)
         self._is_served = is_stopped is not None
-        self.task = Task()  # of the episode that is open: what the class changes in it concerns no other episode
+        self.task = Task()  # the open episode's own copy: the class's changes to it affect no other episode
 
     @property
     def tools_run_together(self) -> bool:
-        """Whether the calls of one answer may be carried out at the same time."""
+        """Whether the tool calls of one answer may run at the same time."""
         return self.plain.description.tools_run_together
 
     async def open(self, task: Task) -> Opening:
@@ -304,7 +306,7 @@ class PlainEnvironment:
             first = await self.plain.call("reset", {"task": task})
         except InfraError:
             raise
-        except Exception as error:  # the class's own code: an environment that is not new is never played
+        except Exception as error:  # the class's own code: an environment that was not reset is never played
             raise ResetFailed(f"{description.name}.reset failed: {with_place(error)}") from error
         messages = _messages_of(first, description.name)
         try:
@@ -333,7 +335,7 @@ class PlainEnvironment:
             return ToolOutcome(text=text_of(result))
         except InfraError:
             raise
-        except Exception as error:  # the tool's own code: the model is told, and continues
+        except Exception as error:  # any error of the tool's own code is shown to the model, which continues
             return ToolOutcome(text=in_one_line(error), failed=True)
 
     async def is_over(self, transcript: Transcript) -> bool:
@@ -372,7 +374,7 @@ def _has_close(instance: object) -> bool:
 async def metrics_of(
     methods: Sequence[MarkedMethod], ask: Callable[[MarkedMethod], Awaitable[float]]
 ) -> dict[str, float]:
-    """Return the numbers of metrics. A metric without one is left out with a warning, since nothing depends on it."""
+    """Return the values of metrics. A metric that fails is left out with a warning, since nothing depends on it."""
     found: dict[str, float] = {}
     for method in methods:
         try:
@@ -383,7 +385,7 @@ async def metrics_of(
 
 
 def number_of(value: object, where: str) -> float:
-    """Return the number that a method has returned. Raises `MethodFailed` unless it is a finite one."""
+    """Return a method's result as a number. Raises `MethodFailed` unless it is a finite number."""
     try:
         found = episodes.reward_number(value)
     except ValueError as error:
@@ -396,7 +398,7 @@ def number_of(value: object, where: str) -> float:
 def _shown(value: object) -> str:
     try:
         return repr(value)[:REPR_CHARACTERS]
-    except Exception:  # the class's own code: its kind is enough
+    except Exception:  # the class's own code: the type is enough
         return f"something of the type {type(value).__name__}"
 
 
@@ -406,8 +408,8 @@ def _messages_of(first: object, name: str) -> list[MessageDict]:
     if isinstance(first, Sequence) and first and all(isinstance(each, Mapping) and "role" in each for each in first):
         return [_readable(each) for each in first]
     raise ResetFailed(
-        f"{name}.reset returned {type(first).__name__}: it returns the first message as text, or a list of messages "
-        "that have a role"
+        f"{name}.reset returned {type(first).__name__}: it must return the first message as text, or a list of "
+        "messages that have a role"
     )
 
 

@@ -1,5 +1,5 @@
-"""Threads for the methods of an environment that are not coroutines: what hangs there blocks neither the loop nor the
-end of the program."""
+"""Threads for the environment methods that are not coroutines. A method that hangs blocks neither the event loop nor
+the program's exit."""
 
 import asyncio
 import contextvars
@@ -15,7 +15,7 @@ _Work = tuple[Future[Any], contextvars.Context, Callable[[], Any]]
 
 
 async def in_a_thread(call: Callable[[], T], name: str) -> T:
-    """Return the result of a function that runs in its own thread."""
+    """Run a function in a new thread, and return its result."""
     thread = InstanceThread(name)
     try:
         return await thread.run(call)
@@ -24,10 +24,10 @@ async def in_a_thread(call: Callable[[], T], name: str) -> T:
 
 
 class InstanceThread:
-    """A thread that calls one function after another. A database that belongs to the thread that opened it stays
-    usable, because the methods of an environment are all called in one.
+    """A thread that runs functions one after another. Methods of an environment that do not overlap share one thread,
+    so that a database connection stays usable if it belongs to the thread that opened it.
 
-    A function that hangs cannot be cancelled: the thread then `is_stuck`, and is left to end with the program.
+    A function that hangs cannot be cancelled: the thread is then marked `is_stuck`, and left until the program exits.
     """
 
     def __init__(self, name: str) -> None:
@@ -38,7 +38,8 @@ class InstanceThread:
         self._thread.start()
 
     async def run(self, call: Callable[[], T]) -> T:
-        """Return what the function returns, or raise what it raises. A cancelled caller does not wait for it."""
+        """Return the function's result, or raise its exception. If the caller is cancelled, it does not wait for the
+        function."""
         work: Future[T] = Future()
         self._works.put((work, contextvars.copy_context(), call))
         try:
@@ -48,12 +49,12 @@ class InstanceThread:
             raise
 
     def leave(self, last: Callable[[], object]) -> None:
-        """Let the thread call one more function once it is no longer stuck, and end."""
+        """Queue one last function for when the thread is no longer stuck; the thread ends after it."""
         self._works.put((Future(), contextvars.copy_context(), last))
         self._works.put(None)
 
     async def close(self) -> None:
-        """End the thread, and wait for that unless it is stuck."""
+        """End the thread, and wait for its end unless it is stuck."""
         self._works.put(None)
         if not self.is_stuck:
             await asyncio.shield(asyncio.wrap_future(self._ended))
@@ -65,7 +66,7 @@ class InstanceThread:
             if done.set_running_or_notify_cancel():
                 try:
                     done.set_result(context.run(call))
-                except BaseException as error:  # whatever the method raises is raised where it was called
+                except BaseException as error:  # any error of the method is raised in its caller
                     is_handed_on = isinstance(error, Exception) and not isinstance(error, StopIteration)
                     done.set_exception(error if is_handed_on else RuntimeError(f"it raised {error!r}"))
             del work, done, call

@@ -1,4 +1,4 @@
-"""Lists what a process has open, to find what an environment has left behind."""
+"""Lists the open resources of a process, to find those that an environment left behind."""
 
 import asyncio
 import os
@@ -13,12 +13,12 @@ import msgspec
 SETTLE_S = 2.0  # for threads and processes that are ending
 LOOK_S = 0.02
 SHOWN = 5
-_OF_THE_LOOP = "asyncio_"  # threads of `asyncio.to_thread`, which are kept for the next use
-_PROC = Path("/proc")  # without it, as on macOS, files and processes are not seen
+_OF_THE_LOOP = "asyncio_"  # threads of `asyncio.to_thread`, which are kept for reuse
+_PROC = Path("/proc")  # without it, as on macOS, open files and processes are not checked
 
 
 class Footprint(msgspec.Struct, frozen=True, kw_only=True):
-    """Threads, tasks of the loop, open files, child processes, and files in two folders, by their names."""
+    """Threads, asyncio tasks, open files, child processes, and the entries of some folders, each counted by name."""
 
     threads: Counter[str]
     tasks: Counter[str]
@@ -28,7 +28,7 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def footprint(*folders: Path) -> Footprint:
-    """Return what this process has now, and what is in these folders."""
+    """Return the current resources of this process, and the entries of these folders."""
     this = asyncio.current_task()
     return Footprint(
         threads=Counter(thread.name for thread in threading.enumerate() if not thread.name.startswith(_OF_THE_LOOP)),
@@ -40,7 +40,7 @@ def footprint(*folders: Path) -> Footprint:
 
 
 async def left_behind(before: Footprint, *folders: Path) -> list[str]:
-    """Describe what is there now and was not before. What is about to end gets some time to do so."""
+    """Describe the resources that were not there `before`. Those about to end get some time to do so."""
     deadline = time.monotonic() + SETTLE_S
     while True:
         found = list(_more(before, footprint(*folders)))
@@ -69,18 +69,18 @@ def _open_files() -> Iterator[str]:
         try:
             target = os.readlink(entry)
         except OSError:
-            continue  # it is that of this very listing
+            continue  # the descriptor of this listing itself
         if not target.startswith("/proc/"):
             yield target
 
 
 def _children() -> Iterator[str]:
-    """Yield the name and the id of each process that this one is the parent of."""
+    """Yield the name and the id of each child process of this process."""
     for entry in _PROC.iterdir() if _PROC.is_dir() else ():
         if entry.name.isdigit():
             try:
                 name, _, rest = (entry / "stat").read_text().partition("(")[2].rpartition(")")
             except OSError:
-                continue  # it has ended meanwhile
+                continue  # it has just ended
             if rest.split()[1] == str(os.getpid()):
                 yield f"{name} {entry.name}"

@@ -1,4 +1,4 @@
-"""The decorators of a plain class: which of its methods reward, measure, tell success, or stop an episode."""
+"""The decorators for methods of a plain class: `reward`, `metric`, `success` and `stop`."""
 
 from collections.abc import Callable
 from enum import StrEnum
@@ -12,7 +12,7 @@ MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 
 class MethodKind(StrEnum):
-    """What a marked method is for."""
+    """The purpose of a decorated method."""
 
     REWARD = "reward"
     METRIC = "metric"
@@ -21,9 +21,9 @@ class MethodKind(StrEnum):
 
 
 class MethodMark(msgspec.Struct, frozen=True, kw_only=True):
-    """What a decorator says of a method. A reward lies from `low` to `high`, and counts `weight` times.
+    """The data of a decorator. A reward lies from `low` to `high`, and is multiplied by `weight`.
 
-    `role` names the agents of a `play` whose calls get the reward; empty: all of them.
+    `role` names the agents of a `play` whose calls get the reward; if empty, all of them do.
     """
 
     kind: MethodKind
@@ -46,7 +46,7 @@ def reward(
 def reward(
     given: MethodT | float | None = None, /, *, weight: float = 1.0, role: str = "", low: float = 0.0, high: float = 1.0
 ) -> MethodT | Callable[[MethodT], MethodT]:
-    """Mark a method whose number is a part of the reward: the episode's reward is the weighted sum of all of them.
+    """Decorate a method that returns a part of the reward: the episode's reward is the weighted sum of all parts.
 
     `@reward(0.5)` is `@reward(weight=0.5)`.
     """
@@ -60,7 +60,7 @@ def metric(method: MethodT, /) -> MethodT: ...
 @overload
 def metric() -> Callable[[MethodT], MethodT]: ...
 def metric(method: MethodT | None = None, /) -> MethodT | Callable[[MethodT], MethodT]:
-    """Mark a method whose number is reported with the episode, and is not a part of its reward."""
+    """Decorate a method whose number is reported with the episode, but is not a part of its reward."""
     return _mark(method, MethodMark(kind=MethodKind.METRIC))
 
 
@@ -69,7 +69,7 @@ def success(method: MethodT, /) -> MethodT: ...
 @overload
 def success() -> Callable[[MethodT], MethodT]: ...
 def success(method: MethodT | None = None, /) -> MethodT | Callable[[MethodT], MethodT]:
-    """Mark the method that says whether the task was achieved."""
+    """Decorate the method that says whether the task was achieved."""
     return _mark(method, MethodMark(kind=MethodKind.SUCCESS))
 
 
@@ -78,12 +78,12 @@ def stop(method: MethodT, /) -> MethodT: ...
 @overload
 def stop() -> Callable[[MethodT], MethodT]: ...
 def stop(method: MethodT | None = None, /) -> MethodT | Callable[[MethodT], MethodT]:
-    """Mark a method that is asked after each turn whether the episode is over."""
+    """Decorate a method that is called after each turn and says whether the episode is over."""
     return _mark(method, MethodMark(kind=MethodKind.STOP))
 
 
 def mark_of(method: object) -> MethodMark | None:
-    """Return what a decorator of this module has said of a method, None where it has none."""
+    """Return the mark that a decorator of this module has put on a method, or None."""
     found = getattr(method, _ATTRIBUTE, None)
     return found if isinstance(found, MethodMark) else None
 
@@ -95,9 +95,8 @@ def _mark(method: MethodT | None, mark: MethodMark) -> MethodT | Callable[[Metho
 def _marked(method: MethodT, mark: MethodMark) -> MethodT:
     if (other := mark_of(method)) is not None and other.kind != mark.kind:
         raise TypeError(
-            f"@{mark.kind} stands before a method that has @{other.kind}, but a method can have only one of them: "
-            "write a second "
-            "method, which may call the first"
+            f"@{mark.kind} decorates a method that already has @{other.kind}, but a method can have only one of them: "
+            "write a second method, which may call the first"
         )
     try:
         setattr(method, _ATTRIBUTE, mark)

@@ -1,4 +1,4 @@
-"""Several agents in one episode: a plain class whose `play` asks them, each call under its role."""
+"""Several agents in one episode: a plain class whose `play` asks them, with each call under its agent's role."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ from bombus.sdk.errors import InfraError
 from bombus.sdk.running import contained
 from bombus.sdk.types import Task
 
-ROLE_CHARACTERS = 64  # what a hive keeps of the name of a role
+ROLE_CHARACTERS = 64  # the longest role name that a hive stores
 
 
 class BudgetSpent(BombusError):
@@ -36,7 +36,7 @@ class BudgetSpent(BombusError):
 
 
 class AgentCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call that an agent has made: its role, what it was asked and what it has answered."""
+    """A call that an agent has made: its role, its messages and its answer."""
 
     role: str
     messages: Sequence[MessageDict]
@@ -59,7 +59,7 @@ Ask = Callable[[str, Sequence[MessageDict], Sequence[ToolSchema], int | None], A
 
 
 class PlayAgent(msgspec.Struct, frozen=True):
-    """One of the episode's agents. Every call that it makes has its role on the log."""
+    """One of the episode's agents. Each of its calls is logged with its role."""
 
     role: str
     _ask: Ask
@@ -71,13 +71,13 @@ class PlayAgent(msgspec.Struct, frozen=True):
         tools: Sequence[ToolSchema] = (),
         max_tokens: int | None = None,
     ) -> ChatAnswer:
-        """Return the model's answer to a text or to a conversation. Raises `BudgetSpent`, `InfraError`."""
+        """Return the model's answer to a text or a conversation. Raises `BudgetSpent`, `InfraError`."""
         whole = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
         return await self._ask(self.role, whole, tools, max_tokens)
 
 
 class PlayAgents(Mapping[str, PlayAgent]):
-    """The agents of an episode by their roles. An agent is made for any role that is asked for."""
+    """The agents of an episode by their roles. An agent is created for any role that is looked up."""
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
@@ -99,9 +99,9 @@ class PlayAgents(Mapping[str, PlayAgent]):
 
 
 class Play:
-    """One episode of a class with `play`. `calls` has the calls of its agents, in the order of their answers.
+    """One episode of a class with `play`. `calls` contains its agents' calls, in the order of their answers.
 
-    Once it is scored, `numbers` has the numbers that each reward gave its calls.
+    Once the episode is scored, `numbers` contains the numbers that each reward gave its calls.
     """
 
     def __init__(self, instance: PlainInstance, task: Task, budgets: RolloutBudgets, transcript: Transcript) -> None:
@@ -113,12 +113,12 @@ class Play:
         self._transcript = transcript
         self._asked = 0
         self._under_way: set[asyncio.Task[ChatAnswer]] = set()
-        self._answers: list[AgentCall] = []  # also those that come after the play
+        self._answers: list[AgentCall] = []  # including those that arrive after the play
 
     async def run(self, ask: Ask) -> RolloutStatus:
-        """Let the class play. Raises `InfraError`.
+        """Run the class's `play`. Raises `InfraError`.
 
-        Calls that are under way when `play` is over are given up, and answers that come later do not count.
+        Calls still in progress when `play` ends are cancelled, and answers that arrive later do not count.
         """
         name = self._instance.description.name
         left: list[str] = []
@@ -136,7 +136,7 @@ class Play:
             if isinstance(found, BudgetSpent):
                 return RolloutStatus.TRUNCATED
             raise (found if isinstance(found, InfraError) else _failed(name, found)) from error
-        except Exception as error:  # the class's own code: an episode that it cannot play has no reward
+        except Exception as error:  # the class's own code: an episode whose `play` failed has no reward
             raise _failed(name, error) from error
         finally:
             for asking in self._under_way:
@@ -154,10 +154,10 @@ class Play:
     async def _counted(
         self, ask: Ask, role: str, messages: Sequence[MessageDict], tools: Sequence[ToolSchema], max_tokens: int | None
     ) -> ChatAnswer:
-        """Ask in a task of its own, which can be given up. Raises `BudgetSpent`, `InfraError`."""
+        """Ask in a separate task, which can be cancelled. Raises `BudgetSpent`, `InfraError`."""
         if self._asked >= self._budgets.turns_max:
             raise BudgetSpent(
-                f"the agents have made {self._asked} calls, which is all that turns_max allows: end the episode"
+                f"the agents have made {self._asked} calls, which is the limit turns_max: end the episode"
             )
         self._asked += 1
         asking = asyncio.create_task(self._answered(ask, role, messages, tools, max_tokens))
@@ -183,8 +183,8 @@ class Play:
     async def score(self) -> tuple[RolloutScores, tuple[RewardedCall, ...]]:
         """Return the scores, and the reward of each call. Raises `MethodFailed`.
 
-        A reward for a role counts for its calls alone; one without a role counts for all. A method may return a list
-        with one number for each of them.
+        A reward with a role applies only to the calls of that role; one without a role applies to all calls. A method
+        may return a list with one number for each of its calls.
         """
         description = self._instance.description
         by_call = [0.0] * len(self.calls)
@@ -215,7 +215,8 @@ class Play:
         return (await self._numbers(method, []))[0]
 
     async def _numbers(self, method: MarkedMethod, places: list[int]) -> list[float]:
-        """Return a number for each of these calls. A single number is repeated, or returned once if there are none."""
+        """Return a number for each of these calls. A single number is repeated, or returned once if there are no
+        calls."""
         where = f"{self._instance.description.name}.{method.name}"
         chosen = [self.calls[place] for place in places] if method.mark.kind == "reward" else self.calls
         found = await self._instance.asked(method, self._values(chosen))
@@ -237,7 +238,8 @@ def _failed(name: str, error: BaseException) -> MethodFailed:
 
 
 def _first(error: BaseException) -> BaseException:
-    """Return the error that matters most in a group: infrastructure, else a mistake of `play`, else a budget."""
+    """Return the most important error of a group: an infrastructure failure, else a mistake in `play`, else a spent
+    budget."""
     if not isinstance(error, BaseExceptionGroup):
         return error
     inner = [_first(each) for each in error.exceptions]

@@ -1,4 +1,4 @@
-"""Methods as tools: the JSON schema of their arguments from type hints and docstring, and arguments checked by it."""
+"""Methods as tools: the JSON schema of their arguments, from type hints and docstring, and validation against it."""
 
 import inspect
 import math
@@ -13,8 +13,8 @@ from bombus.environments.kinds import ToolSchema, Transcript
 from bombus.errors import in_one_line, without_surrogates
 from bombus.sdk.types import Task
 
-PROBLEMS_SHOWN = 5  # of the arguments of one call
-ARRAY_NUMBERS_MAX = 1000  # that are shown; a larger array is shortened as NumPy prints it
+PROBLEMS_SHOWN = 5  # with the arguments of one call
+ARRAY_NUMBERS_MAX = 1000  # shown in full; a larger array is shortened as NumPy prints it
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?):\s*$", re.MULTILINE)
 _ARGUMENT = re.compile(r"^(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")
 
@@ -24,7 +24,7 @@ class BadArguments(ValueError):
 
 
 class NoTool(ValueError):
-    """A method cannot be a tool; the text says why, as a clause."""
+    """A method cannot be a tool; the text gives the reason as a clause."""
 
 
 class MethodTool(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,27 +39,27 @@ class MethodTool(msgspec.Struct, frozen=True, kw_only=True):
         return self.schema.name
 
     def read(self, text: str) -> dict[str, Any]:
-        """Return the arguments in `text`, which is JSON, by their names. Raises `BadArguments`."""
+        """Parse the JSON in `text`, and return the arguments by name. Raises `BadArguments`."""
         try:
             found = self.arguments.model_validate_json(text.strip() or "{}")
         except ValidationError as error:
             raise BadArguments(_why_not(error)) from error
-        except Exception as error:  # the code of their types, such as `__post_init__`: the model chose what it got
+        except Exception as error:  # from the code of their types, such as `__post_init__`: the model chose the values
             raise BadArguments(in_one_line(error)) from error
         return {name: getattr(found, f"p{index}") for index, name in enumerate(self.names)}
 
 
 def tool_of(name: str, method: Callable[..., Any]) -> MethodTool:
-    """Return the function that a class has by this name, and whose first parameter is `self`, as a tool.
+    """Return the function stored in a class under `name`, whose first parameter is `self`, as a tool.
 
-    The function's own `__name__` may be another one, such as that of a function that made it. Raises `NoTool`.
+    The function's `__name__` may differ, for example if another function created it. Raises `NoTool`.
     """
     if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
-        raise NoTool("it is a generator: return a list or a text, which the model is shown")
+        raise NoTool("it is a generator, which cannot be shown to the model: return a list or a text")
     hints = _hints_of(method)
     documented = _read_docstring(inspect.getdoc(method) or "")
     if not documented.summary:
-        raise NoTool("it has no docstring: write one, which tells the model what the tool does")
+        raise NoTool("it has no docstring: write one that tells the model what the tool does")
     parameters = list(inspect.signature(method).parameters.values())
     if not parameters:
         raise NoTool("it has no parameter `self`")
@@ -74,8 +74,8 @@ def tool_of(name: str, method: Callable[..., Any]) -> MethodTool:
             raise NoTool(f"its argument `{parameter.name}` has no type hint")
         if hints[parameter.name] in (Task, Transcript):
             raise NoTool(
-                f"its argument `{parameter.name}` is a {hints[parameter.name].__name__}, which only decorated methods "
-                "take, but here the model would write it: keep what the tool needs in `reset`"
+                f"its argument `{parameter.name}` is a {hints[parameter.name].__name__}, which the model would have to "
+                "write: only decorated methods can take one, so store what the tool needs in `reset`"
             )
         default = ... if parameter.default is parameter.empty else parameter.default
         about = documented.arguments.get(parameter.name)
@@ -89,7 +89,7 @@ def tool_of(name: str, method: Callable[..., Any]) -> MethodTool:
     try:
         arguments = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
         schema = arguments.model_json_schema(by_alias=True)
-    except Exception as error:  # pydantic's, and the code of the types' own: whatever it raises, there is no schema
+    except Exception as error:  # from pydantic or the types' own code: in any case there is no schema
         raise NoTool(f"its arguments have no JSON schema: {in_one_line(error)}") from error
     return MethodTool(
         schema=ToolSchema(name=name, description=documented.summary, parameters=_without_titles(schema)),
@@ -99,10 +99,10 @@ def tool_of(name: str, method: Callable[..., Any]) -> MethodTool:
 
 
 def text_of(value: object) -> str:
-    """Return the result of a tool as the text that the model is shown: JSON, unless it is a text already.
+    """Return a tool's result as the text that is shown to the model: JSON, unless it is a text already.
 
-    Bytes are taken for text, such as what a program has printed. Raises `TypeError` for a generator, and whatever the
-    value's own `__str__` raises.
+    Bytes are decoded as text, such as a program's output. Raises `TypeError` for a generator, and any error of the
+    value's own `__str__`.
     """
     if value is None:
         return ""
@@ -121,7 +121,7 @@ def text_of(value: object) -> str:
 
 
 def _plain(value: object) -> object:
-    """Return what JSON can hold in the place of a pydantic model, or of NumPy's or torch's numbers and small arrays.
+    """Return a JSON-compatible value for a pydantic model, or for a NumPy or torch number or small array.
 
     Raises `TypeError` for anything else.
     """
@@ -130,7 +130,7 @@ def _plain(value: object) -> object:
     shape, tolist = getattr(value, "shape", None), getattr(value, "tolist", None)
     if callable(tolist) and isinstance(shape, tuple) and math.prod(shape) <= ARRAY_NUMBERS_MAX:
         return tolist()
-    raise TypeError(f"{type(value).__name__} has no JSON")
+    raise TypeError(f"{type(value).__name__} cannot be encoded as JSON")
 
 
 class _Docstring(msgspec.Struct, frozen=True):
@@ -146,7 +146,8 @@ def _hints_of(method: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _read_docstring(text: str) -> _Docstring:
-    """Return what comes before the sections of a docstring, and what its section of arguments says of each."""
+    """Return the text before the sections of a docstring, and the description of each argument in its arguments
+    section."""
     parts = _SECTION.split(text)
     sections = dict(zip(parts[1::2], parts[2::2]))
     about = next((sections[name] for name in ("Args", "Arguments", "Parameters") if name in sections), "")
@@ -154,7 +155,7 @@ def _read_docstring(text: str) -> _Docstring:
 
 
 def _arguments(section: str) -> Iterator[tuple[str, str]]:
-    """Yield the name and the description of each argument; deeper lines continue the one above."""
+    """Yield the name and the description of each argument; lines indented more deeply continue the one above."""
     name, words = "", ""
     margin = None
     for line in section.splitlines():
@@ -181,7 +182,7 @@ def _why_not(error: ValidationError) -> str:
 
 
 def _without_titles(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema without the titles that pydantic makes of names. Properties may be called `title`."""
+    """Return a schema without the titles that pydantic derives from names. Properties named `title` are kept."""
     found: dict[str, Any] = {}
     for key, value in schema.items():
         if key == "title" and isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Tries a plain class without a model: carries out its gold solution, or does nothing at all."""
+"""Tries a plain class without a model: carries out its gold solution, or does nothing."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -13,32 +13,32 @@ from bombus.environments.plain.play import Play
 from bombus.errors import BombusError
 from bombus.sdk.types import Task
 
-CALLS_MAX = 10_000  # of a gold solution
-ANSWERS_MAX = 10_000  # for agents of a `play`, which a class without end would ask forever
+CALLS_MAX = 10_000  # in a gold solution
+ANSWERS_MAX = 10_000  # for the agents of a `play` that might never end
 
 
 class WrongGold(BombusError):
-    """`gold` returned something that is not a solution. The text says what a solution is."""
+    """`gold` returned something that is not a solution. The text says what a solution must be."""
 
 
 class GoldSolution(msgspec.Struct, frozen=True, kw_only=True):
-    """The calls of tools that solve a task, and the answer at the end."""
+    """The tool calls that solve a task, and the final answer."""
 
     calls: tuple[ToolCall, ...] = ()
     answer: str = ""
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """What one trial has shown: how it opened, what its calls gave back, and its scores."""
+    """The result of one trial: the first messages, the outcomes of its calls, and its scores."""
 
     messages: list[MessageDict]
     outcomes: tuple[ToolOutcome, ...]
     scores: RolloutScores
-    numbers: dict[str, list[float]] = {}  # what each reward gave single calls of a `play`
+    numbers: dict[str, list[float]] = {}  # the numbers that each reward gave the calls of a `play`
 
 
 def solution_of(found: object, name: str) -> GoldSolution:
-    """Return what `gold` returned as a solution. Raises `WrongGold`."""
+    """Return the result of `gold` as a solution. Raises `WrongGold`."""
     if not isinstance(found, list | tuple) or len(found) > CALLS_MAX:
         raise WrongGold(_no_gold(name, found))
     steps = list(found)
@@ -59,8 +59,8 @@ def _call(number: int, step: object) -> ToolCall | None:
 
 def _no_gold(name: str, found: object) -> str:
     return (
-        f"{name}.gold returned {type(found).__name__}, or has other things in it: it returns a list of "
-        '("tool", {"argument": value}), and the final answer as text at its end, where there is one'
+        f"{name}.gold returned a {type(found).__name__} that is not a solution: it must return a list of "
+        '("tool", {"argument": value}), optionally followed by the final answer as text'
     )
 
 
@@ -98,13 +98,13 @@ async def carried_out(environment: PlainEnvironment, messages: Sequence[MessageD
 
 
 async def tried_play(environment: PlainEnvironment, task: Task, *, gold: bool) -> Trial:
-    """Play a class with `play`, with the answers of its gold solution in order, or with empty texts."""
+    """Run a class with `play`, giving the answers of its gold solution in order, and then empty texts."""
     answers: list[str] = []
     if gold:
         await environment.plain.make()
         found = await environment.plain.call("gold", {"task": task})
         if not isinstance(found, list | tuple) or not all(isinstance(each, str) for each in found):
-            raise WrongGold(f"{environment.plain.description.name}.gold returns a list of answers, in their order")
+            raise WrongGold(f"{environment.plain.description.name}.gold must return a list of answers, in order")
         answers = list(found)
     said = iter(answers)
     asked = itertools.count(1)

@@ -1,4 +1,4 @@
-"""Checks of a plain class before it is trained on: its gold solution, ranges, determinism, isolation and leaks."""
+"""Checks of a plain class before training on it: its gold solution, reward ranges, determinism, isolation and leaks."""
 
 import asyncio
 import os
@@ -19,13 +19,13 @@ from bombus.sdk.running import contained
 from bombus.sdk.types import Task
 
 CHECK_S = 120.0
-SLACK = 1e-6  # of rewards that are compared
+SLACK = 1e-6  # tolerance for comparing rewards
 
 
 class CheckedTask(msgspec.Struct, frozen=True, kw_only=True):
-    """The problems that a check found with a task, as sentences. `skipped` says why the check was not made.
+    """The problems that a check found with a task, as sentences. `skipped` is the reason if the check was not made.
 
-    `warning` is a sentence about what may be as it should, and does not fail the check.
+    `warning` is a sentence about something that may be intended, and does not fail the check.
     """
 
     check: str
@@ -36,7 +36,7 @@ class CheckedTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClassValidation:
-    """Validates a class, which `description` describes. `needs_gold`: one without a gold solution does not pass."""
+    """Validates the class that `description` describes. With `needs_gold`, it must have a gold solution to pass."""
 
     def __init__(self, kind: type, description: PlainClass, *, needs_gold: bool = False) -> None:
         self._kind = kind
@@ -45,11 +45,11 @@ class ClassValidation:
         self._has_gold = description.has_gold
 
     async def check(self, task: Task) -> list[CheckedTask]:
-        """Return what each check has found. If the task cannot be played at all, there is only that finding."""
+        """Return the findings of each check. If the task cannot be played at all, return only that finding."""
         try:
             async with asyncio.timeout(CHECK_S):
                 nothing, best = await contained(self._trials(task))
-        except Exception as error:  # the class's own code: whatever it raises is what is wrong with it
+        except Exception as error:  # any error of the class's own code is the finding
             return [CheckedTask(check="plays", problems=(f"It cannot be played: {_said(error)}.",))]
         return [
             CheckedTask(
@@ -66,7 +66,7 @@ class ClassValidation:
 
     async def _again(self, name: str, problems: AsyncIterator[str]) -> CheckedTask:
         if name == "isolation" and self._description.plays:
-            return CheckedTask(check=name, skipped="a class with `play` opens and ends at once")
+            return CheckedTask(check=name, skipped="an instance of a class with `play` cannot be left open")
         try:
             async with asyncio.timeout(CHECK_S):
                 return CheckedTask(check=name, problems=await contained(_all(problems)))
@@ -103,8 +103,8 @@ class ClassValidation:
             problems.append("The gold solution is not a success.")
         if best.scores.reward <= nothing.scores.reward + SLACK:
             problems.append(
-                f"The gold solution has the reward {best.scores.reward:g}, and doing nothing "
-                f"{nothing.scores.reward:g}, so there is nothing to learn."
+                f"The gold solution has the reward {best.scores.reward:g}, but doing nothing "
+                f"has {nothing.scores.reward:g}, so there is nothing to learn."
             )
         return CheckedTask(check="gold", problems=tuple(problems), detail=f"reward {best.scores.reward:g}")
 
@@ -122,7 +122,7 @@ class ClassValidation:
             yield f"Played a second time, {each}."
 
     async def _isolation(self, task: Task, nothing: Trial, best: Trial) -> AsyncIterator[str]:
-        """Play one instance while another one is open, which must not notice."""
+        """Play one instance while another one, which must not be affected, is open."""
         async with self._environment() as one, self._environment() as other:
             opening = await other.open(task)
             await tried(one, task, gold=self._has_gold)
@@ -138,11 +138,11 @@ class ClassValidation:
             before = footprint(*folders)
             await self._trial(task, gold=self._has_gold)
             for what in await left_behind(before, *folders):
-                yield f"After `close` it leaves behind {what}."
+                yield f"After `close`, it leaves behind {what}."
 
 
 def _warning_of(nothing: RolloutScores) -> str:
-    """Return what to look at where an empty answer and no call of a tool earn something, "" where they do not."""
+    """Return a warning if an empty answer without tool calls earns a reward or is a success, else ""."""
     if nothing.reward <= SLACK and not nothing.is_success:
         return ""
     how = "is a success" if nothing.is_success else f"earns the reward {nothing.reward:g}"
@@ -157,7 +157,7 @@ async def _all(problems: AsyncIterator[str]) -> tuple[str, ...]:
 
 
 def _differences(first: Trial, second: Trial) -> Iterator[str]:
-    """Say in clauses what of two trials differs that should not."""
+    """Yield a clause for each difference between two trials that should be the same."""
     if first.messages != second.messages:
         yield "it opened with other messages"
     for number, (before, after) in enumerate(zip(first.outcomes, second.outcomes), 1):
@@ -174,7 +174,7 @@ def _differences(first: Trial, second: Trial) -> Iterator[str]:
 
 @contextmanager
 def _temporary_folder() -> Iterator[Path]:
-    """Let temporary files be made in a folder of its own while the block runs."""
+    """Make temporary files go to a new folder while the block runs."""
     earlier, variable = tempfile.tempdir, os.environ.get("TMPDIR")
     with tempfile.TemporaryDirectory() as folder:
         tempfile.tempdir = os.environ["TMPDIR"] = folder

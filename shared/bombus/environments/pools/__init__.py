@@ -1,1 +1,1 @@
-"""The client side of environment servers: one session, and pools of them. Needs the extra `environments`."""
+"""The client side of environment servers: single sessions and pools of them. Needs the extra `environments`."""

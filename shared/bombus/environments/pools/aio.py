@@ -1,4 +1,4 @@
-"""`AsyncEnvPool`: several sessions at one server, opened all or none, on the caller's loop."""
+"""`AsyncEnvPool`: several sessions at one server, opened all or none, in the caller's loop."""
 
 import asyncio
 import logging
@@ -38,7 +38,7 @@ GROUP_SIZE = 8
 POOL_MAX = 1024
 CLOSE_S = 5.0
 RECONNECT_S = 0.2
-ATTEMPT_S = 0.5  # about, for the slots of a pool to become free together, before it lets go those that it has
+ATTEMPT_S = 0.5  # roughly, to wait for all slots of a pool at once before giving up those that it has
 ATTEMPT_S_MAX = 10.0
 ACHIEVED_AT = 0.5
 
@@ -49,17 +49,17 @@ StepOutcome = StepResult | InfraError | StepRefused
 
 
 class ResultRecorder(Protocol):
-    """What keeps the results of tasks: a curriculum."""
+    """Records the results of tasks, as a curriculum does."""
 
     def record_result(self, task: Task, achieved: bool, reward: float) -> object:
-        """Note how a group of episodes of a task went."""
+        """Record the result of a group of episodes of a task."""
         ...
 
 
 class AsyncEnvPool:
-    """A pool of `size` sessions at a server. `async with` opens all of them, or raises and leaves none behind.
+    """A pool of `size` sessions at a server. `async with` opens all of them, or raises and leaves none open.
 
-    When a session dies, the episode that it played ends as `InfraError`. A new session takes its place the next time
+    When a session dies, the episode that it played ends with `InfraError`. A new session takes its place the next time
     that the pool is used. `group_size` is how many sessions play one task together: `$NUM_GENERATIONS` or 8 by default.
     """
 
@@ -74,7 +74,7 @@ class AsyncEnvPool:
         rollout: Callable[..., Any] | None = None,
         task: Task | None = None,
     ) -> None:
-        """`rollout` and `task` are what `run_group` plays where it is given the other one alone."""
+        """`rollout` and `task` are the defaults of `run_group`, for a call that passes only one of the two."""
         if group_size is None:
             group_size = number_of(os.environ, GROUP_VARIABLE, GROUP_SIZE, 1, POOL_MAX)
         self.group_size = group_size
@@ -90,19 +90,19 @@ class AsyncEnvPool:
         self._curriculum = curriculum
         self._rollout, self._task = rollout, task
         self._sessions: list[EnvSession | None] = []
-        self._idle: asyncio.Queue[int | None] = asyncio.Queue()  # numbers of sessions; None once the pool was closed
+        self._idle: asyncio.Queue[int | None] = asyncio.Queue()  # numbers of sessions; None once the pool is closed
         self._taken: set[TakenSession] = set()
         self._connecting = asyncio.Lock()
         self._opening: asyncio.Task[list[EnvSession]] | None = None
-        self._using = asyncio.Lock()  # of the whole pool: groups that are stepped together
+        self._using = asyncio.Lock()  # held while a group is stepped together, which needs the whole pool
 
     # ---- its life -------------------------------------------------------------------------------------------------
 
     async def connect(self) -> Self:
         """Open all sessions. If one fails, close the others and raise the first error. You can then call it again.
 
-        While a pool waits for slots (`wait_s`), it gives up from time to time those that it has, so that two pools
-        that connect at once do not block each other.
+        While a pool waits for slots (`wait_s`), it releases the slots that it has from time to time, so that two pools
+        connecting at once do not block each other.
         """
         async with self._connecting:
             if not self._sessions:
@@ -113,12 +113,13 @@ class AsyncEnvPool:
         return self
 
     async def close(self, within_s: float = CLOSE_S) -> None:
-        """Give all slots back, and cut what has not answered after `within_s` seconds. Closing again does nothing."""
+        """Give all slots back, and cut the sessions that have not answered after `within_s` seconds. Closing again does
+        nothing."""
         if self._opening is not None:
             self._opening.cancel()
         sessions = [session for session in self._sessions if session is not None]
         self._sessions = []
-        self._taken = set()  # what they give back now is another pool's
+        self._taken = set()  # sessions given back after this are ignored
         self._idle.put_nowait(None)
         await close_all(sessions, within_s)
 
@@ -143,7 +144,7 @@ class AsyncEnvPool:
             self._opening = None
 
     async def _open_patiently(self) -> list[EnvSession]:
-        """Open all sessions within `wait_s`, in attempts that are all or none. Raises the last attempt's error."""
+        """Open all sessions within `wait_s`, in all-or-none attempts. Raises the last attempt's error."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self.settings.wait_s
         attempt_s = ATTEMPT_S
@@ -165,7 +166,7 @@ class AsyncEnvPool:
         return f"a pool of {self.size} needs {self.size} free slots at once, but did not get them{waited} ({error})"
 
     async def _open(self, count: int, settings: SessionSettings) -> list[EnvSession]:
-        """Open sessions, all or none. Raises the error that came first."""
+        """Open sessions, all or none. Raises the first error."""
         first: list[Exception] = []
 
         async def open_one() -> EnvSession:
@@ -193,10 +194,10 @@ class AsyncEnvPool:
         return PooledEnvironment(self)
 
     async def take(self, wait_s: float | None = None) -> "TakenSession":
-        """Take a session that nothing else uses, until `give_back`. Raises `EnvironmentsBusy` and `EnvironmentLost`.
+        """Take a session for exclusive use until `give_back`. Raises `EnvironmentsBusy` and `EnvironmentLost`.
 
-        If the session has died, a new one is opened in its place. The server gets as much time to come back as a
-        session has to connect.
+        If the session has died, a new one is opened in its place. If the server is away, this waits for it for as long
+        as a session may take to connect.
         """
         self._check_open()
         idle = self._idle
@@ -211,13 +212,14 @@ class AsyncEnvPool:
         return taken
 
     def give_back(self, taken: "TakenSession") -> None:
-        """Give back what `take` returned. Giving it back again does nothing."""
+        """Give back a session returned by `take`. Giving it back again does nothing."""
         if taken in self._taken:
             self._taken.remove(taken)
             self._idle.put_nowait(taken.number)
 
     async def _next_idle(self, idle: "asyncio.Queue[int | None]", limit_s: float) -> int:
-        """Return the number of an idle session. It is awaited in this very task, so that a cancellation loses none."""
+        """Return the number of an idle session. The queue is awaited in the caller's task, so that a cancellation loses
+        none."""
         try:
             async with asyncio.timeout(limit_s):
                 number = await idle.get()
@@ -226,7 +228,7 @@ class AsyncEnvPool:
             why = f"all {self.size} environments of the pool are in use, and none became free in {limit_s:g} s"
             raise EnvironmentsBusy(why) from error
         if number is None:
-            idle.put_nowait(None)  # for the others that wait
+            idle.put_nowait(None)  # for the other waiting callers
             raise EnvironmentLost(f"the pool of environments at {self.url} is no longer open")
         return number
 
@@ -238,7 +240,7 @@ class AsyncEnvPool:
         return found
 
     async def _revive(self, number: int) -> None:
-        """Open a new session in the place of one that has died."""
+        """Open a new session in place of a dead one."""
         limit_s = max(self.settings.wait_s, self.settings.connect_s)
         sessions = self._sessions
         if number >= len(sessions):
@@ -262,7 +264,7 @@ class AsyncEnvPool:
                     sessions[number] = opened
                     return
                 await opened.close()
-                raise EnvironmentLost("the pool was closed meanwhile")
+                raise EnvironmentLost("the pool was closed while a session was opened")
 
     # ---- groups ---------------------------------------------------------------------------------------------------
 
@@ -276,11 +278,11 @@ class AsyncEnvPool:
     ) -> list[T | InfraError]:
         """Play a task `n` times at once, each in its own session, and return the results in order.
 
-        A pool that was made with its rollout, or with its task, is given the other one alone.
+        A pool that was made with a rollout or a task may be given only the other one here.
 
-        A rollout whose environment was lost is played again in another session, up to `retries` times for the whole
-        group. After that its `InfraError` stands in place of a result. Any other error of a rollout cancels the others
-        and is raised here. An error that would end the program, such as `SystemExit`, is raised as `RuntimeError`.
+        A rollout whose environment was lost is replayed in another session, up to `retries` times for the whole group.
+        After that, its `InfraError` takes the place of a result. Any other error of a rollout cancels the others and is
+        raised here. An error that would end the program, such as `SystemExit`, is raised as `RuntimeError`.
         """
         played, by = self._task_and_rollout(task, rollout)
         count = self._group_of(n)
@@ -314,7 +316,7 @@ class AsyncEnvPool:
     def _task_and_rollout(
         self, task: Task | GroupRollout[T], rollout: GroupRollout[T] | None
     ) -> tuple[Task, GroupRollout[T]]:
-        """Return what is played, of what was given here and what the pool was made with. Raises `Refused`."""
+        """Return the task and the rollout to play, from the arguments or the pool's defaults. Raises `Refused`."""
         given = task if isinstance(task, Task) else self._task
         by = rollout or (self._rollout if isinstance(task, Task) else task)
         if given is None or by is None:
@@ -326,7 +328,7 @@ class AsyncEnvPool:
         return given, by
 
     async def reset_group(self, task: Task, n: int | None = None) -> list[StepResult]:
-        """Make the first `n` environments new for the same task. Raises the first error: then none of them is to be
+        """Reset the first `n` environments for the same task. Raises the first error, after which none of them may be
         used."""
         count = self._group_of(n)
         self._check_open()
@@ -342,9 +344,10 @@ class AsyncEnvPool:
         return [_raised(each) for each in done]
 
     async def run_group_step(self, actions: Sequence[Action | None]) -> list[StepOutcome | None]:
-        """Take a step in each of the first environments at the same time. The action None lets an environment pass.
+        """Take a step in each of the first environments at the same time. An environment whose action is None is
+        skipped.
 
-        Each environment's answer or error stands in its own place, and does not affect the others.
+        Each environment's answer or error takes its own place in the list, and does not affect the others.
         """
         self._group_of(len(actions))
 
@@ -360,7 +363,7 @@ class AsyncEnvPool:
             return list(await asyncio.gather(*(step(number, action) for number, action in enumerate(actions))))
 
     def record_group_result(self, task: Task, rewards: Sequence[float]) -> None:
-        """Tell the curriculum once how a group went: its mean reward, and whether that is at least 0.5."""
+        """Record a group's result in the curriculum: its mean reward, and whether that is at least 0.5."""
         try:
             numbers = [reward_number(reward) for reward in rewards]
         except ValueError as error:
@@ -380,7 +383,8 @@ class AsyncEnvPool:
 
     @asynccontextmanager
     async def _all_idle(self) -> AsyncIterator[None]:
-        """Hold all environments for a group that is stepped together. Meanwhile rollouts wait."""
+        """Reserve all environments for a group that is stepped together. Rollouts wait until the block ends. Raises
+        `Refused` if some are in use."""
         async with self._using:
             idle = self._idle
             if (used := self.size - idle.qsize()) > 0:
@@ -407,7 +411,7 @@ class TakenSession:
 
 
 class PooledEnvironment:
-    """An `AgentEnvironment` that has a session of a pool from `open` to `close`."""
+    """An `AgentEnvironment` that holds a session of a pool from `open` to `close`."""
 
     def __init__(self, pool: AsyncEnvPool) -> None:
         self._pool = pool
@@ -415,8 +419,7 @@ class PooledEnvironment:
         self._remote: RemoteEnvironment | None = None
 
     async def open(self, task: Task) -> Opening:
-        """Take a session and make its environment new. Raises `EnvironmentsBusy`, `ResetFailed` and
-        `EnvironmentLost`."""
+        """Take a session and reset its environment. Raises `EnvironmentsBusy`, `ResetFailed` and `EnvironmentLost`."""
         if self._remote is None:
             self._taken = await self._pool.take()
             self._remote = RemoteEnvironment(self._taken.session)
@@ -459,7 +462,7 @@ async def close_all(sessions: Sequence[EnvSession], within_s: float) -> None:
 
 
 async def _undo(tasks: Sequence["asyncio.Task[EnvSession]"]) -> None:
-    """Close the sessions that were opened, and open no more. If this is cancelled in turn, they are cut."""
+    """Close the sessions that were opened, and stop opening more. If this is cancelled too, the sessions are cut."""
     try:
         for task in tasks:
             task.cancel()

@@ -1,4 +1,4 @@
-"""`EnvPool`: the same pool for programs without a loop. It owns a loop in a thread, where heartbeats continue."""
+"""`EnvPool`: the same pool for programs without an event loop. Its own loop, in a thread, also sends the heartbeats."""
 
 import asyncio
 import contextlib
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """A loop in a thread of its own, for callers that have none."""
+    """An event loop in its own thread, for callers that have none."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -56,11 +56,11 @@ class LoopThread:
 
     @property
     def is_running(self) -> bool:
-        """Return whether the loop runs. It does not in a process that was forked from the one that began it."""
+        """Return whether the loop is running. It is not in a process that was forked from the one that started it."""
         return self._thread.is_alive() and not self._is_stopped
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin to run a coroutine in the loop. Raises `EnvironmentLost` if the loop is not running."""
+        """Schedule a coroutine in the loop. Raises `EnvironmentLost` if the loop is not running."""
         if not self.is_running:
             work.close()
             why = "it was closed, or this process was forked from the one that opened it"
@@ -68,10 +68,10 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def run(self, work: Coroutine[Any, Any, T], limit_s: float | None = None) -> T:
-        """Run a coroutine in the loop and return its result. An interruption of the caller cancels it.
+        """Run a coroutine in the loop and return its result. Interrupting the caller cancels the coroutine.
 
-        Raises `Refused` in the loop's own thread, `EnvironmentLost` when the loop is stopped meanwhile, and
-        `TimeoutError` after `limit_s`.
+        Raises `Refused` in the loop's own thread, `EnvironmentLost` if the loop is stopped before the coroutine is
+        done, and `TimeoutError` after `limit_s`.
         """
         try:
             self.check_caller()
@@ -85,19 +85,20 @@ class LoopThread:
                 wait([future], min(left, WAKE_S))
             return future.result(0)
         except CancelledError as error:
-            raise EnvironmentLost("the pool of environments was closed meanwhile") from error
+            raise EnvironmentLost("the pool of environments was closed during the call") from error
         except BaseException:
             future.cancel()
             raise
 
     def check_caller(self) -> None:
-        """Raise `Refused` in the loop's own thread, which must not wait for itself."""
+        """Raise `Refused` in the loop's own thread, which would wait for itself."""
         if threading.current_thread() is self._thread:
-            why = "this pool cannot be used in its own coroutines, which would wait for themselves"
+            why = "this pool cannot be used in its own coroutines, because they would wait for themselves"
             raise Refused(Code.WRONG_PHASE, f"{why}: use the environment that they are given, or an AsyncEnvPool")
 
     def stop(self) -> None:
-        """End the loop, and whatever still waits in it. A coroutine that blocks it is not waited for."""
+        """End the loop, and cancel everything that still waits in it. A coroutine that blocks the loop is not waited
+        for."""
         if self.is_running:
             self._is_stopped = True
             self.loop.call_soon_threadsafe(self.loop.stop)
@@ -105,7 +106,7 @@ class LoopThread:
 
     def _run_loop(self) -> None:
         while not self._is_stopped:
-            # Such as `sys.exit` in a rollout: it is raised where the rollout is waited for, and the others go on.
+            # Such as `sys.exit` in a rollout: it is raised to the rollout's caller, and other rollouts continue.
             with contextlib.suppress(KeyboardInterrupt, SystemExit):
                 self.loop.run_forever()
         try:
@@ -125,7 +126,8 @@ async def _cancel_others() -> None:
 class BlockingEnvironment:
     """An environment for a plain function, which runs in a thread alongside the event loop.
 
-    After `leave` its methods raise `EnvironmentLost`, since a function that nobody waits for may still be running.
+    After `leave`, its methods raise `EnvironmentLost`, since a function that is no longer waited for may still be
+    running.
     """
 
     def __init__(self, environment: AgentEnvironment, loop: asyncio.AbstractEventLoop) -> None:
@@ -156,9 +158,9 @@ class BlockingEnvironment:
 
 
 class AcrossLoops:
-    """An environment that lives in one loop, for callers in others: `Rollout` under a `SwarmClient`, for example.
+    """An environment that runs in one loop, for callers in other loops, such as `Rollout` under a `SwarmClient`.
 
-    A method begins when the one before it has ended there, which takes a moment after that was cancelled here.
+    A method starts once the one before it has ended in that loop, which may be a moment after the caller was cancelled.
     """
 
     def __init__(self, environment: AgentEnvironment, thread: LoopThread) -> None:
@@ -179,7 +181,7 @@ class AcrossLoops:
         return await self._there(self._environment.score(transcript))
 
     async def close(self) -> None:
-        """Give the session back. After the pool was closed there is none."""
+        """Give the session back. Does nothing if the pool has been closed."""
         if self._thread.is_running:
             await self._there(self._environment.close())
 
@@ -196,14 +198,14 @@ class AcrossLoops:
             async with self._turn:
                 return await work
         finally:
-            work.close()  # of one that was cancelled before its turn
+            work.close()  # for a coroutine that was cancelled before its turn
 
 
 class EnvPool:
     """`AsyncEnvPool` with blocking methods. Use it in `with`, or call `connect` and `close`.
 
-    A rollout may be a coroutine function, which runs in the pool's own loop, or a function, which runs in a thread and
-    is given a `BlockingEnvironment`.
+    A rollout may be a coroutine function, which runs in the pool's loop, or a plain function, which runs in a thread
+    and is given a `BlockingEnvironment`.
     """
 
     def __init__(  # noqa: PLR0913 - the options of a pool
@@ -229,7 +231,7 @@ class EnvPool:
         )
         self._pool = self._make()
         self._thread: LoopThread | None = None
-        self._changing = threading.Lock()  # of the two above
+        self._changing = threading.Lock()  # guards the two attributes above
 
     @property
     def size(self) -> int:
@@ -240,10 +242,10 @@ class EnvPool:
         return self._pool.group_size
 
     def connect(self) -> Self:
-        """Open all sessions, or raise the first error and leave none open: it can be tried again."""
+        """Open all sessions, or raise the first error and leave none open; it can then be called again."""
         with self._changing:
             if self._thread is None or not self._thread.is_running:
-                self._pool, self._thread = self._make(), LoopThread()  # what waits in a pool belongs to one loop
+                self._pool, self._thread = self._make(), LoopThread()  # a pool's futures belong to one loop
             pool, thread = self._pool, self._thread
         try:
             thread.run(pool.connect())
@@ -255,9 +257,10 @@ class EnvPool:
         return self
 
     def close(self, within_s: float = CLOSE_S) -> None:
-        """Give all slots back, and cut what has not answered after `within_s` seconds. Closing again does nothing.
+        """Give all slots back, and cut the sessions that have not answered after `within_s` seconds. Closing again does
+        nothing.
 
-        Where a coroutine of the caller's blocks the loop, which then cannot give them back, they lapse.
+        If one of the caller's coroutines blocks the loop, the slots cannot be given back, and their leases lapse.
         """
         if self._thread is not None:
             self._thread.check_caller()
@@ -268,7 +271,7 @@ class EnvPool:
         try:
             thread.run(pool.close(within_s), within_s + STOP_S)
         except TimeoutError:
-            log.warning("a coroutine blocks the loop of the pool, so its environments are not returned cleanly")
+            log.warning("a coroutine blocks the pool's loop, so its slots are not given back; their leases will lapse")
         finally:
             thread.stop()
 
@@ -294,19 +297,20 @@ class EnvPool:
         return self._run(self._pool.run_group(given, by, n, retries=retries))
 
     def environment(self) -> AcrossLoops:
-        """Return an environment that takes a session when it opens, and gives it back when it closes: for `Rollout`."""
+        """Return an environment for `Rollout` that takes a session when it opens, and gives it back when it closes."""
         return AcrossLoops(self._pool.environment(), self._opened())
 
     def reset_group(self, task: Task, n: int | None = None) -> list[StepResult]:
-        """Make the first `n` environments new for the same task."""
+        """Reset the first `n` environments for the same task."""
         return self._run(self._pool.reset_group(task, n))
 
     def run_group_step(self, actions: Sequence[Action | None]) -> list[StepOutcome | None]:
-        """Take a step in each of the first environments at the same time. The action None lets an environment pass."""
+        """Take a step in each of the first environments at the same time. An environment whose action is None is
+        skipped."""
         return self._run(self._pool.run_group_step(actions))
 
     def record_group_result(self, task: Task, rewards: Sequence[float]) -> None:
-        """Tell the curriculum once how a group went: its mean reward, and whether that is at least 0.5."""
+        """Record a group's result in the curriculum: its mean reward, and whether that is at least 0.5."""
         self._pool.record_group_result(task, rewards)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -324,7 +328,8 @@ class EnvPool:
 
 
 def as_coroutine(rollout: Callable[..., Any]) -> GroupRollout[Any]:
-    """Return a rollout that runs in a loop: a function gets a thread, so that heartbeats go on beside it."""
+    """Return a rollout as a coroutine function: a plain function gets a thread, so that heartbeats continue alongside
+    it."""
     if inspect.iscoroutinefunction(rollout) or inspect.iscoroutinefunction(type(rollout).__call__):
         return rollout
 

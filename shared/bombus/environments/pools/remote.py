@@ -1,4 +1,4 @@
-"""A session at an environment server as an `AgentEnvironment`, which whatever runs an agent can play."""
+"""A session at an environment server as an `AgentEnvironment`, which any rollout can play."""
 
 import asyncio
 import contextlib
@@ -20,18 +20,19 @@ from bombus.environments.openenv.messages import Rpc, StepResult
 from bombus.environments.pools.session import EnvSession, StepRefused
 from bombus.sdk.types import Task
 
-ACTION_TOOL = "step"  # acts in an environment whose actions are not calls of tools
+ACTION_TOOL = "step"  # acts in an environment whose actions are not tool calls
 
 
 class RemoteEnvironment:
     """An environment at a server. Its methods raise `InfraError` once the session is dead.
 
-    At a server of ours the environment itself says when it is over and what a rollout is worth. At another server of
-    OpenEnv's, a call is a step; an episode is over when a step said so, and is worth the sum of the steps' rewards. No
-    call is carried out after that, also not another one of the same answer: it would earn a reward again.
-    A server with tools of MCP has those; at one without, the model is given a tool `step` whose arguments are the
-    action, as the server's `/schema` describes it. Where there are tools, but its actions do not call them, there is
-    `step` beside them.
+    At one of our servers, the environment itself decides when the episode is over and what its reward is. At another
+    OpenEnv server, each call is a step; the episode is over once a step says so, and its reward is the sum of the
+    steps' rewards. After that no call is carried out, not even a remaining one of the same answer, because it would
+    earn another reward.
+
+    If the server has MCP tools, the model is given those. If it has none, or its actions do not call them, the model is
+    given a tool `step`, whose arguments are the action as described by the server's `/schema`.
     """
 
     def __init__(self, session: EnvSession) -> None:
@@ -40,10 +41,10 @@ class RemoteEnvironment:
         self._steps_call_tools = False
         self._is_over = False
         self._reward = 0.0
-        self._turn = asyncio.Lock()  # for one step at a time, so that each is sent knowing what the last one ended
+        self._turn = asyncio.Lock()  # one step at a time, so that each sees whether the one before it ended the episode
 
     async def open(self, task: Task) -> Opening:
-        """Make the environment new for a task. Raises `ResetFailed` and `EnvironmentLost`."""
+        """Reset the environment for a task. Raises `ResetFailed` and `EnvironmentLost`."""
         self._is_over, self._reward = False, 0.0
         if not self.session.is_ours:
             return await self._open_other(task)
@@ -54,7 +55,7 @@ class RemoteEnvironment:
             raise ResetFailed(f"the server's answer to the reset has no first messages: {error}") from error
 
     async def call(self, call: ToolCall) -> ToolOutcome:
-        """Carry out a call. If the server declines it, the outcome is `failed`. Raises `EnvironmentLost`."""
+        """Carry out a tool call. If the server declines it, the outcome has `failed` set. Raises `EnvironmentLost`."""
         try:
             if self.session.is_ours:
                 params = {"name": call.name, "arguments": call.arguments, "id": call.id}
@@ -69,7 +70,7 @@ class RemoteEnvironment:
         return bool((await self._call(Rpc.IS_OVER, transcript)).get("is_over"))
 
     async def score(self, transcript: Transcript) -> RolloutScores:
-        """Return what a rollout is worth. Raises `EnvironmentLost` where the server cannot say it."""
+        """Return the scores of a rollout. Raises `EnvironmentLost` if the server gives none."""
         if not self.session.is_ours:
             return RolloutScores(reward=self._reward)
         try:
@@ -93,14 +94,14 @@ class RemoteEnvironment:
         self._note(result)
         tools = await self._tools()
         seen = result.observation
-        is_shown = any(seen.values()) or not (task.main_query or task.init_messages)  # a model is sent some message
+        is_shown = any(seen.values()) or not (task.main_query or task.init_messages)  # a model needs a message
         shown = [msgspec.json.encode(seen).decode()] if is_shown else []
         text = "\n\n".join([task.main_query, *shown] if task.main_query else shown)
         messages = [*task.init_messages, *([{"role": "user", "content": text}] if text else [])]
         return Opening(messages=messages, tools=tools)
 
     async def _tools(self) -> list[ToolSchema]:
-        """Return the tools of MCP, and the one that takes a step where there are none or steps do not call them."""
+        """Return the MCP tools, and the tool `step` if there are none or if steps do not call them."""
         action = await self.session.action_schema()
         found = await self._listed(action)
         self._has_tools = bool(found)
@@ -119,7 +120,7 @@ class RemoteEnvironment:
         return tools
 
     async def _listed(self, action: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the tools of MCP. A server may tell them by JSON-RPC, or only by a step."""
+        """Return the MCP tools. Some servers list them over JSON-RPC, others only in answer to a step."""
         try:
             found = (await self.session.rpc(Rpc.LIST_TOOLS, {})).get("tools")
         except StepRefused:
@@ -141,11 +142,11 @@ class RemoteEnvironment:
                 seen = await self._stepped(arguments)
                 return ToolOutcome(text=msgspec.json.encode(seen).decode(), failed=bool(seen.get("error")))
             if not self._has_tools:
-                raise StepRefused("", f"{call.name} is not a tool: there is {ACTION_TOOL}")
+                raise StepRefused("", f"{call.name} is not a tool: the only tool is {ACTION_TOOL}")
             return _seen({"result": await self.session.rpc(Rpc.CALL_TOOL, {"name": call.name, "arguments": arguments})})
 
     async def _stepped(self, action: dict[str, Any]) -> dict[str, Any]:
-        """Take a step, note what it was worth, and return what was seen."""
+        """Take a step, note its reward, and return the observation."""
         result = await self.session.step(action)
         self._note(result)
         return result.observation
@@ -156,17 +157,18 @@ class RemoteEnvironment:
 
 
 def _is_described(action: dict[str, Any]) -> bool:
-    """Return whether the schema of an action says what there is in one."""
+    """Return whether an action's schema describes its contents."""
     return any(action.get(name) for name in ("properties", "oneOf", "anyOf"))
 
 
 def _names_tools(action: dict[str, Any]) -> bool:
-    """Return whether an action may be the one of OpenEnv's that calls a tool."""
+    """Return whether an action may be OpenEnv's action that calls a tool."""
     return b'"tool_name"' in msgspec.json.encode(action)
 
 
 def _seen(observation: dict[str, Any]) -> ToolOutcome:
-    """Return what a model is shown of a tool of MCP: its text, or the whole as JSON where there is more than text."""
+    """Return an MCP tool's result as it is shown to the model: its text, or everything as JSON if there is more than
+    text."""
     if error := observation.get("error"):
         return ToolOutcome(text=str(error.get("message") if isinstance(error, dict) else error), failed=True)
     result = observation.get("result")
@@ -193,7 +195,7 @@ def reset_of(task: Task) -> dict[str, Any]:
 
 
 def arguments_of(call: ToolCall) -> dict[str, Any]:
-    """Return what a model wrote as the arguments of a call. Raises `StepRefused`."""
+    """Return the arguments that a model wrote for a call. Raises `StepRefused`."""
     try:
         return msgspec.json.decode(call.arguments, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""One session at an environment server, ours or any other of OpenEnv's. A session that is dead stays dead."""
+"""A session at an environment server, ours or any other OpenEnv server. A dead session stays dead."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ from bombus.machine.certificates import certificates
 log = logging.getLogger("bombus")
 
 CLOSE_HANDSHAKE_S = 2.0
-DETAILS_MAX = 8  # of what is wrong with one action
+DETAILS_MAX = 8  # shown about one invalid action
 
 
 class SessionSettings(BaseModel):
@@ -42,10 +42,10 @@ class SessionSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    connect_s: float = Field(default=10, gt=0, le=600, description="for the connection, in addition to `wait_s`")
-    wait_s: float = Field(default=0, ge=0, le=600, description="for a slot, where the server has a queue")
-    step_s: float = Field(default=60, gt=0, le=86_400, description="for the answer to a reset or a step")
-    take_s: float = Field(default=600, gt=0, le=86_400, description="for an environment of a pool to be idle")
+    connect_s: float = Field(default=10, gt=0, le=600, description="to connect, in addition to `wait_s`")
+    wait_s: float = Field(default=0, ge=0, le=600, description="to wait for a slot, if the server has a queue")
+    step_s: float = Field(default=60, gt=0, le=86_400, description="to wait for the answer to a reset or a step")
+    take_s: float = Field(default=600, gt=0, le=86_400, description="to wait for an idle environment of a pool")
     silence_s: float = Field(
         default=20, gt=0, le=3600, description="a server that is silent for this long is considered gone"
     )
@@ -54,7 +54,7 @@ class SessionSettings(BaseModel):
 
 
 class StepRefused(BombusError):
-    """The server declined one message: the action makes no sense, or the environment raised. The session continues."""
+    """The server declined one message: the action was invalid, or the environment raised. The session continues."""
 
     def __init__(self, code: str, why: str) -> None:
         super().__init__(why)
@@ -62,11 +62,11 @@ class StepRefused(BombusError):
 
 
 class EnvSession:
-    """A session holds a slot of the server from `open` to `close`.
+    """A session, which holds a slot of the server from `open` to `close`.
 
-    It dies of anything that leaves its state in doubt: a late answer, a broken connection, a caller that is cancelled
-    in the middle. The connection is then cut, and every further call raises `EnvironmentLost`. A dead session never
-    connects again, since it would find an environment that was not reset.
+    It dies if anything leaves its state in doubt: a late answer, a broken connection, or a caller cancelled in the
+    middle of a call. The connection is then cut, and every further call raises `EnvironmentLost`. A dead session never
+    reconnects, since it would find an environment that was not reset.
     """
 
     def __init__(self, connection: ClientConnection, url: str, settings: SessionSettings) -> None:
@@ -75,7 +75,7 @@ class EnvSession:
         self.name: str = connection.response.headers.get(SESSION_HEADER, "")
         self._connection = connection
         self._lock = asyncio.Lock()
-        self._action: dict[str, Any] | None = None  # the schema of one, once it was asked for
+        self._action: dict[str, Any] | None = None  # the schema of an action, once it has been requested
         self._dead = ""
         self._used_s = asyncio.get_running_loop().time()
         self._rpcs = 0
@@ -113,7 +113,8 @@ class EnvSession:
 
     @property
     def is_ours(self) -> bool:
-        """Return whether the server is one of ours, which only accepts a session for which it has a slot."""
+        """Return whether the server is one of ours, which accepts a connection only if it has a slot for the
+        session."""
         return bool(self.name)
 
     @property
@@ -121,22 +122,22 @@ class EnvSession:
         return bool(self._why_dead())
 
     async def reset(self, data: dict[str, Any]) -> StepResult:
-        """Make the environment new. Raises `ResetFailed` when that fails, `EnvironmentLost` when the environment is
-        gone."""
+        """Reset the environment. Raises `ResetFailed` if that fails, `EnvironmentLost` if the environment is gone."""
         try:
             return await self._observe("reset", data)
         except StepRefused as error:
             raise ResetFailed(f"the environment could not be reset: {error}") from error
 
     async def step(self, action: dict[str, Any]) -> StepResult:
-        """Act. Raises `StepRefused` when only this action failed, `EnvironmentLost` when the environment is gone."""
+        """Take a step. Raises `StepRefused` if only this action failed, `EnvironmentLost` if the environment is
+        gone."""
         return await self._observe("step", action)
 
     async def state(self) -> dict[str, Any]:
         return (await self._ask(WireMessage(type="state"))).data
 
     async def rpc(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
-        """Call a method of JSON-RPC and return its result. Raises `StepRefused` when the server answers an error."""
+        """Call a JSON-RPC method and return its result. Raises `StepRefused` if the server answers with an error."""
         self._rpcs += 1
         request = {"jsonrpc": "2.0", "id": self._rpcs, "method": method, "params": params}
         found = (await self._ask(WireMessage(type="mcp", data=request))).data
@@ -172,17 +173,17 @@ class EnvSession:
     # ---- messages -------------------------------------------------------------------------------------------------
 
     async def _check_slot(self) -> None:
-        """Ask for the state, since a server that is full accepts the connection and says so only afterwards."""
+        """Ask for the state, since a full server accepts the connection and reports that it is full only afterwards."""
         try:
             await self.state()
         except StepRefused:
-            pass  # the environment has no state before its reset, but it is there
-        except BaseException:  # a cancellation may come again, and nothing is said that needs an answer
+            pass  # the environment has no state before its reset, but it exists
+        except BaseException:  # cut without waiting: another cancellation may come, and nothing needs an answer
             self.cut()
             raise
 
     async def action_schema(self) -> dict[str, Any]:
-        """Return the JSON schema of an action that the server's `/schema` has, or one that allows anything."""
+        """Return the JSON schema of an action from the server's `/schema`, or a schema that allows anything."""
         if self._action is None:
             headers = _key_header(self.settings.key)
             http = httpx.AsyncClient(trust_env=False, verify=certificates(False))
@@ -192,14 +193,14 @@ class EnvSession:
                     found = msgspec.json.decode(answer.content, type=dict[str, Any])["action"]
                 self._action = _for_models(found)
             except (httpx.HTTPError, TimeoutError, msgspec.MsgspecError, KeyError, TypeError, AttributeError) as error:
-                log.info("%s does not say what an action is: %s", self.url, in_one_line(error))
+                log.info("%s does not describe its actions: %s", self.url, in_one_line(error))
                 self._action = {"type": "object", "additionalProperties": True}
         return self._action
 
     async def _observe(self, kind: str, data: dict[str, Any]) -> StepResult:
         seen = (await self._ask(WireMessage(type=kind, data=data))).data
         try:
-            if (reward := seen.get("reward")) is not None:  # of OpenEnv's it may be a bool
+            if (reward := seen.get("reward")) is not None:  # in OpenEnv it may be a bool
                 seen = {**seen, "reward": reward_number(reward)}
             return msgspec.convert(seen, StepResult, strict=False)
         except ValueError as error:
@@ -226,7 +227,7 @@ class EnvSession:
             except NotAMessage as error:
                 self._die(str(error))
                 raise EnvironmentLost(self._sentence()) from error
-            except BaseException:  # cancelled in the middle: the next answer would be that to this message
+            except BaseException:  # cancelled in the middle: this message's answer would be taken for the next one's
                 self._die("a call was cancelled in the middle")
                 raise
             finally:
@@ -237,7 +238,7 @@ class EnvSession:
             return answer
 
     async def _last_word(self) -> BombusError:
-        """Return the error that the server sent before it closed the connection, or else that the session is lost."""
+        """Return the error that the server sent before it closed the connection, or else an `EnvironmentLost`."""
         with contextlib.suppress(ConnectionClosed, NotAMessage):
             said = decode(await self._connection.recv())
             if said.type == "error" and said.data.get("code") in FATAL:
@@ -246,7 +247,7 @@ class EnvSession:
         return EnvironmentLost(self._sentence())
 
     async def _exchange(self, text: str) -> str | bytes:
-        # A server that is full may have closed the connection already, with its reason still to be read.
+        # A full server may have closed the connection already; its reason can still be read.
         with contextlib.suppress(ConnectionClosed):
             await self._connection.send(text)
         received: str | bytes = await self._connection.recv()
@@ -263,9 +264,7 @@ class EnvSession:
 
     def _why_dead(self) -> str:
         if not self._dead and asyncio.get_running_loop().time() - self._used_s > self.settings.idle_s:
-            self._die(
-                f"it was not used for {self.settings.idle_s:g} s, so that the server may have given its slot away"
-            )
+            self._die(f"it was not used for {self.settings.idle_s:g} s, so the server may have given its slot away")
         if not self._dead and self._connection.close_code is not None:
             reason = self._connection.close_reason
             self._die(f"the server closed the connection{f': {reason}' if reason else ''}")
@@ -278,7 +277,8 @@ class EnvSession:
 
     @property
     def _has_ended(self) -> bool:
-        """Return whether the connection is gone. Python 3.11 raises where one that has flushed its end is aborted."""
+        """Return whether the connection is gone. Python 3.11 raises an error if a transport that has flushed its end is
+        aborted."""
         has_ended: bool = self._connection.connection_lost_waiter.done()
         return has_ended
 
@@ -287,20 +287,20 @@ class EnvSession:
 
 
 def socket_url(url: str, wait_s: float) -> str:
-    """Return the address of the WebSocket of a server. Raises `Refused`."""
+    """Return the WebSocket address of a server. Raises `Refused`."""
     parts = urlsplit(url if "//" in url else f"//{url}")
     scheme = {"http": "ws", "https": "wss", "": "ws"}.get(parts.scheme, parts.scheme)
     if scheme not in ("ws", "wss") or not parts.hostname:
-        raise Refused(Code.MALFORMED, f"{url!r} is not the address of an environment server, as http://host:8000 is")
+        raise Refused(Code.MALFORMED, f"{url!r} is not an environment server's address: give one like http://host:8000")
     path = parts.path.rstrip("/").removesuffix("/ws")
     query = urlencode({"wait_s": f"{wait_s:g}"}) if wait_s else ""
     return urlunsplit((scheme, parts.netloc, f"{path}/ws", query, ""))
 
 
 def _for_models(action: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of an action as a model is told of it: without `metadata`, which is of OpenEnv's own.
+    """Return the schema of an action as shown to a model: without `metadata`, which is a field of OpenEnv itself.
 
-    Raises `KeyError` for one that says neither what an action has nor which kinds of it there are.
+    Raises `KeyError` if it lists neither properties nor kinds of action.
     """
     if any(isinstance(action.get(kinds), list) for kinds in ("oneOf", "anyOf")):
         return {"type": "object", **action}
@@ -312,19 +312,19 @@ def _key_header(key: str) -> dict[str, str]:
 
 
 def _details(errors: object) -> list[str]:
-    """Return what is wrong with the fields of a message. OpenEnv's servers list it beside the sentence."""
+    """Return the errors in the fields of a message, which OpenEnv's servers list beside the error message."""
     found = [each for each in errors if isinstance(each, dict)] if isinstance(errors, list) else []
     named = [(".".join(map(str, each.get("loc") or ())), each.get("msg")) for each in found[:DETAILS_MAX]]
     return [(f"{field}: {why}" if field else str(why))[:FOREIGN_TEXT_MAX] for field, why in named]
 
 
 def _page_url(url: str, page: str) -> str:
-    """Return the address of a page of the server that has a session."""
+    """Return the address of a page of the session's server."""
     return f"http{socket_url(url, 0).removeprefix('ws').removesuffix('/ws')}/{page}"
 
 
 def _refusal(url: str, status: int, body: bytes) -> BombusError:
-    """Return the error for an HTTP status in place of a session."""
+    """Return the error for an HTTP status received instead of a session."""
     try:
         why = str(json.loads(body)["detail"])
     except (ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""Checks who may come in before a slot is asked for: paths, keys, names of the server, and pages of browsers."""
+"""Checks requests before they can take a slot: path, key, host name, and the origin of browser pages."""
 
 import hmac
 import json
@@ -41,7 +41,7 @@ def response(status: HTTPStatus, kind: str, body: bytes) -> Response:
 
 
 def check_caller(request: Request, key: str, names: OwnHostNames) -> None:
-    """Raise `NotLetIn` for a caller without the key, a foreign host name, or a page of another site."""
+    """Raise `NotLetIn` for a request without the key, with a foreign host name, or from a page of another site."""
     headers = request.headers
     host, origin = _only(headers, "Host") or "", _only(headers, "Origin")
     if key:
@@ -50,7 +50,7 @@ def check_caller(request: Request, key: str, names: OwnHostNames) -> None:
             why = "this server needs its key, in the header `Authorization: Bearer KEY`"
             raise NotLetIn(HTTPStatus.UNAUTHORIZED, Code.BAD_KEY, why)
     if not key and host and not names.include(host):
-        why = f"{host[:200]!r} is not a name of this server: start it with --host-name if it is one"
+        why = f"{host[:200]!r} is not a name of this server: if it should be, start the server with --host-name"
         raise NotLetIn(HTTPStatus.MISDIRECTED_REQUEST, Code.UNKNOWN_HOST, why)
     if origin is not None and (not host or origin.partition("://")[2] != host):  # only browsers send an origin
         raise NotLetIn(HTTPStatus.FORBIDDEN, Code.UNKNOWN_HOST, "pages of other sites may not use this server")
@@ -65,7 +65,7 @@ def _only(headers: Headers, name: str) -> str | None:
 
 
 def url_of(request: Request) -> SplitResult:
-    """Return what is asked for. Raises `NotLetIn`."""
+    """Return the parsed URL of a request. Raises `NotLetIn`."""
     try:
         url: SplitResult = urlsplit(request.path)
     except ValueError as error:
@@ -75,12 +75,12 @@ def url_of(request: Request) -> SplitResult:
 
 
 def session_of(query: str) -> str | None:
-    """Return the session that a client connects to (`?session_id=`), None for one of its own."""
+    """Return the session that a client connects to (`?session_id=`), or None if it wants a new one."""
     return parse_qs(query).get("session_id", [None])[-1]
 
 
 def wait_s_of(query: str) -> float:
-    """Return for how long a client wants to wait for a slot (`?wait_s=`). Raises `NotLetIn`."""
+    """Return how long a client wants to wait for a slot (`?wait_s=`). Raises `NotLetIn`."""
     text = parse_qs(query).get("wait_s", ["0"])[-1]
     try:
         wait_s = float(text)

@@ -1,4 +1,4 @@
-"""Shows environment servers on a hive's bus: entries in its bucket of leases, which end when they are not renewed."""
+"""Shows environment servers on a hive's bus, as entries in its bucket of leases that expire unless renewed."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ SHOWN_MAX = 64
 
 
 class ShownServer(msgspec.Struct, frozen=True, kw_only=True):
-    """An environment server as a status shows it."""
+    """An environment server as shown by `bombus status`."""
 
     url: str
     slots: int
@@ -38,10 +38,11 @@ class ShownServer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def announce(counts: Callable[[], dict[str, int]], nats: str, hive: str, url: str) -> None:
-    """Write how many slots are leased to the bus, again and again, until cancelled.
+    """Write the number of leased slots to the bus periodically, until cancelled.
 
-    A server that listens at every address is shown at the one from which the bus is reached, or by its machine's name.
-    The bus only displays these counts: without it the server keeps running, and its leases stay valid.
+    If the server listens at every address, the URL shown has the address from which the bus is reached, or the
+    machine's host name. The bus only displays these counts: without it the server keeps running, and its leases stay
+    valid.
     """
     name = secrets.token_hex(6)
     while True:
@@ -57,7 +58,7 @@ async def announce(counts: Callable[[], dict[str, int]], nats: str, hive: str, u
 
 
 async def show(bus: Bus, name: str, server: ShownServer) -> None:
-    """Write a server's entry, which stays for some seconds."""
+    """Write a server's entry, which expires after some seconds."""
     await bus.publisher.publish(
         f"{_prefix(bus)}.{name}",
         msgspec.json.encode(server),
@@ -67,7 +68,7 @@ async def show(bus: Bus, name: str, server: ShownServer) -> None:
 
 
 async def shown_servers(bus: Bus) -> list[ShownServer]:
-    """Return the environment servers that the bus shows, by their URLs. Raises `BusUnavailable`."""
+    """Return the environment servers that the bus shows, sorted by URL. Raises `BusUnavailable`."""
     stream = lease_stream(bus.subjects)
     body = json.dumps({"subjects_filter": f"{_prefix(bus)}.*"}).encode()
     reply = await bus.requests.api(ApiCall(f"stream {stream}", f"STREAM.INFO.{stream}", decode_info, body))

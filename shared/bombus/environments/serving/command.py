@@ -1,4 +1,4 @@
-"""`bombus env serve`: serves a class as an environment server."""
+"""`bombus env serve`: serve a class as an environment server."""
 
 import argparse
 import os
@@ -35,9 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--host", metavar="HOST", default=HOST, help="the address to listen at (default: %(default)s)")
     parser.add_argument(
-        "--port", type=int, metavar="PORT", default=PORT, help="the port, 0 for any free one (default: %(default)s)"
+        "--port", type=int, metavar="PORT", default=PORT, help="the port, or 0 for any free one (default: %(default)s)"
     )
-    parser.add_argument("--host-name", action="append", metavar="NAME", help="a name by which clients reach the server")
+    parser.add_argument(
+        "--host-name", action="append", metavar="NAME", help="a host name that clients use for the server (repeatable)"
+    )
     parser.add_argument(
         "--slots", type=int, metavar="N", help=f"how many environments there are (default: ${SLOTS_VARIABLE}, or 1)"
     )
@@ -46,11 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--backend",
         choices=[kind.value for kind in BackendKind],
         default=BackendKind.NONE.value,
-        help="what each environment gets of its own: a simulator of AWS, or a sandbox for a shell (default: "
+        help="what each environment runs on: its own AWS simulator, or its own sandbox for a shell (default: "
         "%(default)s)",
     )
     parser.add_argument(
-        "--spares", type=int, metavar="N", default=0, help="how many more backends are kept warm (default: 0)"
+        "--spares", type=int, metavar="N", default=0, help="how many spare backends are kept running (default: 0)"
     )
     parser.add_argument(
         "--key-file", type=Path, metavar="FILE", help=f"the file with the server's key (default: ${KEY_VARIABLE})"
@@ -58,9 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trusted-network",
         action="store_true",
-        help="let everyone who can reach the port use the environments without a key",
+        help="let anyone who can reach the port use the environments without a key",
     )
-    parser.add_argument("--nats", metavar="URL", help="a hive's bus, so that `bombus status` shows the slots")
+    parser.add_argument("--nats", metavar="URL", help="the bus of a hive whose `bombus status` should show the slots")
     parser.add_argument(
         "--hive",
         type=name_of("hive"),
@@ -79,8 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not key and not arguments.trusted_network and not is_loopback(arguments.host):
         raise Refused(
             Code.BAD_CONFIG,
-            f"listening at {arguments.host} opens the environments, and what they can do, to the network: give "
-            "--key-file, or say --trusted-network if everyone who can reach this port may use them",
+            f"listening at {arguments.host} opens the environments, and what they can do, to the network: pass "
+            "--key-file, or --trusted-network if anyone who can reach this port may use them",
         )
     slots = arguments.slots
     if slots is None:

@@ -1,4 +1,4 @@
-"""Notices coroutines of environments that block the loop. While one does, no session of the server makes progress."""
+"""Detects environment coroutines that block the event loop. While one does, no session of the server makes progress."""
 
 import logging
 import time
@@ -13,12 +13,13 @@ HELD_UP_S = 1.0
 
 
 def watched(work: Awaitable[T], name: str, session: str) -> "Watched[T]":
-    """Await something of a session's environment, and warn if it held up the server, whose sessions share one loop."""
+    """Await work of a session's environment, and warn if it blocked the loop, which all sessions of the server
+    share."""
 
     def note(longest_s: float) -> None:
         if longest_s >= HELD_UP_S:
             log.warning(
-                "`%s` of session %s blocked all sessions of this server for %.1f s: let it await what takes time, or "
+                "`%s` of session %s blocked all sessions of this server for %.1f s: let it await slow calls, or "
                 "make it a plain `def`, which runs in a thread",
                 name,
                 session,
@@ -29,7 +30,7 @@ def watched(work: Awaitable[T], name: str, session: str) -> "Watched[T]":
 
 
 class Watched(Generic[T]):
-    """Awaits what an environment does, and tells `note` for how many seconds the longest of its steps held up the
+    """Awaits work of an environment, and calls `note` with the longest time in seconds that one step blocked the
     loop."""
 
     def __init__(self, work: Awaitable[T], note: Callable[[float], None]) -> None:
@@ -52,7 +53,7 @@ class Watched(Generic[T]):
                 try:
                     yield waited_for
                     thrown = None
-                except BaseException as error:  # such as a cancellation, which the environment's own code is to see
+                except BaseException as error:  # such as a cancellation, which is passed to the environment's own code
                     thrown = error
         finally:
             self._note(longest_s)

@@ -1,4 +1,4 @@
-"""`POST /mcp`: sessions and calls of tools in JSON-RPC, as OpenEnv's `MCPToolClient` makes them."""
+"""`POST /mcp`: sessions and tool calls over JSON-RPC, as OpenEnv's `MCPToolClient` sends them."""
 
 from http import HTTPStatus
 from typing import Any, Protocol
@@ -24,30 +24,30 @@ PATH = "/mcp"
 
 
 class PostedSessions(Protocol):
-    """The sessions of a server, by their names. `gone` is done once the client that asks has left."""
+    """The sessions of a server, by their names. `gone` is done once the requesting client has disconnected."""
 
     async def open_by_post(self, wait_s: float, gone: ClientGone) -> str:
         """Open a session, and return its name. Raises `NotLetIn`."""
         ...
 
     async def call_by_post(self, session: str, data: dict[str, Any], gone: ClientGone) -> WireMessage:
-        """Carry out a request of JSON-RPC in a session. Raises `NotLetIn`."""
+        """Carry out a JSON-RPC request in a session. Raises `NotLetIn`."""
         ...
 
     def close_by_post(self, session: str) -> None:
-        """End a session. One that has ended stays as it is."""
+        """End a session. Does nothing if it has ended already."""
         ...
 
 
 async def answer_post(sessions: PostedSessions, request: Request, body: bytes, gone: ClientGone) -> Response:
-    """Answer a POST from a caller that was let in. Raises `NotLetIn` for paths other than `/mcp`.
+    """Answer a POST from an authorized caller. Raises `NotLetIn` for paths other than `/mcp`.
 
-    What is wrong with a request of JSON-RPC, also that no slot is free, is an error of JSON-RPC: OpenEnv's client shows
-    its sentence, and of an HTTP status only the number.
+    A failed JSON-RPC request, even for lack of a free slot, is answered with a JSON-RPC error: OpenEnv's client shows
+    the message of such an error, but only the number of an HTTP status.
     """
     url = url_of(request)
     if url.path != PATH:
-        why = f"only {PATH} takes a POST: sessions are at /ws"
+        why = f"only {PATH} accepts a POST: sessions are at /ws"
         raise NotLetIn(HTTPStatus.NOT_FOUND, Code.UNKNOWN_PATH, why)
     wait_s = wait_s_of(url.query)
     answer = await _answer(sessions, body, wait_s, gone)
@@ -65,7 +65,7 @@ async def _answer(sessions: PostedSessions, body: bytes, wait_s: float, gone: Cl
             return rpc_result(number, {"session_id": await sessions.open_by_post(wait_s, gone)})
         session = params.get("session_id")
         if not isinstance(session, str):
-            why = f"params has no session_id: get one with {SessionRpc.CREATE}"
+            why = f"the params have no session_id: get one with {SessionRpc.CREATE}"
             return rpc_error(number, RpcError.INVALID_PARAMS, why)
         if method == SessionRpc.CLOSE:
             sessions.close_by_post(session)
@@ -79,7 +79,8 @@ async def _answer(sessions: PostedSessions, body: bytes, wait_s: float, gone: Cl
 
 
 def _called(number: object, answer: WireMessage) -> WireMessage:
-    """Return the answer to `tools/call` as OpenEnv's server gives it: a failure as an error, the text as `data` too."""
+    """Return the answer to `tools/call` in the form of OpenEnv's server: a failure as an error, the text also as
+    `data`."""
     result = answer.data.get("result")
     if not isinstance(result, dict):
         return answer

@@ -1,4 +1,4 @@
-"""The playground, to try an environment by hand on servers with a single slot, and the OpenAPI document of a server."""
+"""The playground, for trying an environment by hand on a server with a single slot, and a server's OpenAPI document."""
 
 import html
 from collections.abc import Mapping
@@ -9,24 +9,24 @@ PAGE = Path(__file__).with_name("playground.html")
 
 
 def playground(name: str) -> Mapping[str, tuple[str, bytes]]:
-    """Return the page by its path, with its type of content.
+    """Return the page's path, mapped to its content type and body.
 
-    It takes the slot while it is open: on a server with several, a forgotten page would take one from a training run.
+    The page holds the slot while it is open: on a server with several slots, a forgotten page would take one from a
+    training job.
     """
     page = PAGE.read_text().replace("{{name}}", html.escape(name))
     return {"/": ("text/html; charset=utf-8", page.encode())}
 
 
 def openapi(metadata: Mapping[str, str]) -> dict[str, object]:
-    """Return the OpenAPI document. It has none of OpenEnv's `/reset`, `/step` and `/state`, which share one
-    environment: here each client has a session of its own, as in the mode that OpenEnv calls production.
-    """
+    """Return the OpenAPI document. It omits OpenEnv's `/reset`, `/step` and `/state`, which share one environment: here
+    each client has a separate session, as in the mode that OpenEnv calls production."""
     said = {
-        "/health": ("get", "The number of slots, of leases and of clients that wait"),
-        "/metadata": ("get", "The name of the environment, and what it is"),
+        "/health": ("get", "The numbers of slots, of leases and of waiting clients"),
+        "/metadata": ("get", "The name and the description of the environment"),
         "/schema": ("get", "The JSON schemas of actions, observations and states"),
-        "/mcp": ("post", "Sessions and calls of tools in JSON-RPC"),
-        "/ws": ("get", "A session, by WebSocket"),
+        "/mcp": ("post", "Sessions and tool calls over JSON-RPC"),
+        "/ws": ("get", "A session over a WebSocket"),
     }
     return {
         "openapi": "3.1.0",

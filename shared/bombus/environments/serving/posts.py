@@ -1,4 +1,4 @@
-"""POST requests at the port of an environment server. Its library reads GET and WebSockets alone."""
+"""POST requests at the port of an environment server. The WebSocket library itself only handles GET."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -15,23 +15,23 @@ from bombus.environments.serving.admission import NotLetIn
 from bombus.errors import Code
 
 POST = b"POST "
-REQUEST_S = 10.0  # for a whole request to come
+REQUEST_S = 10.0  # for a whole request to arrive
 ANSWER_S = 60.0  # for its answer to be read
 
-ClientGone = asyncio.Future[Any]  # done once the client has left
+ClientGone = asyncio.Future[Any]  # done once the client has disconnected
 PostAnswerer = Callable[[Request, bytes, ClientGone], Awaitable[Response]]
 
 
-class PostingConnection(ServerConnection):  # type: ignore[misc]  # websockets is not there for every check
-    """A connection that begins with a POST is answered once and closed; any other is the library's.
+class PostingConnection(ServerConnection):  # type: ignore[misc]  # websockets is not installed for every check
+    """A connection that begins with a POST is answered once and closed; the library handles any other.
 
-    Either is cut when no whole request comes on it in time.
+    Either is cut if no whole request arrives in time.
     """
 
     def __init__(self, *args: Any, answer: PostAnswerer, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._answer = answer
-        self._begun: bytes | None = b""  # what has come before it is known what this is
+        self._begun: bytes | None = b""  # the bytes received before the method is known; None after that
         self._post: h11.Connection | None = None
         self._head: h11.Request | None = None
         self._body = bytearray()
@@ -76,7 +76,7 @@ class PostingConnection(ServerConnection):  # type: ignore[misc]  # websockets i
     # ---- a POST -----------------------------------------------------------------------------------------------------
 
     def _read(self, post: h11.Connection, data: bytes) -> None:
-        """Read on, and begin to answer once the request is whole, or cannot be read."""
+        """Read the data, and begin to answer once the request is complete or known to be invalid."""
         try:
             post.receive_data(data)
             self._is_whole = self._takes_events(post)
@@ -94,7 +94,7 @@ class PostingConnection(ServerConnection):  # type: ignore[misc]  # websockets i
                 self._reply(self._answer(request, bytes(self._body), self._gone))
 
     def _takes_events(self, post: h11.Connection) -> bool:
-        """Take what can be read so far; return whether that is the whole request. Raises `NotLetIn`."""
+        """Process the data received so far; return whether the request is complete. Raises `NotLetIn`."""
         while True:
             match event := post.next_event():
                 case h11.Request():
@@ -124,11 +124,11 @@ class PostingConnection(ServerConnection):  # type: ignore[misc]  # websockets i
         except BaseException:
             self.transport.abort()
             raise
-        if self.transport.is_closing():  # its client has left
+        if self.transport.is_closing():  # the client has disconnected
             return
         self.transport.write(sent)
         if self._is_whole:
             self.transport.close()
-        else:  # the client still sends: in a closed connection it would not find its answer
+        else:  # the client is still sending: it could not read the answer from a closed connection
             self.transport.write_eof()
         self._cutting = self.loop.call_later(ANSWER_S if self._is_whole else REQUEST_S, self.transport.abort)

@@ -1,4 +1,4 @@
-"""Where the parts of an environment server meet: class, backends, slots, pages, and the bus that shows them."""
+"""Assembles an environment server from its parts: class, backends, slots, pages, and the announcement on the bus."""
 
 import asyncio
 import contextlib
@@ -35,15 +35,15 @@ PORT_MAX = 65_535
 
 
 class BackendKind(StrEnum):
-    """What the environments of a server stand on."""
+    """What the environments of a server run on."""
 
-    NONE = "none"  # they live in the server's own process
-    MINISTACK = "ministack"  # each has a simulator of AWS
+    NONE = "none"  # only the server's own process
+    MINISTACK = "ministack"  # each has an AWS simulator
     SHELL = "shell"  # each has a sandbox for commands
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
-    """An environment server as its operator wants it."""
+    """An environment server as configured by its operator."""
 
     path: str  # module:Class
     settings: ServingSettings
@@ -53,10 +53,9 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def backends_of(deployment: Deployment, environment: Mapping[str, str]) -> BackendPool | RealBackend | None:
-    """Return the pool of backends, None where environments need none. Raises `Refused` for variables that make no
-    sense.
+    """Return the pool of backends, or None if environments need none. Raises `Refused` for invalid variables.
 
-    With `BACKEND_TYPE=aws` there is no pool either: the class is given `REAL`, and uses the real AWS.
+    With `BACKEND_TYPE=aws` there is no pool either: `REAL` is returned, and the class uses the real AWS.
     """
     kind, slots, spares = deployment.backend, deployment.settings.slots, deployment.spares
     wanted = environment.get(KIND_VARIABLE, "").strip() or "simulator"
@@ -88,7 +87,7 @@ def _sandbox(number: int) -> Backend:
 async def deployed(
     deployment: Deployment, bound: socket.socket, environment: Mapping[str, str]
 ) -> AsyncIterator[EnvironmentServer]:
-    """Serve a class while the block runs. Raises `Refused` for one that cannot be served, and `InfraError`."""
+    """Serve a class while the block runs. Raises `Refused` if it cannot be served, or `InfraError`."""
     make = load_class(deployment.path)
     check_backend(make, deployment)
     names = OwnHostNames(str(bound.getsockname()[0]), deployment.host_names)
@@ -96,7 +95,7 @@ async def deployed(
         backends = backends_of(deployment, environment)
         if isinstance(backends, BackendPool):
             if left := await remove_left_folders():
-                log.info("removed %d folders of backends whose server was killed", left)
+                log.info("removed %d backend folders left by killed servers", left)
             await stack.enter_async_context(backends)
         source = ClassSource(make, backends)
         pages = playground(deployment.path) if deployment.settings.slots == 1 else {}
@@ -105,7 +104,7 @@ async def deployed(
 
 
 def check_backend(make: Callable[..., Any], deployment: Deployment) -> None:
-    """Raise `Refused` where backends would be started for a class that takes none."""
+    """Raise `Refused` if backends would be started for a class that takes none."""
     takes = "backend" in inspect.signature(make).parameters
     if deployment.backend != BackendKind.NONE and not takes:
         why = f"{deployment.path} takes no backend: give its __init__ a parameter `backend`, or leave out --backend"
@@ -119,7 +118,8 @@ async def serve_until_cancelled(
     ready: Callable[[EnvironmentServer], None],
     beside: Sequence[Callable[[EnvironmentServer], Any]] = (),
 ) -> None:
-    """Serve, call `ready` once clients can come, and run what is `beside` the server meanwhile."""
+    """Serve the class, call `ready` once clients can connect, and run the functions in `beside` alongside the
+    server."""
     async with deployed(deployment, bound, environment) as server, asyncio.TaskGroup() as tasks:
         for each in beside:
             tasks.create_task(each(server))

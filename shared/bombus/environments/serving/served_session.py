@@ -1,5 +1,4 @@
-"""One session at its environment: OpenEnv's messages become calls of an `AgentEnvironment`, and answers. Knows no
-socket."""
+"""Carries out one session's OpenEnv messages as calls of an `AgentEnvironment`, and answers them. Has no sockets."""
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
@@ -39,37 +38,39 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-TRANSCRIPT_MESSAGES_MAX = 4096  # of an episode that its client plays step by step
-TRANSCRIPT_CHARACTERS_MAX = MESSAGE_BYTES_MAX  # of what was said in it, as in a transcript that a client sends
-TEXT_CHARACTERS_MAX = 1_000_000  # of what a tool gives back: in JSON they are six times as many bytes at most
+TRANSCRIPT_MESSAGES_MAX = 4096  # in an episode that its client plays step by step
+TRANSCRIPT_CHARACTERS_MAX = MESSAGE_BYTES_MAX  # of the texts in it, as for a transcript that a client sends
+TEXT_CHARACTERS_MAX = 1_000_000  # of a tool's result: at most six times as many bytes in JSON
 NOT_RESET = "the environment has no task yet: send a reset first"
 
 
 class BadRequestMessage(ValueError):
-    """Raised for a message that makes no sense; its sentence goes to the client, and the session continues."""
+    """Raised for an invalid message; its text is sent to the client, and the session continues."""
 
 
 class EnvironmentSource(Protocol):
-    """Where environments come from, and what they stand on."""
+    """Makes environments, and manages the backends that they run on."""
 
-    exhausted: str  # what a client is told when all slots are taken
+    exhausted: str  # the message to a client when all slots are taken
 
     async def make(self, session: str, is_stopped: Callable[[], bool]) -> AgentEnvironment:
-        """Return a new environment for a session. `is_stopped` says whether that is over. Raises `InfraError`."""
+        """Return a new environment for a session. `is_stopped` says whether the session has ended. Raises
+        `InfraError`."""
         ...
 
     async def renew(self, session: str) -> None:
-        """Make what the session's environment stands on like new, for another task. Raises `InfraError`."""
+        """Reset the backend of the session's environment for another task. Raises `InfraError`."""
         ...
 
     async def check(self, session: str) -> None:
-        """Raise `InfraError` when what the session's environment stands on is broken."""
+        """Raise `InfraError` if the backend of the session's environment is broken."""
         ...
 
     async def clean(self, session: str, in_use: bool) -> None:
-        """Take back what the session's environment stood on. Doing it again does nothing.
+        """Take back the backend of the session's environment. Repeating this does nothing.
 
-        `in_use` says that code of the environment may still run and use it, so that no other session can be given it.
+        `in_use` says that the environment's code may still be running and using it, so that no other session can be
+        given it.
         """
         ...
 
@@ -78,7 +79,7 @@ class EnvironmentSource(Protocol):
         ...
 
     def metadata(self) -> dict[str, str]:
-        """Return the `name` of the environment, and a `description`."""
+        """Return the environment's `name` and `description`."""
         ...
 
     def schema(self) -> dict[str, object]:
@@ -87,10 +88,10 @@ class EnvironmentSource(Protocol):
 
 
 class ServedSession:
-    """Answers the messages of one session, one after the other.
+    """Answers the messages of one session, one at a time.
 
-    `answer` raises `InfraError` when the environment broke: the session is over then. A client that plays by steps has
-    its transcript kept here, since only the rules of the environment say when an episode is over and what it is worth.
+    `answer` raises `InfraError` if the environment broke, which ends the session. For a client that plays step by step,
+    the transcript is kept here, since only the environment's rules say when an episode is over and what its reward is.
     """
 
     def __init__(
@@ -100,11 +101,11 @@ class ServedSession:
         source: EnvironmentSource,
         is_stopped: Callable[[], bool],
     ) -> None:
-        """`source` made the environment. What the environment stands on is made like new before each reset, and checked
-        after a failure and before a score, so that a dead backend is never taken for the model's fault.
+        """`source` made the environment. The environment's backend is reset before each reset of the environment, and
+        checked after a failure and before a score, so that a dead backend is never mistaken for the model's fault.
 
-        `is_stopped` says whether the task of `answer`, which each message has for itself, was cancelled. Any other
-        cancellation is a failure of the environment.
+        `is_stopped` says whether the current task of `answer`, of which each message has its own, was cancelled. Any
+        other cancellation is a failure of the environment.
         """
         self.environment = environment
         self._source = source
@@ -113,14 +114,14 @@ class ServedSession:
         self.opening: Opening | None = None
         self.transcript = Transcript()
         self.steps = 0
-        self._characters = 0  # of what was said in the transcript here
+        self._characters = 0  # of the texts in this transcript
         self.episode = ""
         self._is_over = False
 
     async def answer(self, message: WireMessage, is_posted: bool = False) -> WireMessage:
         """Carry out a message other than `close`. Raises `InfraError`.
 
-        A client that posts its calls of tools does not send their transcript, so they are noted in the one here.
+        A client that posts its tool calls does not send their transcript, so they are added to the one kept here.
         """
         try:
             match message.type:
@@ -138,7 +139,7 @@ class ServedSession:
             return error_message(WireError.EXECUTION_ERROR, str(error))  # the environment can be reset for another task
         except InfraError:
             raise
-        except Exception as error:  # the environment's code is its author's: the client is told whatever it raises
+        except Exception as error:  # any error of the environment's own code is reported to the client
             await self._source.check(self.session)
             log.warning("the environment of session %s failed: %s", self.session, in_one_line(error), exc_info=error)
             return error_message(WireError.EXECUTION_ERROR, in_one_line(error))
@@ -181,7 +182,7 @@ class ServedSession:
         return StepResult(observation=seen, reward=scores.reward, done=True, metadata={"scores": found})
 
     def _check_goes_on(self) -> None:
-        """Raise `BadRequestMessage` where no further step may follow."""
+        """Raise `BadRequestMessage` unless another step may follow."""
         self._opened()
         if self._is_over:
             raise BadRequestMessage("the episode is over: send a reset for another one")
@@ -193,7 +194,7 @@ class ServedSession:
             )
 
     async def _noted_outcome(self, call: ToolCall) -> ToolOutcome:
-        """Carry out a call, and note it in the transcript."""
+        """Carry out a call, and add it to the transcript."""
         made = {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         outcome = await self._outcome(call)
         self._said(
@@ -211,7 +212,8 @@ class ServedSession:
         return ToolOutcome(text=_sendable(outcome.text), failed=outcome.failed)
 
     def _watched(self, work: Awaitable[T], name: str) -> Awaitable[T]:
-        """Await something of the environment. A `SystemExit` in it is its own failure, and does not end the server."""
+        """Await work of the environment. A `SystemExit` in it is a failure of the environment, and does not end the
+        server."""
         return watched(contained_here(work, self._is_stopped), name, self.session)
 
     def _said(self, message: dict[str, Any], characters: int) -> None:
@@ -221,10 +223,10 @@ class ServedSession:
         self.transcript.messages.append(message)
 
     def _call_of(self, data: dict[str, Any]) -> ToolCall:
-        """Return the call in a step: `{"tool", "arguments"}`, or an OpenEnv action that calls a tool."""
+        """Return the tool call in a step: `{"tool", "arguments"}`, or an OpenEnv action that calls a tool."""
         name = data.get("tool", data.get("tool_name"))
         if not isinstance(name, str):
-            raise BadRequestMessage('a step is {"tool": name, "arguments": {...}}, or {"message": text} to end with')
+            raise BadRequestMessage('a step must be {"tool": name, "arguments": {...}}, or {"message": text} to end')
         return _call(name, data.get("arguments", {}), str(data.get("id") or f"call_{self.steps}"))
 
     def _tools(self) -> Sequence[ToolSchema]:
@@ -241,7 +243,7 @@ class ServedSession:
     async def _rpc(self, data: dict[str, Any], is_posted: bool) -> WireMessage:
         number, method, params = data.get("id"), data.get("method"), data.get("params") or {}
         if not isinstance(method, str) or not isinstance(params, dict):
-            why = 'a request is {"jsonrpc": "2.0", "id", "method", "params": {...}}'
+            why = 'a request must be {"jsonrpc": "2.0", "id", "method", "params": {...}}'
             return rpc_error(number, RpcError.INVALID_REQUEST, why)
         try:
             match method:
@@ -264,7 +266,7 @@ class ServedSession:
         self._opened()
         name = params.get("name")
         if not isinstance(name, str):
-            raise BadRequestMessage('the params of tools/call are {"name", "arguments"}')
+            raise BadRequestMessage('the params of tools/call must be {"name", "arguments"}')
         call = _call(name, params.get("arguments", {}), str(params.get("id") or f"call_{self.steps}"))
         if is_posted:
             self._check_goes_on()
@@ -275,19 +277,19 @@ class ServedSession:
         return {"content": [{"type": "text", "text": outcome.text}], "isError": outcome.failed}
 
     def _transcript_of(self, params: dict[str, Any]) -> Transcript:
-        """Return the transcript that the client sends, with the answers of its model."""
+        """Return the transcript that the client sent, with its model's answers."""
         self._opened()
         return msgspec.convert(params.get("transcript", {}), Transcript)
 
 
 def task_of(data: dict[str, Any]) -> Task:
-    """Return the task of a reset: its field `task`; what else there is, such as `seed`, is metadata.
+    """Return the task of a reset, from its field `task`; other fields, such as `seed`, go into its metadata.
 
     Raises `BadRequestMessage`.
     """
     given = data.get("task", {})
     if not isinstance(given, dict):
-        raise BadRequestMessage("the field task of a reset is an object with the fields of a Task")
+        raise BadRequestMessage("the field task of a reset must be an object with the fields of a Task")
     task = Task.model_validate({name: given[name] for name in Task.model_fields if name in given})  # of any release
     rest = {name: value for name, value in data.items() if name != "task"}
     return task.model_copy(update={"metadata": {**rest, **task.metadata}})
@@ -299,14 +301,14 @@ def _call(name: str, arguments: object, id: str) -> ToolCall:
 
 
 def _sendable(text: str) -> str:
-    """Return a tool's text as it fits into a message: not too long, and without halves of surrogate pairs."""
+    """Return a tool's text cut to a length that fits into a message, with unpaired surrogates replaced."""
     if (left := len(text) - TEXT_CHARACTERS_MAX) > 0:
         text = f"{text[:TEXT_CHARACTERS_MAX]}\n[{left} more characters were left out]"
     return text.encode(errors="replace").decode()
 
 
 def _seen(data: dict[str, Any], call: ToolCall, outcome: ToolOutcome) -> dict[str, Any]:
-    """Return the observation of a step, in the form in which it was asked for."""
+    """Return the observation of a step, in the format of its request."""
     if "tool" in data:
         return {"text": outcome.text, "failed": outcome.failed}
     error = {"error_type": "execution_error", "message": outcome.text} if outcome.failed else None

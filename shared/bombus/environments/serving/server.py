@@ -1,4 +1,4 @@
-"""The environment server: leases of slots over WebSockets. What is decided about slots is in `slots.py`."""
+"""The environment server: leases of slots over WebSockets. `slots.py` makes the decisions about slots."""
 
 import asyncio
 import contextlib
@@ -67,14 +67,14 @@ from bombus.sdk.running import contained
 
 log = logging.getLogger(__name__)
 sockets_log = logging.getLogger(f"{__name__}.sockets")
-sockets_log.setLevel(logging.WARNING)  # not each connection
+sockets_log.setLevel(logging.WARNING)  # without a line per connection
 
 BEATS_PER_TTL = 4
 TICK_S_MAX = 0.5
 HANDSHAKE_S = 10.0
 CLOSE_HANDSHAKE_S = 2.0
 MESSAGES_WAITING_MAX = 4
-POSTS_MAX = 32  # calls of one session that are under way by POST
+POSTS_MAX = 32  # concurrent POST calls of one session
 
 ENDED: Mapping[LeaseEnd, tuple[int, str]] = {
     LeaseEnd.RELEASED: (1000, ""),
@@ -88,17 +88,17 @@ class _Seat:
     """A session that has a slot, or waits for one."""
 
     def __init__(self, connection: ServerConnection | None = None) -> None:
-        self.connection = connection  # of a session that was opened by POST there is none, until one is made to it
-        self.work: SessionWork | None = None  # once there is an environment
-        self.posts = 0  # calls that are under way
+        self.connection = connection  # None for a session opened by POST, until a connection attaches to it
+        self.work: SessionWork | None = None  # set once there is an environment
+        self.posts = 0  # POST calls in progress
         self.granted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self.making: asyncio.Task[AgentEnvironment] | None = None
-        self.replying: asyncio.Task[bool] | None = None  # what answers the next message of the connection
+        self.replying: asyncio.Task[bool] | None = None  # the task that answers the connection's next message
         self.beating: asyncio.Task[None] | None = None
         self.gone: ClientGone | None = None
 
     def made(self) -> AgentEnvironment | None:
-        """Return the environment, None when there is none (yet)."""
+        """Return the environment, or None if there is none (yet)."""
         making = self.making
         if making is None or not making.done() or making.cancelled() or making.exception() is not None:
             return None
@@ -110,7 +110,7 @@ class _Seat:
 
 
 class EnvironmentServer:
-    """Holds the slots, and answers connections. `clock` gives nanoseconds that never go back."""
+    """Manages the slots, and answers connections. `clock` returns monotonic nanoseconds."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class EnvironmentServer:
     # ---- the handshake ----------------------------------------------------------------------------------------
 
     async def admit(self, connection: ServerConnection, request: Request) -> Response | None:
-        """Answer a request that opens no session; return None once there is a slot and an environment in it."""
+        """Answer a request that opens no session; return None once the session has a slot with an environment in it."""
         try:
             return await self._admit(connection, request)
         except NotLetIn as refused:
@@ -155,11 +155,11 @@ class EnvironmentServer:
             kind, body = self._pages[url.path]
             return response(HTTPStatus.OK, kind, body)
         if url.path == "/" and (slots := self.settings.slots) > 1:
-            why = f"the page to try an environment by hand works only with one slot, but this server has {slots}"
+            why = f"the page for trying an environment works only with one slot, but this server has {slots}"
             raise NotLetIn(HTTPStatus.NOT_FOUND, Code.UNKNOWN_PATH, f"{why}: serve the class with --slots 1")
         if url.path != "/ws":
             there = ", ".join(self._documents)
-            why = f"this server has no such page: sessions are at /ws, and there are {there} and POST /mcp"
+            why = f"this server has no such page: there are /ws for sessions, {there}, and POST /mcp"
             raise NotLetIn(HTTPStatus.NOT_FOUND, Code.UNKNOWN_PATH, why)
         if request.headers.get("Upgrade", "").lower() != "websocket":
             raise NotLetIn(HTTPStatus.UPGRADE_REQUIRED, Code.MALFORMED, "/ws speaks WebSocket: connect to ws://")
@@ -174,14 +174,14 @@ class EnvironmentServer:
         return None
 
     def _held_by(self, connection: ServerConnection, session: str, seat: _Seat) -> ClientGone:
-        """Let a session end with its connection. Returns what is done then."""
+        """End a session when its connection closes. Returns a future that is done then."""
         gone: ClientGone = asyncio.ensure_future(connection.wait_closed())
         gone.add_done_callback(lambda _: self._do(Release(session)))
         seat.gone = gone
         return gone
 
     def _attach(self, connection: ServerConnection, session: str) -> None:
-        """Let a connection hold a session that was opened by POST. Raises `NotLetIn`."""
+        """Attach a connection to a session that was opened by POST. Raises `NotLetIn`."""
         seat = self._live(session)
         if seat.connection is not None:
             raise NotLetIn(HTTPStatus.CONFLICT, WireError.SESSION_ERROR, "the session already has a connection")
@@ -194,7 +194,7 @@ class EnvironmentServer:
         """Return the seat of a session that has a slot and an environment. Raises `NotLetIn`."""
         seat = self._seats.get(session)
         if seat is None or seat.work is None or session not in self.table.leases:
-            why = f"session {session[:64]!r} has ended, or does not exist: open another one, and reset it"
+            why = f"session {session[:64]!r} has ended, or does not exist: open another session, and reset it"
             raise NotLetIn(HTTPStatus.GONE, WireError.SESSION_ERROR, why)
         return seat
 
@@ -216,7 +216,8 @@ class EnvironmentServer:
             raise _stopping() if self._closing else busy
 
     async def _make_environment(self, session: str, seat: _Seat) -> None:
-        """Make a session's environment. Meanwhile the client waits for the handshake, and cannot send heartbeats."""
+        """Make a session's environment. Until it is made, the client waits for the handshake and cannot send
+        heartbeats."""
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         seat.making = making = asyncio.create_task(self._source.make(session, over.done))
         until = self._clock() + round(HANDSHAKE_S * SECOND)
@@ -227,7 +228,7 @@ class EnvironmentServer:
             if not making.done() or making.cancelled():
                 raise InfraError(f"no environment could be made within {HANDSHAKE_S:.0f} s")
             seat.work = SessionWork(making.result(), session, self._source, self.settings.step_s, over)
-        except Exception as error:  # the environment's code is its author's: the client is told whatever it raises
+        except Exception as error:  # any error of the environment's own code is reported to the client
             self._do(Release(session, LeaseEnd.BROKEN))
             log.warning("no environment could be made for session %s: %s", session, in_one_line(error))
             raise NotLetIn(HTTPStatus.INTERNAL_SERVER_ERROR, WireError.FACTORY_ERROR, in_one_line(error)) from error
@@ -237,14 +238,15 @@ class EnvironmentServer:
         return f"{self._source.exhausted}: all {self.settings.slots} slots are taken{waited}"
 
     def name_session(self, connection: ServerConnection, request: Request, answer: Response) -> None:
-        """Put the session's name into the answer to its handshake."""
+        """Put the session's name into the handshake's response."""
         if connection in self._sessions:
             answer.headers[SESSION_HEADER] = self._sessions[connection]
 
     # ---- a session ----------------------------------------------------------------------------------------------
 
     async def serve_session(self, connection: ServerConnection) -> None:
-        """Answer the messages of a session until it ends. It may end while one of them is still carried out."""
+        """Answer the messages of a session until it ends, which may happen while one of them is still being carried
+        out."""
         session = self._sessions.get(connection, "")
         seat = self._seats.get(session)
         if seat is None or seat.work is None or seat.gone is None:  # its lease ended during the handshake
@@ -258,10 +260,10 @@ class EnvironmentServer:
             with contextlib.suppress(ConnectionClosed):
                 await connection.send(_text_of(answer))
         self._do(Release(session, LeaseEnd.BROKEN if seat.work.is_broken else LeaseEnd.RELEASED))
-        await asyncio.wait({seat.gone})  # it is closed where the session ends, with the reason of that
+        await asyncio.wait({seat.gone})  # `_clean` closes it, with the reason for which the session ended
 
     async def _talk(self, session: str, connection: ServerConnection, seat: _Seat, work: SessionWork) -> None:
-        """Answer the messages of a connection one after the other, each in a task of its own."""
+        """Answer the messages of a connection one after the other, each in its own task."""
         goes_on = True
         with contextlib.suppress(ConnectionClosed):
             while goes_on:
@@ -271,8 +273,8 @@ class EnvironmentServer:
     async def _answer_next(self, session: str, connection: ServerConnection, work: SessionWork) -> bool:
         """Wait for a message and answer it. Returns whether another one may follow.
 
-        The task that waits runs the environment's code too, and sends the answer: where many sessions have a message at
-        once, each further task would let its first answer wait until all of them are that far.
+        The task that waits also runs the environment's code and sends the answer: if many sessions have a message at
+        once, any further task would delay the first answer until all sessions have reached the same point.
         """
         text = await connection.recv()
         if session not in self.table.leases:
@@ -287,7 +289,7 @@ class EnvironmentServer:
         return True
 
     async def _beat(self, session: str, connection: ServerConnection, seat: _Seat) -> None:
-        """Ping the client repeatedly, and note each answer."""
+        """Ping the client repeatedly, and note each pong."""
         with contextlib.suppress(ConnectionClosed):
             while True:
                 await asyncio.shield(await connection.ping())
@@ -297,7 +299,7 @@ class EnvironmentServer:
     # ---- POST ---------------------------------------------------------------------------------------------------
 
     async def post(self, request: Request, body: bytes, gone: ClientGone) -> Response:
-        """Answer a POST. `gone` is done once its client has left."""
+        """Answer a POST. `gone` is done once its client has disconnected."""
         try:
             check_caller(request, self.settings.key, self._names)
             return await answer_post(self, request, body, gone)
@@ -305,9 +307,9 @@ class EnvironmentServer:
             return refused.response()
 
     async def open_by_post(self, wait_s: float, gone: ClientGone) -> str:
-        """Open a session that no connection holds, and return its name. Raises `NotLetIn`.
+        """Open a session without a connection, and return its name. Raises `NotLetIn`.
 
-        Without a connection it lives from each of its calls for no longer than the time to live of a lease.
+        Until a connection attaches to it, the session ends once no call was made for a lease's time to live.
         """
         session, seat = secrets.token_hex(16), _Seat()
         self._seats[session] = seat
@@ -318,14 +320,14 @@ class EnvironmentServer:
         return session
 
     async def call_by_post(self, session: str, data: dict[str, Any], gone: ClientGone) -> WireMessage:
-        """Carry out a request of JSON-RPC in a session. Raises `NotLetIn`.
+        """Carry out a JSON-RPC request in a session. Raises `NotLetIn`.
 
-        A client that leaves in the middle leaves its session in doubt, which ends then.
+        If the client disconnects during the call, the state of its session is uncertain, so the session ends.
         """
         seat = self._live(session)
         assert seat.work is not None
         if seat.posts >= POSTS_MAX:
-            why = f"{POSTS_MAX} calls of this session are under way: send another one when one of them is answered"
+            why = f"{POSTS_MAX} calls of this session are in progress: send another once one of them is answered"
             raise NotLetIn(HTTPStatus.TOO_MANY_REQUESTS, Code.OVERLOADED, why)
         message = WireMessage(type="mcp", data=data)
         step = asyncio.create_task(seat.work.carry_out(message, is_posted=True))
@@ -333,7 +335,7 @@ class EnvironmentServer:
         seat.posts += 1
         self._do(Beat(session, self._clock(), worked=True))
         while not any(end.done() for end in ends):
-            if seat.connection is None:  # one that has a connection shows by pongs that it is there
+            if seat.connection is None:  # with a connection, pongs show that the client is there
                 self._do(Beat(session, self._clock(), worked=True))
             pause_s = self.settings.ttl_s / BEATS_PER_TTL
             await asyncio.wait(ends, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
@@ -343,14 +345,14 @@ class EnvironmentServer:
             answer = step.result()
         if answer is None:
             self._do(Release(session, LeaseEnd.BROKEN))
-            why = "the session ended before the call did: open another one, and reset it"
+            why = "the session ended before its call: open another session, and reset it"
             raise NotLetIn(HTTPStatus.GONE, WireError.SESSION_ERROR, why)
         self._do(Beat(session, self._clock(), worked=True))
         self._end_if_broken(session, answer)
         return answer
 
     def close_by_post(self, session: str) -> None:
-        """End a session. One that has ended stays as it is."""
+        """End a session. Does nothing if it has ended already."""
         self._do(Release(session))
 
     def _end_if_broken(self, session: str, answer: WireMessage) -> None:
@@ -360,11 +362,11 @@ class EnvironmentServer:
     # ---- slots --------------------------------------------------------------------------------------------------
 
     def counts(self) -> dict[str, int]:
-        """Return how many slots there are, are leased, and how many clients wait."""
+        """Return the number of slots, of leased slots, and of waiting clients."""
         return {"slots": self.settings.slots, "leased": len(self.table.leases), "waiting": len(self.table.queue)}
 
     def working(self) -> int:
-        """Return how many sessions are in the middle of a message."""
+        """Return how many sessions are currently carrying out a message."""
         return sum(seat.is_at_work for seat in self._seats.values())
 
     def _do(self, command: SlotCommand) -> None:
@@ -384,7 +386,7 @@ class EnvironmentServer:
                     self._spawn(self._clean(session, seat, slot, reason))
 
     async def _clean(self, session: str, seat: _Seat, slot: int, reason: LeaseEnd) -> None:
-        """Clean up after a session and free its slot, whatever goes wrong. Each part has a time limit."""
+        """Clean up after a session and free its slot, even if a part of this fails. Each part has a time limit."""
         try:
             if seat.connection is not None:
                 self._sessions.pop(seat.connection, None)
@@ -398,10 +400,10 @@ class EnvironmentServer:
             self._do(Cleaned(slot, self._clock()))
 
     async def _end_work(self, seat: _Seat) -> bool:
-        """End what a session has under way. Returns whether it has all ended.
+        """End a session's running work. Returns whether all of it has ended.
 
-        A step that was cancelled may go on in a thread. An environment that is being made is waited for, so that it can
-        be closed.
+        A cancelled step may keep running in a thread. An environment that is still being made is waited for, so that it
+        can be closed.
         """
         step, making = seat.work.step if seat.work is not None else None, seat.making
         was_cut = seat.work is not None and seat.work.was_cut
@@ -416,31 +418,31 @@ class EnvironmentServer:
         return not was_cut
 
     async def _within(self, failure: str, session: str, work: Awaitable[None]) -> bool:
-        """Await a part of the end of a session, and return whether it succeeded in its time."""
+        """Await one part of a session's cleanup, and return whether it succeeded in time."""
         try:
             async with asyncio.timeout(self.settings.close_s):
                 await contained(work)
-        except Exception as error:  # a slot is given back whatever an environment's own code does at its end
+        except Exception as error:  # the slot is freed even if the environment's own code fails
             log.error("%s after session %s: %s", failure, session, in_one_line(error))
             return False
         return True
 
     async def run(self) -> None:
-        """Let time pass, until cancelled."""
+        """Advance the slots' time periodically, until cancelled."""
         pause_s = min(TICK_S_MAX, self.settings.ttl_s / 8)
         before, stood_still = self._clock(), False
         while True:
             await asyncio.sleep(pause_s)
             now = self._clock()
-            # After this process itself stood still, clients have one more moment to be heard of.
+            # If this process itself was suspended, clients get one more tick to show that they are there.
             stood_still = not stood_still and now - before > max(self.settings.ttl_s / 2, 4 * pause_s) * SECOND
             if not stood_still:
                 self._do(Elapsed(now))
             before = now
 
     async def close(self) -> None:
-        """End all sessions, and wait until their environments are given up. Each has about four times `close_s` at
-        most."""
+        """End all sessions, and wait until their environments are cleaned up, which takes each at most about four times
+        `close_s`."""
         self._closing = True
         for session in [*self.table.queue, *self.table.leases]:
             self._do(Release(session))
@@ -459,7 +461,7 @@ class EnvironmentServer:
 
 
 async def _hang_up(connection: ServerConnection, code: int, reason: str) -> None:
-    """Close a connection. It is cut where its client does not answer, or does not even read what was sent before."""
+    """Close a connection. It is cut if its client does not answer, or does not even read the data sent before."""
     cut = asyncio.get_running_loop().call_later(2 * CLOSE_HANDSHAKE_S, connection.transport.abort)
     try:
         await connection.close(code, reason)
@@ -481,7 +483,7 @@ async def _answer(work: SessionWork, text: str | bytes) -> WireMessage | None:
 
 
 def _text_of(answer: WireMessage) -> str:
-    """Return an answer as it is sent, and in the place of one that cannot be sent, an error that says why."""
+    """Return an answer as the text to send. If it cannot be sent, return an error message that says why."""
     try:
         return encode(answer)
     except NotSendable as error:

@@ -1,4 +1,4 @@
-"""What can be set of an environment server."""
+"""The settings of an environment server."""
 
 from typing import Annotated
 
@@ -25,7 +25,7 @@ class ServingSettings(BaseModel):
     )
     step_s: float = Field(default=600, ge=0.1, le=86_400, description="seconds for one reset, step or score")
     close_s: float = Field(
-        default=10, ge=0.1, le=600, description="seconds to close an environment, and to clean its backend"
+        default=10, ge=0.1, le=600, description="seconds each to close an environment and to clean its backend"
     )
     queue_max: int = Field(default=256, ge=0, le=65_536, description="clients that may wait for a slot")
     key: Annotated[str, NoFlag()] = Field(default="", repr=False, description="what clients send as a bearer token")

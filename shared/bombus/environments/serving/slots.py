@@ -1,6 +1,6 @@
-"""Who has which slot of an environment server: leases with a time to live, and a queue with deadlines.
+"""Decide which session has which slot of an environment server: leases with a time to live, and a queue with deadlines.
 
-Pure: commands in, events out, and time is part of a command. A session whose lease has ended never gets it back.
+Pure: commands in, events out; commands carry the time. A session whose lease has ended never gets it back.
 """
 
 from collections import deque
@@ -16,15 +16,16 @@ class LeaseEnd(StrEnum):
     """Why a session no longer has its slot."""
 
     RELEASED = "released"  # its client closed it, or its connection ended
-    LAPSED = "lapsed"  # nothing was heard of its client for as long as a lease lives
-    IDLE = "idle"  # its client was there, and did nothing with it
+    LAPSED = "lapsed"  # nothing came from its client for a lease's time to live
+    IDLE = "idle"  # its client was connected, but did nothing with it
     BROKEN = "broken"  # its environment broke, or a step took too long
 
 
 class SlotSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How many environments there are, and how long a silent or idle session keeps one.
 
-    A slot that is being cleaned is nearly free: a client waits for it up to `clean_ns`, even if it did not ask to.
+    A slot that is being cleaned is nearly free: a client waits for it for up to `clean_ns`, even if it did not ask to
+    wait.
     """
 
     slots: int
@@ -46,7 +47,7 @@ class Acquire(msgspec.Struct, frozen=True):
 
 
 class Beat(msgspec.Struct, frozen=True):
-    """A session's client gave a sign of life. `worked` says that it used its environment, and was not merely
+    """A session's client gave a sign of life. `worked` says that it used its environment, rather than merely being
     connected."""
 
     session: str
@@ -55,14 +56,14 @@ class Beat(msgspec.Struct, frozen=True):
 
 
 class Release(msgspec.Struct, frozen=True):
-    """A session gives up its slot, or no longer waits for one."""
+    """A session gives up its slot, or stops waiting for one."""
 
     session: str
     reason: LeaseEnd = LeaseEnd.RELEASED
 
 
 class Cleaned(msgspec.Struct, frozen=True):
-    """The environment that was in a slot is gone, and its backend is like new."""
+    """The environment in a slot is gone, and its backend has been cleaned or replaced."""
 
     slot: int
     now_ns: int
@@ -98,7 +99,7 @@ class LeaseRenewed(msgspec.Struct, frozen=True):
 
 
 class LeaseEnded(msgspec.Struct, frozen=True):
-    """A session has no slot from now on. The slot is not free before it is cleaned."""
+    """A session no longer has its slot. The slot is not free until it has been cleaned."""
 
     session: str
     slot: int
@@ -106,7 +107,7 @@ class LeaseEnded(msgspec.Struct, frozen=True):
 
 
 class LeaseRefused(msgspec.Struct, frozen=True):
-    """No slot became free in time, or too many wait already."""
+    """No slot became free in time, or too many clients were waiting already."""
 
     session: str
 
@@ -139,11 +140,11 @@ class SlotTable:
         self.free = deque(range(settings.slots))
         self.leases: dict[str, SlotLease] = {}
         self.cleaning: set[int] = set()
-        self.queue: dict[str, int] = {}  # session -> deadline, in the order of their coming
+        self.queue: dict[str, int] = {}  # session -> deadline, in order of arrival
 
 
 def decide(command: SlotCommand, table: SlotTable) -> list[SlotEvent]:
-    """Return what follows from a command. A repeat of what already holds gives no events."""
+    """Return the events that a command causes. A repeated command that changes nothing causes none."""
     match command:
         case Acquire():
             return _acquire(command, table)
@@ -190,7 +191,7 @@ def _elapsed(now_ns: int, table: SlotTable) -> list[SlotEvent]:
 
 
 def evolve(table: SlotTable, event: SlotEvent) -> None:
-    """Fold an event into the table."""
+    """Apply an event to the table."""
     match event:
         case LeaseGranted(session, slot, at_ns):
             table.queue.pop(session, None)

@@ -1,4 +1,4 @@
-"""Where the environments of a server come from: a class, and the backends that its instances stand on."""
+"""The source of a server's environments: a class, and the backends that its instances run on."""
 
 import asyncio
 import inspect
@@ -19,10 +19,10 @@ log = logging.getLogger(__name__)
 
 
 class ClassSource:
-    """Makes an instance of a class for each session: a plain class, or one that is an `AgentEnvironment` as it stands.
+    """Makes an instance of a class for each session: a plain class, or one that is already an `AgentEnvironment`.
 
-    A class whose `__init__` has a parameter `backend` is given one of the pool, which is the session's until its end,
-    or `REAL`.
+    If the class's `__init__` has a parameter `backend`, it is given a backend of the pool, which belongs to the session
+    until its end, or `REAL`.
     """
 
     def __init__(self, kind: Callable[..., Any], backends: BackendPool | RealBackend | None = None) -> None:
@@ -40,9 +40,9 @@ class ClassSource:
         self.exhausted = self._backends.exhausted if self._backends is not None else "Environment pool exhausted"
 
     async def make(self, session: str, is_stopped: Callable[[], bool]) -> AgentEnvironment:
-        """Return a new environment for a session. Raises `InfraError`, and what the class raises.
+        """Return a new environment for a session. Raises `InfraError`, and whatever the class raises.
 
-        Where this is cancelled while the class makes an instance, that is closed as soon as it is there.
+        If this is cancelled while the class makes an instance, the instance is closed as soon as it exists.
         """
         given: dict[str, object] = {}
         if self._backends is not None:
@@ -59,7 +59,7 @@ class ClassSource:
             raise
 
     async def _made(self, make: Callable[[], Any], is_stopped: Callable[[], bool]) -> AgentEnvironment:
-        """Make an instance in a thread, which may take a while: other sessions keep running."""
+        """Make an instance in a thread, because that may take a while: other sessions keep running."""
         if not self._is_plain:
             found: AgentEnvironment = await in_a_thread(make, "make")
             return found
@@ -80,7 +80,7 @@ class ClassSource:
             await self._backends.give_back(session, in_use=in_use)
 
     def tools(self) -> Sequence[ToolSchema]:
-        """Return the tools that are known before a reset: those of a plain class."""
+        """Return the tools that are known before a reset, which are those of a plain class."""
         return self._tools
 
     def metadata(self) -> dict[str, str]:
@@ -88,9 +88,9 @@ class ClassSource:
         return {"name": name, "description": inspect.getdoc(self._kind) or f"The environment {name}."}
 
     def schema(self) -> dict[str, object]:
-        """Return what actions, observations and states look like.
+        """Return the schemas of actions, observations and states.
 
-        The tools of a class that is no plain one are known only after a reset.
+        Unless the class is a plain one, its tools are known only after a reset.
         """
         text: dict[str, object] = {"type": "string"}
         free: dict[str, object] = {"type": "object"}
@@ -109,10 +109,10 @@ class ClassSource:
 
 
 async def _close_once_made(making: asyncio.Task[AgentEnvironment]) -> None:
-    """Close an environment whose session was over before it was made."""
+    """Close an environment whose session ended before it was made."""
     try:
         await (await making).close()
-    except Exception as error:  # the class's own code, after the end of its session
+    except Exception as error:  # from the class's own code, after its session has ended
         log.warning("an environment whose session had ended was not created, or not closed: %s", in_one_line(error))
 
 
@@ -123,12 +123,12 @@ def _action(properties: dict[str, object], required: str) -> dict[str, object]:
 def _tools_of(kind: Callable[..., Any], takes_backend: bool) -> tuple[ToolSchema, ...]:
     """Return the tools of a plain class. Raises `Refused`."""
     if not inspect.isclass(kind):
-        raise Refused(Code.BAD_CONFIG, f"{kind!r} is not a class: name a class, of which each session gets an instance")
+        raise Refused(Code.BAD_CONFIG, f"{kind!r} is not a class: name a class, so that each session gets an instance")
     try:
         description = describe(kind, is_made=takes_backend)
     except WrongClass as error:
         raise Refused(Code.BAD_CONFIG, str(error)) from error
     if description.plays:
-        why = "it has `play`, and asks models itself: play it with `Rollout` where the models are, without a server"
+        why = "it has `play`, and asks models itself: play it with `Rollout`, without a server"
         raise Refused(Code.BAD_CONFIG, f"{description.name} cannot be served: {why}")
     return tuple(tool.schema for tool in description.tools.values())

@@ -1,4 +1,4 @@
-"""The messages of a session as they are carried out in its environment: one at a time, and none for too long."""
+"""Carries out the messages of a session in its environment: one at a time, each within a time limit."""
 
 import asyncio
 from typing import Any
@@ -10,8 +10,7 @@ from bombus.sdk.errors import InfraError
 
 
 class SessionWork:
-    """Carries out messages until `end`, or until one of them takes longer than `step_s` seconds or breaks the
-    environment."""
+    """Carries out messages until `end`, or until one takes longer than `step_s` seconds or breaks the environment."""
 
     def __init__(
         self,
@@ -21,21 +20,22 @@ class SessionWork:
         step_s: float,
         over: asyncio.Future[None],
     ) -> None:
-        """`end` sets `over`. `source` has made the environment, which can ask `over` too whether it was stopped."""
+        """`end` resolves `over`. `source` made the environment, which can also use `over` to see that it was
+        stopped."""
         self.over = over
-        self.step: asyncio.Task[Any] | None = None  # what carries out a message now
-        self.was_cut = False  # a message was cancelled: what it called may go on, also where it has returned since
-        self.is_broken = False  # a message took too long, or broke the environment: no other one follows
+        self.step: asyncio.Task[Any] | None = None  # the task that is carrying out a message
+        self.was_cut = False  # a message was cancelled: its code may still run, even if the message has ended
+        self.is_broken = False  # a message took too long, or broke the environment: no other follows
         self._session = ServedSession(environment, session, source, self.over.done)
         self._step_s = step_s
         self._turn = asyncio.Lock()
-        self._late: tuple[asyncio.Task[Any], WireMessage] | None = None  # what took too long, and its answer
+        self._late: tuple[asyncio.Task[Any], WireMessage] | None = None  # the task that took too long, and its answer
 
     async def carry_out(self, message: WireMessage, is_posted: bool = False) -> WireMessage | None:
-        """Carry out a message once those before it are done. Returns None where it came too late, or took too long.
+        """Carry out a message once those before it are done. Returns None if it came too late or took too long.
 
-        Each message has a task of its own, which only `end` cancels. So any other cancellation in it is known to be
-        the environment's own, without a further task for the environment's code.
+        Each message has its own task, which only `end` cancels. Any other cancellation in it is therefore known to come
+        from the environment's code, which needs no further task.
         """
         async with self._turn:
             if self.is_broken or self.over.done():
@@ -54,11 +54,11 @@ class SessionWork:
             return None if self.over.done() else answer
 
     def late_answer(self, step: asyncio.Task[Any] | None) -> WireMessage | None:
-        """Return the answer to the message that a task carries out, or carried out, if that took too long."""
+        """Return the answer to the message of a task, if that message took too long, else None."""
         return self._late[1] if self._late is not None and self._late[0] is step else None
 
     def end(self) -> None:
-        """Cancel the message that is carried out. No other one is."""
+        """Cancel the message that is being carried out. No other message is carried out after it."""
         self.was_cut |= self.step is not None
         if not self.over.done():
             self.over.set_result(None)

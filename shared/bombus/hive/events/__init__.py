@@ -1,7 +1,7 @@
-"""The facts of a hive, in the past tense. All state is the fold of these.
+"""The events of a hive, named in the past tense. All state is the fold of its events.
 
-Events only ever gain fields: a new field gets a default, and no field is renamed or given another meaning.
-Logs of every released version are in tests/logs and must always fold.
+Events only ever gain fields: a new field gets a default, and no field is renamed or given a different meaning.
+tests/logs has logs of every released version, which must always fold.
 """
 
 import msgspec
@@ -27,7 +27,7 @@ _decoder: msgspec.msgpack.Decoder[AnyEvent] = msgspec.msgpack.Decoder(AnyEvent)
 
 
 def kind_of(tagged: msgspec.Struct | type[msgspec.Struct]) -> str:
-    """Return the name on the wire of a kind of events, messages or operations, such as `episode.claimed`."""
+    """Return the wire name of a kind of event, message or operation, such as `episode.claimed`."""
     kind = tagged.__struct_config__.tag
     assert isinstance(kind, str)
     return kind
@@ -38,5 +38,5 @@ def encode_event(event: Event) -> bytes:
 
 
 def decode_event(body: bytes) -> AnyEvent:
-    """Decode an event. Raises `msgspec.MsgspecError` when this version cannot read the bytes."""
+    """Decode an event. Raises `msgspec.MsgspecError` if this version of bombus cannot read the bytes."""
     return decoded(_decoder.decode, body)

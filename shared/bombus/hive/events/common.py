@@ -1,4 +1,4 @@
-"""What events of several kinds have in common: the base of all, and the rules and reasons that they carry."""
+"""Types that several kinds of events share: the base class, and the rules and reasons that events contain."""
 
 from enum import StrEnum
 
@@ -20,7 +20,7 @@ class AbortReason(StrEnum):
     SUPERSEDED = "superseded"  # the drain deadline passed
     INFRA = "infra"  # an infrastructure failure: no reward, not in its group's statistics
     MULTI_MODEL = "joint"  # another episode of its multi-model episode was aborted
-    SILENT = "silent"  # its client, which touches, was not heard from for too long
+    SILENT = "silent"  # its client sends heartbeats, and was silent for too long
     CROWDED = "crowded"  # its key pinned more than its share of a full stream of calls
 
 
@@ -28,12 +28,12 @@ class DropReason(StrEnum):
     NO_SIGNAL = "no_signal"
     STALE = "stale"
     OVERFLOW = "overflow"
-    UNTAKEN = "untaken"  # of a run of operations: its client did not take it in time
-    UNFIT = "unfit"  # of a run of trajectories: it cannot be a rollout group
+    UNTAKEN = "untaken"  # in an operations run: its client did not take it in time
+    UNFIT = "unfit"  # in a rollout-group run: it cannot become a rollout group
 
 
 class RunKind(StrEnum):
-    """How older logs told runs apart. `base`, `config_digest` and the job's collection now say the same."""
+    """The kind of a run in older logs. `base`, `config_digest` and the job's collection now determine it."""
 
     EPISODES = "episodes"
     OPERATIONS = "operations"
@@ -44,14 +44,14 @@ class EnvironmentEnd(StrEnum):
     """Why an environment has left."""
 
     DISCONNECTED = "disconnected"  # it said so
-    SILENT = "silent"  # nothing was heard of it
+    SILENT = "silent"  # it was silent for too long
 
 
 class SessionEnd(StrEnum):
     """Why a session has ended."""
 
     FINISHED = "finished"  # its client said so
-    IDLE = "idle"  # nothing was heard from its client
+    IDLE = "idle"  # its client was silent for too long
 
 
 class ModelEnd(StrEnum):
@@ -64,7 +64,7 @@ class ModelEnd(StrEnum):
 
 
 class Method(StrEnum):
-    """The rule for when a batch is complete. A job may name a method without its prefix."""
+    """The rule that decides when a batch is complete. A job may give a method's name without its prefix."""
 
     ENOUGH_EPISODES = "rollout_until_finish_enough_episodes"
     ENOUGH_TASKS = "rollout_until_finish_enough_tasks"
@@ -74,24 +74,24 @@ class Method(StrEnum):
 
 
 class OperationLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The limits of training operations on an engine, and for how long what nobody uses is kept."""
+    """The limits of training operations on an engine, and how long unused sessions, runs and results are kept."""
 
     sessions_max: int = 256
     models_max: int = 16
     waiting_max: int = 256  # operations of one model
-    operations_max: int = 4096  # of one model, with those that were executed and no recovery checkpoint has
-    bodies_bytes_max: int = 512 << 20  # of operations that wait, and of those that no checkpoint covers
-    results_bytes_max: int = 256 << 20  # beyond which the oldest results are dropped
-    results_s: float = 3600.0  # for which results can be read after their session has ended
-    session_idle_s: float = 3600.0  # of a session that names no other time
-    run_idle_s: float = 300.0  # after which a run without a model ends
+    operations_max: int = 4096  # of one model, including executed ones that no recovery checkpoint covers
+    bodies_bytes_max: int = 512 << 20  # of operations that wait, and of executed ones that no checkpoint covers
+    results_bytes_max: int = 256 << 20  # beyond this, the oldest results are dropped
+    results_s: float = 3600.0  # how long results can be read after their session has ended
+    session_idle_s: float = 3600.0  # for a session that names no idle time
+    run_idle_s: float = 300.0  # a run without a model ends after this
     checkpoints_max: int = 1000
-    executions_max: int = 3  # of one operation, whose trainers end before it has a result
-    episodes_s: float = 86_400.0  # for which an ended episode waits to be taken
+    executions_max: int = 3  # attempts at one operation whose trainers all end before it has a result
+    episodes_s: float = 86_400.0  # how long an ended episode waits to be taken
 
 
 class Collection(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a job that the coordinator needs: how episodes are handed out and made into batches."""
+    """The part of a job that the coordinator needs: how episodes are handed out and batches are formed."""
 
     method: Method = Method.ENOUGH_TASKS
     batch_size: int = 32
@@ -105,15 +105,15 @@ class Collection(msgspec.Struct, frozen=True, kw_only=True):
     boot_s: float = 1800.0
     sync_s: float = 600.0
     agreed_sync_s: float = 6.0  # the shortest sync, with the methods by agreement
-    client_silence_s: float = 15.0  # after which the episodes of a client that touches are taken away
+    client_silence_s: float = 15.0  # episodes of a client that sends heartbeats are aborted after this
     max_step_failures: int = 3
     replay_steps: int = 1000  # steps whose calls are kept for replay while there is room (R12)
-    resume: str = "never"  # which checkpoint a new run begins at: never, auto, or "from VERSION"
+    resume: str = "never"  # the checkpoint at which a new run begins: never, auto, or "from VERSION"
     checkpoints_kept: int = 2
     operations: OperationLimits = msgspec.field(default=OperationLimits(), name="tenancy")
-    # The job trains what environments have scored.
+    # The job trains on groups that environments have scored.
     rollout_groups: bool = msgspec.field(default=False, name="scored_groups")
-    episode_groups: bool = False  # its episodes become rollout groups, and batches are made of these
+    episode_groups: bool = False  # its episodes become rollout groups, from which batches are formed
 
     @property
     def episode_target(self) -> int:
@@ -121,7 +121,7 @@ class Collection(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def trained_staleness(self) -> int | None:
-        """Return the age beyond which no token is trained (R14). None when synchronous: the coordinator enforces it."""
+        """Return the greatest age at which a token is trained on (R14); None if 0, which the coordinator enforces."""
         return self.max_staleness or None
 
 

@@ -1,4 +1,4 @@
-"""The events of an engine's run: its life, its trainer's steps, its weights, and the replicas that serve them."""
+"""The events of an engine's run: its phases, its trainer's steps, its weights, and the replicas that serve them."""
 
 import msgspec
 
@@ -7,7 +7,7 @@ from bombus.hive.events.common import Collection, Event, RunKind
 
 
 class EpochOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="epoch.opened"):
-    """Another coordinator leads. The streams `calls` and `trajectories` have these limits then, 0 for none."""
+    """A coordinator has become the leader. The streams `calls` and `trajectories` have these limits, 0 for none."""
 
     epoch: int
     leader: str
@@ -16,7 +16,7 @@ class EpochOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="epo
 
 
 class LeadingPaused(Event, frozen=True, kw_only=True, omit_defaults=True, tag="leading.paused"):
-    """Nobody led from `since_ns` until now: there was no leader, it stood still, or the bus was away."""
+    """No coordinator led from `since_ns` until now: there was no leader, it stalled, or the bus was unreachable."""
 
     since_ns: int
 
@@ -30,9 +30,9 @@ class EngineConfigured(Event, frozen=True, kw_only=True, omit_defaults=True, tag
 
 
 class Beginning(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The checkpoint of `step` of an earlier `run`, at which a run begins.
+    """The checkpoint of step `step` of an earlier run, at which a run begins.
 
-    `changed` are the settings of the trainer that were others then, with both values.
+    `changed` lists the trainer's settings that have changed since that run, each with both values.
     """
 
     run: int
@@ -45,8 +45,8 @@ class Beginning(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class EngineStarted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.started"):
     """A run has started. It `begins` at a checkpoint, or at the model as loaded.
 
-    `anew` says why it is the latter although an earlier run has left checkpoints. One that serves training operations
-    has a `base`, and one without a `config_digest` hands out its batches to an outside trainer.
+    If it begins at the model as loaded although an earlier run has left checkpoints, `anew` says why. A run that serves
+    training operations has a `base`, and a run without a `config_digest` hands out its batches to an outside trainer.
     """
 
     run: int
@@ -54,12 +54,12 @@ class EngineStarted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="e
     command: str = ""
     begins: Beginning | None = None
     anew: str = ""
-    run_kind: RunKind = RunKind.EPISODES  # read from older logs, never written: the default says nothing
+    run_kind: RunKind = RunKind.EPISODES  # only read from older logs, no longer written: the default has no meaning
     base: str = ""
 
 
 class EngineProgressed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.progressed"):
-    """The engine reached a stage of booting, shown as `engine_status_detail`."""
+    """The engine reached a stage of booting, which is shown as `engine_status_detail`."""
 
     run: int
     stage: str
@@ -80,9 +80,9 @@ class EngineFailed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="en
 
 
 class EngineSuspended(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.suspended"):
-    """The run cannot continue for now. It keeps all it has, and waits for its operator to resume or stop it.
+    """The run cannot continue for now. It keeps its state, and waits for its operator to resume or stop it.
 
-    With `until_served` it also resumes by itself, once a replica serves its newest weights.
+    With `until_served` it also resumes automatically once a replica serves its newest weights.
     """
 
     run: int
@@ -91,9 +91,9 @@ class EngineSuspended(Event, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class EngineResumed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.resumed"):
-    """A suspended run tries again: its operator said so by `command`, or a replica serves its weights again.
+    """A suspended run was resumed, by its operator's `command` or because a replica serves its weights again.
 
-    The deadlines of its phase start again. After a command, quarantined replicas try again at once.
+    The deadlines of its phase restart. After a command, quarantined replicas retry at once.
     """
 
     run: int
@@ -101,9 +101,9 @@ class EngineResumed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="e
 
 
 class CommandAnswered(Event, frozen=True, kw_only=True, omit_defaults=True, tag="command.answered"):
-    """A command to configure, start, stop or resume changed nothing: it was refused for `why`, or there was no need.
+    """A command to configure, start, stop or resume changed nothing: it was refused because of `why`, or not needed.
 
-    The same command may come again much later, under another leader. It gets the same answer then, and does nothing.
+    If the same command is resent, even much later and under another leader, it gets the same answer without effect.
     """
 
     command: str
@@ -113,10 +113,10 @@ class CommandAnswered(Event, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class ConversationFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a gateway writes conversations with a model and reads its turns.
+    """How a gateway renders conversations with a model and parses its turns.
 
-    `template` is a digest of what decides prompts. `tool_calls` and `reasoning` are the names of syntaxes, "text" where
-    they stay text.
+    `template` is a digest of everything that determines prompts. `tool_calls` and `reasoning` are the names of the
+    syntaxes in which they are parsed, or "text" if they stay text.
     """
 
     template: str
@@ -125,7 +125,7 @@ class ConversationFormat(msgspec.Struct, frozen=True, kw_only=True, omit_default
 
 
 class ModelRead(Event, frozen=True, kw_only=True, omit_defaults=True, tag="model.read"):
-    """A gateway has read the run's model, in a way in which no gateway had read it in this run."""
+    """A gateway reported a conversation format for the run's model that no gateway had reported in this run."""
 
     run: int
     gateway: str
@@ -151,7 +151,7 @@ class SyncAgreed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="sync
 
 
 class TrainerOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.opened"):
-    """A trainer has opened the run. It is taken for gone after `patience_s` of silence; 0: it named none."""
+    """A trainer has opened the run. It is considered gone after `patience_s` of silence; 0: it named none."""
 
     run: int
     trainer: str
@@ -161,9 +161,10 @@ class TrainerOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="t
 
 
 class TrainerStalled(Event, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.stalled"):
-    """A trainer has made no progress for `still_s`, or was not heard from for as long. Its epoch is over (R11).
+    """A trainer has made no progress for `still_s` or, if `silent`, sent no message for so long. Its epoch ends (R11).
 
-    `doing` is what it worked on, "" when it waited. `failures` counts this as a failure of the step, if it owed one.
+    `doing` is the work that it stalled in, "" if it was waiting. `failures` is the number of failures of the step that
+    it owed, if any, including this one.
     """
 
     run: int
@@ -176,7 +177,7 @@ class TrainerStalled(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class StepCompleted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="step.completed"):
-    """A step was completed: this is its one attempt that counts (R11)."""
+    """A step was completed. Only this attempt at the step counts (R11)."""
 
     run: int
     step: int
@@ -198,11 +199,11 @@ OBJECTS = "object:"
 
 
 class Weights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The place of a stored policy version: a folder, or `object:` and a prefix of object names (R15).
+    """The location of a stored policy version: a folder, or `object:` and a prefix of object names (R15).
 
     `bytes` and `sha256` are always those of the whole safetensors file; `tokenizer` is the name of an object. With
-    format `safetensors-delta` only the changes since version `base` are stored, in a file of `delta_bytes` and
-    `delta_sha256`. With format `safetensors-lora` it is an adapter, to be added to the full copy `adapter_of`.
+    format `safetensors-delta`, only the changes since version `base` are stored, in a file with the size `delta_bytes`
+    and the hash `delta_sha256`. With format `safetensors-lora`, it is an adapter for the full copy `adapter_of`.
     """
 
     where: str
@@ -217,7 +218,7 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def objects(self) -> str:
-        """Return the prefix of its objects' names, "" when it is in a folder."""
+        """Return the prefix of its objects' names, or "" if it is in a folder."""
         return self.where.removeprefix(OBJECTS) if self.where.startswith(OBJECTS) else ""
 
 
@@ -228,9 +229,10 @@ class WeightsReady(Event, frozen=True, kw_only=True, omit_defaults=True, tag="we
 
 
 class WeightsLoaded(Event, frozen=True, kw_only=True, omit_defaults=True, tag="weights.loaded"):
-    """`sequence_tokens` is the longest sequence that the replica serves, 0 where it does not say.
+    """A replica has loaded a policy version.
 
-    `constrains`: whether it supports structured output.
+    `sequence_tokens` is the longest sequence that it serves, 0 if it does not say, and `constrains` whether it supports
+    structured output.
     """
 
     run: int
@@ -254,9 +256,9 @@ class ReplicaLeft(Event, frozen=True, kw_only=True, omit_defaults=True, tag="rep
 class ReplicaQuarantined(Event, frozen=True, kw_only=True, omit_defaults=True, tag="replica.quarantined"):
     """A replica cannot load the newest weights. It keeps trying.
 
-    Until it has loaded, it gets no calls and nothing waits for it. A new run and a command to resume release it too.
-    With `answers` it has loaded them, and its answers are wrong: it serves again with other weights, or when it starts
-    anew.
+    Until it has loaded them, it gets no calls and the run does not wait for it. A new run or a command to resume also
+    ends the quarantine. With `answers`, it has loaded the weights but its answers are wrong: it serves again once it
+    has loaded other weights or was restarted.
     """
 
     run: int

@@ -1,4 +1,4 @@
-"""The events of episodes and their calls, and of the batches that are made of them."""
+"""The events of episodes and their calls, and of the batches formed from them."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from bombus.hive.trajectories.queue import QueuedGroup
 
 
 class SamplerWeights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the calls of an episode sample from in a run of operations: an adapter, or the base where all are "".
+    """The weights that an episode's calls sample from in an operations run: an adapter, or the base if all are "".
 
-    `checkpoint` is its `MODEL/USE/NAME`, `address` the hash of its file of weights, which is in `folder`.
+    `checkpoint` is its `MODEL/USE/NAME`, `address` the hash of its weights file, which is in `folder`.
     """
 
     checkpoint: str = ""
@@ -21,12 +21,12 @@ class SamplerWeights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class EpisodeClaimed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="episode.claimed"):
-    """One claim was granted: one episode or a whole group. `version` is the policy version at the claim.
+    """A claim was granted, for one episode or a whole group. `version` is the policy version at the claim.
 
-    `owner` is the name of the client's key, "" where it has none, and `admin` says that it is the hive's own. Only in a
-    run of operations is there a `sampler`. Those of multi-model episodes have `partners` on other engines, which are
-    claimed in the same decision: by engine, in the order of `episodes`. `touches`: the client shows that it lives for
-    as long as it holds them.
+    `owner` is the name of the client's key, "" if it has none, and `admin` says whether it is the hive's admin key.
+    `sampler` is set only in operations runs. Multi-model episodes have `partners` on other engines, which are claimed
+    in the same decision: by engine, in the order of `episodes`. `touches` says whether the client sends heartbeats
+    while it holds the episodes.
     """
 
     run: int
@@ -56,9 +56,9 @@ class NotedCall(msgspec.Struct, frozen=True, array_like=True):
     status: CallStatus = CallStatus.COMPLETE
     late: bool = False
     merged: bool = False  # it extended an earlier call of its episode token for token
-    masked: bool = False  # an auxiliary call of its harness, which the job does not train
+    masked: bool = False  # an auxiliary call of its harness, which the job does not train on
     incomplete: bool = False  # a part of its conversation, such as an image, was left out of its prompt
-    bytes: int = 0  # that its record takes in the stream `calls`
+    bytes: int = 0  # the size of its record in the stream `calls`
 
 
 class CallsNoted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="calls.noted"):
@@ -69,10 +69,10 @@ class CallsNoted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="call
 class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The end of an episode as its client reported it, and the calls that belong to it from then on (R7).
 
-    On the log it has no `calls`: they are those that were noted before it as complete, which the fold has. Events of
-    older versions list them. `call_rewards`, when given, has a reward for each that is not masked, in order, and
-    `reward` is their mean. `digest` is that of the report: for a multi-model episode, of the results of all its
-    episodes. `data_set` names the set that the task is of, "" where the client does not say.
+    On the log it has no `calls`, except in events of older versions: the fold adds the calls that were noted as
+    complete before it. `call_rewards`, if given, holds a reward for each call that is not masked, in order; `reward` is
+    then their mean. `digest` is the digest of the report; for a multi-model episode, of the results of all its
+    episodes. `data_set` is the name of the task's data set, "" if the client does not give one.
     """
 
     episode: str
@@ -105,7 +105,7 @@ class EpisodeAborted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class GroupDropped(Event, frozen=True, kw_only=True, omit_defaults=True, tag="group.dropped"):
-    """Episodes left the pool untrained."""
+    """Episodes left the pool without being trained on."""
 
     run: int
     reason: DropReason
@@ -114,7 +114,7 @@ class GroupDropped(Event, frozen=True, kw_only=True, omit_defaults=True, tag="gr
 
 
 class EpisodesTaken(Event, frozen=True, kw_only=True, omit_defaults=True, tag="episodes.taken"):
-    """Ended episodes of a run of operations left the pool: their client has their tokens."""
+    """Ended episodes of an operations run left the pool: their client has received their tokens."""
 
     run: int
     client: str
@@ -131,8 +131,8 @@ class PoolCleared(Event, frozen=True, kw_only=True, omit_defaults=True, tag="poo
 class BatchEpisode(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An episode of a batch.
 
-    On the log it has neither `calls` nor `call_rewards`, which would make a large batch too large for one message: the
-    fold takes them from the pool. Events of older versions have them.
+    On the log it has neither `calls` nor `call_rewards`, with which a large batch might not fit into one message: the
+    fold adds them from the pool. Events of older versions have them.
     """
 
     episode: str
@@ -147,10 +147,10 @@ class BatchGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchReady(Event, frozen=True, kw_only=True, omit_defaults=True, tag="batch.ready"):
-    """The batch of optimizer step `step` is sealed, which trains policy version `step - 1` into version `step`.
+    """The batch of optimizer step `step` was sealed. The step trains policy version `step - 1` into version `step`.
 
-    In a run of trajectories it is `taken` from the queue of rollout groups, by their numbers. On the log it does not
-    have them as `rollout_groups`: the fold takes them from the queue.
+    In a rollout-group run, `taken` holds the numbers of the groups that it takes from the queue. `rollout_groups` is
+    not on the log: the fold adds these groups from the queue.
     """
 
     run: int

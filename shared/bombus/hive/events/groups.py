@@ -8,10 +8,10 @@ from bombus.hive.trajectories.queue import QueuedGroup
 
 
 class TrainerRegistered(Event, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.registered"):
-    """A trainer of its own takes the batches of this run, of `batch_size` sequences each.
+    """An outside trainer has registered for the batches of this run, of `batch_size` sequences each.
 
-    The other settings are passed on to environments, and to whoever tracks the run. `owner` is whose key registered it,
-    which takes the batches: its name, or `bombus.hive.shares.ADMIN`.
+    The other settings are passed on to environments and to trackers of the run. `owner` is the name of the key that
+    registered it (or `bombus.hive.shares.ADMIN`), which receives the batches.
     """
 
     run: int
@@ -28,16 +28,16 @@ class TrainerRegistered(Event, frozen=True, kw_only=True, omit_defaults=True, ta
 
 
 class BatchesBegun(Event, frozen=True, kw_only=True, omit_defaults=True, tag="batches.begun"):
-    """The trainer has asked for its first batch: environments can join from now on."""
+    """The trainer has requested its first batch: environments can join from now on."""
 
     run: int
 
 
 class EnvironmentJoined(Event, frozen=True, kw_only=True, omit_defaults=True, tag="environment.joined"):
-    """An environment sends groups. One that fell silent and is heard from again joins under the same number.
+    """An environment has joined, to push groups. If it falls silent and returns, it joins under the same number.
 
-    `minimum` is the part of each batch that it asks for, and `owner` the name of its client's key. `admin`: it is the
-    hive's own.
+    `minimum` is the fraction of each batch that it requests, and `owner` the name of its client's key. `admin` says
+    whether that is the hive's admin key.
     """
 
     environment: int
@@ -52,27 +52,27 @@ class EnvironmentJoined(Event, frozen=True, kw_only=True, omit_defaults=True, ta
 
 
 class EnvironmentLeft(Event, frozen=True, kw_only=True, omit_defaults=True, tag="environment.left"):
-    """An environment has left. Its groups stay."""
+    """An environment has left. Its groups stay queued."""
 
     environment: int
     reason: EnvironmentEnd
 
 
 class GroupsPushed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="groups.pushed"):
-    """Rollout groups wait for a batch, in this order after all that were pushed before.
+    """Rollout groups were pushed and wait for a batch, in this order, after all groups pushed before.
 
-    Their bodies are in the stream `trajectories`. A push of the same `key` soon after is the same one. A group that was
-    made of ended `episodes` of this run takes them from the pool, and was queued at this policy `version`.
+    Their bodies are in the stream `trajectories`. A later push with the same `key` is a duplicate. If a group was made
+    of ended `episodes` of this run, they leave the pool, and `version` is the policy version when it was queued.
     """
 
     groups: tuple[QueuedGroup, ...]
     key: str = ""
     episodes: tuple[str, ...] = ()
-    version: int = -1  # -1: nobody made it of episodes, or an older release did
+    version: int = -1  # -1: not made of episodes, or made by an older release
 
 
 class BatchHandedOut(Event, frozen=True, kw_only=True, omit_defaults=True, tag="batch.handed_out"):
-    """These groups are the run's batch `number`, from 1. Until it is delivered, whoever asks gets it."""
+    """These groups form the run's batch `number`, from 1. Until it is delivered, every request returns it."""
 
     run: int
     number: int
@@ -80,17 +80,17 @@ class BatchHandedOut(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class BatchDelivered(Event, frozen=True, kw_only=True, omit_defaults=True, tag="batch.delivered"):
-    """The whole batch was sent to the trainer that asked for it: the next time it gets another one."""
+    """The whole batch was sent to the trainer that requested it. Its next request gets the next batch."""
 
     run: int
     number: int
 
 
 class GroupsGivenUp(Event, frozen=True, kw_only=True, omit_defaults=True, tag="groups.given_up"):
-    """No batch has these groups any more: their bodies are lost, they have waited too long, or their key kept too much.
+    """Groups were dropped: their bodies are lost, they have waited too long, or their key stored too much.
 
-    They were in the batch `number` that was handed out, whose other groups are queued again; in that of our own
-    trainer's step of this number, which is made without them; or, if it is 0, in the queue.
+    If `number` is 0, they were in the queue. Otherwise they were in the batch `number` that was handed out, whose other
+    groups are requeued, or in the batch of our own trainer's step `number`, which is made without them.
     """
 
     run: int
@@ -100,24 +100,24 @@ class GroupsGivenUp(Event, frozen=True, kw_only=True, omit_defaults=True, tag="g
 
 
 class MovedBody(msgspec.Struct, frozen=True, array_like=True):
-    """Where the body of a group is now that is queued, or in the last batch."""
+    """The new place of the body of a group that is queued or in the last batch."""
 
     group: int
     body: BodyRef
 
 
 class BodiesMoved(Event, frozen=True, kw_only=True, omit_defaults=True, tag="bodies.moved"):
-    """The bodies of groups that have waited for long were stored once more, so that what is before them can go."""
+    """The bodies of groups that have waited long were stored again, so that messages before them can be purged."""
 
     moved: tuple[MovedBody, ...]
 
 
 class GroupsReset(Event, frozen=True, kw_only=True, omit_defaults=True, tag="groups.reset"):
-    """All groups and environments are forgotten."""
+    """All groups and environments were removed."""
 
 
 class HolderFloor(msgspec.Struct, frozen=True, array_like=True):
-    """The sequence of `trajectories` before which nothing of a holder's groups on an engine is needed."""
+    """The sequence of `trajectories` before which no body of a holder's groups on an engine is needed."""
 
     engine: str
     holder: str
@@ -125,7 +125,7 @@ class HolderFloor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TrajectoriesReleased(Event, frozen=True, kw_only=True, omit_defaults=True, tag="trajectories.released"):
-    """The messages of `trajectories` before `below` may be purged, and those of some holders before their own floors.
+    """The messages of `trajectories` before `below` may be purged, and those of some holders before higher floors.
 
     A group whose body is older is refused.
     """

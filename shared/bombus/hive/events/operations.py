@@ -9,11 +9,11 @@ from bombus.hive.records import BodyRef
 
 
 class SessionOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="session.opened"):
-    """A client of training operations has come. It is taken for gone after `idle_s` without a sign of life.
+    """A client of training operations has opened a session, which ends after `idle_s` without a message from it.
 
-    `owner` is the name of its key, "" where it has none; `dialect` is what the gateway wants to remember of it.
-    One `for_model` ends when it has no model any more, or gets none. One of the hive's own `admin` key has a share of
-    its own.
+    `owner` is the name of its key, "" if it has none; `dialect` is a note of the gateway about the client. A session
+    `for_model` ends when its model has ended or could not be created. A session of the hive's `admin` key has a
+    separate share.
     """
 
     session: str
@@ -26,7 +26,7 @@ class SessionOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="s
 
 
 class SessionEnded(Event, frozen=True, kw_only=True, omit_defaults=True, tag="session.ended"):
-    """A session takes no more operations. Its models end, each after what waits for it."""
+    """A session has ended and accepts no more operations. Each of its models ends after its waiting operations."""
 
     session: str
     reason: SessionEnd
@@ -41,16 +41,16 @@ class SessionForgotten(Event, frozen=True, kw_only=True, omit_defaults=True, tag
 
 
 class SamplingBegun(Event, frozen=True, kw_only=True, omit_defaults=True, tag="sampling.begun"):
-    """A session samples from what run `run` serves, which goes on until the session has ended, also without a model."""
+    """A session samples from run `run`, which therefore continues until the session ends, even without a model."""
 
     run: int
     session: str
 
 
 class ModelOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="model.opened"):
-    """A model takes operations, of which the first one, accepted with this event, makes it from `base`.
+    """A model accepts operations. The first one, accepted together with this event, creates it from `base`.
 
-    `metadata` is its client's.
+    `metadata` is set by its client.
     """
 
     run: int
@@ -61,7 +61,7 @@ class ModelOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="mod
 
 
 class ModelClosed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="model.closed"):
-    """A model is gone. What waits for it will not be executed, for the reason `why`."""
+    """A model has ended. Its waiting operations will not be executed, for the reason `why`."""
 
     run: int
     model: str
@@ -70,9 +70,9 @@ class ModelClosed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="mod
 
 
 class ModelSuspended(Event, frozen=True, kw_only=True, omit_defaults=True, tag="model.suspended"):
-    """A trainer cannot rebuild a model, for the reason `why`: what came to it waits, but other models continue.
+    """A trainer cannot rebuild a model, for the reason `why`. Its operations wait, but other models continue.
 
-    Without a reason it goes on too.
+    An event without a reason ends the suspension.
     """
 
     run: int
@@ -81,11 +81,11 @@ class ModelSuspended(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class ModelRebuilding(Event, frozen=True, kw_only=True, omit_defaults=True, tag="model.remaking"):
-    """A trainer makes a model again, from its recovery checkpoint and by what was executed since.
+    """A trainer rebuilds a model from its recovery checkpoint and the operations executed since.
 
-    Where a trainer before it has begun that and has ended, each `number` is said before it is executed again, the
-    checkpoint's for the checkpoint itself. What several trainers have not survived is left alone from then on
-    (`OperationLimits.executions_max`). `over`: the trainer has lived through it.
+    If an earlier trainer began to rebuild it and ended, the `number` of each operation is recorded before it is
+    re-executed (the checkpoint's number before the checkpoint is loaded). Operations that several trainers have not
+    survived are not retried (`OperationLimits.executions_max`). `over` says that the trainer has finished rebuilding.
     """
 
     run: int
@@ -96,12 +96,12 @@ class ModelRebuilding(Event, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class OperationAccepted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="operation.accepted"):
-    """An operation waits for its model, after all that were accepted before it: it is the `number`th of the model.
+    """An operation was accepted and waits, after all earlier ones: it is the `number`th of its model.
 
-    Its body is in the stream `ops`. Without one it ends the model of a session that has ended, and saves it as
-    `save_as` first, unless that is "". One that is `passive` leaves the model as it is, such as a forward pass. The
-    client's `metadata` is for what it saves. A saved model that it `reads`, named by its `kept_id`, stays until it was
-    executed.
+    Its body is in the stream `ops`. An operation without a body ends the model of a session that has ended; it first
+    saves the model as `save_as`, unless that is "". A `passive` operation, such as a forward pass, does not change the
+    model. The client's `metadata` is attached to what the operation saves. If it `reads` a saved model, named by its
+    `kept_id`, that model is kept until the operation was executed.
     """
 
     run: int
@@ -124,7 +124,7 @@ class OperationAccepted(Event, frozen=True, kw_only=True, omit_defaults=True, ta
 class OperationBegun(Event, frozen=True, kw_only=True, omit_defaults=True, tag="operation.begun"):
     """A trainer begins to execute an operation, the first one of its model that it executes.
 
-    One that was begun several times by trainers that have ended fails (`OperationLimits.executions_max`).
+    An operation fails if several trainers have begun it and ended (`OperationLimits.executions_max`).
     """
 
     run: int
@@ -135,7 +135,7 @@ class OperationBegun(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class AdapterShape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The adapter of a model, as lists of models and checkpoints tell it, with the seed that it was drawn from."""
+    """The adapter of a model, as shown in lists of models and checkpoints, with the seed of its initial weights."""
 
     rank: int
     alpha: float
@@ -145,17 +145,18 @@ class AdapterShape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What was made by the operation that creates a model. Without an adapter all weights are trained."""
+    """The shape of the model that an operation has created. Without an adapter, all weights are trained."""
 
     adapter: AdapterShape | None = None
     parameters: int = 0
 
 
 class OperationCompleted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="operation.completed"):
-    """An operation was executed: this is its one result (R17).
+    """An operation was executed. This is its only result (R17).
 
-    `step` counts the model's optimizer steps. `made` is what the first operation of a model has made, and `loaded` is a
-    hash of the checkpoint that was loaded. `by_server`: it has failed by the server's fault.
+    `step` counts the model's optimizer steps. `made` is the shape of the model that a model's first operation created,
+    and `loaded` is a hash of the checkpoint that was loaded. `by_server` says that it failed through the server's
+    fault.
     """
 
     run: int
@@ -185,9 +186,9 @@ class ModelCheckpointed(Event, frozen=True, kw_only=True, omit_defaults=True, ta
 
 
 class SavedWeights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A checkpoint that a client asked for by `name`. `use` is what it is for: training, sampler or external.
+    """A checkpoint that a client has saved as `name`. `use` is its purpose: training, sampler or external.
 
-    `address` is a hash of the weights. It is removed after `ttl_s`, 0 for never.
+    `address` is a hash of the weights. The checkpoint is removed after `ttl_s`, 0 for never.
     """
 
     use: str
@@ -199,10 +200,11 @@ class SavedWeights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class WeightsKept(Event, frozen=True, kw_only=True, omit_defaults=True, tag="weights.kept"):
-    """A model was saved for its client. One of the same use and name is replaced. It outlives its model and its run.
+    """A model was saved for its client, replacing a saved model of the same use and name. It outlives model and run.
 
-    It comes again where what is said of it has changed: `saved_ns` is when it was saved then. `public` is a mark that
-    its client may give it, after which every client may read it. `owner` is its session's, the name of a key.
+    The event is repeated if the description of the saved model changes; `saved_ns` is then the time when it was saved.
+    `public` is a mark that its client may set, after which every client may read it. `owner` is the owner of its
+    session, the name of a key.
     """
 
     run: int
@@ -219,7 +221,7 @@ class WeightsKept(Event, frozen=True, kw_only=True, omit_defaults=True, tag="wei
 
 
 class WeightsRemoved(Event, frozen=True, kw_only=True, omit_defaults=True, tag="weights.removed"):
-    """A saved model is not to be used any more, and its folder can go: its client said so, or it has expired."""
+    """A saved model was deleted by its client or has expired: it can no longer be used, and its folder may go."""
 
     model: str
     use: str
@@ -228,7 +230,7 @@ class WeightsRemoved(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class EndpointAdded(Event, frozen=True, kw_only=True, omit_defaults=True, tag="endpoint.added"):
-    """An inference server elsewhere gets the weights that a client of training operations puts in sync.
+    """An outside inference server was registered: it gets the weights that a training client syncs.
 
     `owner` is the name of the key of the client that registered it.
     """
@@ -245,14 +247,14 @@ class EndpointRemoved(Event, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class RestAsked(Event, frozen=True, kw_only=True, omit_defaults=True, tag="rest.asked"):
-    """The trainer of a run of operations is to free its memory (`asleep`), or to go on. What comes meanwhile waits."""
+    """The trainer of an operations run was asked to free its memory (`asleep`; operations then wait) or to wake up."""
 
     run: int
     asleep: bool = False
 
 
 class RestReached(Event, frozen=True, kw_only=True, omit_defaults=True, tag="rest.reached"):
-    """The trainer has freed its memory (`asleep`), or has all of its models again, as they were."""
+    """The trainer has freed its memory (`asleep`), or has restored all of its models as they were."""
 
     run: int
     trainer_epoch: int
@@ -260,7 +262,7 @@ class RestReached(Event, frozen=True, kw_only=True, omit_defaults=True, tag="res
 
 
 class ModelFloor(msgspec.Struct, frozen=True, array_like=True):
-    """The sequence of `ops` before which nothing of a model is needed."""
+    """The sequence of `ops` before which no message of a model is needed."""
 
     engine: str
     model: str
@@ -268,9 +270,9 @@ class ModelFloor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OperationsReleased(Event, frozen=True, kw_only=True, omit_defaults=True, tag="operations.released"):
-    """The messages of `ops` before `below` may be purged, and those of some models before a floor of their own.
+    """The messages of `ops` before `below` may be purged, and those of some models before higher floors.
 
-    An operation whose body is older is refused: its sender stores the body again.
+    An operation whose body is older is refused, and its sender stores the body again.
     """
 
     below: int

@@ -1,19 +1,19 @@
-"""The events of the log's own upkeep: messages that could not be decided, full storage, compaction."""
+"""The events of the log's maintenance: messages that could not be decided, full storage, compaction."""
 
 from bombus.hive.events.common import Event
 
 
 class MessageDeadLettered(Event, frozen=True, kw_only=True, omit_defaults=True, tag="message.set_aside"):
-    """An inbox message could not be decided, because of a bug in bombus, and the next one was read."""
+    """An inbox message could not be decided because of a bug in bombus, and was skipped."""
 
     message: str  # its kind
-    about: str  # the engine that it is about
+    about: str  # the engine that it concerns
     id: str
     why: str
 
 
 class StorageFilled(Event, frozen=True, kw_only=True, omit_defaults=True, tag="storage.filled"):
-    """Less than the reserve of `what`, a stream or the disk, is left: new work is refused until `storage.freed`."""
+    """`what`, a stream or the disk, has less free space than its reserve: new work is refused until `storage.freed`."""
 
     what: str
     used: int
@@ -30,23 +30,23 @@ class StorageFreed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="st
 class LogCompacted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="log.compacted"):
     """The events before `below` were removed; two verified snapshots replace them.
 
-    With an archive, they were written to it first. 0: nothing had to be removed any more.
+    If there is an archive, they were written to it first. 0: there was no longer any need to remove events.
     """
 
     below: int
 
 
 class CompactionFailed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="compaction.failed"):
-    """The log is over 60 % full, and nothing could be removed from it, for a reason that its operator can fix."""
+    """The log is over 60 % full, but no events could be removed, for a reason `why` that its operator can fix."""
 
     why: str
 
 
 class StreamWentBack(Event, frozen=True, kw_only=True, omit_defaults=True, tag="stream.went_back"):
-    """The stream `what` has lost its end: it had message `known`, and has kept those up to `kept`.
+    """The stream `what` has lost its end: it had messages up to `known`, but now only up to `kept`.
 
-    The hive continues with what is there. Of `inbox`, whatever came after `kept` is decided from here on. Of `calls`,
-    `needed` of the lost ones belong to episodes that are open or were still to be trained.
+    The hive continues with the remaining messages. For `inbox`, messages after `kept` are decided from here on. For
+    `calls`, `needed` counts the lost calls of episodes that are open or still had to be trained on.
     """
 
     what: str

@@ -1,1 +1,1 @@
-"""The fold of a hive's events: what each of them changes in its state."""
+"""The fold of a hive's events: how each event changes its state."""

@@ -1,4 +1,4 @@
-"""What training clients and environments have on an engine: sessions, models and operations; queued groups."""
+"""The fold of events of training clients and environments: sessions, models and operations; queued groups."""
 
 from collections.abc import Callable
 
@@ -18,7 +18,7 @@ HANDLERS = Handlers()
 
 
 def _of_clients(kind: type[EventT], fold: Callable[[TrainingClients, EventT], object]) -> None:
-    """Fold the events of a kind into what training clients have alone."""
+    """Register a fold for a kind of event that changes only `EngineState.clients`."""
 
     def handler(engine: EngineState, event: EventT) -> None:
         fold(engine.clients, event)
@@ -64,7 +64,7 @@ def _endpoint_removed(engine: EngineState, event: ev.EndpointRemoved) -> None:
 
 @HANDLERS.on(ev.RestAsked)
 def _rest_asked(engine: EngineState, event: ev.RestAsked) -> None:
-    """Note what is wanted. The trainer may be on its way elsewhere, so it says anew when it is there."""
+    """Record the request. The trainer may still be carrying out the opposite one, so it has to report again."""
     engine.rest_wanted = event.asleep
     engine.asleep = not event.asleep
     engine.rest_since_ns = event.at_ns
@@ -83,7 +83,7 @@ def _rest_reached(engine: EngineState, event: ev.RestReached) -> None:
 
 
 def _groups(kind: type[EventT], fold: Callable[[Trajectories, EventT], object]) -> None:
-    """Fold the events of a kind into the queue of groups, its environments and its trainer alone."""
+    """Register a fold for a kind of event that changes only `EngineState.trajectories`."""
 
     def handler(engine: EngineState, event: EventT) -> None:
         fold(engine.trajectories, event)

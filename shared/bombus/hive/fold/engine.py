@@ -1,4 +1,4 @@
-"""The life of an engine: jobs and runs, phases, trainers, replicas and weights."""
+"""The fold of events of an engine: jobs and runs, phases, trainers, replicas and weights."""
 
 from bombus.hive import events as ev
 from bombus.hive.bounded import trim
@@ -45,7 +45,7 @@ def _started(engine: EngineState, event: ev.EngineStarted) -> None:
         if goes_on(event.begins, engine.run, engine.started):
             fresh.counters = engine.counters
             kept = {version: stats for version, stats in engine.evals.items() if version <= event.begins.step}
-            fresh.evals = kept  # the versions after it are rebuilt, and differ
+            fresh.evals = kept  # the versions after it are trained again, and will differ
             fresh.rollouts = [each for each in engine.rollouts if each.step <= event.begins.step]
     for field in EngineState.__struct_fields__:
         setattr(engine, field, getattr(fresh, field))
@@ -56,10 +56,10 @@ def _started(engine: EngineState, event: ev.EngineStarted) -> None:
 
 
 def _begin_at(engine: EngineState, begins: ev.Beginning, before: list[SealedStep]) -> None:
-    """Let a run begin as if it had made the step of that checkpoint itself.
+    """Let a run begin as if it had completed the step of that checkpoint itself.
 
-    Where the run before it made that step, with the same settings, its trainer can fall back to an older checkpoint as
-    that of the run before would. Otherwise no batch is needed again.
+    If the run before it completed that step with the same settings, the trainer can also fall back to an older
+    checkpoint, as the trainer of that run could. Otherwise no earlier batch is needed.
     """
     batch = ev.BatchReady(engine=engine.name, run=begins.run, step=begins.step, groups=(), config_digest="")
     done = step_of(engine.name, begins)
@@ -68,7 +68,7 @@ def _begin_at(engine: EngineState, begins: ev.Beginning, before: list[SealedStep
     kept = [] if begins.changed else up_to(before, begins.checkpoint)
     engine.steps = kept or [SealedStep(batch=batch, done=done)]
     unfinished = len(before) - len(kept) if kept else 0
-    for _ in range(min(unfinished, len(engine.steps_from) - 1)):  # so that one bound is one step again
+    for _ in range(min(unfinished, len(engine.steps_from) - 1)):  # so that each bound stands for one step again
         *older, last, newest = engine.steps_from
         engine.steps_from = [*older, min(last, newest)]
 
@@ -115,9 +115,9 @@ def _suspended(engine: EngineState, event: ev.EngineSuspended) -> None:
 
 @HANDLERS.on(ev.EngineResumed)
 def _resumed(engine: EngineState, event: ev.EngineResumed) -> None:
-    """Go on in the same phase, as if it had just begun: nothing moved while the run was suspended.
+    """Continue in the same phase as if it had just begun: there was no progress while the run was suspended.
 
-    Failures are forgotten when the operator says so, and not because a replica serves again.
+    Failure counts are reset only if the operator resumes the run, not if a replica serves again.
     """
     engine.suspended = ""
     engine.until_served = False
@@ -188,7 +188,7 @@ def _trainer_opened(engine: EngineState, event: ev.TrainerOpened) -> None:
 
 @HANDLERS.on(ev.TrainerStalled)
 def _trainer_stalled(engine: EngineState, event: ev.TrainerStalled) -> None:
-    """End the trainer's epoch: what it still sends is ignored. Its successor has as long to boot as it had."""
+    """End the trainer's epoch: its further messages are ignored. Its successor gets the full time to boot."""
     engine.trainer = ""
     engine.trainer_epoch = event.trainer_epoch + 1
     engine.stalled = event

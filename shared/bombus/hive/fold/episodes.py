@@ -1,4 +1,4 @@
-"""Episodes: claimed, called, ended, waiting in the pool, and sealed into batches."""
+"""The fold of events of episodes: claims, calls, ends, the pool, and batches."""
 
 from collections.abc import Iterable
 
@@ -29,7 +29,7 @@ HANDLERS = Handlers()
 
 
 def ended_calls(outcome: ev.Outcome, episode: Episode | None) -> tuple[CallRef, ...]:
-    """Return the calls of an episode's outcome: where it lists none, the complete ones of the open episode."""
+    """Return the calls of an episode's outcome. If it lists none, return the complete calls of the open episode."""
     if outcome.calls or episode is None:
         return outcome.calls
     return tuple(call.ref for call in episode.complete_calls())
@@ -135,7 +135,7 @@ def _ended(engine: EngineState, event: ev.EpisodeEnded) -> None:
         if is_eval:
             engine.calls.release((outcome.episode,))
             continue
-        before = _leave_pool(engine, outcome.episode)  # a log that ends an episode twice keeps the last end
+        before = _leave_pool(engine, outcome.episode)  # if a log ends an episode twice, the last end counts
         if before is None:
             engine.collected.add(outcome)
         calls = ended_calls(outcome, episode) or (before.calls if before is not None else ())
@@ -159,9 +159,10 @@ def _ended(engine: EngineState, event: ev.EpisodeEnded) -> None:
 
 
 def _count_evaluation(engine: EngineState, claimed: int, outcome: ev.Outcome, episode: Episode | None) -> None:
-    """Count an evaluation episode for the version that has sampled it, one without calls for that of its claim.
+    """Count an evaluation episode for the version that sampled it or, if it has no calls, the version at its claim.
 
-    Episodes of data sets over the limit count only in their version's totals.
+    If it has tokens of several versions, count it as mixed at the version of its claim. Episodes of data sets over the
+    limit count only in their version's totals.
     """
     calls = () if episode is None else episode.complete_calls()
     oldest = min((call.oldest for call in calls), default=claimed)
@@ -177,10 +178,10 @@ def _count_evaluation(engine: EngineState, claimed: int, outcome: ev.Outcome, ep
 
 
 def _note_reward(engine: EngineState, client: str, at_ns: int) -> None:
-    """Note that a client is active now, and forget those that are not: any number of them come and go."""
+    """Record that a client is active, and forget inactive clients, whose number is not limited."""
     seen = engine.rewarded_ns
     seen.pop(client, None)
-    seen[client] = at_ns  # last, so that the first has been silent longest
+    seen[client] = at_ns  # moved to the end, so that the first client has been silent longest
     limit_ns = int(ACTIVE_S * 1e9)
     if seen[next(iter(seen))] < at_ns - 2 * limit_ns:
         engine.rewarded_ns = {name: last_ns for name, last_ns in seen.items() if last_ns >= at_ns - limit_ns}
@@ -194,7 +195,7 @@ def _aborted(engine: EngineState, event: ev.EpisodeAborted) -> None:
         episode = engine.open.get(episode_id)
         _close(engine, episode_id, Closed(episode.client if episode else "", aborted=event.reason))
         if event.reason == AbortReason.SILENT and episode is not None:
-            engine.rewarded_ns.pop(episode.client, None)  # it is not active: nobody waits for its agreement
+            engine.rewarded_ns.pop(episode.client, None)  # it is not active, so its agreement is not needed
 
 
 # ---- the pool and its batches ---------------------------------------------------------------------------------
@@ -213,7 +214,7 @@ def _leave_pool(engine: EngineState, episode_id: str) -> Completed | None:
 
 
 def take(engine: EngineState, episodes: Iterable[str]) -> int:
-    """Remove episodes from the pool whose calls are no longer needed. Return how many were in it."""
+    """Remove episodes from the pool, and release their calls. Return how many of the episodes were in the pool."""
     gone = [episode for episode in episodes if _leave_pool(engine, episode) is not None]
     engine.calls.release(gone)
     return len(gone)
@@ -239,7 +240,7 @@ def _pool_cleared(engine: EngineState, event: ev.PoolCleared) -> None:
 
 
 def _with_calls(engine: EngineState, event: ev.BatchReady) -> ev.BatchReady:
-    """Return a batch whose episodes have their calls, which are in the pool until the batch is folded."""
+    """Return the batch with the calls of its episodes, which are in the pool until the batch is folded."""
 
     def filled(episode: ev.BatchEpisode) -> ev.BatchEpisode:
         completed = engine.pool.get(episode.episode)
@@ -276,7 +277,7 @@ def _batch_ready(engine: EngineState, event: ev.BatchReady) -> None:
 
 
 def release_steps(engine: EngineState, before: list[SealedStep]) -> None:
-    """Release the calls of those kept steps that need not be repeated."""
+    """Release the calls of the steps `before` that no longer have to be repeated."""
     gone = before[: len(before) - len(engine.needed_steps)]
     for step in gone:
         step.released = True

@@ -1,4 +1,4 @@
-"""The fold: what an event changes in the state of the hive. All services fold the same log with this function."""
+"""The fold: how an event changes the state of the hive. All services fold the same log with this function."""
 
 import msgspec
 
@@ -41,7 +41,7 @@ _OF_THE_HIVE = (
 
 
 def _evolve_hive(hive: Hive, event: Event) -> None:
-    """Fold an event that is about no engine."""
+    """Fold an event that belongs to no engine."""
     match event:
         case ev.EpochOpened():
             hive.epoch = event.epoch
@@ -83,13 +83,13 @@ def _groups_released(hive: Hive, event: ev.TrajectoriesReleased) -> None:
 
 
 def as_folded(hive: Hive, event: ev.AnyEvent) -> ev.AnyEvent:
-    """Return the event that was folded last with what the fold has added: to a batch, its calls or rollout groups."""
+    """Return the event that was folded last. If it is a batch, it has the calls or rollout groups the fold added."""
     batch = hive.engine(event.engine).batch
     return batch if isinstance(event, ev.BatchReady) and batch is not None else event
 
 
 def with_calls(hive: Hive, event: ev.EpisodeEnded) -> ev.EpisodeEnded:
-    """Return an end that is not folded yet with the calls of its episodes."""
+    """Return an event that is not folded yet, with the calls of the episodes that it ends."""
     state = hive.engine(event.engine)
     outcomes = (
         msgspec.structs.replace(outcome, calls=ended_calls(outcome, state.open.get(outcome.episode)))

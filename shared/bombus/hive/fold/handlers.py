@@ -1,4 +1,4 @@
-"""The table of handlers, one for each kind of event, and what several handlers share."""
+"""The table of handlers, one for each kind of event, and functions that several handlers share."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
@@ -13,10 +13,10 @@ Handler: TypeAlias = Callable[[EngineState, EventT], None]
 
 
 class Handlers(dict[type[Event], Callable[[EngineState, Any], None]]):
-    """What folds an event into the state of its engine, by the kind of event."""
+    """Maps each kind of event to the function that folds it into the state of its engine."""
 
     def on(self, kind: type[EventT]) -> Callable[[Handler[EventT]], Handler[EventT]]:
-        """Decorate what folds the events of a kind."""
+        """Decorate the function that folds the events of a kind."""
 
         def register(handler: Handler[EventT]) -> Handler[EventT]:
             self[kind] = handler
@@ -26,13 +26,13 @@ class Handlers(dict[type[Event], Callable[[EngineState, Any], None]]):
 
 
 def enter(engine: EngineState, phase: Phase, at_ns: int) -> None:
-    """Note that a phase begins."""
+    """Enter a phase."""
     engine.phase = phase
     engine.phase_since_ns = at_ns
 
 
 def remember(engine: EngineState, command: str) -> None:
-    """Note that a command was carried out in this run."""
+    """Record that a command was carried out in this run."""
     if command:
         engine.commands[command] = engine.run
         trim(engine.commands, COMMANDS_KEPT)
@@ -45,13 +45,13 @@ def release_replicas(engine: EngineState) -> None:
 
 
 def forget_lost(engine: EngineState) -> None:
-    """Restart the count of trainers that are lost in a row."""
+    """Reset the count of trainers lost in a row."""
     if engine.trainers_lost:
         operations_state.forget_lost(engine.clients)
     engine.trainers_lost = 0
 
 
 def keep_time(engine: EngineState, at_ns: int) -> None:
-    """Count the time in which models that could not be rebuilt could be tried again."""
+    """Start or stop the stopwatch `trying`, which runs while a trainer could rebuild suspended models."""
     rests = engine.suspended or engine.rest_wanted or engine.asleep
     engine.clients.trying.run(engine.serves_operations and engine.trainer != "" and not rests, at_ns)

@@ -1,6 +1,6 @@
 """The messages sent to a hive: commands, which get an answer, and facts, which get none.
 
-All of them go through one stream, the inbox, in one order. Only the coordinator decides what follows from them (R1).
+All of them go through one stream, the inbox, in one order. Only the coordinator decides which events follow (R1).
 """
 
 import msgspec
@@ -17,7 +17,7 @@ from bombus.hive.inbox.facts import *  # noqa: F403
 from bombus.hive.inbox.facts import AnyFact
 from bombus.hive.subjects import is_name
 
-DEPTH_MAX = 128  # of lists and objects within each other in metadata
+DEPTH_MAX = 128  # nesting of lists and objects in metadata
 _NOT_PLAIN = f"metadata that is not JSON, or nested deeper than {DEPTH_MAX}"
 
 AnyMessage = AnyCommand | AnyFact
@@ -32,10 +32,10 @@ def encode_message(message: Message) -> bytes:
 
 
 def decode_message(body: bytes) -> AnyMessage:
-    """Decode a message. Raises `msgspec.MsgspecError` when this version cannot read the bytes."""
+    """Decode a message. Raises `msgspec.MsgspecError` if this version of bombus cannot read the bytes."""
     message = decoded(_messages.decode, body)
     if message.engine != HIVE and not is_name(message.engine):  # it becomes part of a subject
-        raise msgspec.DecodeError(f"{message.engine[:40]!r} is not the name of an engine")
+        raise msgspec.DecodeError(f"{message.engine[:40]!r} is not a valid name of an engine")
     if isinstance(message, End) and not all(_is_plain(result.metadata) for result in message.results):
         raise msgspec.DecodeError(_NOT_PLAIN)
     if isinstance(message, MultiModelEnd):
@@ -48,7 +48,7 @@ def decode_message(body: bytes) -> AnyMessage:
 
 
 def _is_plain(value: object, depth: int = DEPTH_MAX) -> bool:
-    """Return whether every reader can decode a value, however deep in its own work it is, and write it as JSON."""
+    """Return whether a value can be written as JSON, and is not nested too deeply for any reader's recursion limit."""
     if isinstance(value, dict):
         return depth > 0 and all(isinstance(key, str) and _is_plain(each, depth - 1) for key, each in value.items())
     if isinstance(value, list):
@@ -61,5 +61,5 @@ def encode_answer(answer: Answer) -> bytes:
 
 
 def decode_answer(body: bytes) -> AnyAnswer:
-    """Decode an answer. Raises `msgspec.MsgspecError` when this version cannot read the bytes."""
+    """Decode an answer. Raises `msgspec.MsgspecError` if this version of bombus cannot read the bytes."""
     return decoded(_answers.decode, body)

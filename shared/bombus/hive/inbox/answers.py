@@ -7,15 +7,15 @@ from bombus.hive.events import NotedCall
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):
-    """The answer to a command. A reader that has folded the log up to event `position` has the state it describes."""
+    """The answer to a command. It describes the state of a reader that has folded the log up to event `position`."""
 
     position: int = 0
 
 
 class Done(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="done"):
     run: int = 0
-    epoch: int = 0  # the trainer's, in the answer to `trainer.opens`
-    doing: str = ""  # what a trainer works on, in its answer to who asks whether it lives
+    epoch: int = 0  # the trainer's epoch, in the answer to `trainer.opens`
+    doing: str = ""  # the work of a trainer, in its answer to a request on `Subjects.trainer`
 
 
 class Granted(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="granted"):
@@ -36,7 +36,7 @@ class EngineGrant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class MultiModelGranted(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="granted_joint"):
-    """The grant of a multi-model claim: multi-model episode n consists of the n-th episode of each engine."""
+    """The grant of a multi-model claim. Multi-model episode n consists of the n-th episode of each engine."""
 
     grants: tuple[EngineGrant, ...]
     claimed_ns: int
@@ -50,7 +50,7 @@ class Found(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="found"):
 
 
 class Accepted(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="accepted"):
-    """An operation waits or was executed: `operation` is its id, and it is the `number`th of its model."""
+    """An operation was accepted: `operation` is its id, and it is the `number`th of its model."""
 
     run: int
     operation: str
@@ -58,13 +58,13 @@ class Accepted(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="accep
 
 
 class Joined(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="joined"):
-    """An environment has joined. Without a number it has to ask again: no trainer has asked for a batch yet."""
+    """An environment has joined. If `environment` is None it has to retry: no trainer has requested a batch yet."""
 
     environment: int | None = None
 
 
 class Pushed(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="pushed"):
-    """For each group the sequences that its environment holds after it, None where the group is queued."""
+    """Groups were queued. `held` holds, for each, the sequences that its environment holds; None if queued at once."""
 
     held: tuple[int | None, ...]
 
@@ -72,7 +72,7 @@ class Pushed(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="pushed"
 class BatchTaken(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="batch.taken"):
     """The number of the batch that was handed out, 0 for none. The state at `position` has its groups.
 
-    `again`: it was handed out before, and is not known to have arrived.
+    `again` says that it was handed out before, but is not known to have arrived.
     """
 
     run: int

@@ -1,4 +1,4 @@
-"""Commands, which get an answer."""
+"""Commands: the messages that get an answer."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from bombus.hive.records import BodyRef
 from bombus.hive.shares import share_name
 from bombus.hive.trajectories.queue import QueuedGroup
 
-BASE_SAMPLER = "base"  # instead of a saved model: the base of the run, without any adapter
+BASE_SAMPLER = "base"  # in place of a saved model: the base model of the run, without an adapter
 
 
 class Configure(Message, frozen=True, kw_only=True, omit_defaults=True, tag="configure"):
@@ -29,16 +29,16 @@ class Stop(Message, frozen=True, kw_only=True, omit_defaults=True, tag="stop"):
 
 
 class Resume(Message, frozen=True, kw_only=True, omit_defaults=True, tag="resume"):
-    """Let a suspended run try again."""
+    """Resume a suspended run."""
 
 
 class Claim(Message, frozen=True, kw_only=True, omit_defaults=True, tag="claim"):
     """Claim `count` episodes, all or none. `claim` stays the same over the slices of one long wait (R13).
 
-    `owner` is the name of the key that the client has shown, if it has one. Such a key may have caps on its open
-    episodes and on its waiting claims; 0 is no cap. In a run of operations `sampler` names the saved model that their
-    calls sample from, by its `MODEL/USE/NAME`, or is `BASE_SAMPLER`. `admin`: the client has shown the hive's own key.
-    `touches`: it shows every few seconds that it lives (`Touch.clients`), so that its silence says that it does not.
+    `owner` is the name of the client's key, if it has one. Such a key may have caps on its open episodes and on its
+    waiting claims; 0 is no cap. In an operations run, `sampler` is the `MODEL/USE/NAME` of the saved model that the
+    episodes' calls sample from, or `BASE_SAMPLER`. `admin` says that the client has used the hive's admin key.
+    `touches` says that it sends heartbeats every few seconds (`Touch.clients`), so that it counts as gone if they stop.
     """
 
     claim: str
@@ -58,19 +58,25 @@ class Claim(Message, frozen=True, kw_only=True, omit_defaults=True, tag="claim")
 
     @property
     def holder(self) -> str:
-        """Return for whose share it counts while it waits."""
+        """Return the holder whose share it counts toward while it waits."""
         return share_name(self.owner, self.admin)
 
 
 class MultiModelClaim(Claim, frozen=True, kw_only=True, omit_defaults=True, tag="claim_joint"):
-    """Claim `count` multi-model episodes, of one episode on each of `engines`, all or none. It is about the hive."""
+    """Claim `count` multi-model episodes, all or none: one episode each on every engine of `engines`.
+
+    Its `engine` is `HIVE`.
+    """
 
     engines: tuple[str, ...]
 
 
 class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The outcome of one episode as a client reports it: with `reward`, `call_rewards` in the order of the calls, or
-    `rewards_by_call`, by the calls' ids. `data_set` names the set that the task is of."""
+    """The outcome of one episode as a client reports it.
+
+    It has a `reward`, `call_rewards` in the order of the calls, or `rewards_by_call`, by the calls' ids. `data_set` is
+    the name of the task's data set.
+    """
 
     episode: str
     task: str
@@ -92,14 +98,17 @@ class End(Message, frozen=True, kw_only=True, omit_defaults=True, tag="end"):
 
 
 class MultiModelEnd(Message, frozen=True, kw_only=True, omit_defaults=True, tag="end_joint"):
-    """End multi-model episodes, all or none: each with a result for every one of its engines. It is about the hive."""
+    """End multi-model episodes, all or none, each with a result for every one of its engines.
+
+    Its `engine` is `HIVE`.
+    """
 
     client: str
     results: tuple[dict[str, EpisodeResult], ...]
 
 
 class Abort(Message, frozen=True, kw_only=True, omit_defaults=True, tag="abort"):
-    """Abort episodes. With one of a multi-model episode, its partners are aborted too."""
+    """Abort episodes. The partners of an episode of a multi-model episode are aborted too."""
 
     client: str
     episodes: tuple[str, ...]
@@ -108,7 +117,7 @@ class Abort(Message, frozen=True, kw_only=True, omit_defaults=True, tag="abort")
 
 
 class Take(Message, frozen=True, kw_only=True, omit_defaults=True, tag="take"):
-    """Let ended episodes of a run of operations go: their client has their tokens. Those that are gone are skipped."""
+    """Remove ended episodes of an operations run: their client has their tokens. Removed ones are skipped."""
 
     client: str
     episodes: tuple[str, ...]
@@ -125,10 +134,10 @@ class Lookup(Message, frozen=True, kw_only=True, omit_defaults=True, tag="lookup
 
 
 class OpenSession(Message, frozen=True, kw_only=True, omit_defaults=True, tag="open_session"):
-    """Open a session of training operations. `idle_s` is 0 where its client names no time.
+    """Open a session of training operations. `idle_s` is 0 if its client names no time.
 
-    `owner` is the name of the key that the client has shown, if it has one. One `for_model` ends with its model. One of
-    the hive's own `admin` key has a share of its own.
+    `owner` is the name of the client's key, if it has one. A session `for_model` ends with its model. A session of the
+    hive's `admin` key has a separate share.
     """
 
     session: str
@@ -141,7 +150,7 @@ class OpenSession(Message, frozen=True, kw_only=True, omit_defaults=True, tag="o
 
 
 class CloseSession(Message, frozen=True, kw_only=True, omit_defaults=True, tag="close_session"):
-    """End a session, and its models after what waits for them; with `save` each of them is saved first."""
+    """End a session, and each of its models after its waiting operations; with `save`, each model is saved first."""
 
     session: str
     detail: str = ""
@@ -149,21 +158,21 @@ class CloseSession(Message, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class BeginSampling(Message, frozen=True, kw_only=True, omit_defaults=True, tag="begin_sampling"):
-    """Let a session sample from a base, or from what was saved on it. An engine that is offline starts a run for it."""
+    """Let a session sample from a base or models saved on it. An engine that is offline starts a run for this."""
 
     session: str
     base: str
 
 
 class Operate(Message, frozen=True, kw_only=True, omit_defaults=True, tag="operate"):
-    """Accept an operation on a model. `op` says which, and `body` is where all of it is.
+    """Queue an operation on a model. `op` is its kind, and `body` the place of its body.
 
-    The same `model` and `key` are the same operation, with the same answer, whatever the message's id. The first one
-    of a model is `create_model`, with the name of its `base`. `run` is 0 where the sender knows none. The client's
-    `metadata` is for the model that is created, or for the checkpoint that is saved. With `again_s`, they are the same
-    operation only within so long: some clients begin to count again. `reads` is the `kept_id` of the saved model that
-    it loads, which is not removed meanwhile. `models_max` is how many models the engine may have at once, where the
-    gateway says so.
+    Messages with the same `model` and `key` are the same operation and get the same answer, whatever their ids. With
+    `again_s` this holds only for so long, since some clients reuse their keys. The first operation of a model is
+    `create_model`, with the name of its `base`. `run` is 0 if the sender does not know it. The client's `metadata` is
+    for the model that is created or the checkpoint that is saved. `reads` is the `kept_id` of the saved model that the
+    operation loads, which is not removed before that. `models_max` is how many models the engine may have at once, if
+    the gateway sets a limit.
     """
 
     session: str
@@ -181,7 +190,7 @@ class Operate(Message, frozen=True, kw_only=True, omit_defaults=True, tag="opera
 
 
 class RemoveWeights(Message, frozen=True, kw_only=True, omit_defaults=True, tag="remove_weights"):
-    """Remove a saved model. One that is not there is removed already. One that a waiting operation loads stays."""
+    """Remove a saved model, or do nothing if there is none. A model that a waiting operation loads is not removed."""
 
     model: str
     use: str
@@ -189,9 +198,9 @@ class RemoveWeights(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class AddEndpoint(Message, frozen=True, kw_only=True, omit_defaults=True, tag="add_endpoint"):
-    """Give the weights that are put in sync to this inference server too. One that is there already is changed.
+    """Register an inference server that gets synced weights, or change its registration.
 
-    `owner` is the name of its client's key, "" where that has none.
+    `owner` is the name of its client's key, "" if that has no name.
     """
 
     host: str
@@ -201,20 +210,20 @@ class AddEndpoint(Message, frozen=True, kw_only=True, omit_defaults=True, tag="a
 
 
 class RemoveEndpoint(Message, frozen=True, kw_only=True, omit_defaults=True, tag="remove_endpoint"):
-    """Give no more weights to this inference server. One that is not there is removed already."""
+    """Unregister an inference server, or do nothing if it is not registered."""
 
     host: str
     port: int
 
 
 class AskRest(Message, frozen=True, kw_only=True, omit_defaults=True, tag="ask_rest"):
-    """Let the trainer of a run of operations free its memory, or with `asleep` false take it again and go on."""
+    """Ask the trainer of an operations run to free its memory or, if `asleep` is false, to load its models again."""
 
     asleep: bool = False
 
 
 class RetainWeights(Message, frozen=True, kw_only=True, omit_defaults=True, tag="retain_weights"):
-    """Keep a saved model for `ttl_s` from now on, 0 forever."""
+    """Keep a saved model for `ttl_s` from now on; 0 keeps it forever."""
 
     model: str
     use: str
@@ -223,7 +232,7 @@ class RetainWeights(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class RegisterTrainer(Message, frozen=True, kw_only=True, omit_defaults=True, tag="register_trainer"):
-    """Begin a run of trajectories for a trainer of its own, which asks for batches of `batch_size` sequences."""
+    """Begin a rollout-group run for an outside trainer, which will request batches of `batch_size` sequences."""
 
     trainer: str
     batch_size: int
@@ -238,10 +247,10 @@ class RegisterTrainer(Message, frozen=True, kw_only=True, omit_defaults=True, ta
 
 
 class JoinEnvironment(Message, frozen=True, kw_only=True, omit_defaults=True, tag="join_environment"):
-    """Let an environment send groups of `group_size`. `minimum` is the part of each batch that it asks for.
+    """Register an environment that pushes groups of `group_size`, and asks for the fraction `minimum` of each batch.
 
-    `owner` is the name of the key that its client has shown, if it has one: nobody else acts for it. `admin`: that key
-    is the hive's own.
+    `owner` is the name of its client's key, if that has one; other keys may not act for the environment. `admin` says
+    whether it is the hive's admin key.
     """
 
     desired_name: str
@@ -258,9 +267,9 @@ class LeaveEnvironment(Message, frozen=True, kw_only=True, omit_defaults=True, t
 
 
 class PushGroups(Message, frozen=True, kw_only=True, omit_defaults=True, tag="push_groups"):
-    """Queue rollout groups, all or none. Soon after a push of the same `key`, it is the same push.
+    """Queue rollout groups, all or none. A push soon after one with the same `key` is a repetition of it.
 
-    With bodies that have no sequences it asks whether they are to be stored: BODY_GONE says that they are.
+    If the bodies have no sequences, it asks whether the bodies have to be stored: the answer BODY_GONE says yes.
     """
 
     groups: tuple[QueuedGroup, ...]
@@ -268,24 +277,24 @@ class PushGroups(Message, frozen=True, kw_only=True, omit_defaults=True, tag="pu
 
 
 class TakeBatch(Message, frozen=True, kw_only=True, omit_defaults=True, tag="take_batch"):
-    """Hand out the next batch if there is one, or the last one again where it was not delivered.
+    """Hand out the next batch if there is one, or the last one again if it was not delivered.
 
-    A trainer that says which batch it has, with all before it, gets the next one `after` that, until it says that it
-    has it: 0 if it has none. Nothing else counts as delivered to it.
+    A trainer may confirm batches itself: `after` is the number of the last batch that it has (0 for none), and it gets
+    the batch after that until it confirms it. Then only batches that it has confirmed count as delivered.
     """
 
     after: int | None = None
 
 
 class LostGroup(msgspec.Struct, frozen=True, array_like=True):
-    """A group, by its number, whose body was looked for at `first` and is lost."""
+    """The number of a group whose body is lost, and the sequence `first` at which it was looked for."""
 
     group: int
     first: int
 
 
 class GiveUpGroups(Message, frozen=True, kw_only=True, omit_defaults=True, tag="give_up_groups"):
-    """Give up groups whose bodies are lost. See `GroupsGivenUp` for `number`."""
+    """Drop groups whose bodies are lost. See `GroupsGivenUp` for `number`."""
 
     run: int
     number: int
@@ -294,11 +303,11 @@ class GiveUpGroups(Message, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class ResetGroups(Message, frozen=True, kw_only=True, omit_defaults=True, tag="reset_groups"):
-    """End a run of trajectories, and forget its groups and environments."""
+    """End a rollout-group run, and forget its groups and environments."""
 
 
 class PublishWeights(Message, frozen=True, kw_only=True, omit_defaults=True, tag="publish_weights"):
-    """Mark a saved model as `public`, or take the mark away."""
+    """Mark a saved model as `public`, or remove the mark."""
 
     model: str
     use: str

@@ -1,4 +1,4 @@
-"""Facts that services report, which get no answer."""
+"""Facts: messages in which services report something. They get no answer, except where noted."""
 
 from bombus.hive.events import ConversationFormat, ModelShape, MovedBody, NotedCall, SavedWeights, Weights
 from bombus.hive.inbox.common import Message
@@ -7,10 +7,10 @@ from bombus.hive.trajectories.queue import QueuedGroup
 
 
 class Tick(Message, frozen=True, kw_only=True, omit_defaults=True, tag="tick"):
-    """The clock of the hive (R5): the leader sends one every second, and time passes only by these.
+    """The clock of the hive (R5): the leader sends a tick every second, and the hive's time advances only with ticks.
 
-    `answered` is the inbox sequence up to which all answers had been sent by then, `log_end` the last event, and
-    `after_ns` when the server stored the tick before this one, whoever led then; 0: not known.
+    `answered` is the inbox sequence up to which all answers had been sent by then, and `log_end` the sequence of the
+    last event. `after_ns` is when the bus server stored the previous tick, from this or an earlier leader; 0: unknown.
     """
 
     answered: int | None = None
@@ -21,9 +21,9 @@ class Tick(Message, frozen=True, kw_only=True, omit_defaults=True, tag="tick"):
 class Touch(Message, frozen=True, kw_only=True, omit_defaults=True, tag="touch"):
     """Activity collected by a gateway: episodes with an open call or a heartbeat, and claims whose answer arrived.
 
-    `sessions` are those of training operations whose clients have shown that they live, `environments` those that were
-    heard of, and `clients` those whose processes have shown that they live. A gateway that hears clients sends one
-    of no engine each second, empty too: while none comes, no client can show anything.
+    `sessions` are training sessions whose clients have sent heartbeats, `environments` those that have sent a message,
+    and `clients` those whose processes have sent heartbeats. A gateway that accepts heartbeats of clients sends a touch
+    without an engine every second, even if it is empty: if none arrives, clients may be alive but unable to report.
     """
 
     episodes: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class Touch(Message, frozen=True, kw_only=True, omit_defaults=True, tag="touch")
 
 
 class BatchSent(Message, frozen=True, kw_only=True, omit_defaults=True, tag="batch.sent"):
-    """A gateway has sent all of a batch to the trainer that asked for it."""
+    """A gateway has sent a whole batch to the trainer that requested it."""
 
     run: int
     number: int
@@ -46,7 +46,7 @@ class CallRecorded(Message, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class ModelReadFact(Message, frozen=True, kw_only=True, omit_defaults=True, tag="model.read"):
-    """A gateway has read the run's model. It is sent until the format is on the log (`EngineState.lacks_format`)."""
+    """A gateway has read the run's model. It resends this until the log has the format (`EngineState.lacks_format`)."""
 
     run: int
     gateway: str
@@ -54,9 +54,9 @@ class ModelReadFact(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class ReplicaAlive(Message, frozen=True, kw_only=True, omit_defaults=True, tag="replica.alive"):
-    """A replica's heartbeat, once a second: it serves `version` of `run`, or nothing if that is -1.
+    """A replica's heartbeat, once a second: it serves `version` of `run`, or no weights if that is -1.
 
-    `sequence_tokens` is the longest sequence that it serves, 0 where it does not say. `constrains`: whether it supports
+    `sequence_tokens` is the longest sequence that it serves, 0 if it does not say, and `constrains` whether it supports
     structured output.
     """
 
@@ -74,9 +74,10 @@ class ReplicaLeaves(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class WeightsLoadedFact(Message, frozen=True, kw_only=True, omit_defaults=True, tag="weights.loaded"):
-    """`sequence_tokens` is the longest sequence that the replica serves, 0 where it does not say.
+    """A replica has loaded a policy version.
 
-    `constrains`: whether it supports structured output.
+    `sequence_tokens` is the longest sequence that it serves, 0 if it does not say, and `constrains` whether it supports
+    structured output.
     """
 
     run: int
@@ -87,9 +88,9 @@ class WeightsLoadedFact(Message, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 class LoadBroke(Message, frozen=True, kw_only=True, omit_defaults=True, tag="load.broke"):
-    """A replica has failed to load a version several times, for a reason given in one clear sentence.
+    """A replica has failed to load a version several times. `reason` is one clear sentence.
 
-    It keeps trying, and reports `weights.loaded` when it has succeeded.
+    It keeps trying, and reports `weights.loaded` once it has succeeded.
     """
 
     run: int
@@ -99,9 +100,9 @@ class LoadBroke(Message, frozen=True, kw_only=True, omit_defaults=True, tag="loa
 
 
 class AnswersBroke(Message, frozen=True, kw_only=True, omit_defaults=True, tag="answers.broke"):
-    """A gateway has got several answers from a replica that cannot be right; the last one for this reason.
+    """A gateway has received several answers that cannot be right from a replica. `reason` is about the last one.
 
-    `version` is the newest one that the gateway knew.
+    `version` is the newest version that the gateway knew.
     """
 
     run: int
@@ -113,8 +114,8 @@ class AnswersBroke(Message, frozen=True, kw_only=True, omit_defaults=True, tag="
 class TrainerOpens(Message, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.opens"):
     """A trainer opens a run. This is a command: its answer has the trainer epoch (R11).
 
-    A trainer of which nothing is heard for `patience_s` is taken for gone. 0: it may send no heartbeats, and is taken
-    for gone after a day in which work waited for it and nothing came of it.
+    A trainer that is silent for `patience_s` is considered gone. 0: the trainer may send no heartbeats, and is
+    considered gone after a day in which work waited for it without any result.
     """
 
     run: int
@@ -123,7 +124,7 @@ class TrainerOpens(Message, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class TrainerAlive(Message, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.alive"):
-    """A trainer's heartbeat. `doing` says what it works on, "" while it waits."""
+    """A trainer's heartbeat. `doing` is its current work, "" while it waits."""
 
     run: int
     trainer_epoch: int
@@ -158,7 +159,7 @@ class StepBroke(Message, frozen=True, kw_only=True, omit_defaults=True, tag="ste
     step: int
     trainer_epoch: int
     reason: str
-    waits: bool = False  # for room on a disk: it does not count, and the trainer tries again until there is some
+    waits: bool = False  # for disk space: the failure does not count, and the trainer retries until there is some
 
 
 class WeightsSaved(Message, frozen=True, kw_only=True, omit_defaults=True, tag="weights.saved"):
@@ -171,14 +172,14 @@ class WeightsSaved(Message, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class TrainerServes(Message, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.serves"):
-    """A trainer has loaded the base of a run of operations, and takes what waits."""
+    """A trainer has loaded the base model of an operations run, and executes waiting operations from now on."""
 
     run: int
     trainer_epoch: int
 
 
 class TrainerRests(Message, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.rests"):
-    """A trainer has freed its memory (`asleep`), or has all of its models again."""
+    """A trainer has freed its memory (`asleep`), or has restored all of its models."""
 
     run: int
     trainer_epoch: int
@@ -186,11 +187,11 @@ class TrainerRests(Message, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class OperationDone(Message, frozen=True, kw_only=True, omit_defaults=True, tag="operation.done"):
-    """A trainer has executed an operation, and its result is durable. As a command it is answered once that is decided.
+    """A trainer has executed an operation, and its result is durable. If sent as a command, it is answered.
 
-    `closes`: the model is gone after it. `made` is what the first operation of a model has made, `saved` what one that
-    saves has written, `loaded` a hash of the checkpoint that one has loaded; `step` counts the model's optimizer steps.
-    `by_server`: it has failed by the server's fault.
+    `closes` says that the operation ended the model. `made` is the shape of the model that a model's first operation
+    created, `saved` the checkpoint that it saved, and `loaded` a hash of the checkpoint that it loaded. `step` counts
+    the model's optimizer steps. `by_server` says that it failed through the server's fault.
     """
 
     run: int
@@ -210,7 +211,7 @@ class OperationDone(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class OperationBegins(Message, frozen=True, kw_only=True, omit_defaults=True, tag="operation.begins"):
-    """A trainer is about to execute an operation, the first one of its model since it has opened the run."""
+    """A trainer is about to execute an operation, the first one of its model since the trainer opened the run."""
 
     run: int
     trainer_epoch: int
@@ -220,7 +221,7 @@ class OperationBegins(Message, frozen=True, kw_only=True, omit_defaults=True, ta
 
 
 class ModelAway(Message, frozen=True, kw_only=True, omit_defaults=True, tag="model.away"):
-    """A trainer cannot make a model again, and says `why`; without a reason it can."""
+    """A trainer cannot rebuild a model, for the reason `why`. Without a reason, it has become able to."""
 
     run: int
     trainer_epoch: int
@@ -229,9 +230,9 @@ class ModelAway(Message, frozen=True, kw_only=True, omit_defaults=True, tag="mod
 
 
 class RebuildsModel(Message, frozen=True, kw_only=True, omit_defaults=True, tag="model.remakes"):
-    """A trainer is about to make a model again, or to execute its operation `number` again for that.
+    """A trainer is about to rebuild a model, or to re-execute its operation `number` for that.
 
-    `over`: it has lived through making the model again.
+    `over` says that it has finished rebuilding the model.
     """
 
     run: int
@@ -253,10 +254,10 @@ class CheckpointWritten(Message, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 class OperationsStored(Message, frozen=True, kw_only=True, omit_defaults=True, tag="operations.stored"):
-    """The messages of `ops` before `below` have been there for long: those that nothing needs can go.
+    """The messages of `ops` before `below` are old enough to be purged if they are no longer needed.
 
-    With `overfull` those between needed ones can go too. `shrunk`: the stream has lost its end, and `below` is where it
-    ends now.
+    With `overfull`, messages between needed ones can be purged too. `shrunk` says that the stream has lost its end,
+    and now ends at `below`.
     """
 
     below: int
@@ -265,10 +266,10 @@ class OperationsStored(Message, frozen=True, kw_only=True, omit_defaults=True, t
 
 
 class TrajectoriesStored(Message, frozen=True, kw_only=True, omit_defaults=True, tag="trajectories.stored"):
-    """The messages of `trajectories` before `below` have been there for long: those that nothing needs can go.
+    """The messages of `trajectories` before `below` are old enough to be purged if they are no longer needed.
 
-    `overfull`: the stream is more than half full, so that those in between are purged too. `shrunk`: the stream has
-    lost its end, and `below` is where it ends now.
+    `overfull` says that the stream is more than half full, so that messages between needed ones are purged too.
+    `shrunk` says that the stream has lost its end, and now ends at `below`.
     """
 
     below: int
@@ -277,14 +278,14 @@ class TrajectoriesStored(Message, frozen=True, kw_only=True, omit_defaults=True,
 
 
 class BodiesStored(Message, frozen=True, kw_only=True, omit_defaults=True, tag="bodies.stored"):
-    """The leader has stored the bodies of groups that have waited for long once more. `was` is where each was."""
+    """The leader has stored the bodies of groups that have waited long again. `was` holds the old place of each."""
 
     moved: tuple[MovedBody, ...]
     was: tuple[int, ...]
 
 
 class EpisodesGrouped(Message, frozen=True, kw_only=True, omit_defaults=True, tag="episodes.grouped"):
-    """The leader has made a rollout group of ended episodes of one task, or says `why` it could not."""
+    """The leader has made a rollout group of ended episodes of one task, or could not, for the reason `why`."""
 
     run: int
     episodes: tuple[str, ...]
@@ -309,11 +310,11 @@ class CompactionTried(Message, frozen=True, kw_only=True, omit_defaults=True, ta
 
 
 class EngineBroke(Message, frozen=True, kw_only=True, omit_defaults=True, tag="engine.broke"):
-    """A trainer cannot continue this run, for a reason given in one clear sentence.
+    """A trainer cannot continue this run. `reason` is one clear sentence.
 
-    One that was superseded does not end the run of its successor (R11). With `may_pass` the run is suspended rather
-    than ended: the cause lies in the moment, not in the job. So it is without `trainer_epoch`, as replicas of older
-    versions send it.
+    A superseded trainer does not end the run of its successor (R11). With `may_pass`, the run is suspended instead of
+    ended, because the cause is temporary and not in the job. It is also suspended without `trainer_epoch`, as sent by
+    replicas of older versions.
     """
 
     run: int

@@ -1,1 +1,1 @@
-"""The clients of training operations on an engine: their sessions, models, operations and saved weights."""
+"""Clients of training operations on an engine: their sessions, models, operations and saved weights."""

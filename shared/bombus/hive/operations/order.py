@@ -1,4 +1,4 @@
-"""What holds of training operations on every log (R17), to be checked of an event before it is folded."""
+"""Invariants of training operations on every log (R17), checked for each event before it is folded."""
 
 from bombus.hive import events as ev
 from bombus.hive.operations.state import END_MODEL, ClientModel
@@ -6,7 +6,7 @@ from bombus.hive.state import EngineState, Hive
 
 
 def why_out_of_order(hive: Hive, event: ev.Event) -> str:
-    """Return why no coordinator can have written this event after the others, "" where one can."""
+    """Return why no coordinator can have written this event after those in `hive`, or "" if one can."""
     engine = hive.engine(event.engine)
     match event:
         case ev.OperationAccepted():
@@ -23,7 +23,7 @@ def why_out_of_order(hive: Hive, event: ev.Event) -> str:
 
 def _accepted(model: ClientModel | None, event: ev.OperationAccepted) -> str:
     if model is None or model.closed is not None:
-        return f"it accepts an operation of {event.model}, which is not there"
+        return f"an operation of {event.model} is accepted, but there is no such model"
     if event.number != model.numbers + 1:
         return f"operation {event.number} of {event.model} follows {model.numbers}"
     return f"operation {event.key} of {event.model} is accepted twice" if event.key in model.operations else ""
@@ -32,10 +32,10 @@ def _accepted(model: ClientModel | None, event: ev.OperationAccepted) -> str:
 def _completed(model: ClientModel | None, event: ev.OperationCompleted) -> str:
     queued = None if model is None else model.operations.get(event.key)
     if model is None or queued is None or queued.number != event.number:
-        return f"it completes operation {event.number} of {event.model}, which was not accepted"
+        return f"operation {event.number} of {event.model} is completed, but was not accepted"
     if not queued.waits:
         return f"operation {event.number} of {event.model} is completed twice"
-    if model.suspended and event.op == END_MODEL:  # what comes before cannot be executed, and this can
+    if model.suspended and event.op == END_MODEL:  # it is executed although earlier operations still wait
         return ""
     ahead = [each.number for each in model.operations.values() if each.waits and each.number < event.number]
     return f"operation {event.number} of {event.model} is completed before {ahead[0]}" if ahead else ""
@@ -43,11 +43,11 @@ def _completed(model: ClientModel | None, event: ev.OperationCompleted) -> str:
 
 def _checkpointed(model: ClientModel | None, event: ev.ModelCheckpointed) -> str:
     if model is None or not model.checkpointed < event.number <= model.numbers:
-        return f"a recovery checkpoint of {event.model} has operation {event.number}, which cannot be"
+        return f"a recovery checkpoint of {event.model} covers operation {event.number}, which is out of range"
     waits = any(each.waits and each.number <= event.number for each in model.operations.values())
-    return f"a recovery checkpoint of {event.model} has operation {event.number}, which waits" if waits else ""
+    return f"a recovery checkpoint of {event.model} covers operation {event.number}, which still waits" if waits else ""
 
 
 def _taken(engine: EngineState, event: ev.EpisodesTaken) -> str:
     gone = next((episode for episode in event.episodes if episode not in engine.pool), "")
-    return f"{event.client} takes {gone}, which is not there" if gone else ""
+    return f"{event.client} takes {gone}, which is not in the pool" if gone else ""

@@ -1,7 +1,8 @@
 """Which sessions, models, saved models and endpoints the holder of a client key may use.
 
-An owner is the name of the key that opened a session. A key without a name opens everything, and what was made with one
-is everybody's. Whatever somebody may not use is looked up as if it were not there, so that names tell nothing.
+An owner is the name of the key that opened a session. A key without a name may use everything, and every key may use
+objects created with it. An object that a key may not use is answered as if it did not exist, so that its name reveals
+nothing.
 """
 
 import msgspec
@@ -10,17 +11,17 @@ from bombus.hive.operations.state import ClientModel, KeptWeights, TrainingClien
 
 
 def may_use(owner: str, holder: str) -> bool:
-    """Return whether the holder of a key may use what belongs to `owner`."""
+    """Return whether the holder of a key may use objects of `owner`."""
     return not holder or owner in ("", holder)
 
 
 def may_read(kept: KeptWeights, holder: str) -> bool:
-    """Return whether the holder of a key may load a saved model: one that is published is read by everybody."""
+    """Return whether the holder of a key may load a saved model. Every key may load a published one."""
     return kept.noted.public or may_use(kept.noted.owner, holder)
 
 
 def owner_of(clients: TrainingClients, model: ClientModel) -> str:
-    """Return the owner of a model, which is its session's."""
+    """Return the owner of a model, which is the owner of its session."""
     session = clients.sessions.get(model.session)
     return "" if session is None else session.owner
 
@@ -36,7 +37,7 @@ def seen_model(clients: TrainingClients, name: str, holder: str) -> ClientModel 
 
 
 def seen_by(clients: TrainingClients, holder: str) -> TrainingClients:
-    """Return what is there for the holder of a key. What others have published can be read, but is not listed."""
+    """Return the objects that the holder of a key may list. It may also load published models of others."""
     if not holder:
         return clients
     return msgspec.structs.replace(
@@ -49,7 +50,7 @@ def seen_by(clients: TrainingClients, holder: str) -> TrainingClients:
 
 
 def is_anothers_name(clients: TrainingClients, name: str, holder: str) -> bool:
-    """Return whether a model of this name, or what was saved of one, belongs to somebody else."""
+    """Return whether a model of this name, or a saved model of one, belongs to another owner."""
     is_seen = name not in clients.models or seen_model(clients, name, holder) is not None
     of_name = (each for each in clients.kept.values() if each.noted.model == name)
     return not is_seen or not all(may_use(each.noted.owner, holder) for each in of_name)

@@ -1,8 +1,8 @@
 """The part of an engine's state that is about training operations, and its fold.
 
-A model is a queue: its operations have numbers in the order of the log, and are executed in that order. What is kept of
-one that was executed is its result, for its client, and its body, for a trainer that has to make the model again from
-the checkpoint before it.
+A model is a queue: its operations are numbered in the order of the log, and are executed in that order. For an executed
+operation, the result is kept for its client, and the body for a trainer that has to rebuild the model from the
+checkpoint before it.
 """
 
 from collections import Counter
@@ -17,15 +17,15 @@ from bombus.hive.operations.stopwatch import Stopwatch
 from bombus.hive.records import BodyRef
 from bombus.hive.shares import share_name
 
-COMPLETED_KEPT = 1024  # operations of one model that were executed and are still recognised
+COMPLETED_KEPT = 1024  # executed operations of one model that are still recognised
 TTL_S_MAX = 100 * 365 * 24 * 3600.0
-REMOVED_KEPT = 1000  # saved models that were removed last, whose folders a trainer may still have to remove
-MODELS_KEPT = 256  # that have ended, with their results
+REMOVED_KEPT = 1000  # the saved models removed last, whose folders a trainer may still have to delete
+MODELS_KEPT = 256  # ended models that are kept, with their results
 FORWARD_BACKWARD, OPTIM_STEP, END_MODEL = "forward_backward", "optim_step", "end_model"
 
 
 class Queued(msgspec.Struct, kw_only=True):
-    """An operation. It waits until it has a result, or an `error` where it will never be executed."""
+    """An operation. It waits until it has a result, or an `error` if it will never be executed."""
 
     number: int
     arrival: int  # among all operations of the engine
@@ -35,17 +35,17 @@ class Queued(msgspec.Struct, kw_only=True):
     body: BodyRef | None = None
     passive: bool = False
     save_as: str = ""
-    result: BodyRef | None = None  # None when it waits, and after it was dropped
+    result: BodyRef | None = None  # None while the operation waits, and after the result was dropped
     failed: bool = False
     completed_ns: int = 0
     error: str = ""
-    metadata: dict[str, str] = {}  # of its client, until it has a result
-    begun: int = 0  # how many trainers have begun to execute it, of those that say so
-    begun_by: int = 0  # the epoch of the last of them
+    metadata: dict[str, str] = {}  # set by its client; dropped once the operation has a result
+    begun: int = 0  # how many trainers have reported that they begin to execute it
+    begun_by: int = 0  # the epoch of the last of these trainers
     reads: str = ""  # the saved model that it loads
-    reads_removed: bool = False  # that was removed while this waited for a model that could not be made again
-    loaded: str = ""  # a hash of what it has loaded
-    by_server: bool = False  # it has failed by the server's fault
+    reads_removed: bool = False  # that saved model was removed while the operation waited
+    loaded: str = ""  # a hash of the checkpoint that it loaded
+    by_server: bool = False  # it failed through the server's fault
 
     @property
     def waits(self) -> bool:
@@ -57,7 +57,7 @@ class Queued(msgspec.Struct, kw_only=True):
 
 
 class TrainingSession(msgspec.Struct, kw_only=True):
-    """A client of training operations: its session."""
+    """The session of a client of training operations."""
 
     session: str
     opened_ns: int
@@ -68,24 +68,24 @@ class TrainingSession(msgspec.Struct, kw_only=True):
     for_model: bool = False
     admin: bool = False
     ended: ev.SessionEnded | None = None
-    samples_in: int = 0  # the last run that it has sampled in
+    samples_in: int = 0  # the last run in which it has sampled
 
     @property
     def holder(self) -> str:
-        """Return whose share it counts for."""
+        """Return the holder whose share it counts toward."""
         return share_name(self.owner, self.admin)
 
 
 class ClientModel(msgspec.Struct, kw_only=True):
-    """A model of a session. `checkpoint` is the newest checkpoint from which a trainer can go on."""
+    """A model of a session. `checkpoint` is the newest checkpoint from which a trainer can continue."""
 
     name: str
     session: str
     base: str
     run: int
     opened_ns: int
-    numbers: int = 0  # of operations accepted
-    begun: int = 0  # the number of the operation that made it
+    numbers: int = 0  # how many operations were accepted
+    begun: int = 0  # the number of the operation that created it
     operations: dict[str, Queued] = {}  # by key, in order
     waiting: int = 0
     held_bytes: int = 0  # of the bodies that a trainer may still have to read
@@ -96,45 +96,45 @@ class ClientModel(msgspec.Struct, kw_only=True):
     parameters: int = 0
     step: int = 0
     executed: int = 0
-    failures_to_end: int = 0  # of the operations that end it because its session has ended
-    last_ns: int = 0  # when an operation was accepted or executed last
+    failures_to_end: int = 0  # failed attempts to end it after its session had ended
+    last_ns: int = 0  # when an operation was last accepted or executed
     metadata: dict[str, str] = {}
-    suspended: str = ""  # why its trainer cannot make it again
-    away_ns: int = 0  # what `TrainingClients.trying` showed when it was suspended
-    left_ns: int = 0  # what that showed when it was suspended and its session had ended, or at `resume` after that
-    # The epoch of the trainer that makes it again, or has ended in that; 0 for none.
+    suspended: str = ""  # why its trainer cannot rebuild it
+    away_ns: int = 0  # the reading of `TrainingClients.trying` when it was suspended
+    left_ns: int = 0  # the reading when it was suspended, its session ended, or the run was resumed, whichever was last
+    # The epoch of the trainer that rebuilds it, or that ended while it did; 0 for none.
     rebuilding_by: int = msgspec.field(default=0, name="remaking_by")
-    unsurvived: dict[int, tuple[int, ...]] = {}  # by operation: the epochs of trainers that executed it again
-    lost: int = 0  # of the trainers that were lost in a row, those that made it again
-    last_op: str = ""  # that was executed
+    unsurvived: dict[int, tuple[int, ...]] = {}  # by operation: the epochs of trainers that re-executed it
+    lost: int = 0  # how many of the trainers lost in a row were rebuilding it
+    last_op: str = ""  # the kind of the operation executed last
     last_failed: bool = False
     scored: dict[str, float] = {}  # the metrics of the newest forward_backward that succeeded
-    stepped: dict[str, float] = {}  # and of the newest optim_step
+    stepped: dict[str, float] = {}  # the metrics of the newest optim_step that succeeded
 
     @property
     def checkpointed(self) -> int:
-        """Return the number of the last operation that need not be executed again."""
+        """Return the number of the last operation that never has to be re-executed."""
         return max(self.begun - 1, 0 if self.checkpoint is None else self.checkpoint.number)
 
     @property
     def done(self) -> int:
-        """Return the number of the last operation before all that wait."""
+        """Return the number of the last operation before the first one that waits."""
         return min((each.number for each in self.operations.values() if each.waits), default=self.numbers + 1) - 1
 
     def deadly(self, limit: int, trainer_epoch: int = 0) -> int:
-        """Return the last operation that so many trainers before this one have not survived executing again, or 0."""
+        """Return the last operation that `limit` earlier trainers did not survive re-executing, or 0."""
         ended = {number: set(epochs) - {trainer_epoch} for number, epochs in self.unsurvived.items()}
         return max((number for number, epochs in ended.items() if len(epochs) >= limit), default=0)
 
     def again(self) -> list[Queued]:
-        """Return the operations that a trainer executes after `checkpoint`, in order.
+        """Return the operations that a trainer executes after it has loaded `checkpoint`, in order.
 
-        Those that do not wait have a result already, which stays (R17).
+        Operations that do not wait already have a result, which is kept (R17).
         """
         return [each for each in self.operations.values() if self.needs(each)]
 
     def needs(self, queued: Queued) -> bool:
-        """Return whether an operation is executed, or may have to be executed again."""
+        """Return whether an operation still has to be executed, or may have to be re-executed."""
         if self.closed is not None or queued.error:
             return False
         return queued.waits or (queued.number > self.checkpointed and not queued.passive)
@@ -144,12 +144,12 @@ class ClientModel(msgspec.Struct, kw_only=True):
         return (each.body for each in self.operations.values() if each.body is not None and self.needs(each))
 
     def needed(self) -> Iterator[BodyRef]:
-        """Yield what must stay in the stream `ops`: these bodies, and the results that can be read."""
+        """Yield the bodies that must stay in the stream `ops`: those of `bodies`, and the results that can be read."""
         yield from self.bodies()
         yield from (each.result for each in self.operations.values() if each.result is not None)
 
 
-FOR_SYNC = {"saved_by": "sync_inference_weights"}  # what marks a save that no client has asked for by itself
+FOR_SYNC = {"saved_by": "sync_inference_weights"}  # marks a model that was saved only for a sync
 
 
 class KeptWeights(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,7 +164,7 @@ class KeptWeights(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_for_sync(self) -> bool:
-        """Return whether it was saved to put servers in sync."""
+        """Return whether it was saved to sync inference servers."""
         return FOR_SYNC.items() <= self.noted.metadata.items()
 
 
@@ -172,35 +172,35 @@ class TrainingClients(msgspec.Struct, kw_only=True):
     sessions: dict[str, TrainingSession] = {}
     models: dict[str, ClientModel] = {}
     kept: dict[str, KeptWeights] = {}  # saved models by `kept_id`, oldest first
-    removed: dict[str, None] = {}  # of those that are not kept any more, the ones removed last, oldest first
-    results: dict[str, int] = {}  # the bytes of each result that can be read, oldest first, by operation id
+    removed: dict[str, None] = {}  # the saved models removed last, by `kept_id`, oldest first
+    results: dict[str, int] = {}  # the bytes of each result that can be read, by operation id, oldest first
     result_bytes: int = 0
     accepted: int = 0
     executed: int = 0
     failed: int = 0
-    model_closed_ns: int = 0  # when a model ended last
-    endpoints: dict[str, ev.EndpointAdded] = {}  # inference servers elsewhere by `endpoint_id`, oldest first
-    released: dict[str, int] = {}  # by model: sequences of `ops` before which its bodies may be purged
-    trying: Stopwatch = msgspec.field(default_factory=Stopwatch)  # runs while a trainer can make models again
+    model_closed_ns: int = 0  # when a model last ended
+    endpoints: dict[str, ev.EndpointAdded] = {}  # outside inference servers by `endpoint_id`, oldest first
+    released: dict[str, int] = {}  # by model: the sequence of `ops` before which its bodies may be purged
+    trying: Stopwatch = msgspec.field(default_factory=Stopwatch)  # runs while a trainer can rebuild models
 
     @property
     def open_models(self) -> list[ClientModel]:
         return [model for model in self.models.values() if model.closed is None]
 
     def holder_of(self, model: ClientModel) -> str:
-        """Return for whose share a model counts."""
+        """Return the holder whose share a model counts toward."""
         session = self.sessions.get(model.session)
         return "" if session is None else session.holder
 
     @property
     def waiting(self) -> int:
-        """Return how many operations wait, of all models."""
+        """Return how many operations of all models wait."""
         return sum(model.waiting for model in self.models.values())
 
     def is_at_work(self, trainer_epoch: int) -> bool:
-        """Return whether the trainer of this epoch has said that it begins an operation, or makes a model again.
+        """Return whether the trainer of this epoch has reported that it begins an operation or rebuilds a model.
 
-        What it has completed by now does not count.
+        Work that it has completed does not count.
         """
         if any(model.rebuilding_by == trainer_epoch for model in self.open_models):
             return True
@@ -215,35 +215,35 @@ class TrainingClients(msgspec.Struct, kw_only=True):
     def read_by_waiting(self, away_ns: int = -1) -> set[str]:
         """Return the saved models that operations wait to load.
 
-        Those of models that are suspended since `trying` showed `away_ns`, or for longer, are left out.
+        Operations of models that were suspended when `trying` showed `away_ns` or less do not count.
         """
         there = (model for model in self.open_models if not model.suspended or model.away_ns > away_ns)
         waiting = (each for model in there if model.waiting for each in model.operations.values())
         return {each.reads for each in waiting if each.waits and each.reads}
 
     def given_up(self, limit: int) -> list[ClientModel]:
-        """Return the models that no trainer makes again before an operator says so."""
+        """Return the models that no trainer rebuilds until an operator resumes the run."""
         return [model for model in self.open_models if model.suspended and model.deadly(limit)]
 
     @property
     def held_bytes(self) -> int:
-        """Return the bytes of all bodies that may still have to be read."""
+        """Return the total size of the bodies that trainers may still have to read."""
         return sum(model.held_bytes for model in self.models.values())
 
     def operation(self, operation: str) -> Queued | None:
-        """Return an operation by its id, None when it is no longer known."""
+        """Return an operation by its id, or None if it is no longer known."""
         name, _, key = operation.rpartition(":")
         model = self.models.get(name)
         return None if model is None else model.operations.get(key)
 
 
 def bodies_share(limits: ev.OperationLimits) -> int:
-    """Return the bytes of bodies that each model may have, however many the others have."""
+    """Return the bytes of bodies that each model may have regardless of the other models."""
     return limits.bodies_bytes_max // limits.models_max
 
 
 def mean_loss(metrics: Mapping[str, float]) -> float | None:
-    """Return the loss of a forward_backward for each token that counted, None where none did."""
+    """Return the loss of a forward_backward per counted token, or None if no token counted."""
     tokens = metrics.get("tokens", 0.0)
     return metrics["loss"] / tokens if tokens > 0 and "loss" in metrics else None
 
@@ -302,7 +302,7 @@ def _forget_model(clients: TrainingClients, model: ClientModel) -> None:
 
 
 def open_model(clients: TrainingClients, event: ev.ModelOpened) -> None:
-    """Open a model. One of this name that has ended is there already: its results can still be read."""
+    """Open a model. If one of this name has ended, the new one keeps its results, which can still be read."""
     ended = [each for each in clients.models.values() if each.closed is not None]
     if len(ended) >= MODELS_KEPT:
         most, _ = Counter(map(clients.holder_of, ended)).most_common(1)[0]
@@ -325,7 +325,7 @@ def open_model(clients: TrainingClients, event: ev.ModelOpened) -> None:
 
 
 def suspend_model(clients: TrainingClients, event: ev.ModelSuspended) -> int:
-    """Suspend or resume a model. Returns how many trainers were lost because of it, which is over now."""
+    """Suspend or resume a model. If it is suspended, return how many trainers were lost while they rebuilt it."""
     model = clients.models.get(event.model)
     if model is None:
         return 0
@@ -339,7 +339,7 @@ def suspend_model(clients: TrainingClients, event: ev.ModelSuspended) -> int:
 
 
 def lose_trainer(clients: TrainingClients, trainer_epoch: int) -> None:
-    """Note what a trainer was making again when it was lost."""
+    """Count the loss of a trainer for the models that it was rebuilding."""
     for model in clients.open_models:
         model.lost += model.rebuilding_by == trainer_epoch
 
@@ -350,7 +350,7 @@ def forget_lost(clients: TrainingClients) -> None:
 
 
 def rebuild(clients: TrainingClients, event: ev.ModelRebuilding) -> None:
-    """Note what a trainer executes again to make a model. What comes before that was survived."""
+    """Record which operation a trainer re-executes to rebuild a model. It has survived the earlier ones."""
     model = clients.models.get(event.model)
     if model is None:
         return
@@ -363,7 +363,7 @@ def rebuild(clients: TrainingClients, event: ev.ModelRebuilding) -> None:
 
 
 def forgive(clients: TrainingClients, at_ns: int) -> None:
-    """Let trainers try again to make the models that are suspended. What is counted of others is not over yet."""
+    """Let trainers try again to rebuild suspended models. The counts of other models stay: they are being rebuilt."""
     for model in clients.open_models:
         if model.suspended:
             model.unsurvived = {}
@@ -371,7 +371,7 @@ def forgive(clients: TrainingClients, at_ns: int) -> None:
 
 
 def close_model(clients: TrainingClients, event: ev.ModelClosed) -> None:
-    """Close a model. What waits for it will never be executed."""
+    """Close a model. Its waiting operations will never be executed."""
     model = clients.models.get(event.model)
     if model is None:
         return
@@ -423,10 +423,10 @@ def begin(clients: TrainingClients, event: ev.OperationBegun) -> None:
 
 
 def execute(clients: TrainingClients, event: ev.OperationCompleted, results_bytes_max: int) -> None:
-    """Note a result, and drop older ones beyond the limits: in bytes those of the key that has most, and of its models
-    the one that has most, in number the model's.
+    """Record a result, and drop older results beyond the limits.
 
-    The new one stays.
+    Beyond the limit in bytes, drop results of the key that has the most bytes, from its model with the most bytes;
+    beyond the limit in number, those of this model. The new result stays.
     """
     model = clients.models.get(event.model)
     queued = None if model is None else model.operations.get(event.key)
@@ -457,7 +457,7 @@ def execute(clients: TrainingClients, event: ev.OperationCompleted, results_byte
         most = _with_most_results(clients)  # without the new one
         oldest = (each for each in most.operations.values() if each.result is not None and each is not queued)
         old = next(oldest, None)
-        if old is None:  # of the others there are none with any bytes
+        if old is None:  # no other result has any bytes
             break
         _drop_result(clients, most, old)
     model.result_bytes += event.result.size
@@ -465,7 +465,7 @@ def execute(clients: TrainingClients, event: ev.OperationCompleted, results_byte
 
 
 def _with_most_results(clients: TrainingClients) -> ClientModel:
-    """Return the model with the most bytes of results, of those of the key that has most."""
+    """Return the model with the most bytes of results among those of the key that has the most."""
     of_holders: Counter[str] = Counter()
     for model in clients.models.values():
         of_holders[clients.holder_of(model)] += model.result_bytes
@@ -480,7 +480,7 @@ def _drop_result(clients: TrainingClients, model: ClientModel, queued: Queued) -
 
 
 def _trim_operations(clients: TrainingClients, model: ClientModel) -> None:
-    """Forget the oldest operations of a model that nothing needs: many at a time, as in `bounded.trim`."""
+    """Forget the oldest operations of a model that are no longer needed, many at a time, as in `bounded.trim`."""
     if len(model.operations) <= COMPLETED_KEPT + COMPLETED_KEPT // 8:
         return
     unneeded = [each for each in model.operations.values() if not each.waits and not model.needs(each)]
@@ -501,7 +501,7 @@ def checkpoint(clients: TrainingClients, event: ev.ModelCheckpointed) -> None:
 def keep(clients: TrainingClients, event: ev.WeightsKept) -> None:
     saved = event.saved
     name = kept_id(event.model, saved.use, saved.name)
-    if not event.saved_ns:  # what is only described anew keeps its place
+    if not event.saved_ns:  # a saved model whose description changes keeps its place
         clients.kept.pop(name, None)
     clients.removed.pop(name, None)
     until_ns = event.at_ns + int(min(saved.ttl_s, TTL_S_MAX) * 1e9) if saved.ttl_s > 0 else 0

@@ -1,13 +1,13 @@
-"""Time that counts only while something holds, as a fact of the fold: the same for each leader, and when replayed."""
+"""A stopwatch in the state of the fold, so that every leader and every replay read the same time from it."""
 
 import msgspec
 
 
 class Stopwatch(msgspec.Struct, kw_only=True):
-    """Runs from one event to another, and continues where it stopped."""
+    """Counts the time between events that start it and events that stop it."""
 
-    ran_ns: int = 0  # what it showed when it was stopped last
-    since_ns: int = 0  # when it was started, 0 while it stands still
+    ran_ns: int = 0  # the total when it was last stopped
+    since_ns: int = 0  # when it was started, 0 while it is stopped
 
     def run(self, is_on: bool, at_ns: int) -> None:
         """Start or stop it. Idempotent."""
@@ -17,5 +17,5 @@ class Stopwatch(msgspec.Struct, kw_only=True):
             self.ran_ns, self.since_ns = self.shows(at_ns), 0
 
     def shows(self, now_ns: int) -> int:
-        """Return for how long it has run in all."""
+        """Return how long it has run in total."""
         return self.ran_ns + (max(0, now_ns - self.since_ns) if self.since_ns else 0)

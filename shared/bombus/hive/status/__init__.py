@@ -1,1 +1,1 @@
-"""The status of a hive: what it has, as data and as text. Pure, as the fold is that it is derived from."""
+"""The status of a hive as data and as text. Pure, like the fold that it is derived from."""

@@ -28,7 +28,7 @@ from bombus.hive.status.rows import (
 )
 from bombus.hive.trajectories.status import rollout_group_status
 
-LOSS_SHOWN_S = 86_400.0  # since it was found
+LOSS_SHOWN_S = 86_400.0  # how long after it was found the loss of a stream's end is shown
 
 
 def _open_episode(episode: Episode, now_ns: int) -> OpenEpisode:
@@ -52,7 +52,7 @@ def multi_model_claims(hive: Hive, now_ns: int) -> tuple[MultiModelClaimStatus, 
     found: dict[tuple[str, tuple[str, ...]], list[list[Episode]]] = {}
     for name, engine in sorted(hive.engines.items()):
         for episode in engine.open.values():
-            if episode.partners and name < min(episode.partners):  # each is found once, at its first engine
+            if episode.partners and name < min(episode.partners):  # list each once, at its first engine
                 parts = [episode, *sorted(hive.partners(episode), key=lambda part: engine_of(part.id))]
                 engines = tuple(engine_of(part.id) for part in parts)
                 found.setdefault((episode.claim, engines), []).append(parts)
@@ -97,7 +97,7 @@ def _quarantine(replica: Replica) -> str:
 
 
 def _last_step(engine: EngineState) -> StepStatus | None:
-    """Return the newest step that this run has made itself: the one that it began at was made by another."""
+    """Return the newest step of this run itself, not the step of an earlier run at which it began."""
     done = engine.step_done
     if done is None or done.run != engine.run:
         return None
@@ -161,7 +161,7 @@ def _operations(engine: EngineState, now_ns: int) -> OperationsStatus | None:
 def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> EngineStatus:
     """Return the status of an engine; `refusing` is the hive's.
 
-    `now_ns` is the caller's time: the time of the fold stands still while there are no events.
+    `now_ns` is the caller's time, since the time of the fold does not advance while there are no events.
     """
     source = engine.active or engine.configured
     episodes = [_open_episode(episode, now_ns) for episode in engine.open.values()]

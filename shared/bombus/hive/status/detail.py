@@ -1,4 +1,4 @@
-"""The sentences of a status: what an engine waits for, and what is wrong with its run."""
+"""The sentences of a status: what an engine waits for, and which problems its run has."""
 
 from collections.abc import Sequence
 
@@ -9,18 +9,18 @@ from bombus.hive.pacing import last_chances, pace
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.status.rows import EngineStatus, FormatStatus
 
-SILENT_STEPS = 3  # that have learnt nothing, in a row, before a status says why
+SILENT_STEPS = 3  # steps in a row that learn nothing before a status says why
 
 
 def detail_of(engine: EngineState, now_ns: int) -> str:
-    """Return a clause about what the engine waits for in its phase, or why its run is suspended or has no trainer."""
+    """Return a clause that says what the engine waits for, or why its run is suspended or has no trainer."""
     if engine.suspended:
         return f"suspended: {engine.suspended}"
     return "; ".join(filter(None, (_phase_detail(engine, now_ns), no_trainer(engine, now_ns))))
 
 
 def no_trainer(engine: EngineState, now_ns: int) -> str:
-    """Return for how long and why a run has had no trainer, "" when it has one, or had none yet."""
+    """Return how long and why a run has had no trainer, or "" if it has one or never had one."""
     if engine.phase == Phase.OFFLINE or engine.stalled is None:
         return ""
     since = duration(seconds_between(engine.stalled.at_ns, now_ns))
@@ -86,7 +86,7 @@ def _rolling_detail(engine: EngineState, now_ns: int) -> str:
 
 
 def _asynchronous(engine: EngineState, waited_for: Measure) -> str:
-    """Return what an asynchronous run waits for besides the next batch."""
+    """Return a clause that says what an asynchronous run waits for besides the next batch."""
     now = pace(engine)
     if now is None:
         return ""
@@ -98,8 +98,8 @@ def _asynchronous(engine: EngineState, waited_for: Measure) -> str:
 
 
 def noting(detail: str, refusing: str) -> str:
-    """Return an engine's detail with the reason why the hive takes no new work, if any."""
-    return f"{detail}. No new work is taken: {refusing}" if refusing else detail
+    """Return an engine's detail with the reason why the hive accepts no new work, if any."""
+    return f"{detail}. No new work is accepted: {refusing}" if refusing else detail
 
 
 def format_text(found: ConversationFormat) -> str:
@@ -107,39 +107,39 @@ def format_text(found: ConversationFormat) -> str:
 
 
 def disagreement_of(formats: Sequence[FormatStatus]) -> str:
-    """Return a sentence about gateways that read the model of a run in different ways, "" while they agree."""
+    """Return a sentence about gateways that use different formats for the model of a run, or "" if they agree."""
     if len(formats) < 2:
         return ""
     ways = "; ".join(f"{row.gateway} has {format_text(row.format)}" for row in formats)
     return (
         f"gateways have read the model of this run in {len(formats)} ways: {ways}. "
-        "Install the same versions of bombus, jinja2 and tokenizers for each of them, then start the engine again."
+        "Install the same versions of bombus, jinja2 and tokenizers for all of them, then restart the engine."
     )
 
 
 def way_on(status: EngineStatus) -> str:
-    """Return what lets a suspended run go on."""
+    """Return how a suspended run can continue."""
     if status.until_served:
-        return "the run resumes once a replica serves its weights; `bombus resume` lets all of them try at once"
+        return "the run resumes once a replica serves its weights; `bombus resume` lets all replicas retry at once"
     return "once the cause is gone, `bombus resume` lets the run continue"
 
 
 def silence_of(engine: EngineState) -> str:
-    """Return why the newest steps have learned nothing, and what to change; nothing where they have."""
+    """Return why nothing was learned in the newest steps, and what to change, or "" if there is no such problem."""
     if engine.silent_steps < SILENT_STEPS:
         return ""
     mean = engine.rollouts[-1].rewards.mean if engine.rollouts else 0.0
     return (
         f"nothing was learned in the last {engine.silent_steps} steps: the rewards of each task's episodes are equal "
-        f"(their mean is {mean:.3g}), so no answer is better than another. Give tasks that this model solves "
-        "sometimes, or partial rewards; raise num_repeat or rollout.temperature; the collection method "
-        "rollout_until_finish_enough_non_dummy_tasks leaves such tasks out"
+        f"(their mean is {mean:.3g}), so no answer is better than another. Give tasks that this model sometimes "
+        "solves, or partial rewards; raise num_repeat or rollout.temperature; or use the collection method "
+        "rollout_until_finish_enough_non_dummy_tasks, which leaves such tasks out"
     )
 
 
 def incomplete_text(status: EngineStatus) -> str:
-    """Return how many calls were answered that lacked a part of their conversation, "" where none was."""
+    """Return how many calls were answered without a part of their conversation, or "" if there are none."""
     if not status.calls_incomplete:
         return ""
-    left_out = "without a part of its conversation, such as an image (bombus replay episode names it)"
+    left_out = "without a part of its conversation, such as an image (`bombus replay episode` shows which)"
     return f"{counted(status.calls_incomplete, 'call')} answered, each {left_out}"

@@ -1,4 +1,4 @@
-"""What a status has: rows of plain values, for `bombus status --json` and the screen."""
+"""The rows of a status: plain values, for `bombus status --json` and the screen."""
 
 import msgspec
 
@@ -12,7 +12,7 @@ from bombus.hive.trajectories.status import RolloutGroupStatus
 class OpenEpisode(msgspec.Struct, frozen=True, kw_only=True):
     """An open episode. `idle_s` counts from its last recorded call.
 
-    The coordinator may count less: heartbeats and calls in flight are only in the inbox.
+    The coordinator may count less idle time: it also knows heartbeats and calls in flight, which only the inbox has.
     """
 
     episode: str
@@ -29,11 +29,10 @@ class OpenEpisode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MultiModelClaimStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A claim of multi-model episodes, those that are open: `episodes` has the names of each, in the order of
-    `engines`.
+    """The open multi-model episodes of one claim: `episodes` holds the names of each, in the order of `engines`.
 
-    The figures are those of all their engines. `idle_s` is that of the multi-model episode that is idle longest, and
-    counts from the last recorded call of any of its parts: activity of one is activity of all.
+    The figures are totals over all engines. `idle_s` is the idle time of the multi-model episode that is idle longest,
+    counted from the last recorded call of any of its parts: activity of one part counts for all.
     """
 
     engines: tuple[str, ...]
@@ -55,13 +54,13 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     run: int
     version: int  # -1: nothing loaded
     current: bool  # serves the newest weights of this run
-    sequence_tokens: int = 0  # the longest sequence that it serves, 0 where it does not say
+    sequence_tokens: int = 0  # the longest sequence that it serves, 0 if it does not say
     constrains: bool = False  # whether it supports structured output
-    quarantined: str = ""  # why it gets no calls, and nothing waits for it
+    quarantined: str = ""  # why it gets no calls, and why the run does not wait for it
 
 
 class FormatStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A way in which the model of the run is read, and the first gateway that reported it."""
+    """A conversation format of the run's model, and the first gateway that reported it."""
 
     gateway: str
     format: ConversationFormat
@@ -87,8 +86,8 @@ class StepStatus(msgspec.Struct, frozen=True, kw_only=True):
 class StepRollouts(msgspec.Struct, frozen=True, kw_only=True):
     """The training episodes that ended while the batch of `step` was collected.
 
-    `success_rate` is of those that say whether they are a success, None where none does. `metrics` has the mean of each
-    metric that they have reported.
+    `success_rate` is over the episodes that report whether they succeeded, None if none does. `metrics` holds the mean
+    of each metric that they have reported.
     """
 
     step: int
@@ -100,7 +99,7 @@ class StepRollouts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DataSetStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Evaluation on one data set. `mixed` episodes are in none of the other figures: see `EvalStatus`."""
+    """Evaluation on one data set. The other figures do not include `mixed` episodes: see `EvalStatus`."""
 
     data_set: str
     episodes: int
@@ -111,10 +110,10 @@ class DataSetStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvalStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Evaluation of one policy version, which has sampled every token of `episodes`.
+    """Evaluation of one policy version, which has sampled every token of `episodes` episodes.
 
-    `mixed` episodes were claimed at this version, and have tokens of later ones too. `data_sets` are those that
-    clients have named, which need not be all.
+    `mixed` episodes were claimed at this version but have tokens of later ones too. `data_sets` has figures only for
+    the data sets that clients have named, so they may not add up to the totals.
     """
 
     version: int
@@ -137,19 +136,19 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     waiting: int
     executed: int
-    checkpointed: int  # the last operation that need not be executed again
-    idle_s: float  # since an operation was accepted or executed
-    last_op: str = ""  # that was executed
+    checkpointed: int  # the last operation that never has to be re-executed
+    idle_s: float  # since an operation was last accepted or executed
+    last_op: str = ""  # the kind of the operation executed last
     last_failed: bool = False
     scored: dict[str, float] = {}  # the metrics of the newest forward_backward that succeeded
-    stepped: dict[str, float] = {}  # and of the newest optim_step
+    stepped: dict[str, float] = {}  # the metrics of the newest optim_step that succeeded
 
 
 class OperationsStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine has to do with training operations: totals, and the models that are there now."""
+    """The training operations of an engine: totals, and the models that are open."""
 
     sessions: int
-    models: tuple[ModelStatus, ...]  # those that are open
+    models: tuple[ModelStatus, ...]  # the open ones
     accepted: int
     waiting: int
     executed: int
@@ -164,12 +163,12 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     phase: Phase
     phase_s: float
     detail: str
-    failure: str  # why the last run ended, "" when it did not fail
-    suspended: str = ""  # why the run waits for its operator, "" while it goes on
-    until_served: bool = False  # it also resumes by itself, once a replica serves its weights
+    failure: str  # why the last run failed, "" if it did not
+    suspended: str = ""  # why the run is suspended, "" if it is not
+    until_served: bool = False  # it also resumes automatically once a replica serves its weights
     model: str
     run: int
-    begun: str = ""  # where the run began, "" where it had no checkpoint to begin at
+    begun: str = ""  # where the run began, "" if there was no checkpoint at which it could begin
     global_step: int
     version: int
     method: Method
@@ -183,15 +182,15 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     evals: tuple[EvalStatus, ...]  # by version, ascending
     pace: Pace | None = None  # None: the run is synchronous, or there is none
     formats: tuple[FormatStatus, ...] = ()  # empty until a gateway has read the model of the run
-    disagreement: str = ""  # between gateways that read the model of the run in different ways
+    disagreement: str = ""  # between gateways that use different formats for the model of the run
     clients_take_episodes: bool = False  # clients of training operations take the ended episodes
-    batches_from_queue: bool = False  # batches are made of a queue of rollout groups
-    operations: OperationsStatus | None = None  # None: there never was one
-    taken: int = 0  # ended episodes of a run of operations that their clients have taken
-    calls_incomplete: int = 0  # answered without a part of their conversation, such as an image
+    batches_from_queue: bool = False  # batches are formed from a queue of rollout groups
+    operations: OperationsStatus | None = None  # None: there never were any sessions or operations
+    taken: int = 0  # ended episodes that clients of training operations, or rollout groups, have taken
+    calls_incomplete: int = 0  # calls answered without a part of their conversation, such as an image
     rollout_groups: RolloutGroupStatus | None = None  # None: it has no rollout groups, and no trainer for them
     rollouts: tuple[StepRollouts, ...] = ()  # of the newest sealed batches, oldest first
-    silent: str = ""  # why the newest steps have learnt nothing
+    silent: str = ""  # why nothing was learned in the newest steps
 
 
 class HiveStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -199,7 +198,7 @@ class HiveStatus(msgspec.Struct, frozen=True, kw_only=True):
     now_ns: int
     engines: tuple[EngineStatus, ...]
     multi_model: tuple[MultiModelClaimStatus, ...] = ()  # the longest idle first
-    refusing: str = ""  # why no new work is taken
-    dead_letters: tuple[str, ...] = ()  # the newest messages that could not be decided: a fault of bombus
-    uncompacted: str = ""  # why the log is longer than it should be
+    refusing: str = ""  # why no new work is accepted
+    dead_letters: tuple[str, ...] = ()  # the newest messages that could not be decided, because of a bug in bombus
+    uncompacted: str = ""  # why the log could not be compacted
     went_back: tuple[str, ...] = ()  # streams that have lost their ends in the last day

@@ -47,7 +47,7 @@ def _pace_lines(now: Pace | None) -> list[str]:
 
 
 def _episode_lines(running: tuple[OpenEpisode, ...]) -> list[str]:
-    """Return a line for each episode but those of multi-model ones, which have one for all of their engines."""
+    """Return a line for each single-model episode. Multi-model episodes get one line for all their engines below."""
     episodes = [row for row in running if not row.partners]
     multi = len(running) - len(episodes)
     lines = [f"  {multi} of them are parts of multi-model episodes, which are listed below"] if multi else []
@@ -69,7 +69,7 @@ def _multi_model_lines(claims: Sequence[MultiModelClaimStatus]) -> list[str]:
 def _claim_rows(
     name: str, column: str, rows: Sequence[tuple[str, str, OpenEpisode | MultiModelClaimStatus]], more: str
 ) -> list[str]:
-    """Return a table of what clients have claimed, each with its name and the text of a column of its own."""
+    """Return a table of claimed episodes. `rows` gives the name of each and the text of its extra column."""
     if not rows:
         return []
     lines = [f"  {name:<20} {'client':<16} {'type':<5}{column} {'calls':>5} {'idle s':>8} {'limit s':>8}"]
@@ -135,20 +135,20 @@ def _operation_lines(found: OperationsStatus | None) -> list[str]:
 
 
 def _figures(row: ModelStatus) -> str:
-    """Return what the newest operations of a model have computed."""
+    """Return the figures that the newest operations of a model have computed."""
     parts = [f"{row.last_op} failed" if row.last_failed else ""]
     if (loss := mean_loss(row.scored)) is not None:
-        parts.append(f"loss {loss:.6g} for each of {row.scored['tokens']:.0f} tokens")
+        parts.append(f"loss {loss:.6g} per token over {row.scored['tokens']:.0f} tokens")
     if "grad_norm" in row.stepped:
-        parts.append(f"gradient's norm {row.stepped['grad_norm']:.6g}")
+        parts.append(f"gradient norm {row.stepped['grad_norm']:.6g}")
     return ", ".join(filter(None, parts))
 
 
 def _taken_lines(status: EngineStatus) -> list[str]:
-    """Return what a run of operations has of episodes, nothing where it never had any."""
+    """Return lines about the episodes of an operations run, none if it never had any."""
     if not (status.open_episodes or status.pool_episodes or status.taken):
         return []
-    ended = f"{status.pool_episodes} ended that wait to be taken ({byte_size(status.pool_bytes)}), {status.taken} taken"
+    ended = f"{status.pool_episodes} ended, waiting to be taken ({byte_size(status.pool_bytes)}), {status.taken} taken"
     return [f"episodes: {len(status.open_episodes)} running, {ended}", *_episode_lines(status.open_episodes)]
 
 
@@ -198,7 +198,7 @@ def _rollout_lines(row: StepRollouts) -> list[str]:
 
 
 def _eval_figures(row: EvalStatus | DataSetStatus, name: str = "") -> str:
-    """Return the mean of what one version has sampled alone, and beside it that of what several have."""
+    """Return the mean over episodes sampled by one version alone, and beside it that over episodes of several."""
     mean = f"{row.mean_reward:.3f}" if row.episodes else "-"
     mixed = f"; {row.mixed} partly by a later version: {row.mixed_mean_reward:.3f}" if row.mixed else ""
     named = f"{name} " if name else ""
@@ -225,14 +225,14 @@ def _engine_text(status: EngineStatus, now_ns: int) -> str:
 
 
 def render_status(hive: Hive, engine: str = "", now_ns: int | None = None) -> str:
-    """Return the status of one engine, or of all when `engine` is "", as text that ends with a newline."""
+    """Return the status of one engine, or of all if `engine` is "", as text that ends with a newline."""
     status = hive_status(hive, now_ns)
     chosen = [row for row in status.engines if engine in ("", row.engine)]
     if not chosen and engine:
         known = ", ".join(row.engine for row in status.engines) or "none"
         return f"no engine {engine!r} on this hive; known engines: {known}\n"
     alarms = [
-        f"warning: a message could not be decided and became a dead letter, please report it: {one_line(why)}\n"
+        f"warning: a message could not be decided and became a dead letter; please report this: {one_line(why)}\n"
         for why in status.dead_letters
     ]
     if status.uncompacted:

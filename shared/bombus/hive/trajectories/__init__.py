@@ -1,1 +1,1 @@
-"""Rollout groups that others collect: what is queued of them, and the batches that are made of it."""
+"""Rollout groups: their queue, and the batches formed from it."""

@@ -1,7 +1,7 @@
-"""Selections of groups that have exactly a given number of sequences: whether there is one, and which.
+"""Find selections of groups that have exactly a given number of sequences.
 
-Groups of one size are alike here, so a search is a subset sum over a few distinct sizes with a count for each. The
-sums that can be reached are the bits of one integer, as in Pisinger's "Dynamic programming on the word RAM"
+Groups of one size are interchangeable here, so a search is a subset sum over a few distinct sizes with a count for
+each. The reachable sums are the bits of one integer, as in Pisinger's "Dynamic programming on the word RAM"
 (Algorithmica 35, 2003); a size that occurs n times costs log2(n) shifts.
 """
 
@@ -10,13 +10,13 @@ from math import gcd
 
 import msgspec
 
-SEARCHES_MAX = 256  # of one fill; after that it is completed with the selection that was found last
-SEARCHED_MAX = 1 << 24  # sequences that all searches of one fill look at together, in each pool
-SIZES_LOOKED_AT_MAX = 1 << 16  # of all pools together, by all searches of one fill: about a tenth of a second
+SEARCHES_MAX = 256  # searches for one fill; after that it is completed with the selection that was found last
+SEARCHED_MAX = 1 << 24  # the sum of pools x sequences over all searches of one fill
+SIZES_LOOKED_AT_MAX = 1 << 16  # the sum of sizes in all pools over all searches of one fill: about a tenth of a second
 
 
 class Pool(msgspec.Struct):
-    """Groups that a fill does not tell apart but by size. At least `need` of its sequences are in the selection."""
+    """Groups that a fill distinguishes only by size. The selection has at least `need` sequences of the pool."""
 
     counts: dict[int, int]  # groups by their number of sequences
     need: int = 0
@@ -25,20 +25,20 @@ class Pool(msgspec.Struct):
 class ExactFill:
     """A selection of exactly `left` sequences, decided one group at a time.
 
-    It always has a selection that completes it. A group that is in that selection is taken at once; for any other, one
-    search looks for a selection that has it. A group that no selection has is refused for good, since taking others
-    only leaves fewer selections.
+    It always has a selection that completes it. A group in that selection is taken at once; for any other group, one
+    search looks for a selection that contains it. If there is none, groups of its size in its pool are refused from
+    then on, since taking other groups only leaves fewer selections.
 
     One search costs s * log2(n) shifts of `left` bits for each pool, with s sizes of n groups each, and for all pools
-    but the first about r * log2(n) more, for r runs of sums, of which there are few. Searches are limited by
-    `SEARCHES_MAX`, `SEARCHED_MAX` and `SIZES_LOOKED_AT_MAX`. After the last, its selection is completed: it is exact,
-    and has what was taken, but not every group that could have been.
+    but the first about r * log2(n) more, for r runs of consecutive sums, of which there are few. Searches are limited
+    by `SEARCHES_MAX`, `SEARCHED_MAX` and `SIZES_LOOKED_AT_MAX`. After the last search, its selection completes the
+    fill: it is exact, and contains every group that was taken, but may lack groups that further searches could fit.
     """
 
     def __init__(self, pools: Sequence[Pool], total: int) -> None:
         self.left = total
         self._pools = [Pool(dict(pool.counts), pool.need) for pool in pools]
-        looked_at = max(1, len(pools) * total)  # by one search
+        looked_at = max(1, len(pools) * total)  # sequences in one search
         sizes = max(1, sum(len(pool.counts) for pool in pools))
         self._searches_left = max(1, min(SEARCHES_MAX, SEARCHED_MAX // looked_at, SIZES_LOOKED_AT_MAX // sizes))
         self._refused: set[tuple[int, int]] = set()
@@ -46,11 +46,11 @@ class ExactFill:
 
     @property
     def exists(self) -> bool:
-        """Return whether any selection has exactly the sequences that were requested, and those that pools need."""
+        """Return whether any selection has exactly the requested sequences and meets the need of each pool."""
         return self._selection is not None
 
     def take(self, pool: int, size: int) -> bool:
-        """Take a group of a pool if some selection has one more of its size, and return whether that is so."""
+        """Take a group of this pool and size if some selection contains one more. Return whether it was taken."""
         if self._selection is None or (pool, size) in self._refused:
             return False
         if not self._selection[pool].get(size) and not self._reselect(pool, size):
@@ -60,13 +60,13 @@ class ExactFill:
         return True
 
     def could_take(self, pool: int, size: int) -> bool:
-        """Return whether some selection has one more group of this size, without taking it."""
+        """Return whether some selection contains one more group of this pool and size, without taking it."""
         if self._selection is None or (pool, size) in self._refused:
             return False
         return bool(self._selection[pool].get(size)) or self._reselect(pool, size)
 
     def _reselect(self, pool: int, size: int) -> bool:
-        """Look for a selection that has one more group of this size, and make it the one that completes the fill."""
+        """Search for a selection with one more group of this size, and let it complete the fill from now on."""
         counts = self._pools[pool].counts
         if not counts.get(size) or size > self.left or not self._searches_left:
             return False
@@ -93,7 +93,7 @@ class ExactFill:
 
 
 def select(pools: Sequence[Pool], total: int) -> list[dict[int, int]] | None:
-    """Return how many groups of each size to take from each pool for exactly `total` sequences, None if none fit."""
+    """Return how many groups of each size to take from each pool for exactly `total` sequences, or None if none fit."""
     reached = 1  # bit n says that the pools before this one have a selection of n sequences
     before: list[int] = []
     own: list[list[int]] = []
@@ -109,7 +109,7 @@ def select(pools: Sequence[Pool], total: int) -> list[dict[int, int]] | None:
     of_all = sum(has)
     for number, pool in reversed(list(enumerate(pools))):
         sums = own[number]
-        # what it has if all give in proportion to what they have, or what it needs
+        # the pool's proportional part of the total, or its need if that is more
         wanted = min(total, max(pool.need, total * has[number] // max(of_all, 1)))
         of_all -= has[number]
         taken = _share(before[number], _at_least(sums[-1], pool.need), total, wanted) if number else total
@@ -125,7 +125,7 @@ def reachable(counts: dict[int, int], total: int) -> int:
 
 
 def _sums(counts: dict[int, int], total: int) -> list[int]:
-    """Return the sums that can be reached with none of the sizes, with the first, with the first two, and so on."""
+    """Return the reachable sums with none of the sizes, with the first size, with the first two, and so on."""
     mask = (1 << (total + 1)) - 1
     bits = 1
     sums = [bits]
@@ -141,9 +141,9 @@ def _sums(counts: dict[int, int], total: int) -> list[int]:
 
 
 def _counted(counts: dict[int, int], sums: list[int], total: int) -> dict[int, int]:
-    """Return how many groups of each size to take for a total that is among the last of `sums`.
+    """Return how many groups of each size to take for `total`, which is one of the last of `sums`.
 
-    There are some of all sizes where that is possible, so that most of what is taken next is already in the selection.
+    The counts include all sizes if possible, so that most groups that are taken next are already in the selection.
     """
     taken: dict[int, int] = {}
     left, usable = total, _sequences(counts, total)
@@ -161,7 +161,7 @@ def _counted(counts: dict[int, int], sums: list[int], total: int) -> dict[int, i
 
 
 def _sequences(counts: dict[int, int], total: int) -> int:
-    """Return how many sequences groups have of which no more than a total can be taken of each size."""
+    """Return how many sequences the groups have, counting at most `total` sequences for each size."""
     return sum(size * min(count, total // size) for size, count in counts.items())
 
 
@@ -180,9 +180,10 @@ def _at_least(bits: int, need: int) -> int:
 
 
 def _added(reached: int, own: int, stride: int, total: int) -> int:
-    """Return every sum of a bit of `reached` and a bit of `own`.
+    """Return, as bits, every sum of a bit of `reached` and a bit of `own`.
 
-    The sums of groups are mostly runs, which are a multiple of their common `stride` apart: few, however many sums.
+    The sums of groups mostly form runs in steps of their common divisor `stride`, so there are few runs even of many
+    sums.
     """
     if reached == 1:
         return own
@@ -199,7 +200,7 @@ def _added(reached: int, own: int, stride: int, total: int) -> int:
 
 
 def _runs(bits: int, stride: int) -> Iterator[tuple[int, int]]:
-    """Yield where each run of bits starts and how many it has."""
+    """Yield the start and the length of each run of bits that are `stride` apart."""
     ends: dict[int, list[int]] = {}
     for end in _bits(bits & ~(bits >> stride)):
         ends.setdefault(end % stride, []).append(end)
@@ -209,7 +210,7 @@ def _runs(bits: int, stride: int) -> Iterator[tuple[int, int]]:
 
 
 def _share(others: int, own: int, total: int, wanted: int) -> int:
-    """Return the sum of `own` that is nearest to what is wanted and for which `others` have the rest of the total."""
+    """Return the sum in `own` that is nearest to `wanted` and whose difference from `total` is in `others`."""
     return next(n for n in _outward(wanted, total) if own >> n & 1 and others >> (total - n) & 1)
 
 

@@ -1,17 +1,17 @@
-"""Which groups of the queue are the next batch: a pure function of it.
+"""Form the next batch from the queue, as a pure function of the queue.
 
-A batch has exactly `batch_size` sequences, in whole groups. Of all selections that have, and that give each environment
-the minimum that it asks for, the batch is found by taking groups one after the other: first the oldest that is in any
-such selection, then each time the oldest of the environment whose turn it is by weighted fair order, if a selection has
-it as well. So a batch is found whenever there is one, and sequences are shared out in the ratio of the weights as far
-as the sizes of groups allow. The oldest group counts for its environment, and is in the batch whatever the weight of
-that is: in batches of few groups weights show less. No environment waits forever, unless the minimums of others are
-the whole batch: then what has no minimum is in none for as long as they are met.
+A batch has exactly `batch_size` sequences, in whole groups, and gives each environment the minimum that it requests.
+Among all such selections, the batch is found by taking one group after another: first the oldest group that is in any
+selection, then the oldest group of the environment whose turn it is by weighted fair queueing, if a remaining selection
+contains it. So a batch is found whenever there is one, and sequences are divided in the ratio of the weights as far as
+the sizes of groups allow. The oldest group counts for its environment, but is taken regardless of the environment's
+weight, so weights have less effect in batches of few groups. No environment waits forever, unless the minimums of
+others add up to the whole batch: then groups without a minimum are in no batch for as long as these are met.
 
-What is bounded: a search looks at `SIZES_MAX` sizes of each environment with a minimum and of all others together, so a
-batch that needs more of them can be missed; and `filling` limits the searches, after which turns, and which group is
-the oldest, no longer count in what is left of the batch. The cost grows with the batch, with the number of environments
-and with that of distinct sizes, not with the queue.
+Searches are bounded. A search considers `SIZES_MAX` sizes of each environment with a minimum and of all others
+together, so it can miss a batch that needs more sizes. `filling` limits the number of searches; after the last one, the
+rest of the batch ignores turns and the age of groups. The cost grows with the batch, with the number of environments
+and with the number of distinct sizes, not with the length of the queue.
 """
 
 from collections.abc import Iterator
@@ -20,11 +20,11 @@ from heapq import heapify, heappop, heappush
 from bombus.hive.trajectories.filling import ExactFill, Pool
 from bombus.hive.trajectories.queue import EnvironmentShare, GroupLine, TrajectoryQueue, virtual_time
 
-SIZES_MAX = 64  # distinct sizes that one search looks at: those whose groups have waited longest
+SIZES_MAX = 64  # distinct sizes that one search considers: those whose groups have waited longest
 
 
 class _Turn:
-    """What a batch can take of one share: the oldest group of each size, and the pool of the fill that it is in."""
+    """The groups that a batch can take from one share: the oldest of each size, and their pool in the fill."""
 
     def __init__(self, queue: TrajectoryQueue, share: EnvironmentShare, pool: int) -> None:
         self._pool = pool
@@ -45,7 +45,7 @@ class _Turn:
         return sorted((number, size) for size, number in self._first.items())
 
     def take(self, fill: ExactFill, size: int) -> int | None:
-        """Take the oldest group of a size if the fill can have it, and return its number."""
+        """Take the oldest group of a size and return its number, or None if the fill cannot take it."""
         number = self._first[size]
         if not fill.take(self._pool, size):
             return None
@@ -54,7 +54,7 @@ class _Turn:
 
 
 def form(queue: TrajectoryQueue) -> tuple[int, ...] | None:
-    """Return the numbers of the groups of the next batch, in ascending order, or None if there is none now."""
+    """Return the numbers of the groups of the next batch, in ascending order, or None if none can be formed now."""
     asked = minimums(queue)
     if queue.batch_size < 1 or queue.sequences < queue.batch_size or lacking(queue, asked):
         return None
@@ -67,15 +67,16 @@ def form(queue: TrajectoryQueue) -> tuple[int, ...] | None:
 
 
 def may_form(queue: TrajectoryQueue) -> bool:
-    """Return whether some groups of the queue have exactly the sequences of a batch.
+    """Return whether some selection of queued groups has exactly the number of sequences of a batch.
 
-    It is one search. A batch may be formed only after an environment has pushed the minimum that it asks for, or left.
+    This takes a single search and ignores minimums: the batch may have to wait for an environment to push its minimum,
+    or to leave.
     """
     return 0 < queue.batch_size <= queue.sequences and _fill(queue, {})[0].exists
 
 
 def _choose(queue: TrajectoryQueue, fill: ExactFill, turns: dict[int, _Turn]) -> Iterator[int]:
-    """Yield what a batch takes: the oldest group that fits, and then the oldest of each environment in its turn."""
+    """Yield the groups that a batch takes: the oldest that fits, then the oldest of each environment in its turn."""
     oldest = sorted((number, size, owner) for owner, turn in turns.items() for number, size in turn.oldest())
     served = {owner: virtual_time(queue, owner) for owner in turns}
     for _, size, owner in oldest:
@@ -99,7 +100,7 @@ def _choose(queue: TrajectoryQueue, fill: ExactFill, turns: dict[int, _Turn]) ->
 
 
 def usable(queue: TrajectoryQueue, share: EnvironmentShare) -> Iterator[tuple[int, GroupLine]]:
-    """Yield the lines of a share that are not larger than a batch, as those of early groups can be, by their size."""
+    """Yield the lines of a share, by size, whose groups fit a batch; groups pushed before the trainer may not."""
     return ((size, line) for size, line in share.lines.items() if 0 < size <= queue.batch_size)
 
 
@@ -107,9 +108,9 @@ def usable(queue: TrajectoryQueue, share: EnvironmentShare) -> Iterator[tuple[in
 
 
 def minimums(queue: TrajectoryQueue) -> dict[int, int]:
-    """Return the sequences that each connected environment with a minimum has in a batch, if it asks for any.
+    """Return the minimum of each connected environment that requests one, as a number of sequences in a batch.
 
-    Minimums that are more than a batch together are scaled down to it, but not below the environment's smallest group.
+    If the minimums exceed the batch, they are scaled down to it, but not below an environment's smallest group.
     """
     asked: dict[int, int] = {}
     for environment in queue.environments.values():
@@ -127,16 +128,16 @@ def minimums(queue: TrajectoryQueue) -> dict[int, int]:
 
 
 def lacking(queue: TrajectoryQueue, asked: dict[int, int]) -> list[int]:
-    """Return the environments that have less queued than what they ask for: there is no batch without it."""
+    """Return the environments that have fewer sequences queued than their minimum, which a batch must wait for."""
     return [each for each, sequences in asked.items() if queue.environments[each].share.sequences < sequences]
 
 
 def fit(queue: TrajectoryQueue, asked: dict[int, int]) -> tuple[ExactFill, dict[int, int]]:
-    """Return a fill of the batch in which every minimum is met, and the pools of the environments that have one.
+    """Return a fill of the batch that meets every minimum, and the pools of the environments that have one.
 
-    All others are in pool 0. Where the sizes of groups allow no such fill, the minimum of the environment that has been
-    served most is left out, until there is one: groups that do not fit together block nobody, and the one that was left
-    out is the next to be served.
+    All other environments are in pool 0. If the sizes of groups allow no such fill, minimums are left out, beginning
+    with the environment that has been served most, until there is one. So groups that do not fit together block no
+    batch, and the environment that was left out is the next to be served.
     """
     fill, pools = _fill(queue, asked)
     if fill.exists or not asked:
@@ -145,7 +146,7 @@ def fit(queue: TrajectoryQueue, asked: dict[int, int]) -> tuple[ExactFill, dict[
     if not without[0].exists:
         return without
     order = sorted(asked, key=lambda each: (virtual_time(queue, each), each))
-    best, met, unmet = without, 0, len(order)  # leaving out more minimums only makes more fills: so halve
+    best, met, unmet = without, 0, len(order)  # with fewer minimums there are only more fills, so bisect
     while unmet - met > 1:
         middle = (met + unmet) // 2
         found = _fill(queue, {each: asked[each] for each in order[:middle]})

@@ -1,4 +1,4 @@
-"""What holds of rollout groups on every log (R16), to be checked of an event before it is folded."""
+"""Invariants of rollout groups on every log (R16), checked for each event before it is folded."""
 
 from bombus.hive import events as ev
 from bombus.hive.state import EngineState, Hive
@@ -6,14 +6,14 @@ from bombus.hive.trajectories.state import HandedOut
 
 
 def why_out_of_order(hive: Hive, event: ev.Event) -> str:
-    """Return why no coordinator can have written this event after the others, "" where one can."""
+    """Return why no coordinator can have written this event after those in `hive`, or "" if one can."""
     engine = hive.engine(event.engine)
     match event:
         case ev.BatchHandedOut():
             return _handed_out(engine, event)
         case ev.BatchDelivered():
             if _waiting(engine, event.run, event.number) is None:
-                return f"batch {event.number} of run {event.run} is delivered, which is not handed out"
+                return f"batch {event.number} of run {event.run} is delivered, but is not handed out"
             return ""
         case ev.BatchReady():
             gone = next((number for number in event.taken if number not in engine.trajectories.queue.groups), 0)
@@ -56,4 +56,4 @@ def _given_up(engine: EngineState, event: ev.GroupsGivenUp) -> str:
     elif event.number and engine.batch is not None and engine.batch.step == event.number:
         known = set(engine.batch.taken)
     gone = next((number for number in event.groups if number not in known), 0)
-    return f"group {gone} is given up, which is not in what was lost" if gone else ""
+    return f"group {gone} is given up, but is not in that batch or the queue" if gone else ""

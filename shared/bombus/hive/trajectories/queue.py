@@ -1,7 +1,7 @@
 """Rollout groups that wait for a batch, and the environments that they come from: a part of an engine's state.
 
-The functions below are its fold. What is kept of a group is its size and where its body is. Groups of one environment
-and of one size are a line, in the order of arrival, which is all that batches are formed from (see `forming`).
+The functions below are its fold. For each group, its size and the place of its body are kept. The groups of one
+environment and one size form a line, in order of arrival. Batches are formed from these lines alone (see `forming`).
 """
 
 from bisect import bisect_left
@@ -19,20 +19,20 @@ from bombus.hive.shares import has_share, has_share_of_stream, share_name
 from bombus.hive.trajectories.filling import ExactFill, Pool
 
 BATCH_SEQUENCES_MAX = 16_384
-GROUPS_MAX = 1_000_000  # queued, of all environments; then each key still has its share
+GROUPS_MAX = 1_000_000  # queued groups of all environments; beyond it, each key still has its share
 HELD_MAX = 4_096  # groups of one environment that wait to be combined
-ENVIRONMENTS_MAX = 1_024  # connected at once, and remembered; those that have left stay while they have groups
-NAMES_KEPT = 4_096  # names of environments whose next number is known
-SHARE_MIN, SHARE_MAX = 0.01, 1e6  # what the weight of an environment counts at least, and at most
-OTHERS = -1  # stands for the environment of groups that have none, or one that is not known
-SIZES_HELD_MAX = 64  # distinct sizes of held groups that are looked at for a combination: those held first
-CUT_AT = 64  # a line is shortened after so many of its groups have gone, and never by less than half
+ENVIRONMENTS_MAX = 1_024  # connected at once, and remembered; environments that have left stay while they have groups
+NAMES_KEPT = 4_096  # environment names whose next number is remembered
+SHARE_MIN, SHARE_MAX = 0.01, 1e6  # the bounds to which the weight of an environment is clamped
+OTHERS = -1  # stands for the environment of groups without one, or with an unknown one
+SIZES_HELD_MAX = 64  # distinct sizes of held groups that are considered for a combination: those held first
+CUT_AT = 64  # a line is shortened once more than this many of its groups, and more than half of them, are gone
 
 
 class QueuedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A rollout group. `environment` is None where it came without one, or with one that was not known.
+    """A rollout group. `environment` is None if it was pushed without one, or with an unknown one.
 
-    `holder` is for whose share it counts, and on whose subject its body is (see `Subjects.trajectory`).
+    `holder` is the holder whose share it counts toward, and on whose subject its body is (see `Subjects.trajectory`).
     """
 
     environment: int | None
@@ -44,17 +44,17 @@ class QueuedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class GroupLine(msgspec.Struct):
-    """Groups of one size, oldest first. Those before `start`, and those that are not queued any more, have gone."""
+    """Groups of one size, oldest first. Numbers before `start`, and those no longer queued, do not count."""
 
     numbers: list[int] = []
     start: int = 0
-    count: int = 0  # that have not gone
+    count: int = 0  # of the groups that are still queued
 
 
 class EnvironmentShare(msgspec.Struct):
-    """The groups of an environment that a batch can take, and what was taken of them so far.
+    """The groups of an environment that a batch can take, and how much was taken so far.
 
-    `served` is its virtual time: the sequences that were taken, divided by the environment's weight.
+    `served` is its virtual time: the number of sequences that were taken, divided by the environment's weight.
     """
 
     lines: dict[int, GroupLine] = {}  # by the number of sequences
@@ -74,64 +74,62 @@ class KeptGroups(msgspec.Struct):
 
 
 class Environment(msgspec.Struct, kw_only=True):
-    """An environment. One that has left stays for as long as a batch can still take something of it."""
+    """An environment. After it has left, it stays for as long as a batch can still take a group of it."""
 
     id: int
     name: str
     max_tokens: int
     weight: float
     group_size: int
-    minimum: float | None = None  # the part of each batch that it asks for
+    minimum: float | None = None  # the fraction of each batch that it requests
     owner: str = ""  # the name of its client's key
-    admin: bool = False  # that key is the hive's own
+    admin: bool = False  # whether that key is the hive's admin key
     connected: bool = True
     share: EnvironmentShare = msgspec.field(default_factory=EnvironmentShare)
-    held: dict[int, GroupLine] = {}  # smaller than group_size: they wait for others to make up a group of that size
+    held: dict[int, GroupLine] = {}  # groups below group_size, by size: they wait to be combined to that size
     held_groups: int = 0
     held_sequences: int = 0
 
     @property
     def holder(self) -> str:
-        """Return for whose share it counts."""
+        """Return the holder whose share it counts toward."""
         return share_name(self.owner, self.admin)
 
     @property
     def part(self) -> float:
-        """Return what its weight counts for among others'. A weight that is not a number counts as the least."""
+        """Return its weight, clamped to the allowed range. NaN counts as the least weight."""
         return min(self.weight, SHARE_MAX) if self.weight > SHARE_MIN else SHARE_MIN
 
 
 class TrajectoryQueue(msgspec.Struct, kw_only=True):
-    """All queued groups, by number: the order in which they came. `combined` has those that stay together.
+    """All queued groups, by number in order of arrival. `combined` maps a number to the groups it was combined from.
 
-    Several groups that were combined are in a line under the number of the last of them, with their common size.
-    `clock` is the virtual time of the batches that were taken: environments that come later begin there.
+    Combined groups are in a line under the number of the last of them, with their common size. `clock` is the virtual
+    time of the batches that were taken: environments that join later begin there.
     """
 
     batch_size: int = 0  # in sequences; 0 before a trainer has registered
     groups: dict[int, QueuedGroup] = {}
     combined: dict[int, tuple[int, ...]] = {}
     environments: dict[int, Environment] = {}
-    others: EnvironmentShare = msgspec.field(
-        default_factory=EnvironmentShare
-    )  # groups without an environment that is known
+    others: EnvironmentShare = msgspec.field(default_factory=EnvironmentShare)  # groups without a known environment
     arrived: int = 0
     joined: int = 0
-    named: dict[str, int] = {}  # environments that have joined under each name
+    named: dict[str, int] = {}  # how many environments have joined under each name
     tokens: int = 0  # of all queued groups
     bytes: int = 0  # of their bodies
-    holders: dict[str, KeptGroups] = {}  # that have ever had a group
+    holders: dict[str, KeptGroups] = {}  # all holders that have ever had a group
     clock: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.groups and not self.holders:  # the snapshot of an earlier release, which did not count them
+        if self.groups and not self.holders:  # a snapshot of an earlier release, which did not count by holder
             self.tokens = 0
             for group in self.groups.values():
                 self.count(group, 1)
 
     @property
     def sequences(self) -> int:
-        """Return the sequences that batches can take: without those that are held."""
+        """Return how many sequences batches can take, which excludes held groups."""
         return self.others.sequences + sum(each.share.sequences for each in self.environments.values())
 
     @property
@@ -139,7 +137,7 @@ class TrajectoryQueue(msgspec.Struct, kw_only=True):
         return sum(each.held_groups for each in self.environments.values())
 
     def owner_of(self, group: QueuedGroup) -> int:
-        """Return the environment whose share a group is in: `OTHERS` where it has none that is known."""
+        """Return the environment whose share a group is in, or `OTHERS` if it has no known environment."""
         environment = OTHERS if group.environment is None else group.environment
         return environment if environment in self.environments else OTHERS
 
@@ -147,7 +145,7 @@ class TrajectoryQueue(msgspec.Struct, kw_only=True):
         return self.holders.get(holder) or self.holders.setdefault(holder, KeptGroups())
 
     def count(self, group: QueuedGroup, sign: int) -> None:
-        """Count a group that is queued now (1), or not any more (-1)."""
+        """Count a group that was queued (`sign` 1) or has left the queue (-1)."""
         kept = self.kept_of(group.holder)
         kept.groups += sign
         self.tokens += sign * group.tokens
@@ -161,12 +159,12 @@ class TrajectoryQueue(msgspec.Struct, kw_only=True):
         return self.others if known is None else known.share
 
     def weight_of(self, owner: int) -> float:
-        """Return what an environment's weight counts for. Groups without an environment have a weight of one."""
+        """Return an environment's clamped weight. Groups without an environment have a weight of one."""
         known = self.environments.get(owner)
         return 1.0 if known is None else known.part
 
     def shares(self) -> Iterator[tuple[int, EnvironmentShare]]:
-        """Yield the environments that have something a batch can take, and `OTHERS`."""
+        """Yield the environments, including `OTHERS`, that have groups which a batch can take."""
         if self.others.sequences:
             yield OTHERS, self.others
         for environment in self.environments.values():
@@ -179,19 +177,19 @@ class TrajectoryQueue(msgspec.Struct, kw_only=True):
         return (number for number in numbers if number in self.groups)
 
     def members(self, number: int) -> tuple[int, ...]:
-        """Return the groups that a number in a line stands for."""
+        """Return the numbers of the groups that a number in a line stands for."""
         return self.combined.get(number, (number,))
 
     def name_for(self, desired: str) -> str:
-        """Return the name of the next environment that asks for this one."""
+        """Return the name that the next environment gets if it asks for `desired`."""
         return f"{desired}_{self.named.get(desired, 0)}"
 
 
-# ---- what is refused when it arrives --------------------------------------------------------------------------------
+# ---- refusals ---------------------------------------------------------------------------------------------------
 
 
 def why_not_queued(queue: TrajectoryQueue, groups: Sequence[QueuedGroup]) -> str:
-    """Return why these groups can never be queued: a sentence for the client that sent them, empty if they can."""
+    """Return a sentence for the client that says why these groups can never be queued, or "" if they can."""
     for position, group in enumerate(groups):
         if group.sequences < 1:
             return f"Group {position} has no sequences. Send at least one."
@@ -204,14 +202,14 @@ def why_not_queued(queue: TrajectoryQueue, groups: Sequence[QueuedGroup]) -> str
 
 
 def why_no_room(queue: TrajectoryQueue, groups: Sequence[QueuedGroup]) -> str:
-    """Return why there is no room for these groups yet: a sentence for their client, empty if there is."""
+    """Return a sentence for the client that says why there is no room for these groups yet, or "" if there is."""
     if len(queue.groups) + len(groups) > GROUPS_MAX:
         kept = {holder: each.groups for holder, each in queue.holders.items()}
         arriving_of = Counter(group.holder for group in groups)
         if not all(has_share(kept, holder, GROUPS_MAX, more) for holder, more in arriving_of.items()):
             return (
                 f"{len(queue.groups)} groups are queued, but there is room for {GROUPS_MAX} of all keys together, and "
-                "for a share of each. Send them again after the trainer has taken batches."
+                "this key would have more than its share. Send them again after the trainer has taken batches."
             )
     arriving: dict[int, int] = {}
     for group in groups:
@@ -230,11 +228,11 @@ def why_no_room(queue: TrajectoryQueue, groups: Sequence[QueuedGroup]) -> str:
 
 
 def why_no_share(kept: Mapping[str, int], holder: str, size: int, more: int) -> str:
-    """Return why a holder may not have so many bytes `more` queued in a stream of this `size`, "" where it may."""
+    """Return why a holder may not queue `more` bytes in a stream of `size` bytes, or "" if it may."""
     if has_share_of_stream(kept, holder, size, more):
         return ""
     return (
-        f"The queued groups of this key have {byte_size(kept.get(holder, 0))}, and those of all keys together "
+        f"The queued groups of this key take {byte_size(kept.get(holder, 0))}, and those of all keys together "
         f"{byte_size(sum(kept.values()))} of {byte_size(size)}. With {byte_size(more)} more, this key would have more "
         "than its share. Send them again after the trainer has taken batches, or raise the limit with "
         "--trajectories-bytes-max."
@@ -242,14 +240,14 @@ def why_no_share(kept: Mapping[str, int], holder: str, size: int, more: int) -> 
 
 
 def why_no_batch_size(batch_size: int) -> str:
-    """Return why a trainer cannot have batches of this many sequences, empty if it can."""
+    """Return why a trainer cannot have batches of this many sequences, or "" if it can."""
     if 1 <= batch_size <= BATCH_SEQUENCES_MAX:
         return ""
     return f"batch_size is {batch_size}: it must be from 1 to {BATCH_SEQUENCES_MAX} sequences."
 
 
 def why_not_joined(queue: TrajectoryQueue, environment: Environment) -> str:
-    """Return why an environment cannot join, empty if it can."""
+    """Return why an environment cannot join, or "" if it can."""
     name = environment.name
     if environment.group_size < 1:
         return f"group_size of {name} is {environment.group_size}: it must be at least 1."
@@ -263,7 +261,7 @@ def why_not_joined(queue: TrajectoryQueue, environment: Environment) -> str:
     if environment.id not in queue.environments and not has_share(connected, environment.holder, ENVIRONMENTS_MAX):
         return (
             f"{connected.total()} environments are connected, {connected[environment.holder]} of them by this key, and "
-            f"the limit for all keys together is {ENVIRONMENTS_MAX}. Disconnect those that have ended."
+            f"the limit for all keys together is {ENVIRONMENTS_MAX}. Disconnect environments that have ended."
         )
     return ""
 
@@ -273,9 +271,9 @@ def no_environment(number: int) -> str:
 
 
 def held_after(queue: TrajectoryQueue, groups: Sequence[QueuedGroup]) -> list[int | None]:
-    """Return the sequences that each group's environment holds after it was pushed, None for groups that are queued.
+    """Return how many sequences each group's environment would hold after its push; None for groups queued at once.
 
-    These are the answers to a push, and nothing is pushed here.
+    These are the answers to a push. The queue is not changed.
     """
     trial = TrajectoryQueue(batch_size=queue.batch_size, arrived=queue.arrived)
     for group in groups:
@@ -302,14 +300,14 @@ def held_after(queue: TrajectoryQueue, groups: Sequence[QueuedGroup]) -> list[in
 
 
 def register(queue: TrajectoryQueue, batch_size: int) -> None:
-    """Begin to take batches of this size. Groups that came before any trainer stay; those of an earlier one go."""
+    """Set the batch size. Groups pushed before any trainer was registered stay; those of an earlier trainer go."""
     if queue.batch_size:
         reset(queue)
     queue.batch_size = batch_size
 
 
 def reset(queue: TrajectoryQueue) -> None:
-    """Forget all groups and environments. Numbers continue, and what is released stays so."""
+    """Forget all groups and environments. Numbers of groups continue, and released sequences stay released."""
     queue.batch_size = queue.joined = queue.tokens = queue.bytes = 0
     queue.clock = 0.0
     for kept in queue.holders.values():
@@ -320,7 +318,7 @@ def reset(queue: TrajectoryQueue) -> None:
 
 
 def join(queue: TrajectoryQueue, environment: Environment, desired_name: str = "") -> None:
-    """Add an environment, or connect one again: its groups are those that it had, and none of them is held."""
+    """Add or reconnect an environment. A reconnected one keeps its groups, none of which is held any more."""
     known = queue.environments.get(environment.id)
     leave(queue, environment.id)
     if known is not None:
@@ -334,7 +332,7 @@ def join(queue: TrajectoryQueue, environment: Environment, desired_name: str = "
 
 
 def leave(queue: TrajectoryQueue, environment: int) -> None:
-    """Disconnect an environment, whether it said so or fell silent. Its groups stay, and none is held any more."""
+    """Disconnect an environment that has left or fallen silent. Its groups stay, and none is held any more."""
     known = queue.environments.get(environment)
     if known is None:
         return
@@ -348,7 +346,7 @@ def leave(queue: TrajectoryQueue, environment: int) -> None:
 
 
 def push(queue: TrajectoryQueue, groups: Iterable[QueuedGroup]) -> None:
-    """Queue groups, which get the next numbers, and combine those that make up the size of their environment."""
+    """Queue groups under the next numbers, and combine held groups that add up to their environment's group_size."""
     for group in groups:
         queue.count(group, 1)
         _add(queue, group)
@@ -367,9 +365,9 @@ def _add(queue: TrajectoryQueue, group: QueuedGroup) -> None:
 
 
 def take(queue: TrajectoryQueue, numbers: Iterable[int]) -> list[QueuedGroup]:
-    """Remove the groups of a batch and return them, the oldest first. What a share had of it counts as served.
+    """Remove the groups of a batch and return them, oldest first. Their sequences count as served for their share.
 
-    No batch can have a group that is held, or a part of a combination without the rest: their numbers are passed over.
+    Numbers of held groups, and of a part of a combination, are skipped: no batch can contain those.
     """
     gone = sorted({number for number in numbers if is_queued(queue, number)})
     together = {number: queue.combined.pop(number) for number in gone if number in queue.combined}
@@ -393,7 +391,7 @@ def take(queue: TrajectoryQueue, numbers: Iterable[int]) -> list[QueuedGroup]:
 
 
 def is_queued(queue: TrajectoryQueue, number: int) -> bool:
-    """Return whether a number has a place in a line: that of a group, or of several that were combined."""
+    """Return whether a number is in a line, for a single group or for several that were combined."""
     group = queue.groups.get(number)
     if group is None:
         return False
@@ -409,10 +407,10 @@ def put_back(
     combined: Mapping[int, tuple[int, ...]],
     lost: Iterable[int] = (),
 ) -> None:
-    """Undo that a batch took these groups, which are given by number. Those that are `lost` are forgotten.
+    """Return these groups, given by number, from a batch to the queue. Forget those that are `lost`.
 
-    They have their old places, and what was combined stays together, unless a part of it is lost: then the rest of it
-    waits for other groups. A share has what it had been served before.
+    They get their old places. Combined groups stay together unless one of them is lost: then the rest waits for other
+    groups. The share of each environment is reduced to what it had been served before.
     """
     for group in groups.values():
         owner = queue.owner_of(group)
@@ -427,7 +425,7 @@ def put_back(
 
 
 def give_up(queue: TrajectoryQueue, numbers: Iterable[int]) -> None:
-    """Forget queued groups. What one of them was combined with waits for other groups."""
+    """Forget queued groups. Groups that one of them was combined with wait for other groups."""
     for number in numbers:
         group = queue.groups.get(number)
         if group is None:
@@ -456,7 +454,7 @@ def _queue_again(
     together: Mapping[int, tuple[int, ...]],
     apart: Container[int],
 ) -> None:
-    """Queue groups under their old numbers. Those that are `apart` were combined, and are not any more."""
+    """Queue groups under their old numbers. Groups in `apart` were combined, and no longer are."""
     inner = {each for members in together.values() for each in members}
     for number, group in sorted(groups.items()):
         owner = queue.owner_of(group)
@@ -476,20 +474,20 @@ def _queue_again(
 
 
 def virtual_time(queue: TrajectoryQueue, owner: int) -> float:
-    """Return when an environment is next, in virtual time: it is the turn of the least.
+    """Return the virtual time of an environment's next turn: the environment with the least is served next.
 
     This is start-time fair queueing (Goyal, Vin and Cheng, "Start-time fair queueing", SIGCOMM 1996). An environment
-    that had nothing to take begins at the clock. One whose groups fitted no batch may catch up on one batch.
+    that had no groups to take begins at the clock. If its groups fitted no batch, it may catch up by one batch.
     """
     credit = queue.batch_size / queue.weight_of(owner)
     return max(queue.share_of(owner).served, queue.clock - credit)
 
 
 def _holder(queue: TrajectoryQueue, group: QueuedGroup) -> Environment | None:
-    """Return the environment that holds this group until others make up its size, None if it is queued at once.
+    """Return the environment that holds this group to combine it with others, or None if it is queued at once.
 
-    A group that is larger than its environment's group_size, or any group where that is more than a batch, could never
-    be part of a combination: it is queued.
+    A group is queued at once if it could never be part of a combination: because it is not smaller than its
+    environment's group_size, or because group_size is more than a batch.
     """
     environment = queue.environments.get(queue.owner_of(group))
     if environment is None or not environment.connected or group.sequences >= environment.group_size:
@@ -506,7 +504,7 @@ def _enqueue(queue: TrajectoryQueue, share: EnvironmentShare, number: int, size:
 
 
 def _insert(line: GroupLine, number: int) -> None:
-    """Add a group to a line: to its end, unless it is one that was queued before and comes back to its place."""
+    """Add a group to a line: at its end, or at its old place if the group was queued before."""
     numbers = line.numbers
     at = bisect_left(numbers, number, line.start) if numbers and number < numbers[-1] else len(numbers)
     if numbers[at : at + 1] != [number]:
@@ -515,7 +513,7 @@ def _insert(line: GroupLine, number: int) -> None:
 
 
 def _erase(share: EnvironmentShare, number: int, size: int) -> None:
-    """Remove a group that has left a line from its numbers, where they still have it: it will be somewhere else."""
+    """Remove a group that has left a line from the line's numbers if they still contain it: it is queued elsewhere."""
     line = share.lines.get(size)
     at = 0 if line is None else bisect_left(line.numbers, number, line.start)
     if line is not None and line.numbers[at : at + 1] == [number]:
@@ -540,7 +538,7 @@ def _is_held(environment: Environment, number: int, size: int) -> bool:
 
 
 def _let_go(environment: Environment, number: int, size: int) -> None:
-    """Hold a group no more."""
+    """Stop holding a group."""
     environment.held_groups -= 1
     environment.held_sequences -= size
     held = environment.held[size]
@@ -551,9 +549,10 @@ def _let_go(environment: Environment, number: int, size: int) -> None:
 
 
 def combination(queue: TrajectoryQueue, environment: Environment, newest: int) -> tuple[int, ...]:
-    """Return held groups of an environment that make up exactly its group_size: the oldest whenever any have it.
+    """Return held groups of an environment that add up to exactly its group_size, preferring the oldest.
 
-    `newest` is the size of the group that came last. Of very many sizes it is looked at with those held first.
+    `newest` is the size of the group that was held last. If there are very many sizes, only this one and those that
+    were held first are considered.
     """
     if environment.held_sequences < environment.group_size:
         return ()
@@ -573,7 +572,7 @@ def combination(queue: TrajectoryQueue, environment: Environment, newest: int) -
 
 
 def _removed(queue: TrajectoryQueue, share: EnvironmentShare, size: int) -> None:
-    """Account for a group that has left a line, and shorten the line now and then."""
+    """Account for a group that has left a line, and shorten the line if many of its groups are gone."""
     line = share.lines[size]
     line.count -= 1
     share.sequences -= size
@@ -588,7 +587,7 @@ def _removed(queue: TrajectoryQueue, share: EnvironmentShare, size: int) -> None
 
 
 def _forget_environments(queue: TrajectoryQueue) -> None:
-    """Forget the environments that left first and have nothing queued, beyond a limit."""
+    """Beyond the limit, forget disconnected environments that have no groups queued, the earliest first."""
     if len(queue.environments) <= ENVIRONMENTS_MAX:
         return
     done = [each.id for each in queue.environments.values() if not each.connected and not each.share.sequences]

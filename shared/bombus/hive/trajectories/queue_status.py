@@ -1,5 +1,4 @@
-"""What is reported about the queue: to an environment that asks how much to generate, and about groups that fit no
-batch."""
+"""Reports about the queue: to an environment that asks how much to generate, and about groups that fit no batch."""
 
 from collections import Counter
 
@@ -9,7 +8,7 @@ from bombus.hive.trajectories.filling import reachable
 from bombus.hive.trajectories.forming import fit, lacking, minimums, usable
 from bombus.hive.trajectories.queue import Environment, TrajectoryQueue
 
-WEIGHT_MIN = 0.01  # what an environment is told at least, so that it keeps generating
+WEIGHT_MIN = 0.01  # the least weight that is reported to an environment, so that it keeps generating
 SIZES_SHOWN = 6
 
 
@@ -24,10 +23,10 @@ class EnvironmentQueueStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def environment_status(queue: TrajectoryQueue, environment: Environment) -> EnvironmentQueueStatus:
-    """Return how an environment stands. Asking changes nothing.
+    """Return an environment's share of the queue, without changing the queue.
 
-    `queue_size` is what keeps it from generating more: its own sequences, and those of others beyond their minimums, in
-    groups of its own size.
+    `queue_size` tells an environment when to stop generating: it counts its own sequences, and those of others beyond
+    their minimums, in groups of its own size.
     """
     own = environment.share
     group_size = max(1, environment.group_size, *own.lines)
@@ -54,16 +53,16 @@ def _reserved(queue: TrajectoryQueue, owner: int) -> int:
 
 
 def _portion(queue: TrajectoryQueue, environment: Environment) -> float:
-    """Return the part of all generating that is this environment's: by weight, and by the length of its sequences."""
+    """Return this environment's fraction of all generation, by its weight times the length of its sequences."""
     total = sum(each.max_tokens * max(0.0, each.weight) for each in queue.environments.values() if each.connected)
     return environment.max_tokens * environment.weight / total if total > 0 else 0.0
 
 
-# ---- what is stranded -----------------------------------------------------------------------------------------
+# ---- groups that fit no batch ---------------------------------------------------------------------------------
 
 
 def stranded(queue: TrajectoryQueue) -> list[str]:
-    """Return a sentence for each reason for which groups of the queue are in no batch that could be formed now."""
+    """Return a sentence for each reason why some queued groups can be in no batch that could be formed now."""
     return [*_too_large(queue), *_without_a_fill(queue), *_held(queue)]
 
 
@@ -80,7 +79,7 @@ def _too_large(queue: TrajectoryQueue) -> list[str]:
 
 
 def _without_a_fill(queue: TrajectoryQueue) -> list[str]:
-    """Return why no batch can be formed of enough sequences, or else which sizes are in none."""
+    """Return why no batch can be formed although there are enough sequences, or else which sizes fit no batch."""
     sizes = Counter[int]()
     for _, share in queue.shares():
         sizes.update({size: line.count for size, line in usable(queue, share)})
@@ -95,7 +94,7 @@ def _without_a_fill(queue: TrajectoryQueue) -> list[str]:
         sums = reachable(dict(sizes), queue.batch_size)
         helpful = [size for size in range(1, queue.batch_size + 1) if sums >> (queue.batch_size - size) & 1]
         return [
-            f"{_groups(sizes)} are queued, and no selection of them has exactly {queue.batch_size} sequences. One more "
+            f"{_groups(sizes)} are queued, but no selection of them has exactly {queue.batch_size} sequences. One more "
             f"group of {_either(helpful)} would complete a batch."
         ]
     unused, left_out = Counter[int](), Counter[int]()
@@ -107,23 +106,23 @@ def _without_a_fill(queue: TrajectoryQueue) -> list[str]:
     sentences: list[str] = []
     if left_out:
         sentences.append(
-            f"No batch has room for {_groups(left_out)} of environments without a minimum: the minimums of others are "
-            "all of it. Register one of those again with a smaller min_batch_allocation."
+            f"No batch has room for {_groups(left_out)} of environments without a minimum: the minimums of others add "
+            "up to the whole batch. Register one of those again with a smaller min_batch_allocation."
         )
     if not unused:
         return sentences
     fit_and_stay = ("fits", "It stays") if unused.total() == 1 else ("fit", "They stay")
     return [
         *sentences,
-        f"{_groups(unused)} {fit_and_stay[0]} in no batch of {queue.batch_size} sequences with what is queued now. "
-        f"{fit_and_stay[1]} until groups come that complete one.",
+        f"{_groups(unused)} {fit_and_stay[0]} in no batch of {queue.batch_size} sequences with the groups queued now. "
+        f"{fit_and_stay[1]} until groups arrive that complete one.",
     ]
 
 
 def _waits(queue: TrajectoryQueue, environment: Environment, asked: int) -> str:
     return (
         f"Environment {environment.id} ({environment.name}) asks for {asked} of the {queue.batch_size} sequences of "
-        f"each batch and has {environment.share.sequences} queued: no batch is formed until it has more, or has left."
+        f"each batch but has {environment.share.sequences} queued: no batch is formed until it has more, or has left."
     )
 
 

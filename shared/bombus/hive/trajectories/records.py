@@ -1,7 +1,7 @@
 """The record of a rollout group: several sequences of tokens with their masks and scores, as an environment sent them.
 
-Numbers are packed, row after row, in four bytes each (eight where a float needs them). Whatever nobody here computes
-with is kept as the text of JSON that it came as.
+Numbers are packed row by row, in four bytes each (floats in eight if four would change them). Fields that bombus does
+not compute with are kept as the JSON text in which they were sent.
 """
 
 import struct
@@ -15,26 +15,26 @@ from bombus.errors import LogCorrupted
 from bombus.hive.decoding import decoded
 
 _INT_BYTES = 4
-_PROBED = 8  # numbers that are tried before all of them are; the first are often those of masked tokens, all 1
+_PROBED = 8  # the last numbers, tried first: the first ones are often those of masked tokens, all 1
 
 _NumberT = TypeVar("_NumberT", int, float)
 
 
 class PackedFloats(msgspec.Struct, frozen=True, array_like=True):
-    """Numbers, little-endian: float32 where each of them comes back equal, and float64 otherwise (`is_wide`)."""
+    """Little-endian floats: float32 if that represents each number exactly, and float64 otherwise (`is_wide`)."""
 
     data: bytes
     is_wide: bool = False
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> "PackedFloats":
-        """Pack numbers. Those that engines compute are float32, those that programs compute are not."""
+        """Pack numbers. Numbers from inference engines usually fit float32; those computed in Python do not."""
         narrow = _as_float32(numbers[-_PROBED:]) and _as_float32(numbers)
         return cls(narrow) if narrow else cls._wide(numbers)
 
     @classmethod
     def of_rows(cls, rows: Iterable[Sequence[float]]) -> "PackedFloats":
-        """Pack the numbers of rows, one row after the other, as `of` packs all of them."""
+        """Pack the numbers of all rows, one row after the other, as `of` does."""
         packed: list[PackedFloats] = []
         is_wide = False
         for row in rows:
@@ -56,14 +56,14 @@ class PackedFloats(msgspec.Struct, frozen=True, array_like=True):
         return len(self.data) // (8 if self.is_wide else 4)
 
     def rows(self, lengths: Sequence[int]) -> list[list[float]]:
-        """Return the numbers in rows of these lengths."""
+        """Return the numbers, split into rows of these lengths."""
         return _split(array("d" if self.is_wide else "f", self.data), lengths)
 
 
 class PackedCandidates(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a teacher says of each position: token ids, or their logprobs, of which a position may have any number.
+    """A teacher's candidates for each position: token ids, or their logprobs. A position may have any number.
 
-    `counts` (int32) has how many each position has, one position after the other over all sequences.
+    `counts` (int32) holds the number of candidates of each position, over all sequences in order.
     """
 
     counts: bytes
@@ -74,14 +74,14 @@ class PackedCandidates(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
         numbers = len(self.tokens) // _INT_BYTES if self.logprobs is None else len(self.logprobs)
         counts = unpack_ints(self.counts)
         if len(self.counts) % _INT_BYTES or sum(counts) != numbers or min(counts, default=0) < 0:
-            raise ValueError(f"{numbers} candidates are not as many as their positions have")
+            raise ValueError(f"{numbers} candidates do not match the counts of their positions")
 
     @property
     def positions(self) -> int:
         return len(self.counts) // _INT_BYTES
 
     def rows(self, lengths: Sequence[int]) -> Sequence[Sequence[Sequence[float]]]:
-        """Return the candidates of each position, in sequences of these lengths."""
+        """Return the candidates of each position, split into sequences of these lengths."""
         counts = unpack_ints(self.counts)
         by_position: Sequence[Sequence[float]] = (
             int_rows(self.tokens, counts) if self.logprobs is None else self.logprobs.rows(counts)
@@ -90,14 +90,14 @@ class PackedCandidates(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
 
 class RolloutGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="group.v1", tag_field="kind"):
-    """One rollout group, as the stream `trajectories` has it.
+    """One rollout group, as stored in the stream `trajectories`.
 
-    `lengths` (int32) are the tokens of each sequence. `tokens` and `masks` (int32) have one number for each token of
-    all sequences, one sequence after the other, and so have `advantages` and logprobs. `scores` has one for each
-    sequence. What is text is JSON, and empty where it was null. Without `environment` the group is anonymous.
-    `advantage_lengths` (int32) are the rows of `advantages` where these are not as long as the sequences, else empty.
+    `lengths` (int32) holds the number of tokens of each sequence. `tokens` and `masks` (int32), `advantages` and
+    logprobs have one number for each token of all sequences, one sequence after the other. `scores` has one for each
+    sequence. Text fields are JSON, or empty for null. Without `environment` the group is anonymous. If the rows of
+    `advantages` are not as long as the sequences, `advantage_lengths` (int32) holds their lengths; else it is empty.
 
-    Raises `ValueError` where the parts are not of these sizes, so that what was decoded holds what it promises.
+    Raises `ValueError` if the sizes do not match, so every decoded record is consistent.
     """
 
     lengths: bytes
@@ -125,7 +125,7 @@ class RolloutGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             raise ValueError(f"{len(self.tokens)} bytes of tokens and {len(self.masks)} of masks are not {total} each")
         for numbers in (self.ref_logprobs, self.inference_logprobs):
             if numbers is not None and len(numbers) != total:
-                raise ValueError(f"{total} tokens have {len(numbers)} numbers beside them")
+                raise ValueError(f"{total} tokens have {len(numbers)} logprobs")
         self._check_advantages()
         for candidates in (self.distill_token_ids, self.distill_logprobs):
             if candidates is not None and candidates.positions != total:
@@ -136,10 +136,10 @@ class RolloutGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             return
         rows = self.advantage_rows()
         if len(self.advantage_lengths) % _INT_BYTES or min(rows) < 0 or sum(rows) != len(self.advantages):
-            raise ValueError(f"{len(self.advantages)} advantages are not as many as their rows have")
+            raise ValueError(f"{len(self.advantages)} advantages do not match the lengths of their rows")
 
     def advantage_rows(self) -> list[int]:
-        """Return how many advantages each row has: one for each token, unless an environment has sent others."""
+        """Return the length of each row of advantages: one for each token, unless the environment sent other rows."""
         return unpack_ints(self.advantage_lengths or self.lengths)
 
     @property
@@ -152,7 +152,7 @@ class RolloutGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     @property
     def longest(self) -> int:
-        """Return the tokens of the longest sequence."""
+        """Return the length of the longest sequence, in tokens."""
         return max(self.sequence_lengths())
 
     def sequence_lengths(self) -> list[int]:
@@ -168,7 +168,7 @@ def encode_group(group: RolloutGroup) -> bytes:
 
 
 def decode_group(body: bytes) -> RolloutGroup:
-    """Decode a record. Raises `LogCorrupted` for bytes that are not one."""
+    """Decode a record. Raises `LogCorrupted` if the bytes are not one."""
     try:
         return decoded(_decoder.decode, body)
     except msgspec.MsgspecError as error:
@@ -176,7 +176,7 @@ def decode_group(body: bytes) -> RolloutGroup:
 
 
 def pack_ints(numbers: Sequence[int]) -> bytes:
-    """Pack integers. Raises `struct.error` for what is not an integer of 32 bits."""
+    """Pack integers. Raises `struct.error` for a value that is not a 32-bit integer."""
     return struct.pack(f"<{len(numbers)}i", *numbers)
 
 
@@ -185,12 +185,12 @@ def unpack_ints(data: bytes) -> list[int]:
 
 
 def int_rows(data: bytes, lengths: Sequence[int]) -> list[list[int]]:
-    """Return integers in rows of these lengths."""
+    """Return integers, split into rows of these lengths."""
     return _split(array("i", data), lengths)
 
 
 def _as_float32(numbers: Sequence[float]) -> bytes:
-    """Return numbers as float32, or nothing where one of them would not come back equal."""
+    """Return numbers as float32, or empty bytes if float32 does not represent one of them exactly."""
     try:
         packed = struct.pack(f"<{len(numbers)}f", *numbers)
     except OverflowError:

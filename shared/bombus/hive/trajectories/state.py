@@ -1,7 +1,7 @@
 """The part of an engine's state that is about rollout groups, and its fold.
 
-The queue says what waits, and `batch` what was handed out last. Bodies are in the stream `trajectories` for as long as
-one of them names them.
+The queue holds the waiting groups, and `batch` the batch that was handed out last. The body of a group stays in the
+stream `trajectories` for as long as either of them refers to it.
 """
 
 from collections.abc import Container, Iterable, Iterator
@@ -15,16 +15,16 @@ from bombus.hive.records import digest
 from bombus.hive.trajectories import queue as queues
 from bombus.hive.trajectories.queue import Environment, EnvironmentShare, QueuedGroup, TrajectoryQueue
 
-REPEAT_S = 60.0  # within which a push of the same key is the same push
-ANSWERS_KEPT = 65_536  # of pushes of the last minute: one for each of their groups
-PUSHES_BETWEEN = 1_024  # looks for those that need not be known any more
-HANDED_S = 600.0  # after which nobody is expected to read a batch any more that was handed out and has not arrived
+REPEAT_S = 60.0  # a push of the same key within this time is a repetition
+ANSWERS_KEPT = 65_536  # to pushes of the last minute: one for each of their groups
+PUSHES_BETWEEN = 1_024  # pushes after which outdated ones are dropped
+HANDED_S = 600.0  # an undelivered batch is no longer expected to be read after this
 
 
 class HandedOut(msgspec.Struct, kw_only=True):
-    """A batch that was handed out. It is not served again once it was delivered, and another one is asked for.
+    """A batch that was handed out. It is served again until it was delivered and the next batch is requested.
 
-    `numbers` are those of its groups, and `combined` has which of them stay together.
+    `numbers` are the numbers of its groups, and `combined` says which of them stay together.
     """
 
     run: int
@@ -41,7 +41,7 @@ class HandedOut(msgspec.Struct, kw_only=True):
 
 
 class RecentPush(msgspec.Struct, frozen=True, array_like=True):
-    """When a push was decided, its answer, and what its groups were (see `digest_of`)."""
+    """When a push was decided, its answer, and the digest of its groups (see `digest_of`)."""
 
     at_ns: int
     held: tuple[int | None, ...]
@@ -49,40 +49,40 @@ class RecentPush(msgspec.Struct, frozen=True, array_like=True):
 
 
 def digest_of(groups: Iterable[QueuedGroup]) -> bytes:
-    """Return what tells the groups of a push from others: the digest of those of their bodies."""
+    """Return a digest that identifies the groups of a push: the digest of their bodies' digests."""
     return digest(b"".join(group.body.digest for group in groups if group.body is not None))
 
 
 class Trajectories(msgspec.Struct, kw_only=True):
-    trainer: ev.TrainerRegistered | None = None  # of the run, while it is on
-    begun: bool = False  # its trainer has asked for a batch
+    trainer: ev.TrainerRegistered | None = None  # of the current run
+    begun: bool = False  # its trainer has requested a batch
     queue: TrajectoryQueue = msgspec.field(default_factory=TrajectoryQueue)
     batch: HandedOut | None = None
     batches: int = 0  # handed out in this run
-    withdrawn: int = 0  # of them, because a group of each was lost
+    withdrawn: int = 0  # how many of these were withdrawn because a group was lost
     before: int = 0  # the number of the batch that was delivered before `batch`
-    given_up: int = 0  # groups of this run, whose bodies were lost or which have waited too long
-    given_up_why: str = ""  # what was said of the last of them
-    latest: QueuedGroup | None = None  # pushed last
+    given_up: int = 0  # dropped groups of this run, see `GroupsGivenUp`
+    given_up_why: str = ""  # why the last of them was dropped
+    latest: QueuedGroup | None = None  # the group pushed last
     pushes: dict[str, RecentPush] = {}  # by key, oldest first
-    heard_ns: dict[int, int] = {}  # when each connected environment joined, or pushed last
-    silent_ns: dict[int, int] = {}  # when environments left without a word
-    queued_at: dict[int, int] = {}  # of queued groups of episodes, oldest first: the policy version at that time
-    grouped: int = 0  # episodes of this run that were made into groups
-    grouped_sequences: int = 0  # of these groups
+    heard_ns: dict[int, int] = {}  # when each connected environment joined or last pushed
+    silent_ns: dict[int, int] = {}  # when environments left by falling silent
+    queued_at: dict[int, int] = {}  # the policy versions when queued groups of episodes were queued, oldest first
+    grouped: int = 0  # episodes of this run that became groups
+    grouped_sequences: int = 0  # sequences of these groups
 
     @property
     def current_step(self) -> int:
-        """Return the trainer's step: each batch that was handed out, and not withdrawn, is one."""
+        """Return the trainer's step: each batch that was handed out and not withdrawn is a step."""
         return (0 if self.trainer is None else self.trainer.starting_step) + self.batches - self.withdrawn
 
     def repeated(self, key: str, now_ns: int) -> RecentPush | None:
-        """Return the push of this key, if it was lately."""
+        """Return the push of this key in the last `REPEAT_S`, if any."""
         before = self.pushes.get(key) if key else None
         return before if before is not None and now_ns - before.at_ns <= REPEAT_S * 1e9 else None
 
     def needed(self) -> Iterator[QueuedGroup]:
-        """Yield the groups that a batch has, or may have. What was pushed last is kept only while there is room."""
+        """Yield the groups that a batch contains or may contain. `latest` is not among them."""
         yield from self.queue.groups.values()
         if self.batch is not None:
             yield from self.batch.groups
@@ -92,10 +92,10 @@ class Trajectories(msgspec.Struct, kw_only=True):
         return [number for number, _ in takewhile(lambda queued: queued[1] < version, self.queued_at.items())]
 
     def movable(self, now_ns: int) -> Iterator[tuple[int, QueuedGroup]]:
-        """Yield the groups that can be moved to another place, by number.
+        """Yield the groups whose bodies can be stored again at a later place, by number.
 
-        Those of a batch can be once it was delivered. One that was handed out long ago can be too: whoever took it is
-        gone, or has it and has not said so yet.
+        Groups of a batch can be moved once it was delivered, or if it was handed out long ago: the trainer that took it
+        is gone, or has received it and not reported so yet.
         """
         yield from self.queue.groups.items()
         batch = self.batch
@@ -107,15 +107,15 @@ class Trajectories(msgspec.Struct, kw_only=True):
 
 
 def register(state: Trajectories, event: ev.TrainerRegistered) -> None:
-    """Begin a run. What was pushed while none was on waits for it."""
+    """Begin a run. Groups that were pushed while there was no run wait for it."""
     queues.register(state.queue, event.batch_size)
     state.trainer = event
 
 
 def end_run(state: Trajectories) -> None:
-    """End a run: its groups are dropped (R8), and so are the keys by which their pushes would be known again.
+    """End a run: drop its groups (R8), and the keys by which repeated pushes are recognised.
 
-    Environments stay as they are, as they notice nothing of it. One that fell silent may be heard from again.
+    Environments stay, since they do not notice the end of a run. An environment that fell silent may return.
     """
     queue = state.queue
     kept = [each for each in queue.environments.values() if each.connected or each.id in state.silent_ns]
@@ -188,7 +188,7 @@ def push(state: Trajectories, event: ev.GroupsPushed) -> None:
 
 
 def _forget_pushes(state: Trajectories, now_ns: int) -> None:
-    """Forget now and then the pushes that came too long ago to be sent again, and the oldest of too many."""
+    """Once in `PUSHES_BETWEEN` pushes, forget pushes that are too old to be repeated, and the oldest of too many."""
     if len(state.pushes) % PUSHES_BETWEEN:
         return
     kept, answers = 0, 0
@@ -231,7 +231,7 @@ def _wait_no_more(state: Trajectories, numbers: Iterable[int]) -> None:
 
 
 def give_up(state: Trajectories, event: ev.GroupsGivenUp) -> None:
-    """Forget groups. The others of a batch that had them are queued again, and it is no step."""
+    """Forget groups. If a batch had them, its other groups are requeued, and it does not count as a step."""
     state.given_up += len(event.groups)
     state.given_up_why = event.why
     _wait_no_more(state, event.groups)
@@ -246,7 +246,7 @@ def give_up(state: Trajectories, event: ev.GroupsGivenUp) -> None:
 
 
 def without_bodies(batch: ev.BatchReady, lost: Container[int]) -> ev.BatchReady:
-    """Return a batch of our own trainer in which the groups that are lost have no body: they are not trained."""
+    """Return a batch of our own trainer in which the lost groups have no body, so they are not trained on."""
     kept = tuple(
         msgspec.structs.replace(group, body=None) if number in lost else group
         for number, group in zip(batch.taken, batch.rollout_groups, strict=False)
@@ -255,7 +255,7 @@ def without_bodies(batch: ev.BatchReady, lost: Container[int]) -> ev.BatchReady:
 
 
 def move(state: Trajectories, event: ev.BodiesMoved) -> None:
-    """Note where bodies of groups are now that are queued, or in the batch that was handed out last."""
+    """Record the new places of the bodies of groups that are queued or in the batch that was handed out last."""
     batch = state.batch
     of_batch = {} if batch is None else {number: place for place, number in enumerate(batch.numbers)}
     for moved in event.moved:
@@ -273,7 +273,7 @@ def move(state: Trajectories, event: ev.BodiesMoved) -> None:
 
 
 def seal(state: Trajectories, numbers: tuple[int, ...]) -> tuple[QueuedGroup, ...]:
-    """Take the groups of our own trainer's next batch, and return them."""
+    """Remove the groups of our own trainer's next batch from the queue, and return them."""
     state.batches += 1
     return tuple(_taken(state, numbers))
 

@@ -1,4 +1,4 @@
-"""What a status shows of rollout groups: what waits for a batch, from where, and what no batch can take."""
+"""The status of rollout groups: how many wait for a batch, from which environments, and which fit no batch."""
 
 import msgspec
 
@@ -17,29 +17,29 @@ class EnvironmentStatus(msgspec.Struct, frozen=True, kw_only=True):
     weight: float
     minimum: float | None
     sequences: int  # that a batch can take
-    held_groups: int  # that wait for others to make up the group_size
+    held_groups: int  # that wait to be combined to group_size
 
 
 class RolloutGroupStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The queue of an engine, and its trainer. Each of `stranded` says why some groups are in no batch."""
+    """The queue of an engine, and its trainer. Each sentence of `stranded` says why some groups fit no batch."""
 
     batch_size: int  # 0 while no trainer is registered
     step: int
     handed_out: int  # batches of this run
-    delivered: bool  # the last of them, or there was none
+    delivered: bool  # whether the last of them was delivered; true if there was none
     groups: int
     sequences: int
     tokens: int
     environments: tuple[EnvironmentStatus, ...]
     stranded: tuple[str, ...]
     ours: bool = False  # our own trainer takes the batches
-    num_steps: int = 0  # after so many steps it takes no more
-    given_up: int = 0  # groups of this run whose bodies were lost
-    given_up_why: str = ""  # of the last of them
+    num_steps: int = 0  # the trainer's last step
+    given_up: int = 0  # dropped groups of this run, see `GroupsGivenUp`
+    given_up_why: str = ""  # why the last of them was dropped
 
 
 def rollout_group_status(state: Trajectories, ours: bool = False) -> RolloutGroupStatus | None:
-    """Return the status of an engine's rollout groups, None where it has neither any nor a trainer for them.
+    """Return the status of an engine's rollout groups, or None if it has no groups, environments or trainer for them.
 
     `ours` says that the engine's own trainer takes the batches.
     """
@@ -77,7 +77,7 @@ def _environment(environment: Environment) -> EnvironmentStatus:
 
 
 def rollout_group_lines(status: RolloutGroupStatus) -> list[str]:
-    """Return a status as text. Names are as their environments gave them: whoever prints them makes them one line."""
+    """Return a status as lines of text. Names are as their environments gave them: the caller removes line breaks."""
     waits = "" if status.delivered else ", the last one has not arrived"
     trainer = (
         f"step {status.step}, batches of {status.batch_size} sequences, {status.handed_out} handed out{waits}"

@@ -1,6 +1,6 @@
-"""What our own trainer makes of a rollout group, and which groups it does not train.
+"""How our own trainer trains on a rollout group, and which groups it refuses.
 
-A group that it would train otherwise than its environment meant is refused, by the name of the field.
+It refuses a group on which it would train differently than the environment intended, and names the field.
 """
 
 import math
@@ -13,24 +13,24 @@ import msgspec
 from bombus.hive.events import TrainerRegistered
 from bombus.hive.trajectories.records import RolloutGroup, int_rows
 
-NOT_TRAINED = -100  # the mask of a token that is not trained; that of any other is the token itself
-LOGPROB_MAX = 0.01  # a logprob is 0 at most, except for rounding
+NOT_TRAINED = -100  # the mask of a token that is not trained on; the mask of any other token is the token itself
+LOGPROB_MAX = 0.01  # a logprob is at most 0, except for rounding
 ADVANTAGE_MAX = float.fromhex("0x1.fffffep+127")  # the largest float32
 FOLDER, FOLDERS_MAX = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}"), 8  # of `checkpoint_dir`
 ZERO, TEMPERATURE = "set_advantage_to_zero", "temperature"  # the overrides that Atropos's own trainer knows
 
 
 class Handling(msgspec.Struct, frozen=True):
-    """How one sequence of a group is trained: at which temperature, and whether its advantage counts as zero."""
+    """How one sequence of a group is trained on: at which temperature, and whether its advantage counts as zero."""
 
     temperature: float = 1.0
     zeroed: bool = False
 
 
 def why_not_trained(group: RolloutGroup, tokens_max: int = 0) -> str:
-    """Return why our trainer does not train this group, as a sentence for its sender; empty if it does.
+    """Return a sentence for the sender that says why our trainer does not train on this group, or "" if it does.
 
-    Sequences have at most `tokens_max` tokens; 0: there is no such limit.
+    Sequences may have at most `tokens_max` tokens; 0: no limit.
     """
     if tokens_max and group.longest > tokens_max:
         return f"A sequence has {group.longest} tokens, but the run's max_token_len is {tokens_max}: send shorter ones."
@@ -44,11 +44,11 @@ def why_not_trained(group: RolloutGroup, tokens_max: int = 0) -> str:
 
 
 def handling_of(group: RolloutGroup) -> list[Handling]:
-    """Return how each sequence is trained.
+    """Return how each sequence is trained on.
 
     The temperature is that of the sequence's `overrides`, else of `generation_params`, else of `group_overrides`, else
-    1, as in Atropos's example trainer. One of 0 (greedy sampling) has no logprobs of its own and counts as 1, as in
-    calls of episodes. Raises `ValueError` with a sentence for what cannot be used.
+    1, as in Atropos's example trainer. A temperature of 0 (greedy sampling) defines no logprobs and counts as 1, as in
+    calls of episodes. Raises `ValueError` with a sentence for the sender if a field cannot be used.
     """
     common = _temperature("group_overrides", _known("group_overrides", _json(group.group_overrides), (TEMPERATURE,)))
     params = _json(group.generation_params)
@@ -66,7 +66,7 @@ def _handling(number: int, row: object, common: float) -> Handling:
     own = _temperature(f"overrides[{number}]", known)
     zeroed = known.get(ZERO, False)
     if not isinstance(zeroed, bool):
-        raise ValueError(f"overrides[{number}].{ZERO} is true or false, not {zeroed!r}.")
+        raise ValueError(f"overrides[{number}].{ZERO} must be true or false, not {zeroed!r}.")
     return Handling(temperature=common if own is None else own, zeroed=zeroed)
 
 
@@ -75,7 +75,7 @@ def _json(text: bytes) -> Any:
 
 
 def _known(where: str, given: object, names: Sequence[str]) -> dict[str, Any]:
-    """Return the overrides in an object. Raises `ValueError` for one that changes what this trainer does not know."""
+    """Return the overrides in an object. Raises `ValueError` if it has an override that this trainer does not know."""
     if given is None:
         return {}
     if not isinstance(given, dict):
@@ -102,27 +102,30 @@ def _temperature(where: str, given: dict[str, Any]) -> float | None:
 
 
 def why_not_registered(event: TrainerRegistered, begun: int) -> str:
-    """Return why our own trainer cannot make a run of these settings that begins at step `begun`; empty if it can."""
+    """Return why our own trainer cannot use these settings in a run that begins at step `begun`, or "" if it can."""
     if event.max_token_len < 1:
-        return f"max_token_len is {event.max_token_len}: it is the most tokens of a sequence, at least 1."
+        return f"max_token_len is {event.max_token_len}, but it must be at least 1: it limits the tokens of a sequence."
     if event.starting_step != begun:
         return (
             f"starting_step is {event.starting_step}, but this engine's own trainer begins at step {begun}: send that. "
-            "The job's trainer.resume says where it begins."
+            "The job's trainer.resume decides where it begins."
         )
     if event.num_steps <= begun:
-        return f"num_steps is {event.num_steps}: it is the last step of the run, which begins at step {begun}."
+        return (
+            f"num_steps is {event.num_steps}, but it must be above {begun}: it is the run's last step, and the run "
+            f"begins at step {begun}."
+        )
     parts = event.checkpoint_dir.removeprefix("./").rstrip("/").split("/") if event.checkpoint_dir else []
     if len(parts) > FOLDERS_MAX or not all(FOLDER.fullmatch(part) for part in parts):
         return (
-            f"checkpoint_dir is {event.checkpoint_dir!r}: this engine's own trainer keeps checkpoints below its own "
-            "folder. Send a relative name of letters, digits, dots, dashes and underscores, or an empty one."
+            f"checkpoint_dir is {event.checkpoint_dir!r}, but this engine's own trainer keeps checkpoints below its "
+            "own folder. Send a relative path of letters, digits, dots, dashes and underscores, or an empty one."
         )
     return ""
 
 
 def checkpoint_folder(event: TrainerRegistered | None) -> str:
-    """Return the folder below a run's checkpoints that its trainer was registered with, "" for none."""
+    """Return the folder below the run's checkpoints with which its trainer was registered, or "" if there is none."""
     return "" if event is None else event.checkpoint_dir.removeprefix("./").rstrip("/")
 
 
@@ -139,7 +142,7 @@ def _why_not_these_fields(group: RolloutGroup) -> str:
     for name, is_given in given.items():
         if is_given:
             why = "it computes them itself, with trainer.kl_coef" if name == "ref_logprobs" else "it cannot train on it"
-            return f"{name} is not taken by this run's own trainer: {why}. Send null."
+            return f"{name} is not accepted by this run's own trainer: {why}. Send null."
     return ""
 
 
@@ -162,8 +165,8 @@ def _why_not_these_masks(group: RolloutGroup) -> str:
         for place, (token, mask) in enumerate(zip(tokens, masks, strict=True)):
             if mask not in (NOT_TRAINED, token):
                 return (
-                    f"masks[{number}][{place}] is {mask}: a mask is {NOT_TRAINED} where a token is not trained, and "
-                    f"the token itself ({token}) where it is."
+                    f"masks[{number}][{place}] is {mask}: a mask must be {NOT_TRAINED} if the token is not trained on, "
+                    f"and the token itself ({token}) if it is."
                 )
     return ""
 
@@ -177,8 +180,8 @@ def _why_not_these_logprobs(group: RolloutGroup) -> str:
         for place, (logprob, mask) in enumerate(zip(logprobs, masks, strict=True)):
             if mask != NOT_TRAINED and logprob > LOGPROB_MAX:
                 return (
-                    f"inference_logprobs[{number}][{place}] is {logprob}, at a token that is trained: a logprob is not "
-                    "above 0. Send those of the sampler, or null for the whole group."
+                    f"inference_logprobs[{number}][{place}] is {logprob}, at a token that is trained on: a logprob "
+                    "cannot be above 0. Send the sampler's logprobs, or null for the whole group."
                 )
     return ""
 
@@ -193,5 +196,5 @@ def _why_not_these_advantages(group: RolloutGroup) -> str:
         return f"advantages[{number}] does not have one number for each token of its sequence."
     for number, row in enumerate(group.advantages.rows(lengths)):
         if not all(math.isfinite(each) and abs(each) <= ADVANTAGE_MAX for each in row):
-            return f"advantages[{number}] has a number that is beyond 32 bits."
+            return f"advantages[{number}] has a number that does not fit into float32."
     return ""

@@ -16,7 +16,7 @@ from bombus.replay.tally import EpisodesSeen
 class EpisodeStory(msgspec.Struct, kw_only=True):
     """`fate` is a clause on what happened to the episode after it ended. Times are nanoseconds since the epoch.
 
-    In a run of training operations it played with `sampler`.
+    `sampler` is set in a run of training operations: the weights that the episode played with.
     """
 
     id: str
@@ -31,7 +31,7 @@ class EpisodeStory(msgspec.Struct, kw_only=True):
     outcome: Outcome | None = None
     aborted: ev.EpisodeAborted | None = None
     fate: str = ""
-    step: int = 0  # the one that trained it
+    step: int = 0  # the step that trained on it
     group: ev.BatchGroup | None = None
     calls: dict[CallRef, NotedCall] = {}  # in the order in which they were noted
     config: ev.EngineConfigured | None = None
@@ -39,7 +39,7 @@ class EpisodeStory(msgspec.Struct, kw_only=True):
     sampler: ev.SamplerWeights | None = None
 
     def belongs(self, ref: CallRef) -> bool:
-        """Whether a call is one of those that the episode ended with (R7); while the episode runs, whether the call was
+        """Whether a call is among those that the episode ended with (R7); if it has no outcome, whether the call came
         in time."""
         if self.outcome is not None:
             return ref in self.outcome.calls
@@ -48,8 +48,7 @@ class EpisodeStory(msgspec.Struct, kw_only=True):
 
 
 async def read_story(source: Source, episode: str) -> EpisodeStory:
-    """Read the whole log for one episode. Raises `NotOnLog`, naming the episodes that there are, when it has no such
-    one."""
+    """Read the whole log for one episode. Raises `NotOnLog`, with the episodes that exist, if this one is not on it."""
     hive, position = await source.base()
     reader = _StoryReader(episode, hive, position)
     async with aclosing(source.events()) as entries:

@@ -33,7 +33,7 @@ class _Paint:
 
 
 def outcome(story: EpisodeStory) -> str:
-    """Say in a clause how an episode ended."""
+    """Return a clause that says how an episode ended."""
     if story.aborted is not None:
         detail = f" ({story.aborted.detail})" if story.aborted.detail else ""
         return f"aborted: {story.aborted.reason}{detail}"
@@ -74,7 +74,7 @@ def facts(story: EpisodeStory) -> list[tuple[str, str]]:
 
 
 def branch_lines(transcript: EpisodeTranscript) -> list[str]:
-    """Return the numbers of the turns of each branch; nothing when there is only one branch."""
+    """Return the numbers of the turns of each branch; an empty list if there is only one branch."""
     branches = transcript.branches()
     if len(branches) < 2:
         return []
@@ -133,7 +133,7 @@ def _prompt(turn: Turn) -> Iterator[str]:
 
 
 def _as_seen(name: str, prompt: str) -> Iterator[str]:
-    """Yield the lines of a prompt. A line break is shown as ↵, and what would be invisible is spelled out."""
+    """Yield the lines of a prompt. A line break is shown as ↵, other invisible characters as escapes."""
     for line in prompt.splitlines(keepends=True):
         shown = "".join(char if char.isprintable() else "↵" if char == "\n" else repr(char)[1:-1] for char in line)
         yield f"  {name:<9} {shown}"

@@ -22,7 +22,7 @@ _files = msgspec.msgpack.Decoder(dict[str, bytes])
 
 
 class Token(msgspec.Struct, frozen=True):
-    """`logprob` is the sampler's. `trained` says that the loss has a term for it once its episode is in a batch."""
+    """A sampled token. `logprob` is the sampler's. `trained`: the loss has a term for it once it is in a batch."""
 
     id: int
     text: str
@@ -38,12 +38,12 @@ class TurnReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """One call. `parent` is the number of the turn that it extends, 0 when it starts a branch of its own.
+    """One call. `parent` is the number of the turn that it extends, 0 if it starts a branch.
 
-    `messages` and `prompt` are what it added to its parent's; `tools`, and the `variables` that its request gave to the
-    chat template, are those of its whole branch. `auxiliary_call` is what the harness made the call for on its own
-    account. `advantage` is None where none is known. `seen` is its whole prompt with special tokens marked: what its
-    parent and that one's reply were, and what it added.
+    `messages` and `prompt` are the parts that it added to its parent's; `tools`, and the `variables` that its request
+    gave to the chat template, are those of its whole branch. `auxiliary_call` is the harness's purpose if the call was
+    not part of the task. `advantage` is None if it is not known. `seen` is its whole prompt with special tokens marked,
+    in two parts: the parent's prompt and reply, and the part that it added.
     """
 
     number: int
@@ -60,15 +60,15 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     replies: tuple[TurnReply, ...]
     sampling: SamplingParams
     seconds: float
-    untrained: str  # why none of its tokens is trained, "" when they are
+    untrained: str  # why it is not trained on, "" if it is
     advantage: float | None
     seen: tuple[str, str] = ("", "")
     auxiliary_call: str = ""
-    overridden: tuple[str, ...] = ()  # what its client asked for, or sent, that was not done or was left out
+    overridden: tuple[str, ...] = ()  # parts of its client's request that were overridden or left out
 
     @property
     def is_aside(self) -> bool:
-        """Whether it is an auxiliary call that is not trained, and so no branch of its episode."""
+        """Whether it is an auxiliary call that is not trained on, and so not a branch of its episode."""
         return bool(self.auxiliary_call and self.untrained)
 
 
@@ -82,9 +82,9 @@ class EpisodeTranscript(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...]
 
     def branches(self) -> list[tuple[int, ...]]:
-        """Return the turns that lead to each turn that no other extends, that turn included, from first to last.
+        """Return, for each turn that no other extends, the numbers of the turns that lead to it, and its own.
 
-        Auxiliary calls that are not trained are only where others extend them.
+        Auxiliary calls that are not trained on are included only if another turn extends them.
         """
         parents = {turn.number: turn.parent for turn in self.turns}
         counted = [turn.number for turn in self.turns if not turn.is_aside]
@@ -106,7 +106,7 @@ class EpisodeTranscript(msgspec.Struct, frozen=True, kw_only=True):
 async def read_transcript(source: Source, story: EpisodeStory, prompts: bool = False) -> EpisodeTranscript:
     """Read and decode the calls of an episode. Calls that are gone are named in `lost`.
 
-    With `prompts` each has its whole prompt, which repeats those before it.
+    With `prompts`, each turn has its whole prompt (`seen`), which repeats the prompts before it.
     """
     notes: list[str] = []
     lost: list[str] = []
@@ -134,7 +134,7 @@ async def _token_text(source: Source, story: EpisodeStory, notes: list[str]) -> 
 
 
 class IdsAsText:
-    """Shows tokens by their ids, where there is no tokenizer."""
+    """Shows tokens as their IDs, if there is no tokenizer."""
 
     def __call__(self, token: int) -> str:
         return f"<{token}>"
@@ -206,7 +206,7 @@ class _TurnDecoder:
         )
 
     def seen(self, ref: CallRef) -> tuple[str, str]:
-        """Return a call's prompt as the model saw it: what there was before, and what the call added."""
+        """Return a call's prompt as the model saw it: the part before the call, and the part that it added."""
         record = self._records[ref]
         added = self._token_text.marked_up(unpack_tokens(record.prompt_tail))
         before: list[int] = []
@@ -257,7 +257,7 @@ def _trains_auxiliary_calls(job: RunConfig | None) -> bool:
 
 
 def _is_masked(story: EpisodeStory, records: Mapping[CallRef, CallRecord], job: RunConfig | None) -> bool:
-    """Whether the job leaves out episodes like this one, of which a call was cut at a limit of the job."""
+    """Whether the job masks this episode because one of its calls was cut at a limit of the job."""
     if job is None:
         return False
     match job.trainer.overlong:

@@ -1,4 +1,4 @@
-"""Read a Dockerfile as far as it can be done without: a base, a working directory, and the task's files in it."""
+"""Read Dockerfiles that need no build: a base image, a working directory, and a copy of the task's files there."""
 
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -8,7 +8,7 @@ import msgspec
 from bombus.errors import BombusError
 
 BYTES_MAX = 1 << 20
-IGNORED = frozenset({"LABEL", "MAINTAINER", "CMD"})  # Harbor starts a shell of its own in place of the command
+IGNORED = frozenset({"LABEL", "MAINTAINER", "CMD"})  # Harbor starts its own shell instead of the CMD
 LEAVES_OUT = (".dockerignore", "Dockerfile.dockerignore")
 SERVICES = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
 
@@ -18,22 +18,23 @@ class CannotDoWithout(BombusError):
 
 
 class PlainBase(msgspec.Struct, frozen=True):
-    """What an image without steps has: a working directory, and perhaps the files beside its Dockerfile in it."""
+    """An image without build steps: its working directory, and whether the files beside the Dockerfile are in it."""
 
     workdir: str
     copies_files: bool
 
 
 def read_dockerfile(environment: Path, workdir: object, default: str) -> PlainBase:
-    """Return what a task's folder `environment` makes. `workdir` is what `task.toml` says of it, None for nothing.
+    """Return the image that a task's folder `environment` describes. `workdir` is the setting in `task.toml`, or None.
 
-    Without a Dockerfile its files are what the agent finds. Raises `CannotDoWithout`.
+    Without a Dockerfile, the agent gets the folder's files. Raises `CannotDoWithout` if the task needs a built image,
+    and `ValueError` if `workdir` is not a string.
     """
     for name in SERVICES:
         if (environment / name).exists():
             raise CannotDoWithout(f"environment/{name} starts services")
     if workdir is not None and not isinstance(workdir, str):
-        raise ValueError("environment.workdir in task.toml is not a text")
+        raise ValueError("environment.workdir in task.toml is not a string")
     path = environment / "Dockerfile"
     if not path.exists():
         return PlainBase(workdir or default, environment.is_dir())
@@ -50,9 +51,9 @@ def read_dockerfile(environment: Path, workdir: object, default: str) -> PlainBa
 
 
 def _base_of(text: str, default: str) -> PlainBase:
-    """Return what a Dockerfile without steps makes. Raises `CannotDoWithout`."""
+    """Return the image that a Dockerfile describes. Raises `CannotDoWithout` if it has build steps."""
     inside, copies, bases = default, False, 0
-    is_known = False  # where a relative WORKDIR would start, which the base says
+    is_known = False  # a relative WORKDIR starts at that of the base image, which is not known
     for number, words in _instructions(text):
         match words:
             case ["FROM", *_] if not bases:
@@ -69,7 +70,7 @@ def _base_of(text: str, default: str) -> PlainBase:
 
 
 def _instructions(text: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the words of each instruction, the first in capitals, with the number of its first line."""
+    """Yield the line number and the words of each instruction, the first word in upper case."""
     words: list[str] = []
     began = 0
     for number, line in enumerate(text.split("\n"), 1):

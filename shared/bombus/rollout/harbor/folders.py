@@ -1,4 +1,4 @@
-"""Read a folder of Harbor's tasks, and refuse by name what cannot be played without its image."""
+"""Read a folder of Harbor tasks, and refuse, by name, the tasks that cannot be played without their image."""
 
 import re
 import tomllib
@@ -14,20 +14,20 @@ from bombus.rollout.tasks import AgentTask, TaskPackage, checked_task
 FILE_BYTES_MAX = 1 << 20  # of task.toml and instruction.md
 TASKS_MAX = 100_000
 VARIABLES_BYTES_MAX = 64 << 10  # of one table: they are arguments of a program
-VERIFIER_S = 600.0  # Harbor's; for an agent it has no limit where a task names none
+VERIFIER_S = 600.0  # Harbor's default; agents have no limit if their task sets none
 DAY_S = 86_400.0
 NAMED_MAX = 8
 WORKDIR = "/app"
 PARTS = ("task.toml", "instruction.md", "environment", "environment/Dockerfile", "tests", "tests/test.sh")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _CANARY = re.compile(r"\A(?:[ \t]*(?:<!--.*canary.*-->|#.*canary.*)[ \t]*\n)+\s*", re.IGNORECASE)
-# Without them tests would fail, and take a good answer for a bad one.
+# Without these packages tests would fail, and a good answer would be judged as a bad one.
 _INSTALLS = re.compile(r"\b(apt|apt-get|apk|dnf|yum|pip|pip3|npm|conda)\s+(-\S+\s+)*(install|add|update|i)\b")
-# Names below / that a task cannot have for its folder: this machine's own, and Harbor's.
+# Folders below / that cannot hold a task's working directory: the machine's own, and Harbor's.
 RESERVED = {"bin", "boot", "dev", "etc", "home", "lib", "lib32", "lib64", "libx32", "logs", "old", "opt", "proc"}
 RESERVED |= {"root", "run", "sbin", "sys", "tests", "tmp", "usr", "var"}
 
-# What each table may hold here. Limits of an image are not kept; whatever else is set would change the task.
+# The keys that each table may have here. The limits of an image are ignored; any other key would change the task.
 _TOP = {"version", "schema_version", "task", "metadata", "source", "artifacts", "solution"}
 _TOP |= {"agent", "verifier", "environment"}
 _AGENT = {"timeout_sec"}
@@ -40,9 +40,9 @@ Table = Mapping[str, Any]
 
 
 def read_task_folders(path: Path) -> list[AgentTask]:
-    """Return the tasks of a folder, which is one or has one in each sub-folder with a `task.toml`, by their names.
+    """Return the task of a folder that has a `task.toml`, or else the tasks of its sub-folders that have one, by name.
 
-    Raises `Refused`, with the names of the tasks that are wrong, or that need an image.
+    Raises `Refused` with the names of tasks that are invalid or need an image.
     """
     try:
         folders = [path] if (path / "task.toml").is_file() else list(_sub_folders(path))
@@ -51,7 +51,7 @@ def read_task_folders(path: Path) -> list[AgentTask]:
     if not folders or len(folders) > TASKS_MAX:
         raise Refused(
             Code.BAD_CONFIG,
-            f"--task {path} has {len(folders) or 'no'} tasks: a Harbor folder has 1 to {TASKS_MAX} sub-folders "
+            f"--task {path} has {len(folders) or 'no'} tasks: a Harbor folder must have 1 to {TASKS_MAX} sub-folders "
             "with task.toml, instruction.md and tests/test.sh",
         )
     tasks: dict[str, AgentTask] = {}
@@ -60,10 +60,10 @@ def read_task_folders(path: Path) -> list[AgentTask]:
         try:
             task = task_of_folder(folder, path)
             if task.task_id in tasks:
-                raise ValueError(f"another folder has the name {task.task_id!r} too")
+                raise ValueError(f"another task is also named {task.task_id!r}")
         except CannotDoWithout as error:
             imaged.append(f"{folder.name} ({error})")
-        except (ValueError, OSError, RuntimeError) as error:  # the last for links that lead to each other
+        except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: links that form a loop
             raise Refused(Code.BAD_CONFIG, f"--task {folder}: {error}") from error
         else:
             tasks[task.task_id] = task
@@ -81,7 +81,7 @@ def read_task_folders(path: Path) -> list[AgentTask]:
 def task_of_folder(folder: Path, data_set: Path) -> AgentTask:
     """Return the task of one folder of a data set.
 
-    Raises `ValueError` with what is wrong, and `CannotDoWithout` with what it needs.
+    Raises `ValueError` if it is invalid, and `CannotDoWithout` if it needs an image.
     """
     _check_inside(folder, data_set)
     settings = _settings(_text(folder / "task.toml"))
@@ -100,7 +100,7 @@ def task_of_folder(folder: Path, data_set: Path) -> AgentTask:
         raise ValueError("it has no tests/test.sh, which judges it")
     _check_installs(folder)
     if (folder / "trajectory.json").exists():
-        raise CannotDoWithout("its trajectory.json is what an agent has done before, which is not shown to agents here")
+        raise CannotDoWithout("its trajectory.json holds an earlier agent's actions, which agents here do not get")
     if environment.get("allow_internet", True) is not True:
         raise CannotDoWithout("environment.allow_internet is false, but agents have this machine's network")
     dockerfile = read_dockerfile(folder / "environment", environment.get("workdir"), WORKDIR)
@@ -127,23 +127,23 @@ def _sub_folders(path: Path) -> Iterator[Path]:
 
 
 def without_canary(text: str) -> str:
-    """Return an instruction without the lines above it that mark a benchmark's files: no agent is shown them."""
+    """Return an instruction without its leading canary lines, which mark a benchmark's files and are not for agents."""
     return _CANARY.sub("", text, count=1)
 
 
 def _check_inside(folder: Path, data_set: Path) -> None:
-    """Raise `ValueError` for a task, or a part of one, that is a link to somewhere else.
+    """Raise `ValueError` if a task, or a part of it, is a link that leads out of the data set.
 
-    That may be a file of the user's, or a folder with tests and solutions that is not hidden from agents.
+    The target may be a file of the user, or a folder with tests and solutions that is not hidden from agents.
     """
     whole = data_set.resolve()
     if not (found := folder.resolve()).is_relative_to(whole):
         raise ValueError(
-            f"it is a link that leads out of {data_set}, to {found}, which agents could read: put a copy there"
+            f"it is a link that leads out of {data_set}, to {found}, which agents could read: replace it with a copy"
         )
     for name in PARTS:
         if not (found := (folder / name).resolve()).is_relative_to(whole):
-            raise ValueError(f"its {name} is a link that leads out of it, to {found}: put a copy there")
+            raise ValueError(f"its {name} is a link that leads out of the data set, to {found}: replace it with a copy")
 
 
 def _text(path: Path) -> str:
@@ -178,7 +178,7 @@ def _check_keys(prefix: str, table: Table, known: Set[str]) -> None:
 
 
 def _check_installs(folder: Path) -> None:
-    """Raise `CannotDoWithout` where `test.sh`, or a script that it may call, installs packages."""
+    """Raise `CannotDoWithout` if `test.sh`, or another script in `tests`, installs packages."""
     for script in sorted(path for path in (folder / "tests").rglob("*.sh") if path.is_file()):
         for number, line in enumerate(_text(script).split("\n"), 1):
             if not line.lstrip().startswith("#") and (found := _INSTALLS.search(line)):
@@ -189,7 +189,7 @@ def _check_installs(folder: Path) -> None:
 def _seconds(table: Table, name: str) -> float:
     found = table.get("timeout_sec", VERIFIER_S)
     if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found <= DAY_S:
-        raise ValueError(f"{name}.timeout_sec in task.toml is {found!r}, but a time limit is up to {DAY_S:.0f} s")
+        raise ValueError(f"{name}.timeout_sec in task.toml is {found!r}, but must be above 0 and at most {DAY_S:.0f} s")
     return float(found)
 
 
@@ -197,22 +197,22 @@ def _variables(table: Table, name: str) -> dict[str, str]:
     found = _table(table, "env")
     for key, value in found.items():
         if not _VARIABLE.fullmatch(key):
-            raise ValueError(f"{name}.env in task.toml has {key!r}, which is not the name of a variable")
+            raise ValueError(f"{name}.env in task.toml has {key!r}, which is not a valid name for a variable")
         if not isinstance(value, str) or "\0" in value:
-            raise ValueError(f"{name}.env.{key} in task.toml is not a text")
+            raise ValueError(f"{name}.env.{key} in task.toml is not a string without null characters")
         if key.startswith(WITHHELD) and name == "environment":
             raise ValueError(
-                f"environment.env in task.toml sets {key}, which is for what `bombus rollout` gives agents"
+                f"environment.env in task.toml sets {key}, a name that is reserved for what `bombus rollout` sets"
             )
         if "${" in value:
-            raise ValueError(f"{name}.env.{key} in task.toml takes a variable of its caller: write its value there")
+            raise ValueError(f"{name}.env.{key} in task.toml refers to a variable of Harbor's caller: write the value")
     if sum(len(f"{key}={value}".encode()) for key, value in found.items()) > VARIABLES_BYTES_MAX:
-        raise ValueError(f"{name}.env in task.toml has over {VARIABLES_BYTES_MAX} bytes: put what is long into a file")
+        raise ValueError(f"{name}.env in task.toml has over {VARIABLES_BYTES_MAX} bytes: put long values into a file")
     return dict(found)
 
 
 def _checked_workdir(workdir: str) -> str:
     parts = PurePosixPath(workdir).parts
     if len(parts) < 2 or parts[0] != "/" or ".." in parts or parts[1] in RESERVED or ":" in workdir:
-        raise CannotDoWithout(f"its working directory is {workdir}, which is not a folder of its own")
+        raise CannotDoWithout(f"its working directory is {workdir}, where the sandbox cannot put the task's folder")
     return workdir

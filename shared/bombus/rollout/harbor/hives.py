@@ -1,4 +1,4 @@
-"""Where hives of this machine keep their logs and keys, as their processes show: no agent is to read them."""
+"""Find where hives on this machine keep their logs and keys, from the running processes, to hide them from agents."""
 
 import os
 from collections.abc import Iterator
@@ -6,14 +6,14 @@ from pathlib import Path
 
 from bombus.cli import URL_FILE
 
-DATA = URL_FILE.parent.name  # of a hive that was started in the working directory
-KEY_FLAG = "key-file"  # the end of each flag that names a file with a key, also of programs that are not ours
+DATA = URL_FILE.parent.name  # the data folder of a hive that was started in the working directory
+KEY_FLAG = "key-file"  # the end of each flag that names a key file, including flags of other programs
 KEY_FLAGS = ("--admin-key-file", "--client-key-file", "--client-keys-file", "--key-file")
 _PROC = Path("/proc")
 
 
 def private_places() -> list[Path]:
-    """Return the data folders of hives, and files with their keys, that processes of this machine name or have open."""
+    """Return the data folders of hives that processes name or use, and the key files that their command lines name."""
     seen: dict[Path, bool] = {}
     found = {Path(DATA).resolve()}
     for process in _PROC.glob("[0-9]*"):
@@ -45,7 +45,7 @@ def _named(process: Path, words: list[str]) -> Iterator[Path]:
 
 
 def _key_files(process: Path, words: list[str]) -> Iterator[Path]:
-    """Yield the files with keys that a command line names, by a flag or by the beginning of one."""
+    """Yield the key files that a command line names with a flag, which may be abbreviated."""
     for word, following in zip(words, [*words[1:], ""]):
         flag, _, value = word.partition("=")
         is_ours = len(flag) > len("--") and any(known.startswith(flag) for known in KEY_FLAGS)

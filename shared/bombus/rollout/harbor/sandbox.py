@@ -1,4 +1,4 @@
-"""The sandbox of a task in Harbor's format: its folders are where the task says, and the machine is read-only."""
+"""The sandbox of a task in Harbor's format: folders are mounted where the task says, the machine is read-only."""
 
 import os
 import shutil
@@ -17,17 +17,16 @@ SETUP = Path(__file__).with_name("sandbox.sh")
 NAMESPACES = ("--user", "--map-root-user", "--pid", "--fork", "--mount", "--ipc", "--uts", "--kill-child")
 CHECK_S = 30.0
 TEST = "/tests/test.sh"
-SHELL = "/bin/bash"  # of tests that name no interpreter, as in Harbor
-OWN = frozenset({"HOME", "TMPDIR"})  # variables that the sandbox itself sets, whatever the task says of them
+SHELL = "/bin/bash"  # for tests that name no interpreter, as in Harbor
+OWN = frozenset({"HOME", "TMPDIR"})  # variables that the sandbox sets itself, even if the task sets them too
 
 
 def agent_prefix(package: TaskPackage, folder: EpisodeFolder, printed: Path) -> list[str]:
-    """Return the words to put before an agent's. The task's folder, with its tests and its solution, is hidden.
+    """Return the words to put before an agent's command, so that it runs in a sandbox.
 
-    So is the folder `printed`, which has what the programs of all episodes print.
-
-    The variables of the task are among them: they are set inside, because what they name, such as a `PATH`, would
-    otherwise decide which program makes the sandbox.
+    The sandbox hides the data set, with all tests and solutions, and the folder `printed`, which contains the output of
+    all episodes' programs. The task's variables are among the words because they must be set inside the sandbox: a
+    `PATH` set outside would decide which program creates it.
     """
     for made in (folder.path / "agent", folder.path / "artifacts", folder.outputs / "root"):
         made.mkdir()
@@ -35,14 +34,14 @@ def agent_prefix(package: TaskPackage, folder: EpisodeFolder, printed: Path) -> 
 
 
 def judge_words(package: TaskPackage, folder: EpisodeFolder) -> list[str]:
-    """Return the words that run a task's tests, in a copy that no agent has seen.
+    """Return the words that run a task's tests, from a copy that no agent has seen.
 
-    They are to write the reward into `verifier_folder`, which is new.
+    The tests must write the reward into `verifier_folder`, which is created here.
     """
     tests = folder.outputs / "tests"
     shutil.copytree(package.folder / "tests", tests, symlinks=True)
     script = tests / "test.sh"
-    script.unlink()  # it may be a link to another file of the task, whose mode is not ours to change
+    script.unlink()  # it may be a link to another file of the task, whose mode must not change
     shutil.copyfile(package.folder / "tests/test.sh", script)
     script.chmod(0o755)
     verifier_folder(folder).mkdir()
@@ -51,12 +50,12 @@ def judge_words(package: TaskPackage, folder: EpisodeFolder) -> list[str]:
 
 
 def verifier_folder(folder: EpisodeFolder) -> Path:
-    """Return where the tests of a task write its reward: no agent can."""
+    """Return the folder in which a task's tests write the reward, and no agent can write."""
     return folder.outputs / "verifier"
 
 
 def hides(package: TaskPackage, program: Path) -> bool:
-    """Return whether a file of this machine is where the task's sandbox has folders of its own."""
+    """Return whether the task's sandbox hides a file of this machine behind its own folders."""
     workdir = Path(package.workdir)
     if program.is_relative_to(workdir):
         return False  # a file of the task
@@ -75,16 +74,16 @@ def _words(
 
 
 def _unshare() -> str | None:
-    """Return the absolute path of `unshare`, which no file of a task's working directory can be."""
+    """Return the absolute path of `unshare`, so that a file in a task's working directory cannot take its place."""
     found = shutil.which("unshare", path=os.pathsep.join(("/usr/bin", "/bin", os.environ.get("PATH", ""))))
     return os.path.abspath(found) if found is not None else None
 
 
 def check_sandbox(package: TaskPackage, scratch: Path) -> None:
-    """Raise `Refused` where this machine makes no such sandbox."""
+    """Raise `Refused` if this machine cannot create a task's sandbox."""
     if sys.platform != "linux" or _unshare() is None or shutil.which("setpriv") is None:
         raise Refused(
-            Code.UNSUPPORTED, "tasks of Harbor's need Linux, with `unshare` and `setpriv` (package util-linux)"
+            Code.UNSUPPORTED, "tasks in Harbor's format need Linux with `unshare` and `setpriv` (package util-linux)"
         )
     with tempfile.TemporaryDirectory(prefix="bombus-check-", dir=scratch) as made:
         path = Path(made).resolve() / "0"
@@ -112,7 +111,7 @@ def check_sandbox(package: TaskPackage, scratch: Path) -> None:
     if tried.stdout.strip() != package.workdir:
         raise Refused(
             Code.UNSUPPORTED,
-            "this machine cannot create a sandbox for Harbor's tasks: the kernel, or the container around it, forbids "
-            "namespaces to this user (sysctl kernel.unprivileged_userns_clone, "
+            "this machine cannot create a sandbox for Harbor's tasks: the kernel or a container does not let this user "
+            "create namespaces (sysctl kernel.unprivileged_userns_clone, "
             f"kernel.apparmor_restrict_unprivileged_userns). It said: {tried.stderr.strip()[-300:]}",
         )

@@ -1,4 +1,4 @@
-"""How the files that a task's tests leave become a reward."""
+"""Turn the files that a task's tests leave into a reward."""
 
 import os
 import stat
@@ -15,11 +15,11 @@ BYTES_MAX = 64 << 10
 
 
 def verdict_of(exit_code: int, verifier: Path, errors: str) -> Judgement:
-    """Return the reward in `reward.json`, or else the one in `reward.txt`: the exit code does not count.
+    """Return the reward in `reward.json`, or else the one in `reward.txt`; the exit code does not change it.
 
-    Of several in `reward.json` it is the one called `reward`, or else their mean.
+    If `reward.json` has several rewards, the one called `reward` counts, or else their mean.
 
-    Raises `InfraError` when the tests did not judge: a signal ended them, or there is no number.
+    Raises `InfraError` if the tests did not judge: a signal ended them, or they left no valid number.
     """
     check_signal(exit_code)
     lines = errors.strip().splitlines()
@@ -39,7 +39,7 @@ def verdict_of(exit_code: int, verifier: Path, errors: str) -> Judgement:
 
 
 def _read(path: Path) -> str | None:
-    """Return the text of a file, None where there is none. What the tests ran may have put anything there."""
+    """Return the text of a file, None if it does not exist. Programs that the tests ran may have put anything there."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -58,7 +58,7 @@ def _read(path: Path) -> str | None:
 
 
 def _of_object(text: str) -> dict[str, float]:
-    """Return the rewards by their names: there may be several, all of which are numbers, as Harbor requires."""
+    """Return the rewards by name. Raises `InfraError` unless all of them are numbers, as Harbor requires."""
     try:
         found = msgspec.json.decode(text, type=dict[str, object])
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -78,6 +78,6 @@ def _text_number(text: str) -> float | None:
 def _number(value: object, shown: object, name: str) -> float:
     if not isinstance(value, int | float) or not is_reward(value):
         raise InfraError(
-            f"{name} has {str(shown).strip()[:80]!r}, but a reward is a number of at most {REWARD_MAX:.0e}"
+            f"{name} has {str(shown).strip()[:80]!r}, but a reward must be a number of at most {REWARD_MAX:.0e}"
         )
     return float(value)

@@ -1,17 +1,17 @@
-"""The tasks: the prompt, the state at the beginning, the checks at the end, and a solution. Pure."""
+"""The tasks: the prompt, the commands that set up the state, the checks at the end, and a solution. Pure."""
 
 from typing import Any
 
 import msgspec
 
 TIERS = ("warmup", "beginner", "intermediate", "advanced", "expert")
-ENDPOINT = "{endpoint}"  # in commands: the simulator's address
+ENDPOINT = "{endpoint}"  # replaced in commands by the simulator's address
 
 
 class StateCheck(msgspec.Struct, frozen=True):
     """A read-only command and its expected output as JSON. `None` means no output.
 
-    `alone` is another check that must hold. It is no achievement of its own.
+    `alone` is another check that must hold too. It does not count as a separate achievement.
     """
 
     command: str
@@ -20,9 +20,9 @@ class StateCheck(msgspec.Struct, frozen=True):
 
 
 class AwsTask(msgspec.Struct, frozen=True, kw_only=True):
-    """One task. `before` has the commands that make the state at its beginning, `gold` those that solve it.
+    """One task. `before` contains the commands that set up its initial state, `gold` the commands that solve it.
 
-    `unchanged` are commands that only read, which must give in the end what they gave at the beginning.
+    `unchanged` contains read-only commands whose output at the end must equal that at the beginning.
     """
 
     name: str
@@ -35,7 +35,7 @@ class AwsTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _table(name: str, key: str) -> StateCheck:
-    """Return the check for the only table, which has a string as its only key, and is billed on demand."""
+    """Return the check for a table that is the only one, has one string as its key, and is billed on demand."""
     return StateCheck(
         f"dynamodb describe-table --table-name {name} --query "
         "Table.[KeySchema,AttributeDefinitions,BillingModeSummary.BillingMode]",
@@ -49,7 +49,7 @@ def _table(name: str, key: str) -> StateCheck:
 
 
 def _assumed_by_lambda(role: str) -> StateCheck:
-    """Return the check for the only role, which Lambda may assume, and nobody else."""
+    """Return the check for a role that is the only one, and that only Lambda may assume."""
     return StateCheck(
         f'iam get-role --role-name {role} --query "to_array(Role.AssumeRolePolicyDocument.Statement)[].'
         '[Effect,keys(Principal),to_array(Principal.Service),to_array(Action),Condition]"',
@@ -58,11 +58,12 @@ def _assumed_by_lambda(role: str) -> StateCheck:
     )
 
 
-# What is asked for is there once, and nothing else of its kind: who makes many of them has not understood which one.
+# The requested resource exists once, and no other of its kind: creating many does not show which one was meant.
 
 
 def _only_bucket(name: str) -> StateCheck:
-    """Return the check for one bucket, which is in the account's region; any region lists those of all."""
+    """Return the check for a bucket that is the only one and is in the account's region; buckets of all regions are
+    listed."""
     return StateCheck("s3api list-buckets --query Buckets[].[Name,BucketRegion]", [[name, "us-east-1"]])
 
 
@@ -89,7 +90,7 @@ _TRUST = (
     '"Action":"sts:AssumeRole"}]}\''
 )
 _QUEUE = "{endpoint}/000000000000/"
-_MESSAGES = (  # those that somebody has received, too
+_MESSAGES = (  # including those that have been received
     "sum([to_number(Attributes.ApproximateNumberOfMessages),"
     "to_number(Attributes.ApproximateNumberOfMessagesNotVisible)])"
 )

@@ -1,7 +1,7 @@
-"""Which command lines are carried out: one of `aws` at a time, on the simulator, and on no files. Pure.
+"""Decide which command lines are carried out: one `aws` command at a time, on the simulator, without files. Pure.
 
-The words are understood here, and what is not on a list (`operations.py`) is refused: the command line itself takes
-options at any place and in abbreviated form, and reads files named by values.
+The words are parsed here, and anything that is not listed in `operations.py` is refused: the AWS command line itself
+accepts options at any position and in abbreviated form, and reads files named by values.
 """
 
 import re
@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from bombus.tasks.aws.line import CommandRefused, words_of_line
 from bombus.tasks.aws.operations import PROTOCOLS, S3_COMMANDS, S3_FLAGS, S3_REPEATED, S3_VALUES, SERVICES, AwsService
 
-WAIT_S_MAX = 20  # for a message
+WAIT_S_MAX = 20  # waiting for an SQS message
 REGION = "us-east-1"
 OUTPUTS = ("json", "text", "table")
 GLOBAL_VALUES = frozenset({"--region", "--output", "--query", "--color"})
 GLOBAL_FLAGS = frozenset({"--no-paginate", "--no-cli-pager"})
-WITHOUT_EFFECT = frozenset({"--color", "--no-cli-pager"})  # which version 1 of the command line lacks in part
+WITHOUT_EFFECT = frozenset({"--color", "--no-cli-pager"})  # version 1 of the command line lacks some of these
 GLOBALS = "--region, --output, --query, --no-paginate, --no-cli-pager and --color"
 _REGION = re.compile(r"[a-z]{2}(-[a-z]+)+-[0-9]")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
@@ -24,7 +24,8 @@ _SECONDS = re.compile(r"[0-9]{1,2}")
 
 
 def words_of_command(line: str) -> list[str]:
-    """Return the words after `aws`, options of every command first, the region among them. Raises `CommandRefused`."""
+    """Return the words after `aws`, with the global options first, always including the region. Raises
+    `CommandRefused`."""
     general, words = _general_options(_words_after_aws(line))
     service, operation, arguments = _service_and_operation(words)
     if service == "s3":
@@ -44,7 +45,7 @@ def _words_after_aws(line: str) -> list[str]:
 
 
 def _general_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the options that every command has, checked, and the other words. They may stand anywhere."""
+    """Return the validated global options, and the other words. Global options may stand anywhere."""
     given: dict[str, str] = {}
     others: list[str] = []
     waiting = list(reversed(words))
@@ -64,7 +65,7 @@ def _general_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
     if not _REGION.fullmatch(given.setdefault("--region", REGION)):
         raise CommandRefused(f"{given['--region']} is not a region: the account is in {REGION}")
     if given.get("--output", OUTPUTS[0]) not in OUTPUTS:
-        raise CommandRefused(f"--output is one of {', '.join(OUTPUTS)}")
+        raise CommandRefused(f"--output must be one of {', '.join(OUTPUTS)}")
     return [
         f"{name}={value}" if name in GLOBAL_VALUES else name
         for name, value in given.items()
@@ -75,15 +76,15 @@ def _general_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def _service_and_operation(words: Sequence[str]) -> tuple[str, str, list[str]]:
     if "help" in words:
         raise CommandRefused(
-            "help is not shown here: give a command that does something. As a value it is written --name=help"
+            "help is not available here: give a command that does something, or write the value help as --name=help"
         )
     for word in words[:2]:
         if word.startswith("-"):
             raise CommandRefused(
-                f"{_named(word)} is not carried out: the options that every command has are {GLOBALS}, written in full"
+                f"{_named(word)} is not carried out: the global options are {GLOBALS}, written in full"
             )
     if len(words) < 2:
-        raise CommandRefused("a command names a service and an operation, such as: aws s3 ls")
+        raise CommandRefused("a command must name a service and an operation, such as: aws s3 ls")
     service, operation, *arguments = words
     operations = S3_COMMANDS if service == "s3" else SERVICES[service].operations if service in SERVICES else ()
     if not operations:
@@ -103,13 +104,13 @@ def _check_arguments(service: str, operation: str, arguments: Sequence[str]) -> 
         _check_key(key)
     for seconds in options.get("--wait-time-seconds", ()):
         if not _SECONDS.fullmatch(seconds) or int(seconds) > WAIT_S_MAX:
-            raise CommandRefused(f"--wait-time-seconds is from 0 to {WAIT_S_MAX}")
+            raise CommandRefused(f"--wait-time-seconds must be from 0 to {WAIT_S_MAX}")
     if not set(options.get("--protocol", ())) <= PROTOCOLS:
-        raise CommandRefused(f"aws sns {operation}: the protocols that are here are {', '.join(sorted(PROTOCOLS))}")
+        raise CommandRefused(f"aws sns {operation}: the available protocols are {', '.join(sorted(PROTOCOLS))}")
 
 
 def _options(name: str, service: AwsService, arguments: Sequence[str]) -> Mapping[str, Sequence[str]]:
-    """Return the values by option. Each word must belong to an option that the service has."""
+    """Return the values by option. Each word must belong to an option of the service."""
     options: dict[str, list[str]] = {}
     option, is_complete = "", True
     for word in arguments:
@@ -131,13 +132,13 @@ def _options(name: str, service: AwsService, arguments: Sequence[str]) -> Mappin
 
 
 def _s3_arguments(command: str, arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of a command of `s3`, checked: places first, and each option in one word."""
+    """Return the validated arguments of an `s3` command: locations first, and each option in one word."""
     places, options = _s3_words(arguments)
     fewest, most = S3_COMMANDS[command]
     if not fewest <= len(places) <= most:
-        raise CommandRefused(f"aws s3 {command} takes {most} of the form s3://bucket/key, and not {len(places)}")
+        raise CommandRefused(f"aws s3 {command} takes {most} of the form s3://bucket/key, not {len(places)}")
     for number, place in enumerate(places):
-        if (command, number, place) != ("cp", 1, "-"):  # which shows the object
+        if (command, number, place) != ("cp", 1, "-"):  # "-" prints the object
             _check_place(place, command)
     return [*places, *options]
 
@@ -185,20 +186,20 @@ def _check_place(place: str, command: str) -> None:
 def _check_bucket(bucket: str) -> None:
     if not _BUCKET.fullmatch(bucket):
         raise CommandRefused(
-            f"{bucket!r} is not the name of a bucket: it has 3 to 63 of a-z, 0-9, dots and hyphens, and begins and "
-            "ends with a letter or a digit"
+            f"{bucket!r} is not the name of a bucket: a name has 3 to 63 characters, each a-z, 0-9, a dot or a hyphen, "
+            "and begins and ends with a letter or a digit"
         )
 
 
 def _check_key(key: str) -> None:
-    if {".", ".."} & set(key.split("/")):  # which the way to the simulator would take for a path
-        raise CommandRefused(f"{key} has a part that is '.' or '..': no object here is named so")
+    if {".", ".."} & set(key.split("/")):  # on the way to the simulator it would be resolved as a path
+        raise CommandRefused(f"{key} has a part that is '.' or '..', which no object's key here may have")
 
 
 def _no_option(service: str, name: str) -> CommandRefused:
     return CommandRefused(
-        f"{_named(name)} is not carried out with aws {service}: options are written in full, and none names a file, an "
-        f"address or a profile; every command has {GLOBALS}"
+        f"{_named(name)} is not carried out with aws {service}: options must be written in full, and may not name a "
+        f"file, an address or a profile; every command has {GLOBALS}"
     )
 
 

@@ -1,5 +1,4 @@
-"""The AWS command line for one environment: a process of its own that speaks with one simulator, and with nothing
-else."""
+"""The AWS command line for one environment: a separate process that can reach one simulator, and nothing else."""
 
 import asyncio
 import sys
@@ -15,19 +14,19 @@ from bombus.tasks.aws.worker import WorkerRequest
 from bombus.tasks.isolation import import_path
 
 COMMAND_S = 45.0
-# A value that is an address is that value: it is not fetched.
+# Without cli_follow_urlparam, a value that is a URL is used as it is, and not fetched.
 CONFIG = "[default]\nregion = us-east-1\noutput = json\ncli_follow_urlparam = false\n"
 
 
 class CommandKilled(EnvironmentLost):
-    """A command did not end in time, or took its process with it. The next one has a new process."""
+    """A command did not end in time, or ended its process. The next command gets a new process."""
 
 
 class AwsConsole:
-    """Carries out commands at a simulator's address, one at a time. One that is cancelled or hangs costs its process,
-    and the next one has a new process: whoever cancels a command may still ask for the account's state.
+    """Carries out commands at a simulator's address, one at a time. If a command hangs or is cancelled, its process is
+    killed, and the next command gets a new one: a caller that cancels a command may still ask for the account's state.
 
-    `is_isolated` says whether its process is in namespaces of its own, which have nothing of this machine's files and
+    `is_isolated` says whether the process is in separate namespaces, without access to this machine's files and
     network.
     """
 
@@ -46,19 +45,19 @@ class AwsConsole:
         return self._process.pid if self._process is not None else None
 
     async def start(self) -> None:
-        """Start the process, so that the first command need not wait for it."""
+        """Start the process, so that the first command does not have to wait for it."""
         async with self._one:
             await self._running()
 
     async def _running(self) -> asyncio.subprocess.Process:
-        """Return the process, which is started where there is none. Raises `EnvironmentLost` once this is closed."""
+        """Return the process, starting it if necessary. Raises `EnvironmentLost` once the console is closed."""
         if self._process is None and not self._is_closed:
             try:
                 self._process = await self._started()
-            except BaseException:  # a cancellation, too: what has been started of it is ended
+            except BaseException:  # including a cancellation: end what has been started
                 await self._end()
                 raise
-        if self._is_closed or self._process is None:  # perhaps while it started
+        if self._is_closed or self._process is None:  # perhaps while the process started
             await self._end()
             raise EnvironmentLost("the console of this environment is closed")
         return self._process
@@ -86,9 +85,9 @@ class AwsConsole:
         )
 
     async def run(self, words: list[str]) -> tuple[int, str]:
-        """Carry out a command, given by the words of `words_of_command`. Return its exit code, and what it printed.
+        """Carry out a command, given as the words from `words_of_command`. Return its exit code and its output.
 
-        Raises `CommandKilled`, and `EnvironmentLost` once it is closed.
+        Raises `CommandKilled`, and `EnvironmentLost` once the console is closed.
         """
         async with self._one:
             process = await self._running()
@@ -110,7 +109,7 @@ class AwsConsole:
             except (OSError, ValueError, msgspec.MsgspecError) as error:
                 raise CommandKilled("the command gave no answer that can be read") from error
             finally:
-                if not answered:  # cancelled, too: its answer would be taken for that of the next command
+                if not answered:  # even if cancelled: its answer would be taken for the next command's
                     await self._end()
             return code, text.strip()
 
@@ -118,7 +117,7 @@ class AwsConsole:
         """End the process. Closing again does nothing."""
         self._is_closed = True
         await self._end()
-        async with self._one:  # what was starting, or waited for an answer, has noticed
+        async with self._one:  # a start or a command in progress has ended by then
             await asyncio.to_thread(self._folder.cleanup)
 
     async def _end(self) -> None:
@@ -130,7 +129,8 @@ class AwsConsole:
 
 
 def _variables(home: str, config: str) -> dict[str, str]:
-    """Return all variables of the process. None come from this process, whose variables may hold keys."""
+    """Return all environment variables of the process. None are inherited from this process, whose variables may hold
+    keys."""
     return {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "PYTHONPATH": import_path(PACKAGES),

@@ -1,4 +1,4 @@
-"""An account of AWS in a simulator: the model works in it by command lines, and its end state is the reward."""
+"""An AWS account in a simulator: the model works on it with command lines, and the reward depends on its end state."""
 
 import msgspec
 
@@ -12,7 +12,7 @@ from bombus.tasks.aws.commands import words_of_command
 from bombus.tasks.aws.console import AwsConsole, CommandKilled
 from bombus.tasks.aws.line import CommandRefused
 
-PARTIAL = 0.8  # of the share of what is to be achieved, as long as it is not all there
+PARTIAL = 0.8  # times the share of the checks achieved, unless all are
 FAILED = "(the command failed with exit code {0})"
 INSTRUCTION = (
     "You administer an AWS account. Carry out the task with the tool `aws`, which takes one command line of the AWS "
@@ -22,10 +22,10 @@ INSTRUCTION = (
 
 
 class AwsEnvironment:
-    """One account. Without a `backend` it starts a simulator of its own.
+    """One account. Without a `backend`, it starts its own simulator.
 
-    The reward is 1 where all that is asked for holds, else 0.8 times the share of it that has been achieved, and 0
-    where something was broken that held at the beginning.
+    The reward is 1 if all checks hold, 0 if something that held at the beginning was broken, and else 0.8 times the
+    share of the checks that have been achieved.
     """
 
     def __init__(self, backend: Backend | None = None) -> None:
@@ -56,7 +56,7 @@ class AwsEnvironment:
         self._held = await self._checked()
         await self._check_simulator()
         if all(self._held):
-            raise ResetFailed(f"the task {self._task.name} is done before it has begun: was the simulator scrubbed?")
+            raise ResetFailed(f"the task {self._task.name} is already done at its start: was the simulator scrubbed?")
         return [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": self._task.prompt}]
 
     async def aws(self, command: str) -> str:
@@ -72,20 +72,20 @@ class AwsEnvironment:
         except CommandRefused:
             self._failed += 1
             raise
-        except CommandKilled as error:  # which is what the model did, and no fault of the simulator
+        except CommandKilled as error:  # caused by the model's command, not by the simulator
             self._failed += 1
             return f"({error}: it was killed)"
         self._failed += code != 0
         return "\n".join(filter(None, (text, FAILED.format(code) if code else ""))) or "(done, without output)"
 
     def gold(self, task: Task) -> list[object]:
-        """Return the calls that solve a task, and the last words."""
+        """Return the calls that solve a task, and the final answer."""
         lines = [self._filled(line) for line in task_of(task).gold]
         return [*(("aws", {"command": f"aws {line}"}) for line in lines), "Done."]
 
     @reward
     async def progress(self) -> float:
-        """Return how much of what is asked for holds."""
+        """Return the reward of the account's current state."""
         holds = await self._now()
         if await self.is_done():
             return 1.0
@@ -96,7 +96,7 @@ class AwsEnvironment:
 
     @success
     async def is_done(self) -> bool:
-        """Return whether all that is asked for holds, and what is to stay as it was is unchanged."""
+        """Return whether all checks hold, and the state that must not change is unchanged."""
         return all(await self._now()) and not self._is_broken
 
     @metric
@@ -133,7 +133,7 @@ class AwsEnvironment:
         return [await self._console_there().run(self._words(command)) for command in self._task.unchanged]
 
     async def _check_simulator(self) -> None:
-        """Raise `EnvironmentLost` where the simulator is gone: what fails for that is not the model's failure."""
+        """Raise `EnvironmentLost` if the simulator is gone: a failure caused by that is not the model's."""
         backend = self._backend or self._own
         if backend is None or not await backend.is_healthy():
             self._holds = None
@@ -157,9 +157,9 @@ class AwsEnvironment:
 
 
 def task_of(task: Task) -> AwsTask:
-    """Return the task that a drawn one names. Raises `ResetFailed`."""
+    """Return the AWS task of a drawn task. Raises `ResetFailed`."""
     name = task.metadata.get("aws")
     for each in TASKS:
         if each.name == name:
             return each
-    raise ResetFailed(f"metadata['aws'] is {name!r}: it is the name of one of the tasks of `aws`")
+    raise ResetFailed(f"metadata['aws'] is {name!r}: it must be the name of a task of `aws`")

@@ -1,7 +1,7 @@
-"""The process of the AWS command line in namespaces of its own, where the kernel allows it.
+"""Runs the AWS command line's process in separate namespaces, if the kernel allows it.
 
-It sees the programs of this machine, read-only, a home in memory, no other process, and of the network one port, which
-is the simulator's: this process accepts what connects to it there, and passes it on.
+It sees this machine's programs, read-only, a home in memory, no other processes, and one network port, the simulator's:
+this process accepts the connections to that port and forwards them.
 """
 
 import asyncio
@@ -27,7 +27,8 @@ log = logging.getLogger("bombus")
 
 
 class IsolatedWorker:
-    """The process, and the channel through which it reaches the simulator. `process` is None where it is not made."""
+    """The isolated process, and the channel through which it reaches the simulator. `process` is None if it is not
+    running."""
 
     def __init__(self, folder: Path, address: str) -> None:
         self.process: asyncio.subprocess.Process | None = None
@@ -36,7 +37,7 @@ class IsolatedWorker:
         self._channel: asyncio.Server | None = None
 
     async def start(self, config: Path, variables: Mapping[str, str]) -> bool:
-        """Start the process. Return whether that worked; a line in the log says why it did not, once."""
+        """Start the process. Return whether that succeeded; if not, the reason is logged once."""
         if why := why_no_isolation():
             _warn(why)
             return False
@@ -78,7 +79,7 @@ class IsolatedWorker:
             await process.wait()
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):  # either side may be gone, which the other one sees
+        with contextlib.suppress(OSError):  # either side may be gone, which the other one notices
             try:
                 from_simulator, to_simulator = await asyncio.open_connection(self._host, self._port)
                 try:
@@ -97,7 +98,7 @@ class IsolatedWorker:
 
 
 def _received(outside: socket.socket) -> socket.socket | None:
-    """Wait for the socket that listens in the namespace. None when it does not come."""
+    """Wait for the socket that listens in the namespace. Return None if it does not come."""
     try:
         _, descriptors, _, _ = socket.recv_fds(outside, 1, 1)
     except OSError:
@@ -114,7 +115,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 @functools.cache
 def _warn(why: str) -> None:
     log.warning(
-        "the AWS command line runs without namespaces of its own (%s): what models may call is still a fixed list, "
-        "but nothing else confines it",
+        "the AWS command line runs without separate namespaces (%s): models may still call only a fixed list of "
+        "commands, but nothing else confines it",
         why,
     )

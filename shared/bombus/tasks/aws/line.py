@@ -1,4 +1,4 @@
-"""A command line, taken apart into words as a shell does it. What only a shell can carry out is refused. Pure."""
+"""Split a command line into words as a shell does, and refuse anything that only a shell could carry out. Pure."""
 
 import re
 
@@ -8,7 +8,7 @@ LINE_CHARACTERS_MAX = 20_000
 
 _TOKEN = re.compile(
     r"""
-      (?P<goes_on> \\[ \t]*\r?\n )                          # a slip of spaces after the backslash is none of the text
+      (?P<goes_on> \\[ \t]*\r?\n )                          # spaces after the backslash are not part of the text
     | (?P<space>   [ \t\r\n]+ )
     | ' (?P<single> [^']* ) '
     | " (?P<double> [^"\\]* (?: \\. [^"\\]* )* ) "
@@ -24,7 +24,7 @@ _IN_DOUBLE_QUOTES = re.compile(r'\\\r?\n|\\([$`"\\])|(\$[A-Za-z_({]\w*)')
 
 
 class CommandRefused(BombusError):
-    """A command line is not carried out; the sentence says why."""
+    """A command line is not carried out; the message gives the reason."""
 
 
 def words_of_line(line: str) -> list[str]:
@@ -32,7 +32,7 @@ def words_of_line(line: str) -> list[str]:
     if len(line) > LINE_CHARACTERS_MAX:
         raise CommandRefused(f"the command has over {LINE_CHARACTERS_MAX} characters")
     if any("\ud800" <= each <= "\udfff" or each == "\0" for each in line):
-        raise CommandRefused("the command has a character that is not text: leave it out")
+        raise CommandRefused("the command contains a character that is not text: leave it out")
     words: list[str] = []
     word: str | None = None
     is_over, position = False, 0
@@ -42,7 +42,7 @@ def words_of_line(line: str) -> list[str]:
         kind, text = token.lastgroup, token[token.lastgroup or 0]
         position = token.end()
         if kind == "plain" and word is None and text.startswith("#"):
-            position = line.find("\n", token.start()) % (len(line) + 1)  # -1, for none, is the end
+            position = line.find("\n", token.start()) % (len(line) + 1)  # -1, for no newline, becomes the end
         elif kind in ("space", "end"):
             if word is not None:
                 words.append(word)
@@ -73,5 +73,5 @@ def _unescaped(found: re.Match[str]) -> str:
 def _no_shell(text: str) -> CommandRefused:
     return CommandRefused(
         f"there is no shell here to carry out {text[:40]}: give one command of aws, without pipes, redirections "
-        "and variables. In single quotes it is text"
+        "and variables. In single quotes it is treated as text"
     )

@@ -1,7 +1,7 @@
-"""A program that runs in a new network namespace, before its network is all that there is: loopback.py PORT SOCKET.
+"""A program that runs in a new network namespace which has only a loopback device: loopback.py PORT SOCKET.
 
-It brings up the loopback device, listens at the port, and hands the listening socket to the process outside through
-SOCKET, a file descriptor. What connects to the port in the namespace then reaches the process outside.
+It brings up the loopback device, listens on the port, and sends the listening socket to the process outside through
+SOCKET, a file descriptor. Connections to the port in the namespace then reach the process outside.
 """
 
 import fcntl
@@ -11,7 +11,7 @@ import sys
 
 HOST = "127.0.0.1"
 BACKLOG = 128
-_REQUEST = "16sh22x"  # ifreq of Linux: the device's name, and its flags
+_REQUEST = "16sh22x"  # Linux's ifreq: the device's name and flags
 _GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 0x1
 
 

@@ -1,15 +1,16 @@
-"""What of the AWS command line is carried out: services, their operations, and the options of these. Pure.
+"""The part of the AWS command line that is carried out: services, their operations and options. Pure.
 
-What is not here is refused. A new entry must name no file, reach no address but the simulator's, and end soon: so
-nothing that has code run (lambda, cloudformation, ecs), that streams or waits, and no option whose value is a blob
-or an address.
+Anything not listed here is refused. A new entry must not name files, must not reach any address but the simulator's,
+and must end soon: so no operation that runs code (lambda, cloudformation, ecs), streams or waits, and no option whose
+value is a blob or an address.
 """
 
 import msgspec
 
 
 class AwsService(msgspec.Struct, frozen=True):
-    """The operations of a service, and the options that any of them takes; the command line knows which takes which."""
+    """The operations of a service, and the options of any of them; the AWS command line itself knows which take
+    which."""
 
     operations: frozenset[str]
     options: frozenset[str]
@@ -185,7 +186,7 @@ SERVICES = {
     "sts": _service("get-caller-identity", ""),
 }
 
-# The commands of `s3`: the fewest and the most places that each names; options without a value, and with one.
+# The `s3` commands with the fewest and the most locations that each takes; options without and with a value.
 S3_COMMANDS = {"ls": (0, 1), "mb": (1, 1), "rb": (1, 1), "rm": (1, 1), "cp": (2, 2), "mv": (2, 2), "sync": (2, 2)}
 S3_FLAGS = _options(
     "delete dryrun force human-readable no-progress only-show-errors quiet recursive summarize",
@@ -193,5 +194,5 @@ S3_FLAGS = _options(
 S3_VALUES = _options(
     "acl cache-control content-type exclude include metadata-directive page-size sse storage-class",
 )
-S3_REPEATED = _options("exclude include")  # in which the order matters, too
-PROTOCOLS = frozenset({"sqs", "email", "email-json", "sms"})  # of `sns subscribe`; http would leave the simulator
+S3_REPEATED = _options("exclude include")  # whose order matters
+PROTOCOLS = frozenset({"sqs", "email", "email-json", "sms"})  # for `sns subscribe`; http would leave the simulator

@@ -1,6 +1,7 @@
-"""A process that carries out commands of the AWS command line, one after another, in which it is imported once.
+"""A process that runs AWS CLI commands one after another, so that the CLI is imported only once.
 
-Reads `{"words": [...]}` in lines from its input, and writes `[exit code, output]` for each. It ends with its input.
+It reads a `{"words": [...]}` per line from its input, and writes an `[exit code, output]` line for each. It ends when
+its input does.
 """
 
 import io
@@ -21,20 +22,20 @@ class WorkerRequest(msgspec.Struct):
 
 
 class TextOutput(io.TextIOWrapper):
-    """A stream of text over bytes in memory, since some commands write bytes."""
+    """A text stream over bytes in memory, since some commands write bytes."""
 
     def __init__(self) -> None:
         super().__init__(io.BytesIO(), encoding="utf-8", errors="replace", write_through=True)
 
     def text(self) -> str:
-        """Return what was written, up to a limit."""
+        """Return the text written, up to a limit."""
         self.seek(0)
         text = self.read(OUTPUT_CHARACTERS_MAX)
         return text + CUT if self.read(1) else text
 
 
 def _limit() -> None:
-    """Set limits to this process, so that a query whose result grows without end does no harm."""
+    """Limit the resources of this process, so that a query whose result grows without end does no harm."""
     if sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES_MAX, MEMORY_BYTES_MAX))
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES_MAX, FILE_BYTES_MAX))
@@ -42,7 +43,7 @@ def _limit() -> None:
 
 
 def main() -> None:
-    from awscli.clidriver import create_clidriver  # only here is it installed for certain
+    from awscli.clidriver import create_clidriver  # only in this process is it certainly installed
 
     _limit()
     driver = create_clidriver()

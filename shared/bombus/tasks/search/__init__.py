@@ -1,1 +1,1 @@
-"""Questions that a model answers by searching: `search`, with a small local index, an index of your own, or Google."""
+"""Questions that a model answers by searching: `search`, with a small local index, your own index, or Google."""

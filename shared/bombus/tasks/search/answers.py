@@ -1,4 +1,4 @@
-"""What a model's reply asks for, and what its answer is worth. Pure."""
+"""Parse the actions in a model's replies, and compute the reward of its answer. Pure."""
 
 import re
 import string
@@ -23,7 +23,7 @@ _ARTICLE = re.compile(r"(?<!\S)(a|an|the)(?!\S)")
 
 
 class ActionKind(StrEnum):
-    """What a reply does."""
+    """The kind of a reply's action."""
 
     SEARCH = "search"
     ANSWER = "answer"
@@ -38,10 +38,10 @@ class SearchAction(msgspec.Struct, frozen=True):
 
 
 def action_of(reply: str) -> SearchAction:
-    """Return the first search or answer of a reply; what comes after it was not asked for.
+    """Return the first search or answer in a reply; the text after it is ignored.
 
-    An unclosed tag counts only if there is no closed one. Then the last tag ends with
-    the reply, since servers may stop before the closing one.
+    An unclosed tag counts only if there is no closed one. Then the last tag extends to the end of the reply, since
+    servers may stop before the closing tag.
     """
     found = _CLOSED.search(reply) or _OPEN.search(reply)
     if found is None or not found[2].strip():
@@ -53,19 +53,20 @@ def action_of(reply: str) -> SearchAction:
 
 
 def information(documents: Sequence[SearchDocument]) -> str:
-    """Return what the model is shown of a search."""
+    """Return the search results as they are shown to the model."""
     lines = [f"Doc {number}(Title: {found.title}) {found.text}" for number, found in enumerate(documents, 1)]
     return "<information>" + ("\n".join(lines) or "Nothing was found.") + "</information>"
 
 
 def is_match(answer: str, golds: Sequence[str]) -> bool:
-    """Return whether an answer is one of the right ones, ignoring case, articles, punctuation and spaces."""
+    """Return whether an answer is one of the correct ones, ignoring case, articles, punctuation and spaces."""
     given = plain_forms(answer)
     return any(given & plain_forms(gold) for gold in golds)
 
 
 def plain_forms(text: str) -> set[str]:
-    """Return a text without case, articles and punctuation, which is left out ("U.S.") or a space ("Jean-Luc")."""
+    """Return the forms of a text without case, articles and punctuation, which is removed ("U.S.") or becomes a space
+    ("Jean-Luc")."""
     known = unicodedata.normalize("NFKC", text).casefold()
     left_out = _without_articles("".join("" if _is_punctuation(char) else char for char in known))
     spaced = _without_articles(known)
@@ -73,7 +74,7 @@ def plain_forms(text: str) -> set[str]:
 
 
 def _without_articles(text: str) -> str:
-    """Return the words that are not articles; all of them where there are only articles."""
+    """Return the text without articles, or all of it if it consists only of articles."""
     words = " ".join(text.split())
     return " ".join(_ARTICLE.sub(" ", words).split()) or words
 
@@ -83,9 +84,9 @@ def _is_punctuation(char: str) -> bool:
 
 
 def worth(actions: Sequence[SearchAction], golds: Sequence[str], format_score: float) -> float:
-    """Return 1 for the right answer after only valid actions, and `format_score` for a wrong one.
+    """Return 1 for a correct answer after only valid actions, and `format_score` for a wrong one.
 
-    The right answer after an invalid action is worth 1 - `format_score`, and all else nothing.
+    A correct answer after an invalid action is worth 1 - `format_score`, and everything else 0.
     """
     is_clean = all(action.kind != ActionKind.INVALID for action in actions)
     if not actions or actions[-1].kind != ActionKind.ANSWER:

@@ -1,4 +1,4 @@
-"""What answers queries: the local index, or Google's Programmable Search Engine."""
+"""The backends that answer queries: the local index, or Google's Programmable Search Engine."""
 
 import asyncio
 import os
@@ -25,15 +25,15 @@ class SearchFailed(InfraError):
 
 class SearchBackend(Protocol):
     async def search(self, queries: Sequence[str], count: int) -> Sequence[list[SearchDocument] | SearchFailed]:
-        """Return the documents for each query, the best first, or why there are none for it.
+        """Return for each query its documents, the best first, or the reason why it has none.
 
-        Raises `SearchFailed` where there are none for any of them.
+        Raises `SearchFailed` if no query could be answered.
         """
         ...
 
 
 class LocalBackend:
-    """The index of this process."""
+    """Searches an index in this process."""
 
     def __init__(self, index: LocalIndex) -> None:
         self._index = index
@@ -43,7 +43,7 @@ class LocalBackend:
 
 
 class GoogleBackend:
-    """Google's JSON API, one request for each query. `transport` is for tests. Raises `Refused` without a key."""
+    """Google's JSON API, with one request per query. `transport` is for tests. Raises `Refused` without a key."""
 
     def __init__(self, transport: httpx.AsyncBaseTransport | None = None) -> None:
         missing = [name for name in (GOOGLE_KEY, GOOGLE_ENGINE) if not os.environ.get(name)]
@@ -68,7 +68,7 @@ class GoogleBackend:
         asked = {**self._login, "q": query, "num": str(min(count, GOOGLE_COUNT_MAX))}
         try:
             response = await client.get(GOOGLE_URL, params=asked)
-        except httpx.HTTPError as error:  # its text has no key, unlike its request
+        except httpx.HTTPError as error:  # unlike the request, the name of its type contains no key
             raise SearchFailed(f"Google cannot be reached: {type(error).__name__}") from None
         if response.status_code != 200:
             raise SearchFailed(f"Google answered {response.status_code} to a search")

@@ -1,4 +1,4 @@
-"""Runs the searches of many episodes. Queries that come together are one batch, and repeated ones come from a cache."""
+"""Runs the searches of many episodes. Queries made at the same time form one batch; repeated ones come from a cache."""
 
 import asyncio
 import threading
@@ -52,20 +52,21 @@ class SearchCache:
 
 
 class _Lane:
-    """The searches of one event loop: futures belong to it."""
+    """The searches of one event loop, to which their futures belong."""
 
     def __init__(self, at_once: int) -> None:
         self.slots = asyncio.Semaphore(at_once)
         self.entering = (
             asyncio.Lock()
-        )  # one batch takes its slots at a time: two with half of theirs would wait forever
+        )  # one batch takes its slots at a time: two that each hold only half would deadlock
         self.waiting: dict[str, asyncio.Future[Documents]] = {}
         self.running: dict[str, asyncio.Future[Documents]] = {}
         self.flushes: set[asyncio.Task[None]] = set()
 
 
 class SearchEngine:
-    """Answers queries through a cache. At most `at_once` queries are with the backend at a time, in each event loop."""
+    """Answers queries through a cache. In each event loop, at most `at_once` queries are sent to the backend at a
+    time."""
 
     def __init__(self, backend: SearchBackend, count: int, at_once: int) -> None:
         self.cache = SearchCache()
@@ -88,7 +89,7 @@ class SearchEngine:
             lane.waiting[query] = future
             if len(lane.waiting) == 1:
                 self._begin_flush(lane)
-        return await asyncio.shield(future)  # whoever gives up leaves the answer to the others
+        return await asyncio.shield(future)  # a cancelled caller must not cancel the others' answer
 
     def figures(self) -> Mapping[str, float]:
         asked = self.cache.hits + self.cache.misses
@@ -103,7 +104,7 @@ class SearchEngine:
         task.add_done_callback(lane.flushes.discard)
 
     async def _flush(self, lane: _Lane) -> None:
-        """Send what waits, after everything that is ready now has added to it."""
+        """Send the waiting queries, once all tasks that are ready now have added theirs."""
         await asyncio.sleep(0)
         async with asyncio.TaskGroup() as group:
             while lane.waiting:
@@ -127,13 +128,13 @@ class SearchEngine:
                 self.cache.put(query, tuple(documents))
                 if not future.done():
                     future.set_result(tuple(documents))
-        except Exception as error:  # whatever it is, those who asked raise it
+        except Exception as error:  # any error is raised to all callers
             for future in batch.values():
                 _fail(future, error)
         finally:
             for query, future in batch.items():
                 lane.running.pop(query, None)
-                future.cancel()  # nothing, unless this was cancelled itself
+                future.cancel()  # no effect, unless this task was cancelled
             for _ in range(taken):
                 lane.slots.release()
 
@@ -141,4 +142,4 @@ class SearchEngine:
 def _fail(future: asyncio.Future[Documents], error: Exception) -> None:
     if not future.done():
         future.set_exception(error)
-        future.exception()  # who asked may have given up
+        future.exception()  # marks it as retrieved: the caller may be gone

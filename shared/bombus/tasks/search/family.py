@@ -23,20 +23,20 @@ from bombus.tasks.search.engine import SearchEngine
 from bombus.tasks.search.index import LocalIndex
 from bombus.tasks.search.playing import SearchPlay
 
-EVAL_SHARE = 4  # one in so many questions is for evaluation
+EVAL_SHARE = 4  # one in four questions is for evaluation
 
 
 class SearchOptions(BaseModel):
-    """What `--set` takes."""
+    """The options of `--set`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    max_turns: int = Field(default=2, ge=1, le=64, description="replies of the model")
-    topk: int = Field(default=3, ge=1, le=100, description="documents of a search")
-    search_concurrency: int = Field(default=256, ge=1, le=4096, description="queries that are answered at a time")
+    max_turns: int = Field(default=2, ge=1, le=64, description="replies of the model in an episode")
+    topk: int = Field(default=3, ge=1, le=100, description="documents returned by a search")
+    search_concurrency: int = Field(default=256, ge=1, le=4096, description="queries answered at the same time")
     search_backend: Literal["local", "google"] = Field(default="local", description="what answers queries")
     format_score: float = Field(
-        default=0.2, ge=0.0, le=1.0, description="what a wrong answer in the right form is worth"
+        default=0.2, ge=0.0, le=1.0, description="the reward of a wrong answer in the right format"
     )
     documents: Path | None = Field(
         default=None, description="a file of documents to index, in place of the bundled ones"
@@ -46,7 +46,7 @@ class SearchOptions(BaseModel):
     @model_validator(mode="after")
     def _indexes_what_it_is_given(self) -> "SearchOptions":
         if self.documents is not None and self.search_backend == "google":
-            raise ValueError("documents are for the local index, and search_backend=google has none: give one of them")
+            raise ValueError("documents are for the local index, but search_backend=google has none: give one of them")
         return self
 
 
@@ -62,7 +62,7 @@ class SearchTasks:
         self.budgets = RolloutBudgets(turns_max=options.max_turns, tokens_max=4096)
 
     def draw(self, draw: TaskDraw) -> list[Task]:
-        """Return at most as many questions as there are. One in four is for evaluation, and never trained on."""
+        """Return at most as many questions as there are. One in four is for evaluation, and never used for training."""
         is_eval = draw.split == TaskSplit.EVAL
         numbers = [at for at in range(len(self._questions)) if (at % EVAL_SHARE == EVAL_SHARE - 1) == is_eval]
         if not numbers:

@@ -1,4 +1,4 @@
-"""A ranked index of documents in memory: BM25 (Robertson and Zaragoza 2009, equation 3.15) over words."""
+"""A ranked in-memory index of documents: BM25 (Robertson and Zaragoza 2009, equation 3.15) over words."""
 
 import heapq
 import math
@@ -14,12 +14,12 @@ _WORD = re.compile(r"\w+")
 
 
 class LocalIndex:
-    """Finds the documents whose title and text fit a query best."""
+    """Finds the documents whose title and text best match a query."""
 
     def __init__(self, documents: Sequence[SearchDocument]) -> None:
         self.documents = list(documents)
         self._lengths: list[int] = []
-        self._found_in: dict[str, list[tuple[int, int]]] = defaultdict(list)  # a word: (document, how often)
+        self._found_in: dict[str, list[tuple[int, int]]] = defaultdict(list)  # word -> (document, occurrences)
         for number, document in enumerate(self.documents):
             words = Counter(words_of(f"{document.title} {document.text}"))
             self._lengths.append(words.total())
@@ -28,13 +28,13 @@ class LocalIndex:
         self._mean = sum(self._lengths) / len(self._lengths) if self._lengths else 1.0
 
     def search(self, query: str, count: int) -> list[SearchDocument]:
-        """Return at most so many documents that share a word with the query, the best first."""
+        """Return at most `count` documents that share a word with the query, the best first."""
         scores = self.scores(query)
         best = heapq.nsmallest(count, scores, key=lambda number: (-scores[number], number))
         return [self.documents[number] for number in best]
 
     def scores(self, query: str) -> dict[int, float]:
-        """Return the scores of the documents, by their numbers, that share a word with the query."""
+        """Return the scores, by document number, of the documents that share a word with the query."""
         scores: dict[int, float] = defaultdict(float)
         for word in set(words_of(query)):
             found = self._found_in.get(word, ())

@@ -1,4 +1,4 @@
-"""One question: the model searches, reads what was found, and answers."""
+"""One question: the model searches, reads the results, and answers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -37,7 +37,7 @@ class SearchPlay:
             self._actions.append(action)
             if action.kind == ActionKind.ANSWER:
                 return
-            if len(self._actions) < self._turns_max:  # nobody reads what comes after the last reply
+            if len(self._actions) < self._turns_max:  # nothing is shown after the last reply
                 messages += [answer.message, {"role": "user", "content": await self._shown(action)}]
 
     async def _shown(self, action: SearchAction) -> str:
@@ -47,12 +47,12 @@ class SearchPlay:
 
     @reward
     def answer_score(self, task: Task) -> float:
-        """Return what the replies are worth."""
+        """Return the reward of the replies."""
         return worth(self._actions, _golds(task.metadata), self._format_score)
 
     @success
     def is_right(self, task: Task) -> bool:
-        """Return whether the answer is right, however it was written."""
+        """Return whether the answer is correct, even if earlier replies were invalid."""
         last = self._actions[-1] if self._actions else SearchAction(ActionKind.INVALID)
         return last.kind == ActionKind.ANSWER and is_match(last.text, _golds(task.metadata))
 
@@ -68,7 +68,7 @@ class SearchPlay:
 
     @metric
     def cache_hit_rate(self) -> float:
-        """Return the share of all searches so far, of all episodes, that came from memory."""
+        """Return the share of all searches so far, over all episodes, that were answered from the cache."""
         return self._engine.cache.hit_rate
 
 

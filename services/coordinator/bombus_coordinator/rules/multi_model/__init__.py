@@ -1,1 +1,1 @@
-"""What follows from claims and ends of multi-model episodes, which are one episode on each of several engines."""
+"""The rules for claims and ends of multi-model episodes, which are one episode on each of several engines."""

@@ -1,4 +1,4 @@
-"""Claims of multi-model episodes: which are refused, which wait, and what is answered when there are none."""
+"""Claims of multi-model episodes: which are refused, which wait, and the answer when no episode is available."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ MULTI_MODEL_WAITING_MAX = 1_000
 
 
 def _engines(hive: Hive, claim: MultiModelClaim) -> tuple[EngineState, ...]:
-    """Return the engines of a claim in the order of their names. Raises `Refused` for one that has no such engines."""
+    """Return the engines of a claim in the order of their names. Raises `Refused` if the claim is malformed."""
     names = sorted(set(claim.engines))
     if len(names) != len(claim.engines):
         raise Refused(
@@ -27,14 +27,14 @@ def _engines(hive: Hive, claim: MultiModelClaim) -> tuple[EngineState, ...]:
             "on it.",
         )
     if not 2 <= len(names) <= ENGINES_MAX:
-        raise Refused(Code.MALFORMED, f"A multi-model claim is for 2 to {ENGINES_MAX} engines, not {len(names)}.")
+        raise Refused(Code.MALFORMED, f"A multi-model claim must name 2 to {ENGINES_MAX} engines, not {len(names)}.")
     if claim.count * len(names) > NAMES_PER_EVENT:
         most = NAMES_PER_EVENT // len(names)
-        why = f"A multi-model claim for {len(names)} engines is for at most {most} multi-model episodes at once"
+        why = f"A multi-model claim for {len(names)} engines must be for at most {most} multi-model episodes at once"
         raise Refused(Code.MALFORMED, f"{why}, not {claim.count}.")
     if claim.sampler:
         raise Refused(
-            Code.UNSUPPORTED, "Multi-model episodes play with the policies that their engines train: no sampler."
+            Code.UNSUPPORTED, "Multi-model episodes play with the policies that their engines train: leave sampler out."
         )
     return tuple(map(hive.engine, names))
 
@@ -55,7 +55,7 @@ def _of(engine: EngineState, refused: Refused) -> Refused:
 
 
 def claim(hive: Hive, live: Live, message: MultiModelClaim) -> Decisions:
-    """Grant now on all engines, wait for room until the slice ends, or refuse."""
+    """Grant a claim now on all engines, let it wait for room for `wait_s`, or refuse it."""
     engines = _engines(hive, message)
     granted = _repeated(engines, live, message)
     if granted is not None:
@@ -102,7 +102,7 @@ def _version_at(engine: EngineState, claim: str) -> int:
 
 
 def _wait(engines: Sequence[EngineState], live: Live, claim: MultiModelClaim) -> None:
-    """Let a claim wait. Raises `Refused` for one too many."""
+    """Let a claim wait. Raises `Refused` if too many claims wait."""
     names = tuple(engine.name for engine in engines)
     if live.waits_otherwise(claim.claim, names):
         raise Refused(Code.OTHER_CLAIM, USED_BY_OTHERS)
@@ -118,7 +118,7 @@ def _wait(engines: Sequence[EngineState], live: Live, claim: MultiModelClaim) ->
 
 
 def _check_room(live: Live, claim: MultiModelClaim) -> None:
-    """Raise `Refused` OVERLOADED where too many multi-model claims wait, of all sets of engines together."""
+    """Raise `Refused` OVERLOADED if too many multi-model claims wait, for all sets of engines together."""
     waiting = sum(map(len, live.multi_model.values()))
     if waiting < MULTI_MODEL_WAITING_MAX:
         return
@@ -128,7 +128,7 @@ def _check_room(live: Live, claim: MultiModelClaim) -> None:
 
 
 def lapse(hive: Hive, live: Live) -> Decisions:
-    """Refuse the multi-model claims whose slice has ended, or all of those for an engine that is offline."""
+    """Refuse the multi-model claims that have waited long enough, or all of those for an engine that is offline."""
     replies: list[CommandReply] = []
     for names, queue in list(live.multi_model.items()):
         engines = tuple(map(hive.engine, names))
@@ -144,7 +144,7 @@ def lapse(hive: Hive, live: Live) -> Decisions:
 
 
 def _why_none(engines: Sequence[EngineState], live: Live, claim: MultiModelClaim) -> Refused:
-    """Return why a multi-model claim is not granted: what holds it up longest first."""
+    """Return why a multi-model claim is not granted: the reason that is likely to last the longest."""
     if live.refusing:
         return claims.no_room(live)
     for engine in sorted(engines, key=lambda each: each.phase != Phase.OFFLINE):

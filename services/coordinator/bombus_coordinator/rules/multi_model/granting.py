@@ -1,7 +1,7 @@
-"""Whose turn it is among multi-model claims, and their grants (R13).
+"""Choose the next multi-model claim, and grant it (R13).
 
-A multi-model claim keeps room in its engines only while all of them could grant it but for room. Multi-model claims
-have one total order, and an engine keeps room for one of them at most, so no two ever wait for each other.
+A multi-model claim keeps room in its engines only while nothing but a lack of room prevents its grant. Multi-model
+claims have one total order, and an engine keeps room for at most one of them, so no two ever wait for each other.
 """
 
 from collections.abc import Mapping
@@ -31,9 +31,9 @@ class DueClaim(NamedTuple):
 
 
 def next_multi_model(hive: Hive, live: Live, engine: EngineState) -> DueClaim | None:
-    """Return the multi-model claim for which an engine keeps room, None where it keeps none.
+    """Return the multi-model claim for which an engine keeps room, None if it keeps none.
 
-    It is the first one in each of its engines, and there is no single claim before it in any of them.
+    It is the first multi-model claim in each of its engines, and no single claim is before it in any of them.
     """
     if not live.multi_model:
         return None
@@ -44,8 +44,8 @@ def next_multi_model(hive: Hive, live: Live, engine: EngineState) -> DueClaim | 
 
 
 def _first_ready(hive: Hive, live: Live, engine: EngineState) -> DueClaim | None:
-    """Return the first of an engine's multi-model claims for which all engines hand out episodes, and none waits to
-    train."""
+    """Return the first of an engine's multi-model claims whose engines all hand out episodes, without waiting for
+    training."""
     found: DueClaim | None = None
     for names, queue in live.multi_model.items():
         if engine.name not in names:
@@ -60,7 +60,7 @@ def _first_ready(hive: Hive, live: Live, engine: EngineState) -> DueClaim | None
 
 
 def _is_next(hive: Hive, live: Live, engine: EngineState, due: DueClaim) -> bool:
-    """Return whether a multi-model claim is before all others in an engine, single ones too."""
+    """Return whether a multi-model claim is before all others in an engine, including single claims."""
     first = _first_ready(hive, live, engine)
     if first is None or first.waiting is not due.waiting:
         return False
@@ -76,7 +76,7 @@ def episodes_claimed(
     sampler: ev.SamplerWeights | None = None,
     partners: Mapping[str, tuple[str, ...]] = NO_PARTNERS,
 ) -> ev.EpisodeClaimed:
-    """Return the event of a grant in an engine."""
+    """Return the event that grants a claim in one engine."""
     version = served(engine)
     return ev.EpisodeClaimed(
         at_ns=live.now_ns,
@@ -103,7 +103,7 @@ def next_episodes(engine: EngineState, count: int) -> tuple[str, ...]:
 
 
 def granted_multi_model(due: DueClaim, live: Live) -> Decision:
-    """Let a multi-model claim leave its queue, and grant it: one event for each engine, stored together or not at
+    """Remove a multi-model claim from its queue, and grant it: one event for each engine, stored together or not at
     all."""
     waiting, claim = due.waiting, due.waiting.claim
     names = tuple(engine.name for engine in due.engines)

@@ -23,7 +23,7 @@ from bombus_coordinator.rules.live import Live
 
 
 def completed(hive: Hive, decision: Decision) -> Decision:
-    """Return a decision that aborts the partners, too, of every episode that it aborts."""
+    """Return a decision, extended to abort the partners of every episode that it aborts."""
     aborting = [event for event in decision.events if isinstance(event, ev.EpisodeAborted)]
     if not aborting:
         return decision
@@ -37,7 +37,7 @@ def completed(hive: Hive, decision: Decision) -> Decision:
 
 
 def _partners_aborted(hive: Hive, event: ev.EpisodeAborted, gone: set[str]) -> Iterator[ev.EpisodeAborted]:
-    """Yield the aborts of the partners that are not `gone` yet, and add them to that."""
+    """Yield the aborts of the partners that are not in `gone` yet, and add the partners to it."""
     partners: dict[str, list[str]] = {}
     of_engine = hive.engine(event.engine).open
     for episode in (of_engine[name] for name in event.episodes if name in of_engine):
@@ -58,12 +58,12 @@ def _partners_aborted(hive: Hive, event: ev.EpisodeAborted, gone: set[str]) -> I
 
 
 def end(hive: Hive, live: Live, message: MultiModelEnd) -> Decisions:
-    """End multi-model episodes, all or none. Those that have ended by the same report before are skipped."""
+    """End multi-model episodes, all or none. Those that the same report has already ended are skipped."""
     listed = [result.episode for results in message.results for result in results.values()]
     if not 1 <= len(listed) <= EPISODES_PER_COMMAND_MAX:
         raise Refused(
             Code.MALFORMED,
-            f"Multi-model episodes of 1 to {EPISODES_PER_COMMAND_MAX} episodes together can be ended at once, not of "
+            f"One report can end multi-model episodes with 1 to {EPISODES_PER_COMMAND_MAX} episodes in total, not "
             f"{len(listed)}.",
         )
     if len(set(listed)) != len(listed):
@@ -83,9 +83,9 @@ def end(hive: Hive, live: Live, message: MultiModelEnd) -> Decisions:
 
 
 def _outcomes(hive: Hive, client: str, results: Mapping[str, EpisodeResult]) -> list[tuple[str, Episode, Outcome]]:
-    """Return how the episodes of a multi-model one end, by engine; nothing for a repeat. Raises `Refused`.
+    """Return the engine, episode and outcome of each episode of a multi-model one; none for a repeat. Raises `Refused`.
 
-    An engine that was started again since then has forgotten its part: any other one knows what the report was.
+    An engine that was restarted since has forgotten its part, but the others still know the report.
     """
     report = outcome_digest(results)
     by_cause = sorted(results.items(), key=lambda item: _is_consequence(hive, *item))

@@ -1,1 +1,1 @@
-"""The rules of training clients: their sessions, operations, runs and endpoints, and how all of it ends."""
+"""The rules for training clients: their sessions, operations, runs and endpoints, and how these end."""

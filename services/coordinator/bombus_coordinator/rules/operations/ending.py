@@ -1,4 +1,4 @@
-"""How sessions of training clients end, and their models with them, also where others need their room."""
+"""End sessions of training clients and their models, including silent sessions whose room others need."""
 
 from collections import Counter
 from typing import TypedDict, Unpack
@@ -11,8 +11,8 @@ from bombus.hive.shares import has_share
 from bombus.hive.state import EngineState
 from bombus_coordinator.rules.live import Live, ns
 
-OWN_KEY = "_end-"  # of the operations that end the models of a session that has ended; no client's key begins so
-SILENT_S = 120.0  # without a sign of life, of clients that give one every few seconds: then others get its room
+OWN_KEY = "_end-"  # begins the keys of operations that end models of ended sessions, but never a client's key
+SILENT_S = 120.0  # without a sign of life from a client that gives one every few seconds: then others get its room
 MADE_ROOM = "it was silent, and others needed its room"
 
 
@@ -26,7 +26,7 @@ def open_models(engine: EngineState, session: TrainingSession) -> list[ClientMod
 
 
 def to_end(engine: EngineState, session: TrainingSession) -> list[ClientModel]:
-    """Return the models of a session that no operation that waits will end. One that cannot be saved now waits."""
+    """Return a session's models that no waiting operation will end. Suspended models, which cannot be saved, wait."""
     return [
         model
         for model in open_models(engine, session)
@@ -36,7 +36,7 @@ def to_end(engine: EngineState, session: TrainingSession) -> list[ClientModel]:
 
 
 def end_of(engine: EngineState, live: Live, model: ClientModel, save: bool) -> ev.OperationAccepted:
-    """Return the operation that ends a model, after what waits for it."""
+    """Return the operation that ends a model, after its waiting operations."""
     number = model.numbers + 1
     return ev.OperationAccepted(
         at_ns=live.now_ns,
@@ -53,17 +53,17 @@ def end_of(engine: EngineState, live: Live, model: ClientModel, save: bool) -> e
 def ended(
     engine: EngineState, live: Live, session: TrainingSession, reason: SessionEnd, **how: Unpack[_How]
 ) -> tuple[Event, ...]:
-    """Return the end of a session, with the operations that end its models after what waits for them."""
+    """Return the end of a session, with the operations that end its models after their waiting operations."""
     live.session_seen.pop((engine.name, session.session), None)
     event = ev.SessionEnded(at_ns=live.now_ns, engine=engine.name, session=session.session, reason=reason, **how)
     return (event, *(end_of(engine, live, model, event.save) for model in to_end(engine, session)))
 
 
 def seen_ns(engine: EngineState, live: Live, session: TrainingSession) -> int:
-    """Return when a session has shown a sign of life last, or something was done for it.
+    """Return when a session last showed a sign of life, or when work was last done for it.
 
-    The time of a suspension or of the trainer's sleep does not count, and what waits is not the client's fault, unless
-    it waits for a model that cannot be made again: that may be for good.
+    Time in which the run is suspended or the trainer asleep does not count as silence, nor does time in which
+    operations wait, unless they wait for a model that cannot be rebuilt, which may be forever.
     """
     models = open_models(engine, session)
     if engine.rest_wanted or engine.asleep or any(model.waiting and not model.suspended for model in models):
@@ -77,7 +77,7 @@ def seen_ns(engine: EngineState, live: Live, session: TrainingSession) -> int:
 
 
 def room_for_session(engine: EngineState, live: Live, holder: str) -> tuple[Event, ...]:
-    """Return the ends of silent sessions that make room for another one, where it is needed. Raises `Refused` QUOTA."""
+    """Return the ends of silent sessions, if room is needed for another session. Raises `Refused` QUOTA."""
     limit = engine.collection.operations.sessions_max
     there = [each for each in engine.clients.sessions.values() if each.ended is None]
     events: tuple[Event, ...] = ()
@@ -96,10 +96,7 @@ def room_for_session(engine: EngineState, live: Live, holder: str) -> tuple[Even
 
 
 def room_for_model(engine: EngineState, live: Live, session: TrainingSession, limit: int) -> tuple[Event, ...]:
-    """Return the ends of silent sessions whose models make room for another one, where it is needed.
-
-    Raises `Refused` QUOTA.
-    """
+    """Return the ends of silent sessions with models, if room is needed for another model. Raises `Refused` QUOTA."""
     there = _taking_room(engine, limit)
     events: tuple[Event, ...] = ()
     silent_ones = [each for each in _silent(engine, live) if any(model.session == each.session for model in there)]
@@ -114,15 +111,15 @@ def room_for_model(engine: EngineState, live: Live, session: TrainingSession, li
         Code.QUOTA,
         f"Engine {engine.name} has {len(there)} models, {held[session.holder]} of them made with this key, and the "
         f"limit for all keys together is {limit}. A model of Tinker's clients ends with its session (at the end of its "
-        "program, or by POST /api/v1/sessions/ID/finish), one of xorl's by kill_session; the operator can set "
-        "--models-max higher where memory allows.",
+        "program, or by POST /api/v1/sessions/ID/finish), one of xorl's clients with kill_session; the operator can "
+        "set --models-max higher if memory allows.",
     )
 
 
 def _taking_room(engine: EngineState, limit: int) -> list[ClientModel]:
-    """Return the models that stay: all but those whose sessions have ended, and those that cannot be rebuilt.
+    """Return the models that take up room: all but those whose sessions have ended, and those that cannot be rebuilt.
 
-    Where a whole `limit` of models is about to go, they count too until some have gone.
+    If there are `limit` or more such exceptions, they count too, until some of them have ended.
     """
     sessions, models = engine.clients.sessions, engine.clients.open_models
     over = {name for name, each in sessions.items() if each.ended is not None}
@@ -131,7 +128,7 @@ def _taking_room(engine: EngineState, limit: int) -> list[ClientModel]:
 
 
 def _silent(engine: EngineState, live: Live) -> list[TrainingSession]:
-    """Return the open sessions whose clients should have shown a sign of life, silent for longest first.
+    """Return the open sessions whose clients should have shown a sign of life, the longest silent first.
 
     Clients whose session is for one model show none between their requests.
     """

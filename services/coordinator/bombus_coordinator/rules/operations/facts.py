@@ -1,4 +1,4 @@
-"""Facts that trainers report of operations and of models: the first result of each operation counts (R17)."""
+"""Handle the facts that trainers report about operations and models: an operation's first result counts (R17)."""
 
 from typing import TypeAlias
 
@@ -20,7 +20,7 @@ from bombus_coordinator.rules.operations.queue import (
 )
 
 ENDS_MAX = 3  # attempts to save a model whose session has ended
-ENDED_S = 30 * 24 * 3600.0  # how long what such an operation saves is kept
+ENDED_S = 30 * 24 * 3600.0  # how long a model saved in this way is kept
 METRICS_MAX = 32
 PATH_CHARS_MAX = 4096  # no system takes longer ones
 ADDRESS_CHARS_MAX = 128
@@ -58,9 +58,9 @@ def begins(engine: EngineState, live: Live, message: OperationBegins) -> Decisio
 
 
 def done(engine: EngineState, live: Live, message: OperationDone) -> Decisions:
-    """Take the first result of an operation, from the current trainer. Another one changes nothing.
+    """Accept the first result of an operation from the current trainer. A later result changes nothing.
 
-    It can be sent as a command: the answer says that the operation has a result, this one or an earlier one.
+    The message can be sent as a command: the answer says that the operation has a result, this one or an earlier one.
     """
     model = engine.clients.models.get(message.model)
     if not _is_current(engine, message):
@@ -75,7 +75,7 @@ def done(engine: EngineState, live: Live, message: OperationDone) -> Decisions:
         yield Decision(replies=reply)
         return
     if not is_body(message.result):
-        raise Refused(Code.MALFORMED, "The reference to the result names no parts of it, or too many: store it again.")
+        raise Refused(Code.MALFORMED, "The reference to the result is malformed: store the result again.")
     if message.result.first < max(live.released, engine.clients.released.get(model.name, 0)):
         raise Refused(Code.BODY_GONE, "This result was stored too long ago: store it again.")
     events: list[Event] = [
@@ -103,11 +103,11 @@ def done(engine: EngineState, live: Live, message: OperationDone) -> Decisions:
 
 
 def _kept(engine: EngineState, live: Live, model: ClientModel, queued: Queued, message: OperationDone) -> list[Event]:
-    """Return what an operation has saved for its client, if it has."""
+    """Return the event that keeps the model that an operation has saved, none if it has saved none."""
     saved = message.saved
     if saved is None or message.failed:
         return []
-    if queued.body is None:  # nobody has asked for it
+    if queued.body is None:  # no client has requested it
         saved = msgspec.structs.replace(saved, ttl_s=ENDED_S)
     kept = ev.WeightsKept(
         at_ns=live.now_ns,
@@ -126,7 +126,7 @@ def _kept(engine: EngineState, live: Live, model: ClientModel, queued: Queued, m
 
 
 def _closed(engine: EngineState, live: Live, model: ClientModel, queued: Queued, message: OperationDone) -> list[Event]:
-    """Return the end of a model whose operation ended it, or was to create it and failed, or could not save it."""
+    """Return the event that closes a model, if the operation ended it, or failed to create it or (often) to save it."""
     if queued.number == model.begun and message.failed:
         reason, why = ModelEnd.NOT_CREATED, "it could not be created; the result of its first operation says why"
     elif message.closes and not message.failed:
@@ -147,9 +147,10 @@ def _closed(engine: EngineState, live: Live, model: ClientModel, queued: Queued,
 
 
 def away(engine: EngineState, live: Live, message: ModelAway) -> Decisions:
-    """Note that the current trainer cannot make a model again, or that it can.
+    """Note that the current trainer cannot rebuild a model, or that it can again.
 
-    The same reason is new where the trainer is done with making the model again, or others were lost in that.
+    The same reason is noted again if the trainer has just tried to rebuild the model, or if trainers were lost in
+    trying.
     """
     model = engine.clients.models.get(message.model)
     why = message.why[:WHY_CHARS_MAX]
@@ -163,7 +164,7 @@ def away(engine: EngineState, live: Live, message: ModelAway) -> Decisions:
 
 
 def rebuilds(engine: EngineState, live: Live, message: RebuildsModel) -> Decisions:
-    """Note what the current trainer executes again to make a model, or that it has lived through that."""
+    """Note which operation the current trainer re-executes to rebuild a model, or that it survived rebuilding it."""
     model = engine.clients.models.get(message.model)
     if not _is_current(engine, message) or model is None or model.closed is not None:
         return

@@ -1,4 +1,4 @@
-"""Accept training operations in the order in which they come, and take each one's first result (R17)."""
+"""Accept training operations in the order in which they arrive (R17)."""
 
 import re
 from collections import Counter
@@ -25,20 +25,20 @@ from bombus_coordinator.rules.live import Live, ns
 from bombus_coordinator.rules.operations.ending import room_for_model
 
 CREATE, END, SAVE = "create_model", END_MODEL, "save_weights"
-HELD_S = 24 * 3600.0  # for which what waits for a suspended model keeps what it is to load
+HELD_S = 24 * 3600.0  # for how long operations that wait for a suspended model keep the saved models that they load
 WHY_CHARS_MAX = 500
 TEXT_CHARS_MAX = 1000  # of a base's name, and of a saved model's
 METADATA_BYTES_MAX = 4 << 10  # of a model, and of a checkpoint
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:=+@-]{0,127}\Z")  # what can be that of a folder
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:=+@-]{0,127}\Z")  # can be the name of a folder
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
-_UNNAMED = re.compile(r"(sample|inflight)-\d+\Z")  # what gateways call a save that its client has given no name
+_UNNAMED = re.compile(r"(sample|inflight)-\d+\Z")  # how gateways name a save that its client did not name
 _OP = re.compile(r"[a-z][a-z_]{0,31}\Z")
 
 
 def operate(engine: EngineState, live: Live, message: Operate) -> Decisions:
-    """Accept an operation. One that was accepted before keeps its id, whether it waits or was executed.
+    """Accept an operation. If it was accepted before, it keeps its id, whether it waits or was executed.
 
-    The one that creates a model starts a run on an engine that is offline.
+    An operation that creates a model starts a run if the engine is offline.
     """
     clients = engine.clients
     session = clients.sessions.get(message.session)
@@ -53,7 +53,7 @@ def operate(engine: EngineState, live: Live, message: Operate) -> Decisions:
     _check_form(message)
     if session is None:
         raise Refused(Code.UNKNOWN_SESSION, f"There is no session {message.session}: open one.")
-    if session.ended is not None and message.op != END:  # what is left of it can be ended
+    if session.ended is not None and message.op != END:  # its remaining models can be ended
         raise Refused(
             Code.SESSION_OVER, f"Session {message.session} has ended ({session.ended.reason}): open another one."
         )
@@ -102,7 +102,7 @@ def operate(engine: EngineState, live: Live, message: Operate) -> Decisions:
 
 
 def _check_owner(engine: EngineState, message: Operate, model: ClientModel) -> None:
-    """Raise `Refused` where a model has a name that a client of another key has chosen too, at the same time."""
+    """Raise `Refused` if the model belongs to another key, whose client has chosen the same name."""
     session = engine.clients.sessions.get(message.session)
     if session is not None and session.owner != owner_of(engine.clients, model):
         code = Code.MODEL_EXISTS if message.op == CREATE else Code.UNKNOWN_MODEL
@@ -110,7 +110,7 @@ def _check_owner(engine: EngineState, message: Operate, model: ClientModel) -> N
 
 
 def _again(model: ClientModel, live: Live, message: Operate, before: Queued) -> Accepted:
-    """Return the answer to an operation that was accepted before. Raises `Refused` for another one of the same key."""
+    """Return the answer to an operation that was accepted before. Raises `Refused` if another one had the same key."""
     if before.body is None or before.body.digest != message.body.digest:
         raise Refused(
             Code.OTHER_BODY,
@@ -128,7 +128,7 @@ def _again(model: ClientModel, live: Live, message: Operate, before: Queued) -> 
 
 
 def _check_form(message: Operate) -> None:
-    """Raise `Refused` for names and a body that no API sends."""
+    """Raise `Refused` if names or the reference to the body are malformed, which no gateway sends."""
     for what, text, form in (
         ("session", message.session, NAME),
         ("model", message.model, NAME),
@@ -140,17 +140,17 @@ def _check_form(message: Operate) -> None:
                 Code.MALFORMED, f"{what} {text[:40]!r} is not a name: use letters, digits, dots, dashes and underscores"
             )
     if not is_body(message.body):
-        raise Refused(Code.MALFORMED, "The reference to the body names no parts of it, or too many: store it again.")
+        raise Refused(Code.MALFORMED, "The reference to the body of this operation is malformed: store it again.")
     if len(message.base) > TEXT_CHARS_MAX:
-        raise Refused(Code.MALFORMED, f"The name of a base model has at most {TEXT_CHARS_MAX} characters.")
+        raise Refused(Code.MALFORMED, f"The name of a base model must have at most {TEXT_CHARS_MAX} characters.")
     if len(message.reads) > TEXT_CHARS_MAX:
-        raise Refused(Code.MALFORMED, f"The name of a saved model has at most {TEXT_CHARS_MAX} characters.")
+        raise Refused(Code.MALFORMED, f"The name of a saved model must have at most {TEXT_CHARS_MAX} characters.")
     if len(msgspec.msgpack.encode(message.metadata)) > METADATA_BYTES_MAX:
         raise Refused(Code.TOO_LARGE, f"The metadata of a model or a checkpoint exceeds {METADATA_BYTES_MAX} bytes.")
 
 
 def is_body(body: BodyRef) -> bool:
-    """Return whether a reference can be one to a body."""
+    """Return whether a reference to a body is well-formed."""
     seqs = body.seqs
     return (
         0 < len(seqs) <= BODY_PARTS_MAX
@@ -161,7 +161,7 @@ def is_body(body: BodyRef) -> bool:
 
 
 def check_base(engine: EngineState, base: str, what: str) -> None:
-    """Raise `Refused` when this engine cannot serve models on a base now, which somebody needs to do `what`."""
+    """Raise `Refused` if this engine cannot serve models on a base now. `what` is what the client wants to do."""
     if engine.phase != Phase.OFFLINE and not engine.serves_operations:
         raise wrong_phase(
             what,
@@ -187,7 +187,7 @@ def check_base(engine: EngineState, base: str, what: str) -> None:
 
 
 def _room_for_new(engine: EngineState, live: Live, message: Operate, session: TrainingSession) -> tuple[Event, ...]:
-    """Return what makes room for another model. Raises `Refused` when this engine cannot serve it now."""
+    """Return the events that make room for another model. Raises `Refused` if this engine cannot serve it now."""
     check_base(engine, message.base, "create a model")
     if engine.rest_wanted:
         why = f"The trainer of engine {engine.name} is asleep and creates no models until /wake_up wakes it."
@@ -199,7 +199,7 @@ def _room_for_new(engine: EngineState, live: Live, message: Operate, session: Tr
 
 
 def run_started(engine: EngineState, live: Live, base: str) -> ev.EngineStarted:
-    """Return the start of a run of operations on a base."""
+    """Return the start of an operations run on a base."""
     return ev.EngineStarted(
         at_ns=live.now_ns,
         engine=engine.name,
@@ -210,7 +210,7 @@ def run_started(engine: EngineState, live: Live, base: str) -> ev.EngineStarted:
 
 
 def _open_model(engine: EngineState, message: Operate, model: ClientModel | None) -> ClientModel:
-    """Return the model of an operation. Raises `Refused` when it takes none."""
+    """Return the model of an operation. Raises `Refused` if the model does not accept it."""
     if model is None or (message.run and message.run != model.run):
         raise Refused(Code.UNKNOWN_MODEL, f"There is no model {message.model}: create it first.")
     if model.closed is not None:
@@ -222,7 +222,7 @@ def _open_model(engine: EngineState, message: Operate, model: ClientModel | None
 
 
 def _check_room(engine: EngineState, message: Operate, model: ClientModel) -> None:
-    """Raise `Refused` for more than the limits allow. What ends a model always has room."""
+    """Raise `Refused` if an operation exceeds the limits. One that ends a model always has room."""
     limits, holder = engine.collection.operations, engine.clients.holder_of(model)
     if message.op == END:
         return
@@ -248,13 +248,13 @@ def _check_room(engine: EngineState, message: Operate, model: ClientModel) -> No
 
 
 def _is_full(engine: EngineState, holder: str) -> bool:
-    """Return whether the holder of a key may have no more saved models. One that is published is its owner's."""
+    """Return whether the holder of a key may have no more saved models. A published one counts for its owner."""
     kept, limit = engine.clients.kept, engine.collection.operations.checkpoints_max
     return len(kept) >= limit and not has_share(Counter(each.noted.owner for each in kept.values()), holder, limit)
 
 
 def _held_bytes(engine: EngineState) -> Counter[str]:
-    """Return the bytes that are kept for the trainer, by the holders of keys."""
+    """Return the bytes that are kept for the trainer, by key holder."""
     held: Counter[str] = Counter()
     for model in engine.clients.open_models:
         held[engine.clients.holder_of(model)] += model.held_bytes
@@ -262,9 +262,10 @@ def _held_bytes(engine: EngineState) -> Counter[str]:
 
 
 def _least_needed(engine: EngineState, live: Live, model: ClientModel) -> KeptWeights | None:
-    """Return the save to remove for another one of this model: the oldest that its client did not name.
+    """Return the saved model to remove so that this model can be saved: the oldest that its client did not name.
 
-    Ended models of the same key come before the model itself. What is in use, published or kept for ever stays.
+    Those of ended models of the same key come before the model's own. Saved models that are in use, published or kept
+    forever are not removed.
     """
     clients, used = engine.clients, in_use(engine, live)
     holder, open_now = clients.holder_of(model), {each.name for each in clients.open_models}
@@ -285,14 +286,14 @@ def _least_needed(engine: EngineState, live: Live, model: ClientModel) -> KeptWe
 def in_use(engine: EngineState, live: Live) -> set[str]:
     """Return the saved models that open episodes sample from, and those that operations wait to load.
 
-    What waits for a suspended model keeps them for a while only, of the time in which that could be made again.
+    Operations that wait for a suspended model keep them only for `HELD_S` of the time in which it could be rebuilt.
     """
     sampled = {episode.sampler.checkpoint for episode in engine.open.values() if episode.sampler is not None}
     return sampled | engine.clients.read_by_waiting(engine.clients.trying.shows(live.now_ns) - ns(HELD_S))
 
 
 def _room_for_save(engine: EngineState, live: Live, message: Operate, model: ClientModel) -> tuple[Event, ...]:
-    """Return what makes room for a save at the limit, so a loop can continue. Raises `Refused` where nothing can."""
+    """Return the event that makes room for a save at the limit, so a loop can continue, or raise `Refused`."""
     holder = engine.clients.holder_of(model)
     if message.op != SAVE or not _is_full(engine, holder):
         return ()

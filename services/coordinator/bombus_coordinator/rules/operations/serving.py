@@ -1,4 +1,4 @@
-"""The life of a run of training operations, and which messages of the stream `ops` it needs no more."""
+"""The life of an operations run, and which messages of the stream `ops` it no longer needs."""
 
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
@@ -11,7 +11,7 @@ from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions,
 from bombus_coordinator.rules.live import Live
 from bombus_coordinator.rules.operations.queue import TEXT_CHARS_MAX, check_base, run_started
 
-NAME_CHARS = 128  # that are shown of a session
+NAME_CHARS = 128  # of a session's name in a message
 FLOORS_MAX = 1000  # in one event
 
 
@@ -25,12 +25,12 @@ def trainer_serves(engine: EngineState, live: Live, message: TrainerServes) -> D
 
 
 def begin_sampling(engine: EngineState, live: Live, message: BeginSampling) -> Decisions:
-    """Let a session sample, in a run that this starts on an engine that is offline. A repeat changes nothing."""
+    """Let a session sample. Starts a run if the engine is offline. A repeat changes nothing."""
     session = engine.clients.sessions.get(message.session)
     if session is None or session.ended is not None:
         raise Refused(Code.SESSION_OVER, f"Session {message.session[:NAME_CHARS]} has ended here; open another one.")
     if len(message.base) > TEXT_CHARS_MAX:
-        raise Refused(Code.MALFORMED, f"The name of a base model has at most {TEXT_CHARS_MAX} characters.")
+        raise Refused(Code.MALFORMED, f"The name of a base model must have at most {TEXT_CHARS_MAX} characters.")
     check_base(engine, message.base, "sample")
     run = engine.run
     events: tuple[Event, ...] = ()
@@ -50,7 +50,7 @@ def ask_rest(engine: EngineState, live: Live, message: AskRest) -> Decisions:
     if not engine.serves_operations:
         raise wrong_phase(what, engine.phase, f"Engine {engine.name} serves no training operations: create a model.")
     if message.asleep and engine.phase == Phase.BOOTING:
-        raise wrong_phase(what, engine.phase, "Its trainer still loads the base: ask again once a model is created.")
+        raise wrong_phase(what, engine.phase, "Its trainer is loading the base: try again once a model is created.")
     if message.asleep and engine.suspended:
         raise wrong_phase(what, engine.phase, f"The run is suspended and uses no memory: {engine.suspended}")
     asked = ev.RestAsked(at_ns=live.now_ns, engine=engine.name, run=engine.run, asleep=message.asleep)
@@ -59,7 +59,7 @@ def ask_rest(engine: EngineState, live: Live, message: AskRest) -> Decisions:
 
 
 def trainer_rests(engine: EngineState, live: Live, message: TrainerRests) -> Decisions:
-    """Note that the current trainer has freed its memory, or has its models again."""
+    """Note that the current trainer has freed its memory, or has reloaded its models."""
     if message.run != engine.run or not engine.serves_operations or message.trainer_epoch != engine.trainer_epoch:
         return
     if not engine.trainer or engine.asleep == message.asleep:
@@ -97,7 +97,7 @@ def floor_of(model: ClientModel, below: int) -> int:
 
 
 def release(hive: Hive, live: Live, message: OperationsStored) -> Decisions:
-    """Say which messages may be purged, of those before `below`: the senders of the others may still name them.
+    """Release messages before `below` that no model needs. Senders may still name messages from `below` on.
 
     Once this is on the log, an operation with an older body is refused, so what is purged is never needed later.
     """

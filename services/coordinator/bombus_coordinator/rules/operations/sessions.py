@@ -1,4 +1,4 @@
-"""The sessions of training clients: they open, show that they live, and end with their models."""
+"""Open and end the sessions of training clients, and look after the models that they have saved."""
 
 from collections import Counter
 
@@ -19,14 +19,14 @@ from bombus_coordinator.rules.operations.ending import end_of, ended, open_model
 from bombus_coordinator.rules.operations.queue import NAME, WHY_CHARS_MAX, in_use
 
 METADATA_BYTES_MAX = 64 << 10
-TEXT_CHARS_MAX = 256  # of a key's name, and of what an API remembers
-SHOWN_CHARS = 128  # of a name that is not known
+TEXT_CHARS_MAX = 256  # of the name of a key or of an API
+SHOWN_CHARS = 128  # of an unknown name in a message
 IDLE_S_MIN, IDLE_S_MAX = 10.0, 7 * 24 * 3600.0
-AGAIN_S = 60.0  # until a model that could not be saved is tried again
-LEFT_S = 24 * 3600.0  # for which a model that cannot be made again waits to be saved after its session has ended
-TRIED_S = 1800.0  # of it, so much at the end was led and had one trainer, which has to have had its chance
+AGAIN_S = 60.0  # until saving a model that could not be saved is retried
+LEFT_S = 24 * 3600.0  # for which a model that cannot be rebuilt waits to be saved after its session has ended
+TRIED_S = 1800.0  # for which, at the end of LEFT_S, there has been a leader and the same trainer, to try it
 MODEL_S = 60.0  # for which a session for one model may have none
-ENDED_KEPT = 2  # times as many sessions as may be open: beyond it, those that have ended are forgotten early
+ENDED_KEPT = 2  # times as many sessions as may be open: beyond that, ended sessions are forgotten early
 
 
 def open_session(engine: EngineState, live: Live, message: OpenSession) -> Decisions:
@@ -61,7 +61,7 @@ def open_session(engine: EngineState, live: Live, message: OpenSession) -> Decis
 
 
 def _forgotten_early(engine: EngineState, live: Live) -> tuple[Event, ...]:
-    """Forget the oldest session that has ended, of the key that has most of them."""
+    """Forget the oldest ended session of the key that has the most ended sessions."""
     over = [each for each in engine.clients.sessions.values() if _is_over(engine, each)]
     if not over:
         return ()
@@ -71,14 +71,14 @@ def _forgotten_early(engine: EngineState, live: Live) -> tuple[Event, ...]:
 
 def _check_form(message: OpenSession, idle_s: float) -> None:
     if not NAME.match(message.session):
-        raise Refused(Code.MALFORMED, f"{message.session[:40]!r} is not the name of a session.")
+        raise Refused(Code.MALFORMED, f"{message.session[:40]!r} is not a valid session name.")
     if not IDLE_S_MIN <= idle_s <= IDLE_S_MAX:
         raise Refused(
             Code.MALFORMED,
-            f"A session's idle time is {IDLE_S_MIN:.0f} to {IDLE_S_MAX:.0f} seconds, not {message.idle_s}.",
+            f"A session's idle time must be {IDLE_S_MIN:.0f} to {IDLE_S_MAX:.0f} seconds, not {message.idle_s}.",
         )
     if len(message.owner) > TEXT_CHARS_MAX or len(message.dialect) > TEXT_CHARS_MAX:
-        raise Refused(Code.MALFORMED, f"The name of a key or an API has at most {TEXT_CHARS_MAX} characters.")
+        raise Refused(Code.MALFORMED, f"The name of a key or an API must have at most {TEXT_CHARS_MAX} characters.")
     if len(msgspec.msgpack.encode(message.metadata)) > METADATA_BYTES_MAX:
         raise Refused(Code.TOO_LARGE, f"The metadata of a session exceeds {METADATA_BYTES_MAX} bytes.")
 
@@ -97,9 +97,9 @@ def close_session(engine: EngineState, live: Live, message: CloseSession) -> Dec
 
 
 def expire(engine: EngineState, live: Live) -> Decisions:
-    """End idle sessions, end their models, and forget those whose results were kept long enough.
+    """End idle sessions and their models, and forget ended sessions whose results were kept long enough.
 
-    Nothing of it happens while the run is suspended.
+    While the run is suspended, nothing is done.
     """
     if engine.suspended:
         return
@@ -121,7 +121,7 @@ def expire(engine: EngineState, live: Live) -> Decisions:
 def _let_go(engine: EngineState, live: Live) -> Decisions:
     """End models that cannot be rebuilt, and so cannot be saved, long after their sessions have ended.
 
-    Only time counts in which a trainer could have made them again.
+    Only time in which a trainer could have rebuilt them counts.
     """
     clients = engine.clients
     began_ns = max(engine.trainer_since_ns, engine.resumed_ns)
@@ -143,7 +143,7 @@ def _let_go(engine: EngineState, live: Live) -> Decisions:
 
 
 def _has_no_model(engine: EngineState, live: Live, session: TrainingSession) -> bool:
-    """Return whether a session that was opened for one model has none: that has ended, or was not created."""
+    """Return whether a session that was opened for one model has none: the model has ended, or was not created."""
     if not session.for_model or open_models(engine, session):
         return False
     models = (model for model in engine.clients.models.values() if model.session == session.session)
@@ -189,9 +189,10 @@ def remove_weights(engine: EngineState, live: Live, message: RemoveWeights) -> D
 
 
 def _check_unread(engine: EngineState, name: str, kept: KeptWeights) -> None:
-    """Raise `Refused` where an operation is about to load a saved model. Those of other clients are not named.
+    """Raise `Refused` if an operation is about to load a saved model. Operations of other clients are not named.
 
-    What waits for a model that cannot be made again may wait for long: it fails once it is executed.
+    An operation of a model that cannot be rebuilt is no obstacle, as it may wait for long: it fails once it is
+    executed.
     """
     found = next((each for each in engine.clients.readers(name) if not each[0].suspended), None)
     if found is None:
@@ -205,14 +206,14 @@ def _check_unread(engine: EngineState, name: str, kept: KeptWeights) -> None:
 def retain_weights(engine: EngineState, live: Live, message: RetainWeights) -> Decisions:
     kept = _kept(engine, message)
     if not 0 <= message.ttl_s <= TTL_S_MAX:
-        raise Refused(Code.MALFORMED, f"A time to live is 0 to {TTL_S_MAX:.0f} seconds, not {message.ttl_s}.")
+        raise Refused(Code.MALFORMED, f"A time to live must be 0 to {TTL_S_MAX:.0f} seconds, not {message.ttl_s}.")
     saved = msgspec.structs.replace(kept.noted.saved, ttl_s=message.ttl_s)
     noted = msgspec.structs.replace(kept.noted, at_ns=live.now_ns, saved=saved, saved_ns=kept.saved_ns)
     yield Decision(events=(noted,), replies=(CommandReply(message.id, Done(run=engine.run)),))
 
 
 def publish_weights(engine: EngineState, live: Live, message: PublishWeights) -> Decisions:
-    """Mark a saved model. Its time to live keeps running."""
+    """Mark a saved model as public, or no longer public. Its time to live keeps running."""
     kept = _kept(engine, message)
     reply = (CommandReply(message.id, Done(run=engine.run)),)
     if kept.noted.public == message.public:
@@ -234,13 +235,13 @@ def _kept(engine: EngineState, message: RetainWeights | PublishWeights) -> KeptW
     if kept is None:
         raise Refused(
             Code.UNKNOWN_MODEL,
-            f"Model {message.model[:SHOWN_CHARS]} was not saved as {message.name[:SHOWN_CHARS]}: list what is saved.",
+            f"Model {message.model[:SHOWN_CHARS]} was not saved as {message.name[:SHOWN_CHARS]}: list its checkpoints.",
         )
     return kept
 
 
 def expire_weights(engine: EngineState, live: Live) -> Decisions:
-    """Remove saved models that have expired, but none that an open episode samples from or that is to be loaded."""
+    """Remove expired saved models, except those that open episodes sample from or that operations wait to load."""
     over = [
         (name, each) for name, each in engine.clients.kept.items() if each.until_ns and each.until_ns <= live.now_ns
     ]

@@ -1,1 +1,1 @@
-"""The rules of runs of trajectories: environments push rollout groups, and a trainer takes them as batches (R16)."""
+"""The rules of rollout-group runs: environments push rollout groups, and a trainer takes them as batches (R16)."""

@@ -1,4 +1,4 @@
-"""Rollout groups come in, and go out as batches (R16)."""
+"""Queue rollout groups, and hand them out as batches (R16)."""
 
 from collections.abc import Iterable, Sequence
 
@@ -35,12 +35,12 @@ WHY_CHARS_MAX = 500  # of the reason for which groups are given up
 
 
 def push(hive: Hive, live: Live, message: PushGroups) -> Decisions:
-    """Queue groups, all or none. Those that come before a trainer wait for it."""
+    """Queue groups, all or none. Groups that arrive before a trainer wait for it."""
     engine = hive.engine(message.engine)
     state = engine.trajectories
     repeated = state.repeated(message.key, live.now_ns)
     if repeated is not None:
-        if repeated.digest not in (b"", digest_of(message.groups)):  # a snapshot of before it was kept has none
+        if repeated.digest not in (b"", digest_of(message.groups)):  # an older snapshot has no digest
             raise Refused(
                 Code.OTHER_BODY,
                 "A recent push with this key had other groups. Give each push its own key in "
@@ -53,7 +53,7 @@ def push(hive: Hive, live: Live, message: PushGroups) -> Decisions:
         raise Refused(Code.STORAGE_FULL, f"{live.refusing_groups} Try again when there is room.")
     if not 0 < len(message.groups) <= GROUPS_MAX or len(message.key) > KEY_CHARS_MAX:
         raise Refused(
-            Code.MALFORMED, f"A push has 1 to {GROUPS_MAX} groups, and a key of at most {KEY_CHARS_MAX} characters."
+            Code.MALFORMED, f"A push needs 1 to {GROUPS_MAX} groups, and a key of at most {KEY_CHARS_MAX} characters."
         )
     why = why_not_queued(state.queue, message.groups)
     if why:
@@ -70,9 +70,9 @@ def push(hive: Hive, live: Live, message: PushGroups) -> Decisions:
 
 
 def group_episodes(hive: Hive, live: Live, message: EpisodesGrouped) -> Decisions:
-    """Queue the group that was made of ended episodes, and take them from the pool. One that cannot be is dropped.
+    """Queue a group made of ended episodes, and remove these from the pool. If they cannot be a group, drop them.
 
-    What was decided otherwise meanwhile, or has no room yet, is made again.
+    Nothing happens if the episodes have left the pool, or if there is no room yet: then the leader makes a new group.
     """
     engine = hive.engine(message.engine)
     pool, group = engine.pool, message.group
@@ -108,13 +108,13 @@ def _check_bodies(hive: Hive, engine: EngineState, groups: Iterable[QueuedGroup]
         if group.body is not None and not group.body.seqs:
             raise Refused(Code.BODY_GONE, "There is room for this group, but its body is not stored yet: store it.")
         if group.body is None or not is_body(group.body) or group.tokens < 0 or group.longest < 0:
-            raise Refused(Code.MALFORMED, "A group is pushed with its body and its sizes: store it again.")
+            raise Refused(Code.MALFORMED, "A group must be pushed with its body and its sizes: store it again.")
         if group.body.first < hive.groups_released(engine, group.holder):
             raise Refused(Code.BODY_GONE, "The body of this group was stored too long ago: store it again.")
 
 
 def _why_no_room(hive: Hive, engine: EngineState, groups: Sequence[QueuedGroup]) -> str:
-    """Return why there is no room for groups, in the queue or for their holder in the stream, empty if there is."""
+    """Return why there is no room for groups in the queue, or for their holder in the stream; "" if there is."""
     sizes: dict[str, int] = {}
     for group in groups:
         sizes[group.holder] = sizes.get(group.holder, 0) + (0 if group.body is None else group.body.size)
@@ -125,13 +125,13 @@ def _why_no_room(hive: Hive, engine: EngineState, groups: Sequence[QueuedGroup])
 
 
 def take(engine: EngineState, live: Live, message: TakeBatch) -> Decisions:
-    """Hand out the next batch, or the last one again until it was delivered."""
+    """Hand out the next batch, or the last one again if it was not delivered."""
     state = engine.trajectories
     if engine.queues_groups and engine.makes_steps:
         raise Refused(
             Code.UNSUPPORTED,
             f"Run {engine.run} of engine {engine.name} is trained by the engine's own trainer, which takes each batch "
-            "itself. To take them elsewhere, stop it and configure a job without collection.rollout_groups.",
+            "itself. To take batches elsewhere, stop it and configure a job without collection.rollout_groups.",
         )
     if not engine.queues_groups or state.trainer is None:
         raise wrong_phase("hand out a batch", engine.phase, "Register a trainer first.")
@@ -160,7 +160,7 @@ def take(engine: EngineState, live: Live, message: TakeBatch) -> Decisions:
 
 
 def _check_after(engine: EngineState, after: int) -> None:
-    """Raise `Refused` unless a trainer that has this batch can get the next one: the last one is kept, none before."""
+    """Raise `Refused` unless a trainer that has batch `after` can get the next one: only the last batch is kept."""
     state = engine.trajectories
     newest = state.before if state.batch is None else state.batch.number
     if after not in (state.before, newest):
@@ -173,9 +173,9 @@ def _check_after(engine: EngineState, after: int) -> None:
 
 
 def seal(engine: EngineState, live: Live) -> Decisions:
-    """Seal the next batch of a run that our own trainer trains: once replicas serve the last step's weights.
+    """Seal the next batch for our own trainer, once replicas serve the last step's weights.
 
-    A queue in which there was no batch is not looked through again until it has changed.
+    A queue that made no batch is not searched again until it has changed.
     """
     state, trainer = engine.trajectories, engine.trajectories.trainer
     if engine.batch is not None or engine.version < engine.step or trainer is None or engine.active is None:
@@ -206,13 +206,13 @@ def seal(engine: EngineState, live: Live) -> Decisions:
 def give_up_old(engine: EngineState, live: Live) -> Decisions:
     """Give up the groups of episodes that have waited in the queue for too many versions.
 
-    Where an outside trainer takes the batches, no version comes after the first, and all of them wait for it.
+    If an outside trainer takes the batches, no version follows the first, and all groups wait for that trainer.
     """
     most = engine.collection.max_carry_staleness
     old = engine.trajectories.queued_before(engine.version - most)
     why = (
         f"they have waited in the queue for more than max_carry_staleness ({most}) policy versions: they fit into no "
-        "batch with the other queued groups, or groups were queued faster than they were trained"
+        "batch with the other queued groups, or groups were queued faster than they were used"
     )
     for some in portions(old, GROUPS_MAX):
         given_up = ev.GroupsGivenUp(
@@ -222,7 +222,7 @@ def give_up_old(engine: EngineState, live: Live) -> Decisions:
 
 
 def sent(engine: EngineState, live: Live, message: BatchSent) -> Decisions:
-    """Note that a batch has reached its trainer. The next time it gets another one."""
+    """Note that a batch has reached its trainer, which gets a new one the next time."""
     batch = engine.trajectories.batch
     if batch is None or batch.delivered or (batch.run, batch.number) != (message.run, message.number):
         return
@@ -231,7 +231,7 @@ def sent(engine: EngineState, live: Live, message: BatchSent) -> Decisions:
 
 
 def give_up(engine: EngineState, live: Live, message: GiveUpGroups) -> Decisions:
-    """Drop groups whose bodies were found to be lost, if they are still in the same place."""
+    """Drop groups whose bodies were found to be lost, if the log still names the same bodies."""
     bodies = _bodies(engine, message) if message.run == engine.run else {}
     lost = tuple(sorted({each.group for each in message.groups if bodies.get(each.group) == each.first}))
     events: tuple[Event, ...] = ()
@@ -249,7 +249,7 @@ def give_up(engine: EngineState, live: Live, message: GiveUpGroups) -> Decisions
 
 
 def _bodies(engine: EngineState, message: GiveUpGroups) -> dict[int, int]:
-    """Return where the bodies begin of the groups that a message may name, by the numbers of the groups."""
+    """Return the first sequence of the body of each group that a message may name, by the group's number."""
     handed = engine.trajectories.batch
     groups: Iterable[tuple[int, QueuedGroup]] = ()
     if not message.number:
@@ -264,7 +264,7 @@ def _bodies(engine: EngineState, message: GiveUpGroups) -> dict[int, int]:
 
 
 def move(hive: Hive, live: Live, message: BodiesStored) -> Decisions:
-    """Note where bodies of groups are now. What was taken meanwhile, and has not arrived, is left where it was."""
+    """Note where bodies of groups are now. Groups of a batch that is still being delivered are left where they were."""
     engine = hive.engine(message.engine)
     movable = dict(engine.trajectories.movable(live.now_ns))
     moved = tuple(
@@ -281,7 +281,7 @@ def move(hive: Hive, live: Live, message: BodiesStored) -> Decisions:
 
 
 def release(hive: Hive, live: Live, message: TrajectoriesStored) -> Decisions:
-    """Release what no group needs. From `below` on, the senders of bodies may still name them.
+    """Release the bodies that no group needs. From `below` on, the senders of bodies may still name them.
 
     Once this is on the log, a group with an older body is refused, so what is purged is never needed later.
     """
@@ -305,7 +305,7 @@ def release(hive: Hive, live: Live, message: TrajectoriesStored) -> Decisions:
 
 
 def _lowered(hive: Hive, live: Live, end: int) -> Decisions:
-    """Release nothing beyond the end of a stream that has lost what came after it: its sequences are used again."""
+    """Release nothing beyond the new end of a stream that went back, since its sequences are reused."""
     own = tuple(ev.HolderFloor(*each, end) for each, floor in hive.released_of_holders().items() if floor > end)
     below = min(hive.trajectories_released, end)
     if below < hive.trajectories_released or own:

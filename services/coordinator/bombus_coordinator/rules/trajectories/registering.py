@@ -13,27 +13,27 @@ from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions,
 from bombus_coordinator.rules.engines import close_all
 from bombus_coordinator.rules.live import Live, ns
 
-ENVIRONMENT_IDLE_S = 600.0  # after so much silence an environment is taken for gone
+ENVIRONMENT_IDLE_S = 600.0  # after this much silence an environment is considered gone
 TEXT_CHARS_MAX = 1_000
-FOLDER_CHARS_MAX = 4_096  # as file systems have it
+FOLDER_CHARS_MAX = 4_096  # the limit of file systems
 
 
 def register_trainer(engine: EngineState, live: Live, message: RegisterTrainer) -> Decisions:
-    """Begin a run for a trainer. The run before it ends, and its groups go with it.
+    """Begin a run for a trainer. An earlier rollout-group run ends, and its groups are dropped.
 
-    Where the engine's job makes batches of rollout groups, the run boots like one of episodes. The trainer is ours,
-    with the settings that are registered, unless the job has groups of episodes alone. Without such a job it is
-    somebody else's, and the run rolls at once.
+    If the engine's job makes batches of rollout groups, the run boots like one of episodes. The trainer is then our
+    own, with the registered settings, unless the job makes groups of episodes only. Without such a job the trainer is
+    an outside one, and the run rolls at once.
     """
     check_queue(engine, "register a trainer")
     why = why_no_batch_size(message.batch_size)
     if why:
         raise Refused(Code.MALFORMED, why)
     if len(message.checkpoint_dir) > FOLDER_CHARS_MAX:
-        raise Refused(Code.MALFORMED, f"checkpoint_dir has at most {FOLDER_CHARS_MAX} characters.")
+        raise Refused(Code.MALFORMED, f"checkpoint_dir must have at most {FOLDER_CHARS_MAX} characters.")
     for text in (message.trainer, message.wandb_group, message.wandb_project, message.owner):
         if len(text) > TEXT_CHARS_MAX:
-            raise Refused(Code.MALFORMED, f"A name has at most {TEXT_CHARS_MAX} characters.")
+            raise Refused(Code.MALFORMED, f"A name must have at most {TEXT_CHARS_MAX} characters.")
     if live.refusing:
         raise no_room(live)
     run = engine.run + 1
@@ -67,7 +67,7 @@ def register_trainer(engine: EngineState, live: Live, message: RegisterTrainer) 
 
 
 def check_queue(engine: EngineState, action: str) -> None:
-    """Raise `Refused` while a run is on that does not make its batches of rollout groups."""
+    """Raise `Refused` if the current run does not make its batches of rollout groups."""
     if engine.phase != Phase.OFFLINE and not engine.queues_groups:
         does = "serves training operations" if engine.serves_operations else "plays episodes"
         hint = f"Run {engine.run} of engine {engine.name} {does}: stop it, or use another engine."
@@ -75,7 +75,7 @@ def check_queue(engine: EngineState, action: str) -> None:
 
 
 def _started(engine: EngineState, live: Live, registered: ev.TrainerRegistered) -> ev.EngineStarted:
-    """Return the start of a run with a job. Raises `Refused` for settings that our own trainer cannot have."""
+    """Return the start of a run with a job. Raises `Refused` for settings that our own trainer does not support."""
     assert engine.configured is not None
     begins, anew = beginning(engine)
     is_ours = engine.configured.collection.rollout_groups
@@ -93,9 +93,9 @@ def _started(engine: EngineState, live: Live, registered: ev.TrainerRegistered) 
 
 
 def join(engine: EngineState, live: Live, message: JoinEnvironment) -> Decisions:
-    """Let an environment join. Until the trainer has asked for a batch, it has to ask again.
+    """Let an environment join. Until the trainer has asked for a batch, the environment has to ask again.
 
-    Our own trainer asks for none: there it waits until replicas serve the model.
+    Our own trainer asks for none: there the environment waits until replicas serve the model.
     """
     state = engine.trajectories
     begun = engine.phase != Phase.BOOTING and (engine.makes_steps or state.begun)
@@ -153,7 +153,7 @@ def _left(engine: EngineState, live: Live, environment: int, reason: Environment
 
 
 def again(engine: EngineState, live: Live, environment: int) -> tuple[Event, ...]:
-    """Return the event by which an environment that fell silent is connected again, none for any other."""
+    """Return the event that reconnects an environment that fell silent, none for any other."""
     known = engine.trajectories.queue.environments.get(environment)
     if known is None or known.connected or environment not in engine.trajectories.silent_ns:
         return ()
@@ -177,7 +177,7 @@ def lapse(engine: EngineState, live: Live) -> Decisions:
 
 
 def reset(engine: EngineState, live: Live, message: ResetGroups) -> Decisions:
-    """End a run of trajectories, and forget its groups and environments."""
+    """End a rollout-group run, and forget its groups and environments."""
     events: tuple[Event, ...] = (ev.GroupsReset(at_ns=live.now_ns, engine=engine.name),)
     if engine.queues_groups:
         stopped = ev.EngineStopped(at_ns=live.now_ns, engine=engine.name, run=engine.run)

@@ -1,1 +1,1 @@
-"""Inference servers elsewhere: they are registered, and get weights that are put in sync."""
+"""External inference servers: clients register them and sync a model's weights to them."""

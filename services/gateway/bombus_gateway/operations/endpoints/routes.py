@@ -1,6 +1,6 @@
-"""The routes of xorl's clients about inference servers: register them, put weights in sync, and let the trainer sleep.
+"""The routes with which xorl's clients register inference servers, sync weights to them, and let the trainer sleep.
 
-They answer at once, without a future. What cannot be done is `success: false` with a sentence, and no error of HTTP.
+They answer directly, without a future. A failure is answered with `success: false` and a sentence, not an HTTP error.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from bombus_gateway.operations_wire.endpoints import Endpoint, SyncRequest, read
 from bombus_gateway.operations_wire.submission import DEFAULT_MODEL
 from bombus_gateway.plain_routes import JsonResponse, PlainRoute
 
-REST_S = 900.0  # for what the trainer is doing to end, recovery checkpoints to be written, or models to be made again
+REST_S = 900.0  # for the current operation to end and recovery checkpoints to be written, or for models to be rebuilt
 
 
 class EndpointRoutes:
@@ -42,7 +42,7 @@ class EndpointRoutes:
         self._sync = WeightSync(gateway, operations)
 
     def routes(self) -> list[PlainRoute]:
-        """Return the routes at the root, and what is below `/api/v1` too."""
+        """Return the routes at the root, and the one that is also below `/api/v1`."""
         return [
             PlainRoute("POST", "/add_inference_endpoint", self.add),
             PlainRoute("POST", "/remove_inference_endpoint", self.remove),
@@ -66,7 +66,7 @@ class EndpointRoutes:
         await catch_up(self._gateway.follower)  # it may be a replica that has just joined
         target = await looked_at(self._gateway, asked.at)
         if target.failure or target.server is None:
-            return {"success": False, "message": f"It was not registered: {target.failure}"}
+            return {"success": False, "message": f"The endpoint was not registered: {target.failure}"}
         add = inbox.AddEndpoint(
             id=uuid.uuid4().hex,
             engine=self._operations.engine,
@@ -88,7 +88,7 @@ class EndpointRoutes:
         }
 
     async def _synced(self, at: Endpoint, holder: str) -> tuple[bool, str]:
-        """Give a new endpoint the weights of now: it is registered whether that can be done or not."""
+        """Give a new endpoint the current weights. Even if this fails, the endpoint stays registered."""
         try:
             report = await self._sync.sync(SyncRequest(), holder, only=at)
         except Refused as refusal:
@@ -110,7 +110,7 @@ class EndpointRoutes:
         return {"success": True, "message": f"{name} gets no more weights."}
 
     async def list(self, request: Request) -> Response:
-        """Answer with all endpoints that the client may use. Those that do not answer now stay, as not `healthy`."""
+        """Answer with all endpoints that the client may use. Those that do not respond are listed as not `healthy`."""
         added = [*seen_by(self._operations.clients, self._gateway.holder_of(request)).endpoints.values()]
         entries = await asyncio.gather(*(self._looked_up(each) for each in added))
         return JsonResponse({"endpoints": entries, "count": len(entries)})
@@ -124,11 +124,11 @@ class EndpointRoutes:
 
         async def synced() -> object:
             asked = read_sync(body)
-            await catch_up(self._gateway.follower)  # models, endpoints and replicas that others know of already
+            await catch_up(self._gateway.follower)  # other gateways may have added models, endpoints and replicas
             models = seen_by(self._operations.clients, holder).open_models
             meant = asked.model or ("" if any(not is_tinkers(each.name) for each in models) else DEFAULT_MODEL)
             if self._registered.unborn(meant, holder):
-                await self._registered.create(holder)  # what is put in sync is its base
+                await self._registered.create(holder)  # the sync then sends the weights of its base
             return await self._sync.sync(asked, holder)
 
         return await _answered(synced())
@@ -142,7 +142,7 @@ class EndpointRoutes:
         return await _answered(self._rest(asleep=False))
 
     async def _rest(self, asleep: bool) -> dict[str, object]:
-        """Let the trainer sleep or wake up, and answer when it has."""
+        """Put the trainer to sleep or wake it up, and answer once it has done so."""
         await self._gateway.carry_out(inbox.AskRest(id=uuid.uuid4().hex, engine=self._operations.engine, asleep=asleep))
         run = self._operations.state.run
         is_over = _over(lambda: self._operations.state, run, asleep)
@@ -166,7 +166,7 @@ class EndpointRoutes:
 
 
 def _over(state: Callable[[], EngineState], run: int, asleep: bool) -> Callable[[], bool]:
-    """Return whether a rest is reached, or no longer will be."""
+    """Return a predicate: whether the trainer has reached the wanted state, asleep or awake, or no longer will."""
 
     def over() -> bool:
         engine = state()
@@ -176,7 +176,7 @@ def _over(state: Callable[[], EngineState], run: int, asleep: bool) -> Callable[
 
 
 async def _answered(answering: Awaitable[object]) -> Response:
-    """Answer with JSON. A refusal is one of the answers: clients look for `success`."""
+    """Answer with JSON. A refusal is answered with status 200 too, since clients look at `success`."""
     try:
         return JsonResponse(await answering)
     except Refused as refusal:
@@ -184,7 +184,7 @@ async def _answered(answering: Awaitable[object]) -> Response:
 
 
 def _entry(at: Endpoint, world_size: int, target: Target) -> dict[str, object]:
-    """Return an endpoint as xorl's client knows it."""
+    """Return an endpoint in the form that xorl's client reads."""
     server = target.server
     return {
         "host": at.host,

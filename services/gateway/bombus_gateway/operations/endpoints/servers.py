@@ -1,6 +1,6 @@
-"""Look at inference servers that clients name, on hosts that the operator allows, and give them weights.
+"""Probe the inference servers that clients name, on hosts that the operator allows, and give them weights.
 
-Only the hive's own replicas, as the log has them, get the key for replicas: whatever else answers is a stranger.
+Only the hive's own replicas, as recorded on the log, are sent the key for replicas. No other server is trusted with it.
 """
 
 import asyncio
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     import httpx
 
 CONNECT_S = 5.0
-LOOK_S = 15.0  # for a server to say what it is, by all of its routes
+LOOK_S = 15.0  # for a server to identify itself, over all routes that are tried
 LOAD_S = 1200.0  # for a server to load weights; xorl's client waits for half an hour
 
 
 class Target(msgspec.Struct, frozen=True):
-    """A server that is to get weights; `failure` says why it cannot. `key` is what opens it, if it is ours."""
+    """A server that is to get weights; `failure` says why it cannot. `key` is its access key if it is our replica."""
 
     at: Endpoint
     url: str
@@ -49,7 +49,7 @@ class Target(msgspec.Struct, frozen=True):
 
 
 class EndpointOutcome(msgspec.Struct, frozen=True):
-    """What became of one server, in xorl's words."""
+    """The outcome for one server, with xorl's field names."""
 
     host: str
     port: int
@@ -73,14 +73,14 @@ def check_allowed(hosts: Sequence[str], at: Endpoint) -> None:
 
 
 def replica_at(gateway: Gateway, url: str) -> Target:
-    """Return a replica of the hive as a server."""
+    """Return the target for one of the hive's replicas."""
     where = urlsplit(url)
     at = Endpoint(where.hostname or "", where.port or 80)
     return Target(at, url, FoundServer(kind=ServerKind.REPLICA), key=gateway.keys.for_replicas)
 
 
 def _leads_to(url: str, at: Endpoint) -> bool:
-    """Whether a replica's URL leads to an address. The names of loopback are one host."""
+    """Return whether a replica's URL leads to an address. All names of loopback count as one host."""
     where = urlsplit(url)
     host = where.hostname or ""
     is_there = host == at.host or (is_loopback(host) and is_loopback(at.host))
@@ -88,8 +88,8 @@ def _leads_to(url: str, at: Endpoint) -> bool:
 
 
 async def looked_at(gateway: Gateway, at: Endpoint) -> Target:
-    """Return what answers at an address, which the operator may have stopped allowing since it was registered."""
-    import httpx  # 5 MB, which nearly all gateways can save
+    """Return the server at an address, or a target with a failure, e.g. if the operator no longer allows its host."""
+    import httpx  # imported late: it takes 5 MB, and few gateways need it
 
     url = f"http://[{at.host}]:{at.port}" if ":" in at.host else f"http://{at.host}:{at.port}"
     try:
@@ -115,7 +115,7 @@ async def looked_at(gateway: Gateway, at: Endpoint) -> Target:
 
 
 async def given(target: Target, saved: CheckpointSaved, label: str) -> EndpointOutcome:
-    """Let a server load what was saved, from a folder that it must see under the same path."""
+    """Let a server load a checkpoint from its folder, which the server must see under the same path."""
     import httpx
 
     try:
@@ -143,7 +143,7 @@ def _failed(target: Target, why: str) -> EndpointOutcome:
 
 
 def _client(url: str, key: str = "") -> "httpx.AsyncClient":
-    """Return a client of one server that is never sent elsewhere: no redirects, no proxies of the environment."""
+    """Return a client that talks to one server only: it follows no redirects and ignores proxies in the environment."""
     import httpx
 
     return httpx.AsyncClient(

@@ -1,6 +1,6 @@
-"""Put the weights of a model in sync: save them in the model's order, and give them to servers.
+"""Sync the weights of a model: save them as one of the model's operations, then let servers load them.
 
-The trainer connects to nobody, so a sync that is cut off leaves a checkpoint, and nothing half done at the model.
+The trainer itself connects to no server, so an interrupted sync leaves a checkpoint but never a half-changed model.
 """
 
 import asyncio
@@ -27,16 +27,17 @@ from bombus_gateway.operations_wire.submission import DEFAULT_MODEL, Submission
 
 log = logging.getLogger(__name__)
 
-SAVE_S = 900.0  # for what comes first in the model's order to be executed, and for the weights to be written
+SAVE_S = 900.0  # for earlier operations of the model to be executed, and for the weights to be written
 LOADED_S = 120.0  # for a replica of the hive to load the base
-KEPT = {CheckpointKind.SAMPLER: 2, CheckpointKind.EXTERNAL: 1}  # of one model: samples of the one before may go on
-KEPT_S = {CheckpointKind.SAMPLER: 30 * 86_400.0, CheckpointKind.EXTERNAL: 86_400.0}  # where no sync follows
+# Saves kept per model. The second sampler save is there for samples still being drawn from the previous weights.
+KEPT = {CheckpointKind.SAMPLER: 2, CheckpointKind.EXTERNAL: 1}
+KEPT_S = {CheckpointKind.SAMPLER: 30 * 86_400.0, CheckpointKind.EXTERNAL: 86_400.0}  # if no other sync follows
 REMEMBERED = 1000
 NO_NCCL = "NCCL was not used, so master_address, master_port, group_name and buffer_size_mb had no effect."
 
 
 class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a sync has done, in xorl's words. `num_buckets` is 0, since weights go by files."""
+    """What a sync has done, with xorl's field names. `num_buckets` is 0, since weights are transferred as files."""
 
     success: bool
     message: str
@@ -48,9 +49,10 @@ class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightSync:
-    """The syncs of one engine at this gateway: those of a model follow each other, and so do those of an endpoint.
+    """The syncs of one engine at this gateway.
 
-    An endpoint that does not answer holds up nobody but those who want it.
+    Syncs of one model run one after another, and so do loads at one endpoint. An endpoint that does not answer delays
+    only the syncs that include it.
     """
 
     def __init__(self, gateway: Gateway, operations: OperationLog) -> None:
@@ -58,12 +60,13 @@ class WeightSync:
         self._operations = operations
         self._of_endpoints: WeakValueDictionary[tuple[str, int], asyncio.Lock] = WeakValueDictionary()
         self._of_models: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._saved_here: dict[str, None] = {}  # by their paths: another gateway's servers may still read its own
+        self._saved_here: dict[str, None] = {}  # by path; servers may still be reading saves of other gateways
 
     async def sync(self, asked: SyncRequest, holder: str, only: Endpoint | None = None) -> SyncReport:
-        """Give a model's weights to all endpoints of its owner, or to one. Raises `Refused` where none could get them.
+        """Give a model's weights to all endpoints of its owner, or to `only` if that is given.
 
-        Both are looked for among what the holder of a key may use.
+        The model and the endpoints are looked up among those that the holder of a key may use. Raises `Refused` if no
+        endpoint can get the weights.
         """
         model = self._model(asked.model, holder)
         lock = self._of_models.setdefault(model.name, asyncio.Lock())
@@ -77,7 +80,7 @@ class WeightSync:
             label = asked.label or f"{model.name}/{name}"
             found = await asyncio.gather(*(self._given(each, saved, label) for each in targets))
             newer = self._newest(model, saved)
-            if newer != saved:  # saved by another gateway, whose servers may have had these only after that
+            if newer != saved:  # another gateway saved newer weights, which we may have just replaced at the servers
                 label = asked.label or f"{model.name}/{max(each.name for each in newer.values())}"
                 found = await asyncio.gather(*(self._given(each, newer, label) for each in targets))
             await self._remove_older(model, name, newer)
@@ -94,29 +97,29 @@ class WeightSync:
     # ---- what, and where ------------------------------------------------------------------------------------------
 
     def _model(self, name: str, holder: str) -> ClientModel:
-        """Return the model that is meant: xorl's client names none, and has called its model `default` as a rule."""
+        """Return the model to sync. xorl's client usually names none; then it is `default`, or else the only model."""
         if self._operations.state.rest_wanted:
             raise Refused(Code.WRONG_PHASE, "The trainer is asleep, so it has no weights: POST /wake_up first.")
         open_models = seen_by(self._operations.clients, holder).open_models
         models = {model.name: model for model in open_models if not is_tinkers(model.name)}
         if name not in models and name:
-            why = f"There is no model {name[:140]} of xorl's client here: create it, or name one of {_some(models)}."
+            why = f"There is no xorl model {name[:140]} here: create it, or name one of these: {_some(models)}."
             raise Refused(Code.UNKNOWN_MODEL, why)
         found = models.get(name or DEFAULT_MODEL)
         if found is None and len(models) == 1:
             (found,) = models.values()
         if found is None:
-            raise Refused(Code.UNKNOWN_MODEL, f"Name the model to sync, as model_id: {_some(models)}.")
+            raise Refused(Code.UNKNOWN_MODEL, f"Name the model to sync as model_id, one of these: {_some(models)}.")
         if found.suspended:
             raise Refused(Code.WRONG_PHASE, f"{found.name} cannot be saved now: {found.suspended}")
         return found
 
     async def _targets(self, endpoints: Sequence[Endpoint], only: Endpoint | None) -> list[Target]:
-        """Return the servers: those that are registered, or without any the replicas of the hive itself."""
+        """Return the registered servers, or the hive's own replicas if none is registered."""
         if endpoints:
             wanted = [each for each in endpoints if only in (None, each)]
             return list(await asyncio.gather(*(looked_at(self._gateway, each) for each in wanted)))
-        if self._operations.state.usable:  # the base of a run that has just begun takes a moment
+        if self._operations.state.usable:  # replicas take a moment to load the base of a run that has just begun
             await self._operations.until(lambda: bool(self._operations.state.loaded), LOADED_S)
         engine = self._operations.state
         loaded = [engine.replicas[name] for name in sorted(engine.loaded) if name in engine.replicas]
@@ -127,14 +130,14 @@ class WeightSync:
         return own
 
     def _wanted(self, model: ClientModel, targets: Sequence[Target]) -> set[CheckpointKind]:
-        """Return how the weights are to be saved: an adapter as it is, and whole for servers that take no adapters."""
+        """Return the kinds of checkpoint to save: an adapter for replicas, a whole model for other servers."""
         usable = [target for target in targets if not target.failure]
         if not usable:
             failures = "; ".join(target.failure for target in targets)
             raise Refused(Code.NO_REPLICA, f"No inference endpoint can be used: {failures}")
         wanted = {CheckpointKind.SAMPLER if each.takes_adapters else CheckpointKind.EXTERNAL for each in usable}
         if model.adapter is None and wanted == {CheckpointKind.SAMPLER}:
-            why = f"{model.name} has all weights, but our replicas take only adapters"
+            why = f"{model.name} is a full-weight model, but our replicas take only adapters"
             raise Refused(Code.UNSUPPORTED, f"{why}: register an SGLang or vLLM server with add_inference_endpoint.")
         return wanted if model.adapter is not None else {CheckpointKind.EXTERNAL}
 
@@ -143,7 +146,10 @@ class WeightSync:
     async def _saved(
         self, model: ClientModel, name: str, kinds: set[CheckpointKind]
     ) -> dict[CheckpointKind, CheckpointSaved]:
-        """Save the weights in the model's order. Both kinds are of the same step, except for operations in between."""
+        """Save the weights as operations of the model.
+
+        Both kinds have the weights of the same step, unless another operation comes between the two saves.
+        """
         futures = {}
         for kind in sorted(kinds):
             save = SaveWeights(checkpoint=kind, name=name, ttl_s=KEPT_S[kind], merged=kind is CheckpointKind.EXTERNAL)
@@ -159,13 +165,13 @@ class WeightSync:
         if isinstance(outcome, Failed):
             why = outcome.error
         elif isinstance(outcome, Waits):
-            why = f"it still waits: {outcome.reason}"
+            why = f"the save still waits: {outcome.reason}"
         raise Refused(Code.WRONG_PHASE, f"The weights of {model.name} could not be saved: {why}")
 
     def _newest(
         self, model: ClientModel, saved: dict[CheckpointKind, CheckpointSaved]
     ) -> dict[CheckpointKind, CheckpointSaved]:
-        """Return what was saved last to put servers in sync with a model, at any gateway, of the kinds of `saved`."""
+        """Return the newest checkpoints that any gateway has saved for a sync of a model, of the kinds in `saved`."""
         found = dict(saved)
         for kind, its in saved.items():
             every = [each.noted.saved for each in synced_weights(self._operations.clients, kind, model.name)]
@@ -183,16 +189,17 @@ class WeightSync:
     async def _given(self, target: Target, saved: dict[CheckpointKind, CheckpointSaved], label: str) -> EndpointOutcome:
         found = _of(target, saved)
         if found is None:
-            why = target.failure or "It takes only adapters, but this model has all weights."
+            why = target.failure or "It takes only adapters, but this is a full-weight model."
             return EndpointOutcome(target.at.host, target.at.port, False, why)
         lock = self._of_endpoints.setdefault((target.at.host, target.at.port), asyncio.Lock())
         async with lock:
             return await given(target, found, label)
 
     async def _remove_older(self, model: ClientModel, own: str, given: dict[CheckpointKind, CheckpointSaved]) -> None:
-        """Remove what syncs of the model have saved before what was `given` last, once no server reads it.
+        """Remove checkpoints of earlier syncs of the model that no server still reads.
 
-        `own` is what this sync has saved, which may be older. What was saved last stays, whoever has saved it.
+        `own` is the name that this sync saved under, and `given` holds the checkpoints that servers got last. The
+        newest checkpoints stay, whichever gateway saved them.
         """
         for kind, count in KEPT.items():
             every = synced_weights(self._operations.clients, kind, model.name)
@@ -209,7 +216,7 @@ class WeightSync:
         trim(self._saved_here, REMEMBERED)
 
     async def _remove(self, model: ClientModel, kind: CheckpointKind, name: str) -> None:
-        """Remove what a sync has saved. Where that is not possible now, it goes with a later sync, or by itself."""
+        """Remove a checkpoint of a sync. If that fails now, a later sync removes it, or it expires."""
         remove = inbox.RemoveWeights(
             id=f"remove-{model.name}-{kind}-{name}",
             engine=self._operations.engine,
@@ -223,12 +230,12 @@ class WeightSync:
             log.warning("%s of model %s stays for now: %s", name, model.name, error)
 
     def _is_read(self, kept: KeptWeights) -> bool:
-        """Return whether a sync that saved it has ended. Of another gateway's, only time tells."""
+        """Return whether the sync that saved a checkpoint has ended; assumed after `LOAD_S` for another gateway's."""
         return path_of(kept).id in self._saved_here or kept.saved_ns < time.time_ns() - LOAD_S * 1e9
 
 
 def _of(target: Target, saved: dict[CheckpointKind, CheckpointSaved]) -> CheckpointSaved | None:
-    """Return what a server gets of what was saved, None where that is nothing."""
+    """Return the checkpoint in `saved` that a server is to load, or None if there is none for it."""
     if target.failure:
         return None
     return saved.get(CheckpointKind.SAMPLER if target.takes_adapters else CheckpointKind.EXTERNAL)
@@ -240,15 +247,15 @@ def _message(model: ClientModel, found: Sequence[EndpointOutcome], are_registere
         text = f"{count} of {len(found)} endpoints now have the weights of {model.name}, read from files."
     else:
         text = (
-            f"No endpoint is registered, so the hive's own replicas were put in sync: {count} of {len(found)} have the "
-            f"adapter of {model.name} now, and /generate without lora_path samples from it."
+            f"No endpoint is registered, so the hive's own replicas were put in sync: {count} of {len(found)} now have "
+            f"the adapter of {model.name}, and /generate without lora_path samples from it."
         )
     failures = "; ".join(f"{each.host}:{each.port}: {each.message}" for each in found if not each.success)
     return " ".join([text, NO_NCCL, *([f"Failed: {failures}"] if failures else [])])
 
 
 def _stamp(now_s: float) -> str:
-    """Return a time as part of a name, down to the millisecond."""
+    """Return a time to the millisecond, in a form for names."""
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now_s))}-{int(now_s * 1000) % 1000:03d}"
 
 

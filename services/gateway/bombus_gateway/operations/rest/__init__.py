@@ -1,4 +1,4 @@
-"""What Tinker's REST client asks of checkpoints and sessions, beside training: downloads, lifetimes, searches.
+"""The routes of Tinker's REST client that training does not need: checkpoint downloads and lifetimes, session searches.
 
-It knows sessions, models and checkpoints from the folded log.
+They read sessions, models and checkpoints from the folded log.
 """

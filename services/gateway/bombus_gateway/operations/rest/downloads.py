@@ -1,4 +1,4 @@
-"""Downloads of checkpoints: links that need no key, and what they lead to, file by file or as one tar."""
+"""Checkpoint downloads: links that need no key, and the files behind them, one by one or as one tar."""
 
 import asyncio
 import re
@@ -19,16 +19,16 @@ from bombus_gateway.operations.listings import found_checkpoint, path_of
 from bombus_gateway.operations_wire.paths import path_of_operation
 
 LINK_S = 3600.0
-OPEN_MAX = 16  # downloads at once, of one gateway
+OPEN_MAX = 16  # concurrent downloads of one engine at one gateway
 CHUNK_BYTES = 4 << 20
 FILES_MAX = 10_000
-FACTS = "facts.json"  # what its trainer says of a checkpoint, with the names of its files
-ARCHIVE = "archive.tar"  # the whole of it, in the place of a file's name
+FACTS = "facts.json"  # written by the trainer: what a checkpoint is, with the names of its files
+ARCHIVE = "archive.tar"  # in place of a file's name, for the whole checkpoint
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}\Z")
 
 
 class DownloadLink(msgspec.Struct, frozen=True, array_like=True):
-    """What a link allows: reading a checkpoint for as long as it has the weights of this `address`."""
+    """The permission in a link: to read a checkpoint until it expires, while its weights have this `address`."""
 
     engine: str
     checkpoint: str
@@ -53,15 +53,15 @@ class Downloads:
         self._open = 0
 
     def link(self, kept: KeptWeights, expires_ns: int) -> str:
-        """Return a link to a checkpoint, to which the name of a file is added."""
+        """Return a signed link to a checkpoint, for use in the path of `/api/v1/downloads/{link}/{file}`."""
         link = DownloadLink(self._engine, str(path_of(kept)), kept.noted.saved.address, expires_ns)
         return self._keys.sign_link(msgspec.msgpack.encode(link))
 
     def linked(self, engine: EngineState, token: str, now_ns: int) -> KeptWeights:
-        """Return the checkpoint that a link leads to. Raises `Refused` where it leads nowhere, or it is gone."""
+        """Return the checkpoint that a link leads to. Raises `Refused` if the link is invalid or it is gone."""
         link = _links.decode(self._keys.linked(token))
         if link.engine != self._engine:
-            raise Refused(Code.UNKNOWN_PATH, f"This link is to a checkpoint of engine {link.engine}: ask there.")
+            raise Refused(Code.UNKNOWN_PATH, f"This link is to a checkpoint of engine {link.engine}: use it there.")
         if now_ns >= link.expires_ns:
             raise Refused(Code.KEY_EXPIRED, f"This link was valid for {LINK_S / 60:.0f} minutes: ask for another one.")
         kept = found_checkpoint(engine.clients, path_of_operation(link.checkpoint), NOBODY.name)
@@ -73,7 +73,7 @@ class Downloads:
 
     @contextmanager
     def room(self) -> Iterator[None]:
-        """Count a download while it is open. Raises `Refused` OVERLOADED for too many."""
+        """Count a download while it is open. Raises `Refused` OVERLOADED if too many are open."""
         if self._open >= OPEN_MAX:
             raise Refused(
                 Code.OVERLOADED, f"{self._open} downloads are open here (limit {OPEN_MAX}): try again in a moment."
@@ -86,7 +86,7 @@ class Downloads:
 
 
 def files_of(kept: KeptWeights) -> dict[str, Path]:
-    """Return the files of a checkpoint by their names. Raises `Refused` where they are not on this machine."""
+    """Return the files of a checkpoint by name. Raises `Refused` if they cannot be read on this machine."""
     folder = Path(kept.noted.saved.folder)
     try:
         facts = _facts.decode((folder / FACTS).read_bytes())
@@ -103,10 +103,10 @@ def files_of(kept: KeptWeights) -> dict[str, Path]:
 
 
 class Archive:
-    """A tar of a checkpoint's files, all open from the start: what is removed or replaced meanwhile stays readable."""
+    """A tar of a checkpoint's files. All are opened at the start, so that they stay readable if removed or replaced."""
 
     def __init__(self, files: dict[str, Path], folder: str) -> None:
-        """`folder` is what they are below in the tar. Raises `OSError`."""
+        """Open the files, which the tar holds below `folder`. Raises `OSError`."""
         self._parts: list[tuple[bytes, BinaryIO, int]] = []
         with ExitStack() as stack:
             for name, path in files.items():
@@ -118,7 +118,7 @@ class Archive:
 
     @property
     def size(self) -> int:
-        """Its bytes: each file has a head and is filled up to a block, and two blocks end it."""
+        """Return its size in bytes: each file has a header and is padded to whole blocks; two blocks end the tar."""
         return sum(len(head) + _filled(size) for head, _, size in self._parts) + 2 * tarfile.BLOCKSIZE
 
     async def chunks(self) -> AsyncIterator[bytes]:
@@ -129,7 +129,7 @@ class Archive:
             while left:
                 chunk = await asyncio.to_thread(file.read, min(CHUNK_BYTES, left))
                 if not chunk:
-                    raise OSError(f"a file of a checkpoint has become shorter by {left} bytes while it was read")
+                    raise OSError(f"a file of a checkpoint became {left} bytes shorter while it was being read")
                 left -= len(chunk)
                 yield chunk
             yield bytes(_filled(size) - size)

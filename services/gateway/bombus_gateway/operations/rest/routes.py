@@ -63,7 +63,7 @@ class RestRoutes:
         ]
 
     def links(self) -> list[PlainRoute]:
-        """Return the route that links lead to, which needs no key."""
+        """Return the route of download links, which needs no key."""
         return [PlainRoute("GET", "/api/v1/downloads/{link}/{file}", self.download)]
 
     @property
@@ -83,7 +83,7 @@ class RestRoutes:
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     async def set_ttl(self, request: Request) -> Response:
-        """Keep a checkpoint for this long from now on, or forever."""
+        """Keep a checkpoint for `ttl_seconds` from now, or forever."""
         ttl_s = checked_ttl(decode_body(_ttls, await self._gateway.bodies.small(request)).ttl_seconds)
         noted = (await self._own(request)).noted
         retain = inbox.RetainWeights(
@@ -119,17 +119,20 @@ class RestRoutes:
     # ---- downloads ------------------------------------------------------------------------------------------------
 
     async def urls(self, request: Request) -> Response:
-        """Answer with a link to each file of a checkpoint, which needs no key."""
+        """Answer with a link to each file of a checkpoint. The links need no key."""
         files, link, expires = await self._linked(request)
         return JsonResponse({"urls": {name: f"{link}/{name}" for name in files}, "expires": expires})
 
     async def archive(self, request: Request) -> Response:
-        """Lead to a link with the whole checkpoint as a tar."""
+        """Redirect to a link to the whole checkpoint as a tar."""
         _, link, expires = await self._linked(request)
         return RedirectResponse(f"{link}/{ARCHIVE}", 302, {"expires": expires})
 
     async def _linked(self, request: Request) -> tuple[dict[str, Path], str, str]:
-        """Return a checkpoint's files, a link to them at the address that the client has used, and when it expires."""
+        """Return a checkpoint's files, a link to them, and when it expires.
+
+        The link begins with the gateway's public URL, or without one with the address that the client has used.
+        """
         kept = await self._kept(request)
         files = await asyncio.to_thread(files_of, kept)
         expires_ns = time.time_ns() + int(LINK_S * 1e9)
@@ -139,7 +142,7 @@ class RestRoutes:
         return files, link, iso_time(expires_ns)
 
     async def download(self, request: Request) -> Response:
-        """Send a file of a checkpoint, or all of it."""
+        """Send one file of a checkpoint, or all of them as a tar."""
         kept = self._downloads.linked(self._state, request.path_params["link"], time.time_ns())
         files, name = await asyncio.to_thread(files_of, kept), request.path_params["file"]
         if name == ARCHIVE:
@@ -160,7 +163,7 @@ class RestRoutes:
             whole = StreamingResponse(archive.chunks(), headers=headers, media_type="application/x-tar")
             return _Download(whole, self._downloads, stack.pop_all())
 
-    # ---- sessions, and what there is not --------------------------------------------------------------------------
+    # ---- sessions, and routes that are refused --------------------------------------------------------------------
 
     async def search_sessions(self, request: Request) -> Response:
         search = read_search(await self._gateway.bodies.small(request))
@@ -171,7 +174,7 @@ class RestRoutes:
         raise Refused(Code.UNSUPPORTED, "A hive has no projects: give a session its project_id when it is created.")
 
     async def trace_export(self, request: Request) -> Response:
-        why = "traces are not exported here: the log of the hive has what happened"
+        why = "traces are not exported here: the hive's log records what happened"
         return JsonResponse({"status": "failed", "error": why})
 
     async def copy_weights(self, request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""Searches for sessions, newest first, as Tinker's client asks for them."""
+"""Session searches of Tinker's client, newest first."""
 
 from datetime import datetime
 from typing import Annotated, Any, Literal
@@ -30,7 +30,10 @@ class _Cursor(msgspec.Struct, frozen=True):
 
 
 class SessionSearch(msgspec.Struct, frozen=True):
-    """What is searched for. A session that has either the id or the words of the name is found."""
+    """The conditions of a search. All must hold, but either `session_id` or `display_name` is enough if both are given.
+
+    The words of `display_name` must all occur in the session's own display name, in any order and case.
+    """
 
     session_id: str | None = None
     project_ids: list[str] | None = None
@@ -46,12 +49,12 @@ _searches = msgspec.json.Decoder(SessionSearch)
 
 
 def read_search(body: bytes) -> SessionSearch:
-    """Raises `Refused` MALFORMED."""
+    """Read a search. Raises `Refused` MALFORMED."""
     return decode_body(_searches, body)
 
 
 def found_sessions(clients: TrainingClients, search: SessionSearch, caller: str) -> dict[str, object]:
-    """Return a page of the sessions that are searched for, by a client whose key has the name `caller`."""
+    """Return a page of the sessions found for a client whose key has the name `caller`."""
     found = [each for each in clients.sessions.values() if _fits(each, search, caller)]
     found.sort(key=lambda each: (each.opened_ns, each.session), reverse=True)
     if search.cursor is not None:
@@ -101,7 +104,7 @@ def _has_status(session: TrainingSession, wanted: _Status) -> bool:
 
 
 def _status(session: TrainingSession) -> dict[str, Any] | None:
-    """Return how a session goes, None for one whose client went silent."""
+    """Return the status of a session, or None if it ended in another way than its client finishing it."""
     ended = session.ended
     if ended is None:
         return {"type": "active"}

@@ -1,4 +1,4 @@
 """Sampling for training clients, from the base of a run and from checkpoints of its models.
 
-Samples are not calls: nobody trains on them, so nothing of them is on the log. Who asked holds what it was answered.
+Samples are not calls: the hive does not train on them, so they are not on the log. Only the client has the answer.
 """

@@ -1,4 +1,4 @@
-"""Draw samples at the replicas: tokens in, tokens out. Stop strings end a sample where its text has one of them."""
+"""Draw samples at the replicas: tokens in, tokens out. A sample ends where its text contains a stop string."""
 
 import asyncio
 import logging
@@ -29,11 +29,11 @@ from bombus_gateway.text.text_stream import TextStream
 log = logging.getLogger(__name__)
 
 PAUSE_S, PAUSE_S_MAX = 0.05, 1.0  # between attempts
-FAILURES_MAX = 6  # of replicas that were asked for one answer
+FAILURES_MAX = 6  # of replicas, for one request
 
 
 class DrawnSamples(msgspec.Struct, frozen=True, kw_only=True):
-    """Samples of one prompt with their texts, and the scores of the prompt where they were asked for."""
+    """Samples for one prompt with their texts, and the scores of the prompt if they were asked for."""
 
     samples: tuple[SampledTokens, ...]
     texts: tuple[str, ...]
@@ -43,7 +43,7 @@ class DrawnSamples(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def numbers(self) -> int:
-        """How many numbers there are: tokens, logprobs and alternatives."""
+        """Return how many numbers an answer contains: tokens, logprobs and alternatives."""
         sampled = sum(len(sample.tokens) // 4 * (2 + 2 * len(next(iter(sample.top), ()))) for sample in self.samples)
         return sampled + len(self.prompt_logprobs) // 4 + 2 * sum(map(len, self.top_prompt))
 
@@ -64,7 +64,10 @@ class SampleDrawing:
         return await self._calls.models.text_model(self.engine)
 
     async def tokens_of(self, text: str) -> bytes:
-        """Return a text as tokens (int32). Raises `Refused` PROMPT_TOO_LONG, before it is encoded, and as above."""
+        """Return a text as tokens (int32).
+
+        Raises `Refused` PROMPT_TOO_LONG, before encoding the text, and as `text_model` does.
+        """
         model = await self.text_model()
         limit = CHARACTERS_FOR_A_TOKEN * self._context(model)
         if len(text) > limit:
@@ -74,16 +77,16 @@ class SampleDrawing:
         return pack_tokens(await self._calls.workers.run(CLIENTS, len(text), encode))
 
     async def written(self, drawn: DrawnSamples, write: Callable[[], bytes]) -> bytes:
-        """Return what `write` makes of samples: of many numbers in a thread, so that no other request waits."""
+        """Return the result of `write`, run in a thread if the samples are large, so that no other request waits."""
         return await self._calls.workers.run(CLIENTS, NUMBER_BYTES * drawn.numbers, write)
 
     def _context(self, model: TextModel) -> int:
         return min(self._calls.models.job(self.engine).rollout.max_model_len, model.context_tokens)
 
     async def draw(self, sampler: Sampler, asked: SampleRequest) -> DrawnSamples:
-        """Draw samples. Waits for a replica as long as the run continues and a call may take.
+        """Draw samples. Waits for a replica while the run continues, up to the time limit of a call.
 
-        Raises `Refused` where no replica could answer.
+        Raises `Refused`, TIMEOUT after that limit.
         """
         limit_s = self._calls.settings.call_timeout_s
         try:
@@ -93,7 +96,7 @@ class SampleDrawing:
             raise Refused(Code.TIMEOUT, f"The sample took longer than the limit of {limit_s:g} s.") from None
 
     async def _attempted(self, sampler: Sampler, asked: SampleRequest) -> DrawnSamples:
-        """Draw samples, again where a replica is missing, is busy, fails, or does not have the adapter."""
+        """Draw samples, and retry if no replica is there, or one is busy, fails, or does not have the adapter."""
         attempt = loads = failures = 0
         lacking = ""  # the replica that lacks the adapter
         while True:
@@ -122,12 +125,12 @@ class SampleDrawing:
             attempt += 1
 
     def _check_serving(self, sampler: Sampler) -> None:
-        """Raise `Refused` unless the run serves the sampler. One that trains rollout groups serves only its policy."""
+        """Raise `Refused` unless the run serves the sampler. A run with rollout groups serves only its own policy."""
         engine = self.engine
         if engine.phase == Phase.OFFLINE:
             why = f"Engine {engine.name} is not running, so nothing can be sampled"
             raise Refused(
-                Code.WRONG_PHASE, f"{why}: create a model, or a sampling client of its base, which starts it."
+                Code.WRONG_PHASE, f"{why}: start a run by creating a model, or a sampling client of the base."
             )
         if engine.queues_groups:
             if engine.has_policy and not sampler.address:
@@ -138,7 +141,7 @@ class SampleDrawing:
             )
             raise Refused(Code.WRONG_PHASE, why)
         if not engine.serves_operations:
-            why = f"Engine {engine.name} plays episodes in run {engine.run}, and its model is called by their agents."
+            why = f"Engine {engine.name} plays episodes in run {engine.run}, and only their agents may call its model."
             raise Refused(Code.WRONG_PHASE, f"{why} Stop the run first, or use another engine.")
 
     async def _drawn(self, sampler: Sampler, asked: SampleRequest) -> DrawnSamples:
@@ -175,15 +178,18 @@ class SampleDrawing:
             sampling=sampling,
             n=asked.samples,
             stream=bool(asked.stops),
-            episode=sampler.address,  # by which a replica is chosen: that which has the adapter
+            episode=sampler.address,  # replicas are chosen by it, so samples of one adapter go to the same replica
             adapter=sampler.address,
             prompt_logprobs=bool(asked.scored),
             top_prompt=asked.top_prompt if asked.scored else 0,
-            plain_logprobs=not self.engine.has_policy,  # its trainer computes its own at the same temperature
+            plain_logprobs=not self.engine.has_policy,  # a policy's trainer computes logprobs at the temperature too
         )
 
     def _sampling(self, asked: SampleRequest, model: TextModel, ends: set[int]) -> SamplingParams:
-        """Return how tokens are drawn. Without a `max_tokens` there are as many as the model's length has room for."""
+        """Return the sampling parameters. Without `max_tokens` a sample may fill the rest of the model's context.
+
+        Raises `Refused` for a prompt that is too long, or if there are too many numbers to sample or score.
+        """
         given = asked.sampling
         context, length = self._context(model), len(asked.prompt) // 4
         if length > context:
@@ -205,7 +211,7 @@ class SampleDrawing:
 
 
 class _Collected:
-    """What has arrived of the answer to one request."""
+    """The frames of one request's answer that have arrived so far."""
 
     def __init__(self, asked: SampleRequest, pieces: Sequence[bytes], ends: set[int], names: Mapping[int, str]) -> None:
         self._asked = asked
@@ -230,7 +236,7 @@ class _Collected:
                 self._scores.frombytes(frame.logprobs)
                 self._top += _rows(frame)
             case Fault():
-                raise ReplicaGone(frame.why)  # the client raises them before
+                raise ReplicaGone(frame.why)  # normally the replica client has already raised it
 
     def drawn(self) -> DrawnSamples:
         logprobs, top = self._of_prompt(len(self._asked.prompt) // 4, self._asked.scored)
@@ -243,7 +249,7 @@ class _Collected:
         )
 
     def _of_prompt(self, length: int, scored: int | None) -> tuple[bytes, Alternatives]:
-        """Return the logprobs of a prompt of so many tokens, and the alternatives to them, where wanted."""
+        """Return the logprobs of a prompt of `length` tokens, and alternatives to them; each empty if not asked for."""
         if scored is None:
             return b"", ()
         last = self._scores[len(self._scores) - scored :]
@@ -268,7 +274,8 @@ class _Choice:
         if self.finish is not None:
             return
         tokens = unpack_tokens(frame.tokens)
-        said = tokens[:-1] if tokens and tokens[-1] in self._ends else tokens  # its text is not part of the sample's
+        # The text of a stop token is not part of the sample's text.
+        said = tokens[:-1] if tokens and tokens[-1] in self._ends else tokens
         text, used = self._stream.feed(said)
         self.text.append(text)
         if self._stream.stopped:

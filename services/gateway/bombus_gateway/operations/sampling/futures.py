@@ -1,6 +1,6 @@
-"""Samples that were asked for with `asample`: they are drawn in the background, and are only in this gateway's memory.
+"""Samples requested with `asample`. They are drawn in the background and kept only in this gateway's memory.
 
-After a restart they are unknown, which is answered 410: the client samples again.
+After a restart they are unknown; the answer is then 410, and the client samples again.
 """
 
 import asyncio
@@ -29,12 +29,12 @@ from bombus_gateway.operations_wire.sampling import SampleRequest, SampleSubmiss
 log = logging.getLogger(__name__)
 
 OPEN_BYTES_MAX = 512 << 20  # of requests whose samples are being drawn
-ANSWERS_MAX = 65_536  # that are remembered, and
-ANSWERS_BYTES_MAX = 512 << 20  # all of them together: the oldest are forgotten, and sampled again if they are asked for
+ANSWERS_MAX = 65_536  # answers that are remembered
+ANSWERS_BYTES_MAX = 512 << 20  # of all answers together; beyond it the oldest are forgotten, and the client resamples
 
 
 class _Drawn(msgspec.Struct, frozen=True):
-    """A sample, or its drawing, and whose key it was asked for with."""
+    """The task that draws a sample, and the holder of the key that requested it."""
 
     holder: KeyHolder
     task: asyncio.Task[FutureAnswer]
@@ -47,17 +47,17 @@ class SampleFutures:
         self._drawing = drawing
         self._capacity = capacity
         self._drawn: dict[str, _Drawn] = {}  # oldest first
-        self._bytes: Counter[str] = Counter()  # of answers, by whose share they count for
+        self._bytes: Counter[str] = Counter()  # of answers, by the share that they count toward
         self._open_bytes: Counter[str] = Counter()
 
     def check(self, session: str, holder: str) -> None:
-        """Raise `Refused` UNKNOWN_MODEL for a sampler that is not known."""
+        """Raise `Refused` as `found_sampler` does, unless the holder of a key may use this sampler."""
         found_sampler(self._drawing.engine, session, holder)
 
     def submit(self, submission: SampleSubmission, body_digest: bytes, size: int, holder: KeyHolder) -> str:
-        """Begin to draw, and return the id of the future. The same body again is a repeat, and has the same answer.
+        """Begin to draw, and return the id of the future. A request with an equal body is a repeat: same id and answer.
 
-        It is read with a key of the name of `holder` alone. Raises `Refused` OVERLOADED.
+        Only keys with the name of `holder` can read the answer. Raises `Refused` OVERLOADED.
         """
         name = f"{submission.request_id}:{digest(f'{holder.name}//'.encode() + body_digest).hex()[:16]}"
         if name not in self._drawn:
@@ -75,7 +75,7 @@ class SampleFutures:
         """Count the bytes of a request while it is open. Raises `Refused` OVERLOADED."""
         if not has_share(self._open_bytes, share, OPEN_BYTES_MAX, size):
             held = sum(self._open_bytes.values())
-            why = f"Requests for samples of {held} bytes are open here, but the limit is {OPEN_BYTES_MAX}"
+            why = f"The open requests for samples have {held} bytes here, and the limit is {OPEN_BYTES_MAX}"
             raise Refused(Code.OVERLOADED, f"{why}; try again in a moment.")
         self._open_bytes[share] += size
         try:
@@ -84,7 +84,7 @@ class SampleFutures:
             self._open_bytes[share] -= size
 
     async def _answer(self, submission: SampleSubmission, holder: str) -> FutureAnswer:
-        """Return the answer, which may be that sampling has failed. It raises nothing but what is a bug."""
+        """Return the answer, which may be a failure. Every expected error becomes one."""
         asked = submission.asked
         if isinstance(asked, Failed):
             return failed(asked)
@@ -106,7 +106,7 @@ class SampleFutures:
         return FutureAnswer(200, PROTOBUF, await self._drawing.written(drawn, write))
 
     def _count(self, share: str, task: "asyncio.Task[FutureAnswer]") -> None:
-        """Note the size of an answer, and forget the oldest ones of whoever has most where they take too much."""
+        """Count the bytes of an answer. Beyond a limit, forget the oldest answers of the share that holds most."""
         self._bytes[share] += _size(task)
         while sum(self._bytes.values()) > ANSWERS_BYTES_MAX:
             most = max(self._bytes, key=self._bytes.__getitem__)
@@ -128,7 +128,7 @@ class SampleFutures:
         return drawn is not None and may_use(drawn.holder.name, holder)
 
     async def result(self, asked: FutureRequest, hold_s: float) -> FutureAnswer:
-        """Return a sample, or after `hold_s` that it is not there yet, and why."""
+        """Return a sample, or if it is not ready after `hold_s`, the answer to ask again, with the reason."""
         drawn = self._drawn.get(asked.id)
         if drawn is None:
             return unknown(asked.id)

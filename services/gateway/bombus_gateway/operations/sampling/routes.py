@@ -97,13 +97,13 @@ class SamplingRoutes:
         except Refused as refusal:
             if refusal.code != Code.OVERLOADED:
                 raise
-            answer = JsonResponse({"detail": refusal.why, "code": refusal.code}, 429)  # the client sends it again
+            answer = JsonResponse({"detail": refusal.why, "code": refusal.code}, 429)  # on which the client retries
             answer.headers.update(RETRY_AFTER)
             return answer
         return JsonResponse(sample_accepted(submission) | {"request_id": name})
 
     async def generate(self, request: Request) -> Response:
-        """Answer xorl's sampling client, directly, and whoever asks in vLLM's form for the base."""
+        """Answer xorl's sampling client directly, or a request in vLLM's form, which names no adapter."""
         bodies, holder = self._calls.bodies, self._gateway.key_of(request)
         given = await bodies.read(request, bodies.samples, _read_either)
         if isinstance(given, VllmRequest):
@@ -131,7 +131,7 @@ class SamplingRoutes:
         return Response(answer, media_type="application/json")
 
     async def _with_prompt(self, given: _AskedT) -> _AskedT:
-        """Return a request whose prompt is tokens."""
+        """Return the request with its prompt as tokens."""
         if not given.text:
             return given
         asked = msgspec.structs.replace(given.asked, prompt=await self._drawing.tokens_of(given.text))
@@ -154,7 +154,7 @@ def _written_as_vllm(given: VllmRequest, drawn: DrawnSamples, tokenizer: Tokeniz
 
 
 def _open_session(clients: TrainingClients, sampling_session: str, holder: str) -> str:
-    """Return the client's session. Raises `Refused` unless it is open."""
+    """Return the client's session from the id of its sampling session. Raises `Refused` unless it is open."""
     session = sampling_session.rpartition(OF_SAMPLE)[0]
     known = seen_session(clients, session, holder)
     if known is None or known.ended is not None:

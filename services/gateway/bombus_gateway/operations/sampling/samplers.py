@@ -1,8 +1,8 @@
-"""Samplers: which weights a session of sampling has.
+"""Samplers: which weights a sampling session uses.
 
-The id of a sampler says it, so every gateway knows it, also after a restart. `S:sample:0:base-DIGEST` is a base by the
-beginning of its path's digest, and `S:sample:0:ADDRESS` a checkpoint by that of its address: neither can change.
-`S:sample:0` began with an unnamed save, which has that number in its name.
+A sampler's id tells its weights, so every gateway knows them, even after a restart. `S:sample:0:base-DIGEST` names a
+base by the beginning of its path's digest, and `S:sample:0:ADDRESS` a checkpoint by the beginning of its address:
+neither can change. `S:sample:0` was begun with an unnamed save, whose name contains that number.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,7 +28,7 @@ MARK_CHARACTERS = 16
 
 
 class Sampler(msgspec.Struct, frozen=True):
-    """Weights to sample from: the base of a run, and a checkpoint's adapter on it where there is one."""
+    """Weights to sample from: the base of a run, and a checkpoint's adapter on it, if any."""
 
     base: str
     checkpoint: CheckpointPath | None = None
@@ -37,7 +37,7 @@ class Sampler(msgspec.Struct, frozen=True):
 
 
 def begun_sampler(engine: EngineState, asked: SamplingSession, holder: str) -> tuple[str, Sampler]:
-    """Return the id of a new sampler, and its weights. Raises `Refused` where there are none such."""
+    """Return the id of a new sampler, and its weights. Raises `Refused` if there are no such weights."""
     if asked.checkpoint is not None:
         sampler = _of_checkpoint(engine, found_checkpoint(engine.clients, asked.checkpoint, holder))
         return f"{asked.id}:{sampler.address[:ADDRESS_CHARACTERS]}", sampler
@@ -46,7 +46,7 @@ def begun_sampler(engine: EngineState, asked: SamplingSession, holder: str) -> t
 
 
 def sampled_base(engine: EngineState, asked: SamplingSession, holder: str) -> str:
-    """Return the base that a new sampler needs. Raises `Refused` where there is no such checkpoint."""
+    """Return the base that a new sampler needs. Raises `Refused` if its checkpoint is unknown or has no adapter."""
     if asked.checkpoint is None:
         return asked.base
     kept = found_checkpoint(engine.clients, asked.checkpoint, holder)
@@ -55,9 +55,9 @@ def sampled_base(engine: EngineState, asked: SamplingSession, holder: str) -> st
 
 
 def found_sampler(engine: EngineState, name: str, holder: str) -> Sampler:
-    """Return the weights of a sampler by its id, which the holder of a key may read.
+    """Return the weights of the sampler with this id, if the holder of a key may read them.
 
-    Raises `Refused` UNKNOWN_MODEL, or where they are not served now.
+    Raises `Refused` UNKNOWN_MODEL, or another code if replicas cannot sample from the weights.
     """
     session, _, numbered = name.rpartition(OF_SAMPLE)
     number, _, what = numbered.partition(":")
@@ -80,10 +80,11 @@ def found_sampler(engine: EngineState, name: str, holder: str) -> Sampler:
 
 
 def named_sampler(engine: EngineState, name: str, holder: str) -> Sampler:
-    """Return the weights that xorl's client calls `name`: a path, or the name of the checkpoint saved last under it.
+    """Return the weights that xorl's client calls `name`: a checkpoint's path, or the name that it was saved under.
 
-    Without a name they are what was put in sync last in this run, or else the base. A name alone is looked for among
-    the client's own. Raises `Refused` where there is no such checkpoint, or several models have one.
+    A name means the client's newest checkpoint of that name, preferably one saved for sampling. Without a name, the
+    weights are the adapter that was synced last in this run, or else the base. Raises `Refused` if there is no such
+    checkpoint, or several models have one.
     """
     clients = seen_by(engine.clients, holder)
     if not name:
@@ -101,7 +102,11 @@ def named_sampler(engine: EngineState, name: str, holder: str) -> Sampler:
 
 
 def _of_one_model(clients: TrainingClients, named: Sequence[KeptWeights]) -> KeptWeights:
-    """Return the newest of checkpoints of one name, which are of one model, or of one that has not ended."""
+    """Return the newest of several checkpoints with one name.
+
+    Raises `Refused` if they have different weights and several models, unless exactly one of these is open: then return
+    its newest.
+    """
     if len({each.noted.saved.address for each in named}) > 1 and len({each.noted.model for each in named}) > 1:
         names = {model.name for model in clients.open_models}
         of_open = [each for each in named if each.noted.model in names]
@@ -127,13 +132,13 @@ def _is_unnamed(kept: KeptWeights, number: str) -> bool:
 
 
 def _newest_inflight(every: Iterable[KeptWeights], one: KeptWeights) -> KeptWeights:
-    """Return the newest of the inflight saves of a model, by their numbers: all of their samplers have its weights."""
+    """Return a model's inflight save with the highest number. The samplers of all inflight saves use its weights."""
     of_model = (each for each in every if each.noted.model == one.noted.model)
     return max((one, *of_model), key=_inflight_number)
 
 
 def _inflight_number(kept: KeptWeights) -> int:
-    """Return the number of an inflight save, -1 for anything else that a client has called so."""
+    """Return the number of an inflight save, or -1 for any other checkpoint."""
     saved = kept.noted.saved
     number = saved.name.removeprefix(INFLIGHT_SAMPLE)
     is_one = saved.use == CheckpointKind.SAMPLER and number != saved.name and number.isdecimal()
@@ -141,15 +146,15 @@ def _inflight_number(kept: KeptWeights) -> int:
 
 
 def _base_mark(base: str) -> str:
-    """Return what the ids of a base's samplers have of it."""
+    """Return the part of a sampler's id that stands for its base."""
     return f"{BASE}-{digest(base.encode()).hex()[:MARK_CHARACTERS]}"
 
 
 def _of_marked_base(engine: EngineState, mark: str) -> Sampler:
     sampler = _of_base(engine, "")
-    if mark not in (BASE, _base_mark(sampler.base)):  # earlier gateways gave the bare word to all of them
+    if mark not in (BASE, _base_mark(sampler.base)):  # earlier gateways used the bare word for every base
         why = f"This sampler has another base than engine {engine.name}, which now has {sampler.base}"
-        raise Refused(Code.UNKNOWN_MODEL, f"{why}: make another one.")
+        raise Refused(Code.UNKNOWN_MODEL, f"{why}: create another sampler.")
     return sampler
 
 
@@ -157,13 +162,13 @@ def _of_base(engine: EngineState, wanted: str) -> Sampler:
     names = base_names(engine)
     if not names or (wanted and wanted not in names):
         here = f"Engine {engine.name} has {names[0]}" if names else f"Engine {engine.name} has no model yet"
-        why = f"{here}, and no {wanted[:200]}: create a model or a sampling client on that, which starts it."
+        why = f"{here}, not {wanted[:200]}: to start a free engine with that base, create a model on it."
         raise Refused(Code.UNKNOWN_MODEL, why)
     return Sampler(names[0])
 
 
 def _check_adapter(kept: KeptWeights) -> None:
-    """Raise `Refused` unless a checkpoint is one that replicas sample from: an adapter."""
+    """Raise `Refused` unless replicas can sample from a checkpoint: it must be an adapter."""
     noted = kept.noted
     if noted.adapter is None:
         why = f"{path_of(kept).id} has all weights of its model, but only adapters are sampled from here."

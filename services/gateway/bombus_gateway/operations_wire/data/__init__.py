@@ -1,1 +1,1 @@
-"""What a loss is computed of, and what it gives: forward and forward_backward in both dialects."""
+"""The inputs and outputs of losses: forward and forward_backward in both dialects."""

@@ -1,4 +1,4 @@
-"""Tinker's forward_backward: a request of protobuf becomes an operation, and its scores an answer of protobuf."""
+"""Tinker's forward_backward: read protobuf requests as operations, and write their scores as protobuf."""
 
 import struct
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ _WIRE_TYPES = {DType.FLOAT32: WireDType.FLOAT32, DType.INT32: WireDType.INT32, D
 
 
 def read_forward_backward(body: bytes) -> Submission:
-    """Raises `Refused` for a body that is not such a request, or does not say of which model and number it is."""
+    """Read a request. Raises `Refused` for a body that is not such a request, or lacks its model or number."""
     request = parsed(FORWARD_BACKWARD_REQUEST, body)
     model = checked_id(request.model_id, "model_id")
     if request.seq_id < 1:
@@ -46,11 +46,11 @@ def read_forward_backward(body: bytes) -> Submission:
 
 
 def write_scores(scores: Scores) -> bytes:
-    """Return the answer of a forward_backward, with the arrays of all data one after the other.
+    """Return the answer to a forward_backward, with the arrays of all data concatenated.
 
-    A new record begins where the type or the shape of an array changes in another dimension than the first. Only
-    arrays that all data have are sent, since the client counts the data by each of them. `elementwise_loss` would
-    double the answer and is not in this client's contract.
+    A new record begins when an array's type changes, or its shape in a dimension other than the first. Only arrays that
+    all data have are sent, since the client counts the data by each of them. `elementwise_loss` is left out: it would
+    double the answer, and this client does not read it.
     """
     answer = FORWARD_BACKWARD_OUTPUT(loss_fn_output_type=OUTPUT_TYPE)
     names = sorted(set.intersection(*map(set, scores.outputs)) - {ELEMENTWISE}) if scores.outputs else []
@@ -104,7 +104,7 @@ def _tensors(datum: Message, budget: NumberBudget, place: str) -> Tensors:
     if len(datum.loss_fn_inputs) > limits.LOSS_INPUTS:
         why = f"{place} has {len(datum.loss_fn_inputs)} arrays, over the limit of {limits.LOSS_INPUTS}."
         raise Refused(Code.TOO_LARGE, why)
-    return {  # in an order of ours: what is wrong is said of the same one in each process
+    return {  # sorted, so that every process reports the same array first if several are wrong
         name: _tensor(name, tensor, budget, f"{place}.loss_fn_inputs[{name!r}]")
         for name, tensor in sorted(datum.loss_fn_inputs.items())
     }
@@ -136,7 +136,7 @@ def _numbers(data: bytes, dtype: int, place: str) -> Numbers:
 
 
 def _with_rows(output: Array) -> Array:
-    """Return an array with at least one dimension, in which the records are ragged."""
+    """Return an array with at least one dimension, since records are ragged in the first one."""
     return output if output.shape else Array(output.dtype, (1,), output.data)
 
 

@@ -1,4 +1,4 @@
-"""forward and forward_backward in JSON, as xorl-client sends them and with Tinker's names, and their answers."""
+"""forward and forward_backward in JSON, with the field names of xorl-client or of Tinker, and their answers."""
 
 import math
 from array import array
@@ -30,10 +30,10 @@ from bombus_gateway.operations_wire.submission import NOT_GIVEN, Submission, add
 LABELS = "labels"
 IGNORED = -100  # the label of a token that is not trained on
 _INPUT_IDS, _CHUNKS = "input_ids", "chunks"
-# Settings of xorl that ask for what is always in an answer, or, where they are false, for nothing.
+# xorl settings that are dropped: `_ALWAYS_DONE` because every answer contains it, `_OPTIONAL` if it is false.
 _ALWAYS_DONE = ("return_per_token",)
 _OPTIONAL = ("compute_kl_stats",)
-# xorl's names of means over the tokens that count, and the sums that they are made of.
+# xorl's names for means over the counted tokens, and the sums from which they are computed.
 _MEANS = {"kl_sample_train_k3": "kl_sampled_k3:sum", "entropy_sample": "entropy_sampled:sum"}
 
 
@@ -66,16 +66,16 @@ _chunks = msgspec.json.Decoder(list[_Chunk])
 
 
 def read_json_data(body: bytes, forward_only: bool) -> Submission:
-    """Raises `Refused` for a body that is not JSON, or too large."""
+    """Read a request. Raises `Refused` for a body that is not JSON, or whose model or number cannot be read."""
     model, seq = addressed(TrainingDialect.XORL, body)
     operation = attempted(lambda: _operation(body, forward_only))
     return Submission(model=model, seq=seq, operation=operation, counts=not forward_only)
 
 
 def write_json_scores(scores: Scores, loss: str) -> dict[str, object]:
-    """Return the answer of a forward_backward with this loss, one object for each datum.
+    """Return the answer to a forward_backward with this loss, which has one object for each datum.
 
-    Its `loss` is the sum of its `elementwise_loss`, in the form of an array, since xorl-client reads it so.
+    The `loss` of an object is the sum of its `elementwise_loss`, as an array, which is the form that xorl-client reads.
     """
     return {
         "loss_fn_output_type": loss,
@@ -117,7 +117,7 @@ def _operation(body: bytes, forward_only: bool) -> ForwardBackward:
 
 
 def _settings(asked: _Input) -> dict[str, float | str]:
-    """Return the settings of a loss, under whichever name they came. What is null is not set, and true is 1."""
+    """Return the settings of a loss from `loss_fn_config` and `loss_fn_params`, without nulls, and true as 1."""
     given = {**(asked.loss_fn_config or {}), **(asked.loss_fn_params or {})}
     kept = {key: value for key, value in given.items() if value is not None and key not in _ALWAYS_DONE}
     kept = {key: value for key, value in kept.items() if value or key not in _OPTIONAL}
@@ -144,7 +144,7 @@ def _datum(given: _JsonDatum, loss: str, budget: NumberBudget, place: str) -> Da
 
 def _tokens(given: Mapping[str, msgspec.Raw], budget: NumberBudget, place: str) -> Numbers:
     if other := [name for name in given if name not in (_INPUT_IDS, _CHUNKS)]:
-        why = f"{place} has {other[0]!r}, which is not supported here: it has {_INPUT_IDS}, or {_CHUNKS} of tokens."
+        why = f"{place} has {other[0]!r}, which is not supported here: send {_INPUT_IDS}, or {_CHUNKS} of tokens."
         raise Refused(Code.UNSUPPORTED, why)
     if _INPUT_IDS in given:
         return _ids(given[_INPUT_IDS], budget, place)
@@ -162,9 +162,9 @@ def _ids(raw: msgspec.Raw, budget: NumberBudget, place: str) -> Numbers:
 
 
 def _shifted(tokens: Numbers, inputs: dict[str, Array], place: str) -> tuple[Numbers, dict[str, Array]]:
-    """Return tokens and inputs so that each token stands beside the label after it, which it predicts.
+    """Return tokens and inputs shifted by one, so that each token is aligned with the next label, which it predicts.
 
-    Labels stand beside their own tokens in Hugging Face's form, and so do other inputs of the same length.
+    In Hugging Face's form, labels and other inputs of the same length are aligned with the tokens themselves.
     """
     length = len(tokens)
     if TARGET_TOKENS in inputs:
@@ -178,16 +178,16 @@ def _shifted(tokens: Numbers, inputs: dict[str, Array], place: str) -> tuple[Num
 
 
 def _tail(values: Array) -> Array:
-    """Return an array of one dimension without its first number."""
+    """Return a one-dimensional array without its first number."""
     size = len(values.data) // values.shape[0] if values.shape[0] else 0
     return Array(values.dtype, (max(values.shape[0] - 1, 0),), values.data[size:])
 
 
 def _without_ignored(inputs: dict[str, Array], loss: str) -> dict[str, Array]:
-    """Return inputs in which no target is -100: those places have token 0, and a weight or an advantage of 0 instead.
+    """Return inputs without targets of -100: they become token 0, with a weight or an advantage of 0.
 
-    They count as little as tokens without an advantage do, which xorl's server takes for ignored. A mask that the
-    caller gives is 0 there too.
+    These tokens then count no more than tokens with an advantage of 0, which xorl's server treats as ignored. A mask
+    that the caller gives is set to 0 there too.
     """
     targets = inputs.get(TARGET_TOKENS)
     if targets is None:
@@ -212,5 +212,5 @@ def _fits(values: Array | None, targets: Array) -> bool:
 
 def _refuse_routes(given: msgspec.Raw) -> None:
     if is_given(given):
-        why = "routed_experts cannot be replayed: no model of this server takes its experts' routes from outside."
+        why = "routed_experts cannot be replayed: no model of this server accepts expert routes from outside."
         raise Refused(Code.UNSUPPORTED, why)

@@ -1,6 +1,7 @@
 """Numbers in JSON: lists, lists of lists, and the form `{data, dtype, shape}`.
 
-A number of two bytes in a body takes thirty in memory until it is in an array, so they are counted before.
+A number that takes two bytes in a body takes thirty in memory until it is in an array, so numbers are counted before
+decoding.
 """
 
 from array import array
@@ -18,7 +19,10 @@ _rows = msgspec.json.Decoder(list[list[float]])
 
 
 class JsonTensor(msgspec.Struct, frozen=True):
-    """Numbers with their shape. Their `dtype` is not read, since clients tag tokens as floats: the name decides."""
+    """Numbers with their shape. Their `dtype` is not read, since clients tag tokens as floats.
+
+    The name of the input decides the type instead (see `as_input`).
+    """
 
     data: msgspec.Raw
     shape: tuple[int, ...] | None = None
@@ -29,13 +33,13 @@ _tensor = msgspec.json.Decoder(JsonTensor)
 
 
 def numbers_in(raw: msgspec.Raw, budget: NumberBudget, place: str) -> tuple[Numbers, tuple[int, ...]]:
-    """Return the numbers of a value of JSON, and their shape. Raises `Refused`."""
+    """Return the numbers in a JSON value, and their shape. Raises `Refused`."""
     text = bytes(raw).lstrip()
     shape: tuple[int, ...] | None = None
     if text.startswith(b"{"):
         tensor = decode_body(_tensor, text, place)
         if is_given(tensor.sparse_crow_indices):
-            raise Refused(Code.UNSUPPORTED, f"{place} is sparse, which only protobuf bodies may be; send it dense.")
+            raise Refused(Code.UNSUPPORTED, f"{place} is sparse, which JSON bodies do not support; send it dense.")
         text, shape = bytes(tensor.data).lstrip(), tensor.shape
     budget.take(text.count(b",") + 1)
     if text[1:].lstrip().startswith(b"["):
@@ -49,5 +53,5 @@ def numbers_in(raw: msgspec.Raw, budget: NumberBudget, place: str) -> tuple[Numb
 
 
 def as_json(values: Array) -> dict[str, object]:
-    """Return an array in the form of JSON that clients read."""
+    """Return an array in the JSON form that clients read."""
     return {"data": values.values(), "dtype": values.dtype.value, "shape": list(values.shape)}

@@ -7,7 +7,7 @@ from bombus.errors import Code, Refused
 from bombus.operations import LossSpec
 from bombus_gateway import limits
 
-# Our names of losses, by the clients'.
+# The clients' names for losses, mapped to ours.
 LOSSES = {
     "cross_entropy": "cross_entropy",
     "causallm_loss": "cross_entropy",
@@ -23,13 +23,13 @@ LOSSES = {
 CROSS_ENTROPIES = ("cross_entropy", "per_token_ce")
 _REFUSED = {
     "custom": "custom losses do not run on the server; pass your function to forward_backward_custom",
-    "stable_reinforce": "what it needs about each sample is not recorded here; importance_sampling or ppo may do",
+    "stable_reinforce": "it needs data about each sample that is not recorded here; importance_sampling or ppo may do",
     "opd_loss": "this server has no teacher model; cross_entropy takes the teacher's tokens and weights as [N, K]",
 }
 
 
 def loss_spec(name: str, settings: Mapping[str, float | str]) -> LossSpec:
-    """Return the loss that a client names. Raises `Refused` for one that there is not, and for wrong settings."""
+    """Return the loss that a client names. Raises `Refused` if there is no such loss, or for wrong settings."""
     if name in _REFUSED:
         raise Refused(Code.UNSUPPORTED, f"The loss {name!r} is not offered: {_REFUSED[name]}.")
     if name not in LOSSES:
@@ -40,6 +40,6 @@ def loss_spec(name: str, settings: Mapping[str, float | str]) -> LossSpec:
         if isinstance(value, float) and not math.isfinite(value):
             raise Refused(Code.MALFORMED, f"The setting {key!r} of the loss is {value}, which is not a finite number.")
         if max(len(key), len(value) if isinstance(value, str) else 0) > limits.LOSS_TEXT_CHARACTERS:
-            why = f"The settings of a loss have up to {limits.LOSS_TEXT_CHARACTERS} characters."
+            why = f"Names and values of a loss's settings may have up to {limits.LOSS_TEXT_CHARACTERS} characters."
             raise Refused(Code.TOO_LARGE, why)
     return LossSpec(LOSSES[name], dict(settings))

@@ -1,10 +1,10 @@
-"""Targets and weights of which only some are listed (SparseCsr), as the arrays that they stand for.
+"""Convert sparse targets and weights (SparseCsr) to the dense arrays that they stand for.
 
-A target that is not listed is token 0, and a weight that is not listed is 0: the SDK leaves out what is zero, so one
-and the same place may be listed in one of the two and not in the other. Where the whole request has room for it, in
-numbers and in the bytes of an operation, each tensor becomes the array of its own shape, in which `logprobs` then come
-back. Where it has not, as with one column for each token of a vocabulary, the places that a row lists are moved to its
-left, and `logprobs` are of that shape.
+An unlisted target is token 0, and an unlisted weight is 0: the SDK leaves out zeros, so a place may be listed in one of
+the two and not in the other. If the whole request fits the limits on numbers and on the bytes of an operation, each
+tensor becomes an array of its own shape, and `logprobs` are returned in that shape. If it does not fit, such as with
+one column for each token of a vocabulary, the listed places of each row are moved to its left, and `logprobs` are
+returned in this narrower shape.
 """
 
 from array import array
@@ -24,9 +24,10 @@ BYTES_IN_PLACE = BODY_BYTES_MAX - (2 << 20)  # of numbers; the rest is for names
 
 
 class SparseTensor(msgspec.Struct, frozen=True):
-    """A matrix of `rows` x `columns` in compressed rows: those of row i are from `starts[i]` to `starts[i + 1]`.
+    """A matrix of `rows` x `columns` in compressed sparse rows.
 
-    Within a row the columns rise. Make one with `checked`.
+    Row i has `values[starts[i] : starts[i + 1]]`, in the columns that `at` lists in the same places. Columns rise
+    strictly within a row. Check one with `checked` before use.
     """
 
     rows: int
@@ -48,17 +49,17 @@ Tensors: TypeAlias = Mapping[str, Array | SparseTensor]
 
 
 def checked(tensor: SparseTensor, place: str) -> SparseTensor:
-    """Return a tensor whose parts fit each other. Raises `Refused` for another."""
+    """Return a tensor if its parts are consistent. Raises `Refused` if not."""
     why = ""
     starts, listed = tensor.starts, len(tensor.values)
     if min(tensor.rows, tensor.columns) < 0 or len(starts) != tensor.rows + 1:
-        why = f"{len(starts)} row pointers, and {tensor.rows} rows need {tensor.rows + 1}"
+        why = f"{len(starts)} row pointers, but {tensor.rows} rows need {tensor.rows + 1}"
     elif len(tensor.at) != listed:
         why = f"{len(tensor.at)} columns for {listed} values"
     elif starts[0] != 0 or starts[-1] != listed or any(end < start for start, end in pairwise(starts)):
         why = f"row pointers that do not rise from 0 to the {listed} values"
     elif tensor.at and not 0 <= min(tensor.at) <= max(tensor.at) < tensor.columns:
-        why = f"columns outside of the {tensor.columns} that there are"
+        why = f"columns outside of its {tensor.columns}"
     elif any(not _rises(tensor.row(index)) for index in range(tensor.rows)):
         why = "a row whose columns do not rise"
     if why:
@@ -73,8 +74,8 @@ def _rises(columns: Sequence[int]) -> bool:
 def written_out(data: Sequence[Tensors], budget: NumberBudget, beside: int = 0) -> list[dict[str, Array]]:
     """Return the inputs of each sequence, with arrays in place of sparse tensors.
 
-    `beside` is how many bytes the operation has beside its inputs: the log takes operations up to a limit of bytes.
-    Raises `Refused` where the two of a sequence are not of one shape, and where there is no room for what is listed.
+    `beside` is the number of bytes that the operation has in addition to its inputs, since the log limits its size.
+    Raises `Refused` if targets and weights of a sequence differ in shape, or if the arrays exceed the limit on numbers.
     """
     size = beside + sum(_bytes(tensors) for tensors in data)
     in_place = budget.has(sum(_cells(tensors) for tensors in data)) and size <= BYTES_IN_PLACE
@@ -82,14 +83,14 @@ def written_out(data: Sequence[Tensors], budget: NumberBudget, beside: int = 0) 
 
 
 def _cells(tensors: Tensors) -> int:
-    """Return how many numbers there are when sparse tensors are written out, with weights for targets without them."""
+    """Return the count of numbers in a sequence's sparse tensors as arrays, adding weights for targets without any."""
     sparse = [tensor for tensor in tensors.values() if isinstance(tensor, SparseTensor)]
     needs_weights = isinstance(tensors.get(TARGET_TOKENS), SparseTensor) and WEIGHTS not in tensors
     return sum(tensor.cells for tensor in sparse) + (sparse[0].cells if needs_weights else 0)
 
 
 def _bytes(tensors: Tensors) -> int:
-    """Return the bytes of a sequence's inputs when sparse tensors are written out."""
+    """Return the bytes of a sequence's inputs with sparse tensors as arrays."""
     sparse = {name: tensor.cells for name, tensor in tensors.items() if isinstance(tensor, SparseTensor)}
     if TARGET_TOKENS in sparse and WEIGHTS not in tensors:
         sparse[WEIGHTS] = sparse[TARGET_TOKENS]
@@ -111,7 +112,7 @@ def _written_out(tensors: Tensors, budget: NumberBudget, in_place: bool, place: 
         ones = array("f", [1.0]) * len(targets.values)
         sparse[WEIGHTS] = SparseTensor(targets.rows, targets.columns, ones, targets.starts, targets.at)
     one = next(iter(sparse.values()))
-    if in_place or len(sparse) < len(MAY_BE_SPARSE):  # beside an array of the same shape it is no longer than that
+    if in_place or len(sparse) < len(MAY_BE_SPARSE):  # if only one is sparse, the other already has the full shape
         columns: list[Sequence[int]] = [range(one.columns)] * one.rows
         width = one.columns
     else:
@@ -128,7 +129,7 @@ def _union(rows: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _placed(tensor: SparseTensor, columns: Sequence[Sequence[int]], width: int) -> Numbers:
-    """Return the tensor with `width` numbers in a row: those of its `columns` first, and zeros."""
+    """Return the tensor as rows of `width` numbers: first those in the row's `columns`, in that order, then zeros."""
     placed = array(tensor.values.typecode, [0]) * (tensor.rows * width)
     for index in range(tensor.rows):
         first = tensor.starts[index]

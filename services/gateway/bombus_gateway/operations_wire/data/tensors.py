@@ -1,4 +1,4 @@
-"""The numbers of a request as arrays of an operation: target tokens are int64 there, and everything else is float32."""
+"""Convert the numbers of a request to an operation's arrays: target tokens to int64, everything else to float32."""
 
 from array import array
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ class NumberBudget:
         self._left = limits.TRAINING_NUMBERS
 
     def take(self, numbers: int) -> None:
-        """Raises `Refused` where there is no room for them."""
+        """Reserve room for `numbers` more. Raises `Refused` if there is none."""
         self._left -= numbers
         if self._left < 0:
             why = f"The request has more than {limits.TRAINING_NUMBERS} tokens and numbers; send less data at once."
@@ -36,7 +36,7 @@ class NumberBudget:
 
 
 def numbers_of(code: str, data: bytes, place: str) -> Numbers:
-    """Return little-endian numbers of a type, by its code in the standard library's `array`."""
+    """Return the little-endian numbers in `data`. `code` is their type code in the standard library's `array`."""
     numbers = array(code)
     if len(data) % numbers.itemsize:
         why = f"{place} has {len(data)} bytes, but its numbers take {numbers.itemsize} each."
@@ -46,7 +46,7 @@ def numbers_of(code: str, data: bytes, place: str) -> Numbers:
 
 
 def widened(data: bytes, place: str) -> Numbers:
-    """Return numbers of bfloat16, which are the upper halves of float32."""
+    """Return bfloat16 numbers, which are the upper halves of float32, as float32."""
     if len(data) % 2:
         raise Refused(Code.MALFORMED, f"{place} has {len(data)} bytes, but its numbers take 2 each.")
     wide = bytearray(2 * len(data))
@@ -56,9 +56,9 @@ def widened(data: bytes, place: str) -> Numbers:
 
 
 def as_input(name: str, numbers: Numbers, shape: tuple[int, ...], place: str) -> Array:
-    """Return an input of a loss in its own type. Raises `Refused` where its numbers do not fill its shape.
+    """Return an input of a loss in the type that its name requires, since clients tag tokens as floats.
 
-    Clients tag target tokens as floats, and weights as integers.
+    Raises `Refused` if the numbers do not fill the shape.
     """
     if any(length < 0 for length in shape) or prod(shape) != len(numbers):
         why = f"{place} has {len(numbers)} numbers, which are not of shape {list(shape)[:8]}."
@@ -69,7 +69,7 @@ def as_input(name: str, numbers: Numbers, shape: tuple[int, ...], place: str) ->
 
 
 def whole(numbers: Numbers, place: str) -> "array[int]":
-    """Return tokens as int64. Raises `Refused` where one is not a whole number."""
+    """Return tokens as int64. Raises `Refused` if one is not a whole number."""
     if numbers.typecode in "iq":
         return array("q", numbers)
     for index, number in enumerate(numbers):
@@ -80,7 +80,7 @@ def whole(numbers: Numbers, place: str) -> "array[int]":
 
 
 def as_tokens(numbers: Iterable[int], place: str) -> bytes:
-    """Return tokens as int32. Raises `Refused` for what is no id of a token."""
+    """Return tokens as int32. Raises `Refused` for a number that cannot be a token id."""
     try:
         packed = array("i", numbers)
     except (OverflowError, TypeError):

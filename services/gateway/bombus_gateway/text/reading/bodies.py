@@ -1,4 +1,4 @@
-"""Finds where the body of a tool call ends while it arrives: each character is read once, however text is split."""
+"""Finds the end of a tool call's body while it arrives. Each character is read once, however the text is split."""
 
 import re
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from functools import cached_property
 
 _OPENING, _CLOSING = "[{(", "]})"
 _INSIDE = {
-    # In JSON a line break cannot be in a string: one that is not closed before it is broken.
+    # A JSON string cannot contain a line break: a string that is not closed before one is broken.
     "json": {'"': re.compile(r'\\.|(\n)|"', re.DOTALL)},
     "python": {"'": re.compile(r"\\.|()'", re.DOTALL), '"': re.compile(r'\\.|()"', re.DOTALL)},
     "": {},
@@ -20,7 +20,7 @@ def alternatives(marks: Sequence[str]) -> str:
 
 
 def held_back(text: str, at: int, marks: Sequence[str]) -> int:
-    """Return how many characters at the end of `text`, after `at`, may be the beginning of one of `marks`."""
+    """Return the length of the longest suffix of `text`, after `at`, that may be the beginning of one of `marks`."""
     for mark in marks:
         if text.find(mark[:1], at) >= 0:
             break
@@ -36,10 +36,10 @@ def held_back(text: str, at: int, marks: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class BodyForm:
-    """How to find the end of a body: its closing marker outside of strings, or, without one, its last bracket.
+    """How to find the end of a body: at the marker `close` outside of strings, or, without one, at the last bracket.
 
-    `strings` is "json", "python" or "" where quotes mean nothing. A body of brackets begins with `bracket`; what may
-    stand before that is a `head`.
+    `strings` is "json", "python", or "" if quotes mean nothing. A body without `close` begins with `bracket`; `head`:
+    other text may precede the bracket.
     """
 
     close: str = ""
@@ -49,7 +49,7 @@ class BodyForm:
 
     @cached_property
     def outside(self) -> re.Pattern[str]:
-        """Finds what counts outside of strings."""
+        """Finds the closing marker or brackets, and the quotes that begin a string."""
         quotes = "".join(_INSIDE[self.strings])
         quote = f"[{quotes}]" if quotes else r"(?!)"
         marks = re.escape(self.close) if self.close else rf"[{re.escape(_OPENING + _CLOSING)}]"
@@ -68,9 +68,9 @@ class BodyEnd:
         self._begun = bool(form.close)
 
     def take(self, text: str, at: int) -> tuple[int, bool]:
-        """Read on in `text` from `at`. Return how far the body goes in it, and whether it ends there.
+        """Continue reading `text` from `at`. Return the offset reached, and whether the body ends there.
 
-        What is beyond that, and not yet the body's end, is to be handed in again with what follows it.
+        If the body does not end there, the text after that offset must be passed again, together with the next text.
         """
         if not self._begun:
             start = self._begin(text, at)
@@ -90,7 +90,7 @@ class BodyEnd:
                 return at, ends
 
     def _begin(self, text: str, at: int) -> int | None:
-        """Return where the first bracket is, or None if something else comes first."""
+        """Return the offset of the first bracket, or the end of the text if it may still come, or None if it cannot."""
         if self._form.head:
             found = text.find(self._form.bracket, at)
             self._begun = found >= 0
@@ -101,7 +101,7 @@ class BodyEnd:
         return at if self._begun or at == len(text) else None
 
     def _look_for_mark(self, text: str, at: int) -> tuple[int, bool]:
-        """Go on to the end of the closing marker, or into a string, and return what `take` returns."""
+        """Read up to the end of the closing marker, or into a string. Returns the same as `take`."""
         close = self._form.close
         if not self._strings:
             place = text.find(close, at)
@@ -115,9 +115,9 @@ class BodyEnd:
         return found.end(), False
 
     def _look_for_bracket(self, text: str, at: int) -> tuple[int, bool]:
-        """Go on to the bracket that closes the first one, or into a string, and return what `take` returns."""
+        """Read up to the bracket that closes the first one, or into a string. Returns the same as `take`."""
         if self._form.strings and not self._strings:
-            return at, True  # a string was broken: the rest is text again
+            return at, True  # a string was broken: the rest is text
         while found := self._form.outside.search(text, at):
             at = found.end()
             if found[0] in _OPENING:
@@ -132,7 +132,10 @@ class BodyEnd:
         return len(text), False
 
     def _string(self, text: str, at: int) -> tuple[int, bool]:
-        """Look for the end of the string. Strings no longer count once one was broken."""
+        """Read up to the end of the string. Return the offset, and whether the string ended.
+
+        After a broken string, strings are no longer recognized.
+        """
         pattern = self._inside[self._quote]
         for found in pattern.finditer(text, at):
             if found[0][0] == "\\":
@@ -141,7 +144,7 @@ class BodyEnd:
             self._strings = not found[1]
             self._quote = ""
             return found.end(), True
-        # Only a backslash, whose character is still to come, is looked at again.
+        # Only a final backslash is re-read, since the character that it escapes is still to come.
         return len(text) - text.endswith("\\", at), False
 
     def _open_end(self, text: str, at: int) -> int:

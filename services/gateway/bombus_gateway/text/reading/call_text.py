@@ -1,4 +1,4 @@
-"""Finds out from a chat template how calls are written whose arguments are JSON, so that a call can be forced."""
+"""Determines from a chat template how calls with JSON arguments are written, so that a call can be forced."""
 
 import json
 from collections.abc import Collection, Sequence
@@ -18,9 +18,9 @@ _decoder = json.JSONDecoder()
 
 @dataclass(frozen=True)
 class CallText:
-    """The text around calls: what opens them, follows a name, stands between arguments and the next name, and closes.
+    """The texts around calls: before the first name, after a name, between arguments and the next name, and at the end.
 
-    Without `between` only one call can be written.
+    If `between` is empty, only one call can be written.
     """
 
     opens: str
@@ -29,7 +29,7 @@ class CallText:
     closes: str
 
     def head(self, name: str) -> str:
-        """Return what is before the arguments of a call, from its name on."""
+        """Return the text of a call from its name up to its arguments."""
         return f"{name}{self.after_name}"
 
     def write(self, calls: Sequence[tuple[str, str]]) -> str:
@@ -38,9 +38,9 @@ class CallText:
 
 
 def find_call_text(render: RenderText, reading: Reading, ends: Collection[str]) -> CallText | None:
-    """Return how the template writes calls; None where arguments are not JSON, or where a call has an id in its text.
+    """Return how the template writes calls; None if arguments are not JSON, or if the text of a call contains its id.
 
-    `ends` are the names of tokens that end a turn. What is found is read back by the reader of the same model.
+    `ends` are the names of tokens that end a turn. The result is verified: the model's own reader reads calls back.
     """
     if reading.syntax is None:
         return None
@@ -61,9 +61,9 @@ def find_call_text(render: RenderText, reading: Reading, ends: Collection[str]) 
 
 
 def calls_come_singly(render: RenderText, reading: Reading) -> bool:
-    """Whether a call can be read before the next one begins. In some syntaxes calls are one list, read as a whole."""
+    """Whether a call can be read before the next one begins. In some syntaxes, calls are a list that is read whole."""
     if reading.syntax is not None and reading.syntax.unmarked is not None:
-        return False  # with the mark, which the template does not write here, they may be a list
+        return False  # calls with the mark, which the template does not write, may be a list
     for count, empty in product((2, 1), ("", None)):
         written = turn_of(render, _message(count, empty, _ID_FORMS[0]))
         if written is None:
@@ -87,7 +87,7 @@ def _message(count: int, content: str | None, id_form: str) -> ChatMessage:
 def _gaps(render: RenderText, count: int, content: str | None, ends: Collection[str]) -> tuple[str, ...] | None:
     """Return the texts before, between and after the names and arguments of a turn of calls.
 
-    Returns None where the template refuses them, writes them otherwise, or writes their ids.
+    Returns None if the template refuses the calls, writes them in another form, or writes their ids.
     """
     turns = [turn_of(render, _message(count, content, id_form)) for id_form in _ID_FORMS]
     if turns[0] is None or turns[0] != turns[1]:
@@ -106,7 +106,7 @@ def _gaps(render: RenderText, count: int, content: str | None, ends: Collection[
 
 
 def _arguments(text: str, at: int) -> tuple[int, int] | None:
-    """Return where the arguments are that come after a name, as JSON."""
+    """Return the start and end of the JSON arguments that follow a name, or None if there are none."""
     start = text.find("{", at)
     try:
         value, end = _decoder.raw_decode(text, start) if start >= 0 else (None, 0)
@@ -116,13 +116,13 @@ def _arguments(text: str, at: int) -> tuple[int, int] | None:
 
 
 def _without_reasoning(opens: str, reading: Reading) -> str:
-    """Leave out reasoning that the template writes before a call, empty as it is."""
+    """Return `opens` without the empty reasoning that the template writes before a call."""
     close = reading.thinking.close if reading.thinking else ""
     return opens.rpartition(close)[2].lstrip() if close and close in opens else opens
 
 
 def _reads_back(reading: Reading, text: CallText, names: Sequence[str]) -> bool:
-    """Whether the model's reader finds the calls in their text, and nothing else."""
+    """Whether the model's reader finds exactly these calls in their text."""
     calls = [(f"{name}_x", '{"k": [1, {"l": "m\\"}"}]}') for name in names]
     reader = reading.reader("", PROBE_TOOLS)
     deltas = [*reader.feed(text.write(calls)), *reader.finish()]

@@ -1,4 +1,4 @@
-"""Reads turns that consist of messages with headers: gpt-oss's channels, and recipients of a similar kind."""
+"""Reads turns that consist of messages with headers: gpt-oss's channels, and similar formats with recipients."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -19,15 +19,15 @@ class MessageKind(Enum):
     TEXT = "text"
     REASONING = "reasoning"
     CALL = "call"
-    UNKNOWN = "unknown"  # comes out as text, with its header
+    UNKNOWN = "unknown"  # returned as text, including its header
 
 
 @dataclass(frozen=True)
 class ChannelForm:
-    """The marks of messages. `kinds` are patterns of headers, of which the first that is found counts.
+    """The marks of messages. `kinds` are patterns of headers; the first one that is found determines the kind.
 
-    `header` matches what a header consists of: text that a model wrote in one is no part of it, and is not dropped.
-    The pattern of a call has the group `name`. `read` reads the arguments; a call's name is that of its header.
+    `header` matches a valid header: if a model wrote other text in one, the message is returned as text, so that it is
+    not lost. The pattern of a call has the group `name`. `read` reads the arguments; the name comes from the header.
     """
 
     name: str
@@ -48,7 +48,7 @@ class ChannelForm:
         return any(kind is MessageKind.REASONING for _, kind in self.kinds)
 
     def kind(self, header: str) -> tuple[MessageKind, str]:
-        """Return what a message with this header is, and the tool that it calls."""
+        """Return the kind of a message with this header, and the name of the tool that it calls."""
         if self.header.fullmatch(header) is None:
             return MessageKind.UNKNOWN, ""
         for pattern, kind in self.kinds:
@@ -98,15 +98,15 @@ CHANNELS = (
         ),
     ),
 )
-# A header is a few words. Anything else in its place is text, which need not wait.
+# A header is a few words. Anything else in its place is text, which is not held back.
 _NOT_IN_HEADERS = r"[^\w.\-=: <|>]"
 
 
 class ChannelReader:
-    """Splits a turn into messages, and gives them out as text, reasoning and calls.
+    """Splits a turn into messages, and returns them as text, reasoning and calls.
 
-    It begins within a header, `prompt_end` being the end of the prompt. What is not a call after all, stands outside
-    of messages, or is one call more than an answer may have, is text, to the letter.
+    The turn begins within a header, or within the message that `prompt_end`, the end of the prompt, has begun. Invalid
+    calls, calls beyond the limit of an answer, and text outside of messages are returned as text, verbatim.
     """
 
     def __init__(self, form: ChannelForm, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> None:
@@ -117,7 +117,7 @@ class ChannelReader:
         self._in_header = re.compile(f"{alternatives(self._marks)}|{_NOT_IN_HEADERS}")
         self._in_body = re.compile(alternatives((form.start, *form.ends)))
         self._rest = ""
-        self._kept: list[str] = []  # a header; then that and the body, while they may have to be text
+        self._kept: list[str] = []  # a header, then header and body, as long as they may turn out to be text
         self._body_at = 0  # where in `_kept` the body begins
         self._tool = ""
         self._calls = 0
@@ -125,12 +125,12 @@ class ChannelReader:
         _, started, header = prompt_end.rpartition(form.start)
         if started:
             self.feed(header)
-            # What the prompt has never comes out as text.
+            # The part in the prompt is never returned as text.
             self._kept = self._kept[self._body_at :] if self._kind is MessageKind.CALL else []
             self._body_at = 0
 
     def feed(self, text: str) -> list[Delta]:
-        """Add text. Returns what can no longer change."""
+        """Read new text. Returns the deltas that can no longer change."""
         text = self._rest + text
         out: list[Delta] = []
         at = 0
@@ -148,7 +148,10 @@ class ChannelReader:
         return out
 
     def finish(self) -> list[Delta]:
-        """End the turn. A call without its last mark counts if it is whole: the mark may be a token without text."""
+        """End the turn, and return the remaining deltas.
+
+        A whole call counts even without its last mark, since the mark may be a token without text.
+        """
         out: list[Delta] = []
         rest, self._rest = self._rest, ""
         self._add(rest, out)
@@ -166,7 +169,7 @@ class ChannelReader:
             self._kept.append(text)
 
     def _pass(self, mark: str, out: list[Delta]) -> None:
-        """Go beyond a mark, or a character that no header has."""
+        """Process a mark, or a character that cannot be in a header."""
         form = self._form
         if mark == form.message:
             self._begin_message("".join(self._kept))
@@ -203,6 +206,6 @@ class ChannelReader:
             if self._form.read is None:
                 return make_call(self._tool, json_object(body))
             (call,) = self._form.read(body, self._schemas)
-        except ValueError:  # what is not a call is text
+        except ValueError:  # not a call, so it is text
             return None
         return call if call.name == self._tool else None

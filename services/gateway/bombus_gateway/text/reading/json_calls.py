@@ -1,4 +1,4 @@
-"""Reads tool calls whose bodies are JSON: an object, one on each line, or a list of them."""
+"""Reads tool calls whose bodies are JSON: an object, one object per line, or a list of objects."""
 
 import re
 from typing import Any
@@ -12,7 +12,7 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 def read_json(body: str, schemas: Schemas) -> list[ToolCallDelta]:
-    """Read objects with a name and arguments."""
+    """Read one or more objects with a name and arguments."""
     try:
         found = json_value(body)
     except ValueError:
@@ -28,7 +28,7 @@ def read_json(body: str, schemas: Schemas) -> list[ToolCallDelta]:
 
 def _call(item: Any) -> ToolCallDelta:
     if not isinstance(item, dict):
-        raise ValueError("a call is an object")
+        raise ValueError("a call must be an object")
     item = item["function"] if isinstance(item.get("function"), dict) else item
     name = next((item[key] for key in _NAMES if key in item), None)
     arguments: Any = next((item[key] for key in _ARGUMENTS if key in item), {})
@@ -38,7 +38,7 @@ def _call(item: Any) -> ToolCallDelta:
 
 
 def read_json_by_name(body: str, schemas: Schemas) -> list[ToolCallDelta]:
-    """Read a list of objects that have a tool's name as their one key, and its arguments as the value."""
+    """Read a list of objects whose only key is a tool's name, and whose value is its arguments."""
     found = json_value(body)
     if not isinstance(found, list) or not found:
         raise ValueError("not a list of calls")
@@ -47,16 +47,16 @@ def read_json_by_name(body: str, schemas: Schemas) -> list[ToolCallDelta]:
 
 def _one_pair(item: Any) -> list[tuple[str, Any]]:
     if not isinstance(item, dict) or len(item) != 1:
-        raise ValueError("a call is an object with one key")
+        raise ValueError("a call must be an object with one key")
     return list(item.items())
 
 
-# Possessive throughout: where there is much white space, going back through it would take forever.
+# Possessive throughout: backtracking through much white space would take too long.
 _NAMED = re.compile(r"\s*+([^\s\[{]++)\s*+(?:\[CALL_ID\]\s*+([^\s\[{]++)\s*+)?(?:\[ARGS\])?+\s*+(?=\{)")
 
 
 def read_named(body: str, schemas: Schemas) -> list[ToolCallDelta]:
-    """Read Mistral's `name[CALL_ID]id[ARGS]{...}`, of which the id may be missing."""
+    """Read Mistral's `name[CALL_ID]id[ARGS]{...}`, in which the id may be missing."""
     head = _NAMED.match(body)
     if head is None:
         raise ValueError("no name")
@@ -64,7 +64,7 @@ def read_named(body: str, schemas: Schemas) -> list[ToolCallDelta]:
 
 
 def sections(pattern: str) -> ReadBody:
-    """Return a reader of calls that follow one another, each by `pattern`: a name, arguments, perhaps an id."""
+    """Return a reader of consecutive calls. `pattern` has the groups `name`, `arguments` and perhaps `id`."""
     compiled = re.compile(rf"\s*{pattern}\s*", re.DOTALL)
 
     def read(body: str, schemas: Schemas) -> list[ToolCallDelta]:

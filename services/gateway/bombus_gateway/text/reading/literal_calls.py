@@ -10,7 +10,7 @@ from bombus_gateway.text.reading.values import Schema, Schemas, make_call, typed
 
 
 def read_pythonic(body: str, schemas: Schemas) -> list[ToolCallDelta]:
-    """Read calls with keyword arguments: a list of them, or one on each line."""
+    """Read calls with keyword arguments: a list of calls, or one call per line."""
     code = Literals(body)
     listed = code.take("[")
     calls: list[ToolCallDelta] = []
@@ -35,9 +35,9 @@ def _pythonic_call(code: Literals) -> ToolCallDelta:
 
 
 def gemma(quote: str, typed: bool = False) -> ReadBody:
-    """Return a reader of `call:f{key:value}`, whose strings stand between two of `quote`.
+    """Return a reader of `call:f{key:value}`, with strings enclosed in `quote`.
 
-    `typed`: some templates write all values so, and then the tool's schema says which of them are not strings.
+    `typed`: the template writes all values as strings, so the tool's schema determines which ones are not strings.
     """
 
     def read(body: str, schemas: Schemas) -> list[ToolCallDelta]:

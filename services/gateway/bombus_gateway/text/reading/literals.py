@@ -1,6 +1,6 @@
 """Literals as models write them in tool calls: Python's, and Gemma's.
 
-Everything here raises `ValueError`, and nothing else, for what cannot be read: depth is limited before Python's is.
+Everything here raises only `ValueError` for invalid text: the depth is limited to less than Python's recursion limit.
 """
 
 import re
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-DEPTH_MAX = 64  # of lists and objects within each other
+DEPTH_MAX = 64  # of nested lists and objects
 PYTHON_CONSTANTS = {"True": True, "False": False, "None": None}
 
 _SPACE = re.compile(r"\s*")
@@ -22,9 +22,9 @@ _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\\": "\\", "
 
 
 class Literals:
-    """A cursor over literals: lists, objects, numbers, constants, and strings, which differ.
+    """A cursor over literals: lists, objects, numbers, constants and strings.
 
-    Strings are Python's, or, where `quote` is given, whatever stands between two of it; keys of objects are then bare.
+    Strings are Python's. If `quote` is given, strings are enclosed in it instead, and keys of objects may be bare.
     """
 
     def __init__(self, text: str, quote: str = "") -> None:
@@ -33,12 +33,12 @@ class Literals:
         self._at = 0
 
     def done(self) -> bool:
-        """Skip white space. Returns whether nothing is left."""
+        """Skip white space, and return whether the text has ended."""
         self._skip()
         return self._at == len(self._text)
 
     def take(self, mark: str) -> bool:
-        """Move beyond white space and `mark`, if it comes next."""
+        """Skip white space, and `mark` if it comes next. Return whether it did."""
         self._skip()
         found = self._text.startswith(mark, self._at)
         self._at += len(mark) if found else 0
@@ -49,12 +49,12 @@ class Literals:
             raise ValueError(f"{mark!r} is missing")
 
     def name(self) -> str:
-        """Take the name of a function or a parameter."""
+        """Read the name of a function or a parameter."""
         self._skip()
         return self._match(_NAME)[0]
 
     def items(self, close: str) -> Iterator[None]:
-        """Yield where each item begins, and take the commas between them and the mark `close` after the last."""
+        """Yield at the start of each item; skip the commas between items, and the mark `close` after the last."""
         if self.take(close):
             return
         yield
@@ -72,7 +72,7 @@ class Literals:
         return self._scalar()
 
     def rest_of_object(self, depth: int = 1) -> dict[str, Any]:
-        """Take an object whose brace has been taken."""
+        """Read an object whose opening brace has been read."""
         found: dict[str, Any] = {}
         for _ in self.items("}"):
             key = self._key()
@@ -110,7 +110,7 @@ class Literals:
             return found
         match = self._match(_PYTHON_STRING)
         text = _ESCAPE.sub(_unescaped, match[1] if match[1] is not None else match[2])
-        # As in JSON, two escapes may be the halves of one character.
+        # As in JSON, two escapes may be the two halves of a surrogate pair.
         return text.encode("utf-16", "surrogatepass").decode("utf-16")
 
     def _match(self, pattern: re.Pattern[str]) -> re.Match[str]:
@@ -131,5 +131,5 @@ class Literals:
 def _unescaped(escape: re.Match[str]) -> str:
     number = escape[1] or escape[2] or escape[3]
     if number:
-        return chr(min(int(number, 16), sys.maxunicode + 1))  # `chr` refuses this one with a `ValueError`
+        return chr(min(int(number, 16), sys.maxunicode + 1))  # `chr` raises `ValueError` for `sys.maxunicode + 1`
     return _ESCAPED.get(escape[4], "\\" + escape[4])

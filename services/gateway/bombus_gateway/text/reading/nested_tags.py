@@ -1,4 +1,4 @@
-"""Reads tool calls whose arguments are elements, which may hold elements, and whose tags each follow a mark."""
+"""Reads tool calls whose arguments are elements, which may be nested, with a mark before each tag."""
 
 import re
 from collections import deque
@@ -17,7 +17,8 @@ _EMPTY: dict[str, Any] = {"array": [], "object": {}}
 def nested_tags(mark: str) -> ReadBody:
     """Return a reader of `<invoke name="f"><key>value</key></invoke>` with `mark` before each tag.
 
-    A value is text, which the tool's schema types, or it is elements: a list if all of them are called `item`.
+    A value is text, whose type is determined by the tool's schema, or elements: a list if all are called `item`, unless
+    the schema says `object`.
     """
 
     def read(body: str, schemas: Schemas) -> list[ToolCallDelta]:
@@ -39,7 +40,10 @@ def nested_tags(mark: str) -> ReadBody:
 
 
 def _elements(tags: deque[str], parent: str, schema: Schema, depth: int) -> list[tuple[str, Any]]:
-    """Take the elements up to the end tag of their parent. Each tag is followed by its text."""
+    """Remove the elements up to and including the parent's end tag from `tags`, and return their names and values.
+
+    Each entry of `tags` is a tag and the text after it.
+    """
     if depth > DEPTH_MAX:
         raise ValueError("nested too deeply")
     found = []
@@ -65,5 +69,5 @@ def _value(tags: deque[str], name: str, text: str, schema: Schema, depth: int) -
 
 
 def _schema_of(name: str, schema: Schema) -> Schema:
-    """Return the schema of an element in a value that has this one."""
+    """Return the schema of the element `name` in a value that has the schema `schema`."""
     return as_mapping(as_mapping(schema.get("properties")).get(name)) or as_mapping(schema.get("items"))

@@ -8,7 +8,7 @@ from bombus_gateway.text.deltas import ToolCallDelta
 from bombus_gateway.text.reading.bodies import BodyForm
 from bombus_gateway.text.reading.values import Schemas
 
-# Reads the text between a call's marks. Raises `ValueError` for what is not a call.
+# Reads the text between a call's marks. Raises `ValueError` if it is not a call.
 ReadBody = Callable[[str, Schemas], list[ToolCallDelta]]
 
 _TAG = re.compile(r"\]<\]\w+\[>\[|<[^<>\s]+>|\[/?[A-Z_]+\]")
@@ -16,13 +16,12 @@ _TAG = re.compile(r"\]<\]\w+\[>\[|<[^<>\s]+>|\[/?[A-Z_]+\]")
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """How tool calls are written: the mark that opens a body, where that ends, and how it is read.
+    """How tool calls are written: the marks that open a body, how its end is found, and how it is read.
 
-    A body has all calls that stand between the same two marks. `bare` is a bracket with which a body may also begin
-    without a mark, at the beginning of an answer or after a call; `unmarked` is the syntax of such a body, where that
-    is another one. `ends_with_turn`: whether the end of the answer ends a body too. `inner` are marks within bodies.
-    `announced_by` is what a template writes where it explains the syntax to the model, for templates that leave calls
-    out of the history.
+    A body contains all calls between the same two marks. `bare` is a bracket with which a body may begin without a
+    mark, at the beginning of an answer or after a call; `unmarked` is the syntax of such a body if it differs.
+    `ends_with_turn`: whether the end of the answer also ends a body. `inner` are marks within bodies. `announced_by` is
+    a text by which a template describes the syntax to the model, for templates that leave calls out of the history.
     """
 
     name: str
@@ -36,7 +35,7 @@ class CallSyntax:
     unmarked: "CallSyntax | None" = None
 
     def or_bare(self, other: "CallSyntax") -> "CallSyntax":
-        """Return this syntax for calls with its marks, and another, which needs none, for calls without."""
+        """Return a syntax that reads calls with this one's marks, and, without marks, calls in the syntax `other`."""
         return replace(self, bare=other.bare, unmarked=other)
 
     @property
@@ -57,5 +56,5 @@ class Thinking:
 
 
 def tokens_in(*marks: str) -> frozenset[str]:
-    """Return the texts in `marks` that may each be one special token."""
+    """Return the parts of `marks` that may each be a single special token."""
     return frozenset(token for mark in marks for token in (_TAG.findall(mark) or [mark]) if token)

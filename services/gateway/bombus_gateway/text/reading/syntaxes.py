@@ -1,4 +1,4 @@
-"""The table of syntaxes. Which one a model uses is found out from its template; no model's name is known here."""
+"""The table of syntaxes. The one that a model uses is determined from its template, not from its name."""
 
 from bombus_gateway.text.reading.bodies import BodyForm
 from bombus_gateway.text.reading.json_calls import read_json, read_json_by_name, read_named, sections
@@ -166,7 +166,7 @@ SYNTAXES: tuple[CallSyntax, ...] = (
     _invoke("invoke tags (deepseek)", "<｜DSML｜function_calls>", "</｜DSML｜function_calls>", "｜DSML｜"),
     _invoke("invoke tags (deepseek v4)", "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", "｜DSML｜"),
     _invoke("invoke tags", "<function_calls>", "</function_calls>", ""),
-    CallSyntax(  # Llama 4's template closes an empty piece of code before a call
+    CallSyntax(  # Llama 4's template writes the end of an empty code block before a call
         "llama json",
         ("<|python_tag|>", "<|python_end|>"),
         BodyForm(strings="json", bracket="{"),
@@ -196,7 +196,7 @@ THINKING: tuple[Thinking, ...] = (
     Thinking("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
 )
 
-# Marks around the text of an answer, which are not part of it: what opens it, what closes it, and what may follow.
+# Marks around the text of an answer, which are not part of it: the opening one, the closing one, and an optional last.
 FRAMES: tuple[tuple[str, ...], ...] = (
     ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
 )

@@ -1,4 +1,4 @@
-"""Reads tool calls that are written as tags, with one pair around each argument: the tool's schema types the values."""
+"""Reads tool calls written as tags, with a pair around each argument. The tool's schema determines the value types."""
 
 import re
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from bombus_gateway.text.reading.values import Schemas, make_call, typed_value
 class TagForm:
     """Patterns of a call's tags. `call` has the group `name`; `parameter` has `name`, `value` and perhaps `is_string`.
 
-    That group is there where the call itself says that a value is a string. `end` closes a call. `trimmed`: whether
-    values have line breaks around them that are not theirs. `entities`: whether names have quotes as XML has them.
+    `is_string` matches if the call itself says that a value is a string. `end` closes a call. `trimmed`: whether the
+    line breaks around a value are not part of it. `entities`: whether names contain XML entities.
     """
 
     call: str
@@ -36,7 +36,7 @@ KEY_TAGS = TagForm(
     end=r"\Z",
 )
 
-# Several lines may be in CDATA.
+# Values of several lines may be in CDATA.
 NAMED_FUNCTION_TAGS = TagForm(
     call=r'(?P<name>[^"\n<>]+)">',
     parameter=(
@@ -57,7 +57,7 @@ OPENED_AND_CLOSED = TagForm(
 
 
 def key_tags(suffix: str) -> TagForm:
-    """Return the form of `<tool_call>f<tool_sep>` with pairs of key and value, whose tags' names end with `suffix`."""
+    """Return the form of `<tool_call>f<tool_sep>` with key and value tags; all tag names end with `suffix`."""
     tag = re.escape(suffix)
     return TagForm(
         call=rf"<tool_call{tag}>(?P<name>[\w.:/-]+)<tool_sep{tag}>",
@@ -72,7 +72,7 @@ def key_tags(suffix: str) -> TagForm:
 def invoke_tags(prefix: str, around: str = "") -> TagForm:
     """Return the form of `<invoke name="f">`, in which each tag's name begins with `prefix`.
 
-    `around` is the name of a tag that may stand around calls.
+    `around` is the name of a tag that may enclose calls.
     """
     tag = re.escape(prefix)
     opens, closes = (rf"(?:<{tag}{around}>\s*)?", rf"(?:\s*</{tag}{around}>)?") if around else ("", "")

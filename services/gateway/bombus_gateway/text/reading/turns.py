@@ -1,4 +1,4 @@
-"""Reads a turn that is text, reasoning between marks, and calls between marks, while it arrives."""
+"""Reads a turn that consists of text, reasoning between marks, and calls between marks, while it arrives."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -24,13 +24,13 @@ def _opening_of(marks: tuple[str, ...]) -> re.Pattern[str]:
 class TurnReader:
     """Splits a turn into text, reasoning and calls.
 
-    White space before a call and around reasoning belongs to the format and is dropped. What is not a call after all,
-    or goes beyond the calls of one answer, is text, to the letter. Text goes out as soon as it cannot be the beginning
-    of a mark; a call when it is closed. Marks that are `frames` of texts are dropped, and so are the `lead` before the
-    first text, and the end of reasoning where a turn begins with it: so some models write that there is none.
+    White space before a call and around reasoning belongs to the format and is dropped. Invalid calls, and calls beyond
+    the limit of an answer, are returned as text, verbatim. Text is returned as soon as it cannot be the beginning of a
+    mark; a call, when it is closed. The marks `frames` around texts are dropped. So are the `lead` before the first
+    text, and a closing mark of reasoning at the start of a turn, by which some models say that there is no reasoning.
     """
 
-    def __init__(  # noqa: PLR0913 - what a turn may have
+    def __init__(  # noqa: PLR0913 - the parts that a turn may have
         self,
         syntax: CallSyntax | None,
         thinking: Thinking | None,
@@ -58,11 +58,11 @@ class TurnReader:
         self._said_text = False
         self._thought = False
         self._thought_space: list[str] = []
-        self._after: Thinking | CallSyntax | None = None  # what ended since the last text
+        self._after: Thinking | CallSyntax | None = None  # the reasoning or call that has ended since the last text
         self._take = self._take_reasoning if inside_reasoning and thinking else self._take_text
 
     def feed(self, text: str) -> list[Delta]:
-        """Add text. Returns what can no longer change."""
+        """Read new text. Returns the deltas that can no longer change."""
         text = self._rest + text
         out: list[Delta] = []
         at = 0
@@ -115,7 +115,10 @@ class TurnReader:
         return found.end()
 
     def _hold_space(self, text: str, at: int) -> int:
-        """Hold back what may stand before a call that has no mark. Returns where that ends."""
+        """Hold back the white space, or separators after a call, that may precede a call without a mark.
+
+        Returns the offset after them.
+        """
         pattern = _BETWEEN_CALLS if isinstance(self._after, CallSyntax) else _SPACE
         found = pattern.match(text, at)
         end = found.end() if found else at
@@ -124,7 +127,7 @@ class TurnReader:
         return end
 
     def _say(self, text: str, out: list[Delta]) -> None:
-        """Let text go out, except white space at its end."""
+        """Add text to `out`, holding back white space at its end."""
         if isinstance(self._after, Thinking):
             text = text.lstrip()
         body = text.rstrip() if self._opening is not _NEVER else text
@@ -208,5 +211,5 @@ class TurnReader:
             return []
         try:
             return syntax.read(body.removesuffix(syntax.form.close), self._schemas)
-        except ValueError:  # what is not a call is text
+        except ValueError:  # not a call, so it is text
             return []

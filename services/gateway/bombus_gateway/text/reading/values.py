@@ -1,6 +1,6 @@
-"""Values as models write them in tool calls: JSON, and text that a schema types.
+"""Values as models write them in tool calls: JSON, and text whose type is determined by a schema.
 
-Everything here raises `ValueError`, and nothing else, for what cannot be read.
+Everything here raises only `ValueError` for invalid text.
 """
 
 import json
@@ -15,13 +15,13 @@ from bombus_gateway.text.deltas import ToolCallDelta
 from bombus_gateway.text.reading.literals import DEPTH_MAX, PYTHON_CONSTANTS, Literals
 
 Schema = Mapping[str, Any]  # of one parameter
-Schemas = Callable[[str], Mapping[str, Schema]]  # of the parameters of a tool, by the name of that
+Schemas = Callable[[str], Mapping[str, Schema]]  # takes a tool's name; returns the schemas of its parameters by name
 
 _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\(?:.|\Z))*+(?:"|\Z)|([\[{])|([\]}])', re.DOTALL)
 
 
 def schemas_of(tools: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Schema]:
-    """Return the schemas of a tool's parameters, by their names. What is not as it should be is left out."""
+    """Return the schemas of a tool's parameters by name. Malformed parts count as empty."""
     for tool in reversed(tools):
         function = as_mapping(tool.get("function")) or tool
         if function.get("name") == name:
@@ -31,21 +31,22 @@ def schemas_of(tools: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Sc
 
 
 def make_call(name: object, arguments: object, call_id: object = "") -> ToolCallDelta:
-    """Return a call. Raises `ValueError` for what no request may send back to us, which would end the episode.
+    """Return a call. Raises `ValueError` for a call that would be refused when a request echoes it.
 
-    That is an empty or very long name, arguments that are not an object, or values unknown to JSON.
+    That is one with an empty or too long name, arguments that are not an object, or values that JSON does not have.
+    Such a refusal would end the episode.
     """
     if not isinstance(name, str) or not 0 < len(name.strip()) <= limits.NAME_CHARACTERS:
-        raise ValueError(f"the name of a call has 1 to {limits.NAME_CHARACTERS} characters")
+        raise ValueError(f"the name of a call must have 1 to {limits.NAME_CHARACTERS} characters")
     if not isinstance(arguments, dict):
-        raise ValueError("the arguments of a call are an object")
+        raise ValueError("the arguments of a call must be an object")
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    (name + text).encode()  # half a surrogate pair cannot be sent or stored
+    (name + text).encode()  # raises for half a surrogate pair, which cannot be sent or stored
     return ToolCallDelta(name.strip(), text, call_id if isinstance(call_id, str) else "")
 
 
 def json_value(text: str) -> Any:
-    """Decode one JSON value. Raises `ValueError` for anything else, and for one that is too deep."""
+    """Decode one JSON value. Raises `ValueError` for anything else, and if it is nested too deeply."""
     depth = 0
     for bracket in _STRING_OR_BRACKET.finditer(text):
         depth += 1 if bracket[1] else -1 if bracket[2] else 0
@@ -55,14 +56,14 @@ def json_value(text: str) -> Any:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Decode a JSON object; nothing stands for an empty one."""
+    """Decode a JSON object; empty text counts as an empty object."""
     found = json_value(text) if text.strip() else {}
     if not isinstance(found, dict):
         raise ValueError("not an object")
     return found
 
 
-# ---- text typed by a schema ----
+# ---- text whose type is determined by a schema ----
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "null": (type(None),),
@@ -75,9 +76,9 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def typed_value(text: str, schema: Schema | None) -> Any:
-    """Return the value that a parameter's text stands for: formats of this kind do not quote strings.
+    """Return the value of a parameter's text, in formats that do not quote strings.
 
-    A schema decides; without one, text that is JSON and not a JSON string is that value, as templates write it.
+    The schema determines the type. Without one, text that is JSON, other than a JSON string, is decoded.
     """
     types = _types_of(schema or {})
     if types == {"string"}:
@@ -93,7 +94,7 @@ def typed_value(text: str, schema: Schema | None) -> Any:
 
 
 def _unquoted_value(text: str, may_be_python: bool) -> Any:
-    """Decode JSON. Some templates write Python's form of lists, objects and constants."""
+    """Decode JSON, or Python literals, which some templates write for lists, objects and constants."""
     try:
         return json_value(text)
     except ValueError:
@@ -104,7 +105,7 @@ def _unquoted_value(text: str, may_be_python: bool) -> Any:
     code = Literals(text)
     value = code.value()
     if not code.done():
-        raise ValueError("more than a value")
+        raise ValueError("text after the value")
     return value
 
 
@@ -123,5 +124,5 @@ def _types_of(schema: Schema) -> set[str]:
 
 
 def as_mapping(found: object) -> Mapping[str, Any]:
-    """Return a mapping itself, and an empty one for anything else."""
+    """Return `found` if it is a mapping, else an empty one."""
     return found if isinstance(found, Mapping) else {}

@@ -1,4 +1,4 @@
-"""The openai backend: an external server, which somebody else runs and this replica represents in the hive.
+"""The openai backend: an external server, which others run and this replica represents in the hive.
 
 Open requests finish before the server's weights change, so no answer mixes versions.
 """
@@ -35,7 +35,7 @@ from bombus_inference.settings import ComputeSettings, OpenAISettings
 
 log = logging.getLogger(__name__)
 
-DRAINED = Fault(why="the server's weights change, and this call took too long", code=Code.NO_REPLICA, retry=True)
+DRAINED = Fault(why="the server's weights are changing, and this call took too long", code=Code.NO_REPLICA, retry=True)
 
 
 class OpenAIBackend:
@@ -98,7 +98,7 @@ class OpenAIBackend:
     # ---- weights ----------------------------------------------------------------------------------------------
 
     async def load(self, policy: Policy, report_stage: ReportStage) -> None:
-        """Load the weights by the server's own route, from a folder that the server must see too."""
+        """Load the weights through the server's own route, from a folder that the server must also see."""
         if self.version >= 0 and self.run != policy.run:
             await self.unload()
         config = await asyncio.to_thread(read_config, policy.folder)
@@ -133,12 +133,12 @@ class OpenAIBackend:
         log.warning("%s has no way to load weights: it is assumed to serve the job's model", self._settings.url)
 
     async def _drain(self) -> None:
-        """Wait until no request is open. Those that take too long end with a fault that allows a retry elsewhere."""
+        """Wait until no request is open. Requests that take too long end with a fault that allows a retry elsewhere."""
         if self.version < 0:
             return
         version, self.version = self.version, -1  # takes no new requests
         if not await self._calls.drain(self._settings.drain_s):
-            log.warning("%d calls of version %d are ended", len(self._calls), version)
+            log.warning("ending %d calls of version %d, which took too long", len(self._calls), version)
             self._calls.end_all(DRAINED)
 
     async def _load(self, server: Server, policy: Policy) -> None:
@@ -156,7 +156,7 @@ class OpenAIBackend:
 
     async def unload(self) -> None:
         self.version = -1
-        self._server = None  # it may be another one in the next run
+        self._server = None  # the next run may find another kind of server
         self._calls.end_all(UNLOADED)
 
     async def stop(self) -> None:

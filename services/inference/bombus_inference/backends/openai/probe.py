@@ -1,4 +1,4 @@
-"""Finds out what an external server is missing for training, by having it generate a few tokens."""
+"""Finds out what an external server lacks for training by having it generate a few tokens."""
 
 import logging
 from pathlib import Path
@@ -18,16 +18,16 @@ log = logging.getLogger(__name__)
 
 TEXT = "The capital of France is"
 TOKENS = 16
-GAP_MIN = 1e-3  # nats between the two most likely tokens; two temperatures cannot be told apart by less
+GAP_MIN = 1e-3  # nats between the two most likely tokens; below this, two temperatures cannot be told apart
 
 RAW = (
-    "its logprobs are of the model's own distribution, not of the one that it samples from "
+    "its logprobs are those of the model's own distribution, not of the distribution that it samples from "
     "(vLLM has --logprobs-mode processed_logprobs)"
 )
 
 
 async def find_missing(server: Server, folder: Path, vocabulary: int) -> list[str]:
-    """Return what it lacks to serve the model in `folder`, as sentences about "it"."""
+    """Return what the server lacks to serve the model in `folder`, as clauses with the subject "it"."""
     tokenizer = _tokenizer(folder)
     prompt = [0] if tokenizer is None else tokenizer.encode(TEXT, add_special_tokens=False).ids
     try:
@@ -68,9 +68,9 @@ def _missing(choice: ServerChoice) -> list[str]:
 
 
 def _is_raw(plain: ServerChoice, hot: ServerChoice) -> bool:
-    """Whether the logprobs are the model's own, not those of the distribution that is sampled from.
+    """Return whether the logprobs are the model's own, not those of the distribution that is sampled from.
 
-    In the latter the two most likely tokens are half as far apart at twice the temperature.
+    In the latter, doubling the temperature halves the gap between the two most likely tokens.
     """
     gap, hot_gap = _gap(plain), _gap(hot)
     return gap > GAP_MIN and abs(hot_gap - gap) < abs(hot_gap - gap / 2)
@@ -83,7 +83,7 @@ def _gap(choice: ServerChoice) -> float:
 
 
 def _uses_vocabulary(tokenizer: Tokenizer | None, vocabulary: int, choice: ServerChoice) -> bool:
-    """Whether its token ids decode to its text. A server without a tokenizer reports no text, and is trusted."""
+    """Return whether its token ids decode to its text. A server without a tokenizer reports no text; it is trusted."""
     tokens = list(choice.tokens or ())
     if any(not 0 <= token < vocabulary for token in tokens):
         return False
@@ -93,7 +93,7 @@ def _uses_vocabulary(tokenizer: Tokenizer | None, vocabulary: int, choice: Serve
 
 
 def _plain(text: str) -> str:
-    """Return the text without what detokenizers differ in: white space, and incomplete characters."""
+    """Return the text without white space and incomplete characters, in which detokenizers differ."""
     return "".join(text.replace("\ufffd", "").split())
 
 

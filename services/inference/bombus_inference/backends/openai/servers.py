@@ -21,7 +21,7 @@ ServerChoices = AsyncIterator[list[ServerChoice]]
 
 
 class Server(Protocol):
-    """`can_load` says whether it has a route to change its weights; `context` is its limit in tokens, 0 if unknown."""
+    """An external server. `can_load`: it has a route to load weights; `context`: its limit in tokens, 0 if unknown."""
 
     can_load: bool
     context: int
@@ -34,7 +34,7 @@ class Server(Protocol):
 
 
 class CompletionsServer:
-    """vLLM, or another server with vLLM's completions of token ids. Weights change by vLLM's development routes."""
+    """vLLM, or a server that completes token ids as vLLM does. Weights are loaded through vLLM's development routes."""
 
     def __init__(self, client: httpx.AsyncClient, found: FoundServer) -> None:
         self.can_load = found.can_load
@@ -74,6 +74,6 @@ class SglangServer:
 
 
 async def detect_server(client: httpx.AsyncClient, model: str) -> Server:
-    """Find out which kind of server answers. Raises `EngineFault` if none does, or an unknown one."""
+    """Find out which kind of server answers. Raises `EngineFault` if none does, or if its kind is unknown."""
     found = await find_server(client, model)
     return SglangServer(client) if found.kind is ServerKind.SGLANG else CompletionsServer(client, found)

@@ -23,7 +23,7 @@ _encoder = msgspec.json.Encoder()
 
 @dataclass(frozen=True, slots=True)
 class ServerChoice:
-    """One choice of a server's answer. What the server does not report is None; `label` is its name for the weights."""
+    """One choice of a server's answer. Unreported fields are None or empty; `label` is its name for the weights."""
 
     choice: int
     text: str = ""
@@ -35,7 +35,7 @@ class ServerChoice:
     label: str = ""
 
     def delta(self, top_logprobs: int) -> ChoiceDelta:
-        """Return what a trainer needs of it. Raises `BackendFailed` if some of that is missing."""
+        """Return the parts that training needs. Raises `BackendFailed` if token ids or logprobs are missing."""
         if self.tokens is None or self.logprobs is None:
             raise BackendFailed("the server gives no token ids, or no logprobs")
         tops = [most_likely(row, top_logprobs) for row in self.tops] if top_logprobs else []
@@ -73,7 +73,7 @@ _completions = msgspec.json.Decoder(TextCompletion)
 
 
 def completions_body(model: str, request: Generate, prompt: list[int], tokens_max: int) -> bytes:
-    """Return the request's body. `tokens_max` is the limit of prompt and completion together."""
+    """Return the request's body. `tokens_max` is the limit on prompt and completion together."""
     sampling = request.sampling
     body: dict[str, object] = {
         "model": model,
@@ -125,7 +125,7 @@ def _by_token(row: dict[str, float]) -> list[tuple[int, float]]:
     try:
         return [(int(token.removeprefix(TOKEN_PREFIX)), logprob) for token, logprob in row.items()]
     except ValueError as error:
-        raise BackendFailed("the alternatives are words, not token ids") from error
+        raise BackendFailed("the server gives alternatives as words, not as token ids") from error
 
 
 # ---- SGLang's /generate ---------------------------------------------------------------------------------------
@@ -155,10 +155,10 @@ _sglang = msgspec.json.Decoder(list[SglangChoice] | SglangChoice)
 
 
 def sglang_body(request: Generate, prompt: list[int], tokens_max: int) -> bytes:
-    """Return the request's body, which has no seed, since SGLang takes none with a request.
+    """Return the request's body, which has no seed because SGLang accepts none per request.
 
-    The answer is not streamed, because what its parts contain depends on the server's options. Raises `Refused` for a
-    penalty of repetition: SGLang's looks at sampled tokens alone (sglang/srt/sampling/penaltylib), not at the prompt.
+    The answer is not streamed, because the content of its parts depends on the server's options. Raises `Refused` for a
+    repetition penalty: SGLang's considers only sampled tokens (sglang/srt/sampling/penaltylib), not the prompt.
     """
     sampling = request.sampling
     if sampling.repetition_penalty != 1:

@@ -47,7 +47,7 @@ class Bucket:
     masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)  # made when a layer needs them
 
     def mask(self, window: int | None, length: int, groups: int, dtype: torch.dtype) -> Tensor:
-        """Return what is added to the scores, [B, G x Q, L]: `groups` query heads are folded into rows."""
+        """Return the mask that is added to the scores, [B, G x Q, L]: `groups` query heads are folded into rows."""
         mask = self.masks.get((window, groups))
         if mask is None:
             back_BQL = self.reach_BQ[:, :, None] - torch.arange(length, device=self.reach_BQ.device)
@@ -195,7 +195,7 @@ def paged_attention(  # noqa: PLR0913  # the signature is transformers'
 ) -> tuple[Tensor, None]:
     """Attend for one layer: query [1, H, T, D], key [1, H_kv, T, D], value [1, H_kv, T, E] -> [1, T, H, E].
 
-    Raises `EngineFault` for a layer that asks for more than `Scoring` has.
+    Raises `EngineFault` for a layer that needs an option `Scoring` does not support.
     """
     scoring = read_scoring(query, attention_mask, scaling, options)
     if kv_plan is None:

@@ -1,4 +1,4 @@
-"""The torch backend: an engine of our own in a thread of this process."""
+"""The torch backend: our own engine in a thread of this process."""
 
 import asyncio
 import sys
@@ -47,18 +47,18 @@ from bombus_inference.settings import ComputeSettings
 
 T = TypeVar("T")
 
-# The engine's thread takes the interpreter's lock thousands of times a second. With Python's interval of 5 ms it would
-# wait for longer than it computes whenever the HTTP side is busy.
+# The engine's thread takes the interpreter's lock thousands of times a second. With Python's default switch interval
+# of 5 ms it would wait longer than it computes whenever the HTTP side is busy.
 SWITCH_INTERVAL_S = 0.0005
 
-TRIAL_CACHE_BYTES = 64 << 20  # for small models that are tried and never served
+TRIAL_CACHE_BYTES = 64 << 20  # for small models that are checked and never served
 COUNTERS = ("steps", "prefill_tokens", "decode_tokens", "cached_tokens", "preemptions", "swaps", "adapter_evictions")
 GAUGES = ("running", "waiting", "blocks", "blocks_held", "adapters", "adapter_bytes")
-ALL_ALIKE: Mapping[str, torch.dtype] = {}  # no tensor has another type than the engine
+ALL_ALIKE: Mapping[str, torch.dtype] = {}  # every tensor has the engine's type
 
 
 class TorchBackend:
-    """Serves from this process. An engine that breaks ends the process, so `lost` is never set."""
+    """Serves from this process. An engine failure ends the process, so `lost` is never set."""
 
     loads_adapters = True
     constrains = False
@@ -76,7 +76,7 @@ class TorchBackend:
         self._run_settings = settings  # with the precision of this run
         self._dtypes = ALL_ALIKE
         self._loading = asyncio.Lock()  # one adapter is read at a time, which bounds the memory
-        self._base: Path | None = None  # the folder of the model that the engine has without its adapter
+        self._base: Path | None = None  # the folder of the model below the engine's adapter
 
     @property
     def failed(self) -> asyncio.Future[None]:
@@ -91,7 +91,7 @@ class TorchBackend:
     async def load(self, policy: Policy, report_stage: ReportStage) -> None:
         """Swap weights within a run, or make a new engine for a new run.
 
-        Files are read in a thread while the old version goes on serving.
+        Files are read in a thread while the old version keeps serving.
         """
         run, version = policy.run, policy.version
         serving = self.version >= 0 and self.run == run
@@ -137,7 +137,7 @@ class TorchBackend:
             except (MemoryError, RuntimeError) as error:
                 if isinstance(error, RuntimeError) and not _lacks_memory(error):
                     raise
-                why = f"there is no memory for adapter {address}: lower --adapters-mb or --kv-cache-mb"
+                why = f"there is not enough memory for adapter {address}: lower --adapters-mb or --kv-cache-mb"
                 raise Refused(Code.OVERLOADED, why) from error
             return await self.thread.add_adapter(address, adapter)
 
@@ -160,7 +160,7 @@ class TorchBackend:
 
 
 async def _in_thread(read: Callable[[Policy], T], policy: Policy) -> T:
-    """Read a policy without changing what is served. Raises `EngineFault` also when out of memory."""
+    """Read a policy without changing what is served. Raises `EngineFault`, including when out of memory."""
     try:
         return await asyncio.to_thread(read, policy)
     except (MemoryError, OSError, RuntimeError) as error:
@@ -170,7 +170,7 @@ async def _in_thread(read: Callable[[Policy], T], policy: Policy) -> T:
 
 
 def _lacks_memory(error: RuntimeError) -> bool:
-    """Return whether it is about memory. torch has a type for that of a GPU, and none for that of a CPU."""
+    """Return whether memory ran out. torch has an error type for GPU memory, but none for CPU memory."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
@@ -185,7 +185,7 @@ def make_engine(policy: Policy, settings: ComputeSettings) -> Engine:
 
 
 def check_model(folder: Path, tokens: int) -> None:
-    """Raise `EngineFault` unless this backend serves the model in `folder` in sequences of `tokens`."""
+    """Raise `EngineFault` unless this backend can serve the model in `folder` with sequences of `tokens` tokens."""
     policy = Policy(folder, run=0, version=0, max_model_len=tokens)
     make_engine(policy, ComputeSettings(kv_cache_bytes=TRIAL_CACHE_BYTES))
 
@@ -198,8 +198,8 @@ def read_state(
 ) -> dict[str, Tensor]:
     """Return the tensors by name, in the engine's type and on its device, with the adapter, if any, merged into them.
 
-    `dtypes` are those of the tensors that have another type in the engine. They are copies, because the trainer
-    may remove the file. Raises `EngineFault`.
+    `dtypes` holds the types of the tensors whose type in the engine differs from its own. The returned tensors are
+    copies, because the trainer may remove the file. Raises `EngineFault`.
     """
     merging = Adapter(adapter) if adapter is not None else None
     mapped = _map(folder)
@@ -224,7 +224,7 @@ def _map(folder: Path) -> dict[str, Tensor]:
 
 
 def _merge_into(model: nn.Module, folder: Path, adapter: Path) -> None:
-    """Merge an adapter into `model`, which was loaded from `folder`. Only tensors that it changes are read again."""
+    """Merge an adapter into `model`, which was loaded from `folder`. Only the tensors that it changes are reread."""
     merging = Adapter(adapter)
     for name, tensor in _map(folder).items():
         if merging.changes(name):

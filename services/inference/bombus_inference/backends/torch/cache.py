@@ -1,7 +1,7 @@
 """Keeps track of which blocks of the KV cache are free, held or remembered. Pure accounting, no tensors.
 
-A full block is remembered under the name of its parent and its tokens, so the remembered blocks are a tree of prefixes
-and a lookup is exact. Each adapter has a root of its own, and all roots change with every swap of weights, so no key or
+A full block is remembered under the name of its parent and its tokens, so the remembered blocks form a tree of prefixes
+and a lookup is exact. Each adapter has its own root, and all roots change whenever weights are swapped, so no key or
 value of another adapter or of older weights is ever found.
 """
 
@@ -49,7 +49,7 @@ class Blocks:
         return name
 
     def forget_root(self, adapter: str) -> None:
-        """Let nothing that was computed with this adapter be found again."""
+        """Make blocks that were computed with this adapter impossible to find."""
         self._roots.pop(adapter, None)
 
     def take(self) -> int:
@@ -104,7 +104,7 @@ class Blocks:
                     self._idle[block] = None
 
     def forget_all(self) -> None:
-        """Let nothing that was computed so far be found again. Held blocks stay with their holders."""
+        """Make all blocks computed so far impossible to find. Held blocks stay with their holders."""
         self._free.extend(self._idle)
         self._idle.clear()
         self._remembered.clear()

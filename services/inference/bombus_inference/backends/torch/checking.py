@@ -1,4 +1,4 @@
-"""The engine's check of itself at load: chunks, pages and rows of a probe, against transformers' own forward pass."""
+"""The engine's self-check at load: compares chunks, pages and rows of a probe with transformers' own forward pass."""
 
 from collections.abc import Iterator
 
@@ -22,7 +22,7 @@ from bombus_inference.backends.torch.attention import PLAN, plan_pass
 from bombus_inference.backends.torch.pool import KvPool, SequenceChunk
 from bombus_inference.backends.torch.rows import Rows
 
-SINGLE_TOKENS = 6  # at the end of each line: the third and later ones are computed in rows, where there are any
+SINGLE_TOKENS = 6  # at the end of each line; from the third on they are computed in rows, if there are any
 ROWS_BYTES = 256 << 20
 
 
@@ -68,7 +68,7 @@ def _paged_logprobs(model: PreTrainedModel, block_tokens: int, lines: list[Tenso
 
 
 def _passes(lines: list[Tensor], blocks: int) -> Iterator[list[SequenceChunk]]:
-    """Yield passes over all tokens of the lines but the last: each in two chunks, then in single tokens."""
+    """Yield passes over all tokens of each line but its last: first two chunks, then single tokens."""
     cuts = [_cuts(len(line) - 1, number) for number, line in enumerate(lines)]
     for turn in range(max(map(len, cuts)) - 1):
         chunks = []
@@ -81,6 +81,6 @@ def _passes(lines: list[Tensor], blocks: int) -> Iterator[list[SequenceChunk]]:
 
 
 def _cuts(tokens: int, number: int) -> list[int]:
-    """Return where the passes of line `number` begin and end. The lines differ, so that passes are ragged."""
+    """Return the positions between the passes of line `number`. They differ by line, so that passes are ragged."""
     single = max(tokens - SINGLE_TOKENS - number, 1)
     return sorted({0, (single + number) // 2, *range(single, tokens + 1)})

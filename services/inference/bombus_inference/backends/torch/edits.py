@@ -1,9 +1,8 @@
-"""What a request wants done to the logits of its next token, with vLLM's meaning and in vLLM's order.
+"""Edits to the logits of a request's next token, with vLLM's meaning and in vLLM's order.
 
-First the bias of single tokens is added, then come the penalties: repetition, frequency, presence. The temperature and
-what truncates the distribution follow (`sampling.py`). The order is that of vLLM's `Sampler.forward`, steps 5 and 6 of
-its docstring (vllm/v1/sample/sampler.py), and the formulas are those of `apply_penalties`
-(vllm/model_executor/layers/utils.py).
+First the logit bias is added, then the penalties are applied: repetition, frequency, presence. Temperature and
+truncation follow (`sampling.py`). The order is that of vLLM's `Sampler.forward`, steps 5 and 6 of its docstring
+(vllm/v1/sample/sampler.py), and the formulas are those of `apply_penalties` (vllm/model_executor/layers/utils.py).
 """
 
 from array import array
@@ -17,7 +16,7 @@ from bombus.hive.records import SamplingParams
 
 
 class LogitEdits:
-    """The parameters of one sequence, and the tokens that they look at."""
+    """The parameters of one sequence, and the tokens that they apply to."""
 
     __slots__ = ("_bias", "_counts", "_frequency", "_places", "_presence", "_repetition", "_tokens")
 
@@ -26,14 +25,14 @@ class LogitEdits:
         self._repetition = sampling.repetition_penalty
         self._frequency = sampling.frequency_penalty
         self._presence = sampling.presence_penalty
-        # Each token once, and how often it was sampled. Only a penalty of repetition looks at the prompt.
+        # Each token once, and how often it was sampled. Only a repetition penalty applies to the prompt.
         self._tokens = array("q", dict.fromkeys(prompt) if self._repetition != 1 else ())
         self._counts = array("f", [0.0] * len(self._tokens))
         self._places = {token: place for place, token in enumerate(self._tokens)}
 
     @classmethod
     def of(cls, sampling: SamplingParams, prompt: Iterable[int]) -> "LogitEdits | None":
-        """Return the edits of a request's sequence; None when it wants none."""
+        """Return the edits for a sequence of a request, or None if there are none."""
         penalties = sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1
         return cls(sampling, prompt) if penalties or sampling.logit_bias else None
 

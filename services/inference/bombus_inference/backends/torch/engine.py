@@ -38,7 +38,7 @@ NO_ADAPTER: Mapping[str, LowRank] = {}
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The frames that one step made for one request. After `done` nothing more comes for this ticket."""
+    """The frames that one step made for one request. If `done`, they are the last for this ticket."""
 
     ticket: int
     frames: list[Frame]
@@ -66,7 +66,7 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
-    """What one pass gave: sequences that are ready for a token, their logits, and tickets without sane scores."""
+    """The results of one pass: sequences that are ready for a token, their logits, and tickets whose scores are NaN."""
 
     ready: list[SequenceState]
     logits_RV: Tensor | None
@@ -80,8 +80,8 @@ class Engine:
     `max_model_len` it also ends at the size of the cache, since a longer one would preempt itself for ever. Raises
     `EngineFault` for a model that is not supported, or for a cache that cannot hold a sequence of `max_model_len`.
 
-    Requests may also name adapters that were added with `add_adapter`. They are on the model of version 0, or on that
-    below the policy's own adapter, and stay on it when the engine serves other weights later.
+    Requests may also name adapters that were added with `add_adapter`. These apply to the model of version 0, or to the
+    model below the policy's own adapter, even if the engine serves other weights later.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class Engine:
         self._scheduler.drop(self._forget(ticket))
 
     def _forget(self, ticket: int) -> list[SequenceState]:
-        """Take a request off the open ones, so that it uses its adapter no more, and return its sequences."""
+        """Remove a request from the open ones, release its adapter, and return its sequences."""
         sequences = self._open.pop(ticket, [])
         if sequences and sequences[0].request.adapter:
             self._adapters.store.release(sequences[0].request.adapter)
@@ -224,11 +224,11 @@ class Engine:
     def swap_weights(
         self, state: Mapping[str, Tensor] | None, version: int, run: int, adapter: Mapping[str, LowRank] = NO_ADAPTER
     ) -> None:
-        """Serve other weights from the next step on. `state` has tensors by the model's parameter names.
+        """Serve other weights from the next step on. `state` maps the model's parameter names to tensors.
 
-        Without a `state` the model stays, and only its `adapter` is another, by the names of the layers that it is on.
-        Running sequences keep their tokens and compute keys and values again; their next tokens are of the new version.
-        Raises `EngineFault`, having changed nothing, when names or shapes are not the model's.
+        `adapter` has the layers of the policy's adapter by name; without a `state`, only the adapter changes. Running
+        sequences keep their tokens and recompute their keys and values; the new version computes their next tokens.
+        Raises `EngineFault`, having changed nothing, if names or shapes are not the model's.
         """
         check_adapter(self._model, adapter)
         if state is not None:
@@ -247,7 +247,7 @@ class Engine:
             raise EngineFault(f"the new weights lack {len(missing)} tensors, such as {missing[0]}")
         for name, tensor in own.items():
             if state[name].shape != tensor.shape:
-                raise EngineFault(f"{name} is {list(state[name].shape)}, the model wants {list(tensor.shape)}")
+                raise EngineFault(f"{name} is {list(state[name].shape)}, but the model's is {list(tensor.shape)}")
 
     def _replace_tensors(self, state: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors_of(self._model).items():
@@ -257,7 +257,7 @@ class Engine:
                 tensor.copy_(state[name])
 
     def patch_weights(self, patches: Mapping[str, TensorPatch], version: int, run: int) -> None:
-        """Like `swap_weights`, for the elements in `patches` alone. Raises `EngineFault`, having changed nothing."""
+        """Like `swap_weights`, but only for the elements in `patches`. Raises `EngineFault`, having changed nothing."""
         self._adapters.detach()
         fitting = fitting_patches(tensors_of(self._model), patches)
         self._adapters.before_change(version, fitting)
@@ -266,11 +266,11 @@ class Engine:
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """The type of each tensor of a version: of some models a few stay in float32 in an engine in half precision."""
+        """The type of each tensor of a version. Some models keep a few in float32 in a half-precision engine."""
         return {name: tensor.dtype for name, tensor in tensors_of(self._model).items()}
 
     def _version_of(self, sequence: SequenceState) -> int:
-        """Return the version of the weights that compute a sequence; under an adapter, of those that it is on."""
+        """Return the version of the weights that compute a sequence; with an adapter, of the weights below it."""
         return BASE_VERSION if sequence.request.adapter else self.version
 
     def _changed(self, version: int, run: int) -> None:
@@ -282,8 +282,8 @@ class Engine:
     def _compute(self, work: ScheduledChunks) -> tuple[list[SequenceState], Drawn, set[int], bool]:
         """Compute the chunks, score prompts, and draw a token for each sequence that is ready for its next one.
 
-        Also return the tickets whose scores are not numbers, and whether the logits that a token was drawn from are.
-        Where they are, and the token's logprob is not, the fault is the request's.
+        Also return the tickets whose scores are NaN, and false if the model gave scores or logits that are not finite.
+        If the logits are finite but a drawn token's logprob is not, the fault is the request's.
         """
         ready: list[SequenceState] = []
         logits: list[Tensor] = []
@@ -303,7 +303,7 @@ class Engine:
         return ready, drawn, broken, sane and not broken
 
     def _parts(self, work: ScheduledChunks) -> list[ScheduledChunks]:
-        """Return what is computed in one pass each: everything, unless adapters are on another model than our own."""
+        """Split the work into passes: a single one, unless adapters apply to another model than our own policy."""
         if not self._adapters.apart:
             return [work]
         parts: list[ScheduledChunks] = [[], []]
@@ -315,7 +315,7 @@ class Engine:
         """Run one forward pass."""
         adapted = any(sequence.request.adapter for sequence, _ in part)
         with torch.inference_mode():
-            rows = None if adapted and self._adapters.apart else self._rows  # rows are of one pass in each step
+            rows = None if adapted and self._adapters.apart else self._rows  # only one pass of each step can use rows
             plan = plan_pass(self._pool, rows, [chunk for _, chunk in part], self._heads)
         ordered = [part[number] for number in plan.order]
         if not adapted:
@@ -326,7 +326,7 @@ class Engine:
 
     @torch.inference_mode()
     def _computed(self, plan: ForwardPlan, ordered: ScheduledChunks) -> _Computed:
-        """Return what a pass gives to its sequences, which are in the order of their tokens."""
+        """Compute a pass and return its results. `ordered` is in the order of the tokens."""
         hidden_TD = self._decoder(
             input_ids=plan.tokens_1T, position_ids=plan.positions_1T, use_cache=False, kv_plan=plan
         ).last_hidden_state[0]
@@ -396,7 +396,7 @@ class Engine:
         if self.settings.max_model_len is not None or holds < 2:
             raise EngineFault(
                 f"kv_cache_bytes is {self.settings.cache_bytes}, of which {count * block_bytes} are for blocks; one "
-                f"sequence of {wanted} tokens takes {needed * block_bytes}: raise it, or lower max_model_len"
+                f"sequence of {wanted} tokens takes {needed * block_bytes}: raise kv_cache_bytes or lower max_model_len"
             )
         log.warning(
             "sequences end at %d tokens, not at the job's %d: the KV cache of %d MiB cannot hold a longer one; give "

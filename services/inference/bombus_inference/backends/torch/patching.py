@@ -15,7 +15,7 @@ from bombus_inference.settings import ComputeSettings
 
 @dataclass(frozen=True, eq=False)
 class TensorPatch:
-    """New `values` [N] for the elements `where` [N] of a flattened tensor. `where` is None if all of them are new."""
+    """New `values` [N] for the elements `where` [N] of a flattened tensor. `where` is None if all elements are new."""
 
     values: Tensor
     where: Tensor | None
@@ -35,9 +35,9 @@ def read_patches(delta: Path, settings: ComputeSettings) -> dict[str, TensorPatc
 
 
 def fitting_patches(tensors: Mapping[str, Tensor], patches: Mapping[str, TensorPatch]) -> dict[str, TensorPatch]:
-    """Return the patches of these tensors, without those of other names.
+    """Return the patches whose names are in `tensors`.
 
-    Raises `EngineFault` when one does not fit its tensor.
+    Raises `EngineFault` if one does not fit its tensor.
     """
     matching = {name: patch for name, patch in patches.items() if name in tensors}
     for name, patch in matching.items():
@@ -45,13 +45,13 @@ def fitting_patches(tensors: Mapping[str, Tensor], patches: Mapping[str, TensorP
         size = tensor.numel()
         last = -1 if patch.where is None or not len(patch.where) else int(patch.where[-1])
         if (patch.where is None and len(patch.values) != size) or last >= size or not tensor.is_contiguous():
-            raise EngineFault(f"the delta's {name} is not this model's")
+            raise EngineFault(f"the delta's {name} does not fit this model's")
     return matching
 
 
 @torch.no_grad()
 def apply_patches(tensors: Mapping[str, Tensor], patches: Mapping[str, TensorPatch]) -> None:
-    """Write patches that fit."""
+    """Write patches that have passed `fitting_patches`."""
     for name, patch in patches.items():
         flat = tensors[name].data.view(-1)
         values = patch.values.to(flat.dtype)

@@ -12,7 +12,7 @@ from bombus.architectures.shapes import LayerShape
 class KvPool:
     """Keys and values of every layer, each [blocks, block_tokens, width]: a token's keys, then its values.
 
-    They start as zeros, because padded rows read blocks that were never written, and what is masked must not be NaN.
+    They start as zeros, because padded rows read blocks that were never written, and masked values must not be NaN.
     """
 
     def __init__(self, shapes: Sequence[LayerShape], blocks: int, block_tokens: int, like: Tensor) -> None:

@@ -18,7 +18,7 @@ Head = Callable[[slice], Tensor]  # the logits of these rows of hidden states
 
 @dataclass(frozen=True, slots=True)
 class ScoredPiece:
-    """The logprobs of some tokens, and for each of them `width` alternatives, one after the other."""
+    """The logprobs of some tokens, and `width` alternatives for each, concatenated."""
 
     logprobs: list[float]
     top_tokens: list[int]
@@ -26,7 +26,7 @@ class ScoredPiece:
 
 
 class PromptScoring:
-    """What is known so far of the scores of one prompt, from its first token on."""
+    """The scores of one prompt computed so far, from its first token on."""
 
     __slots__ = ("_logprobs", "_prompt", "_top_logprobs", "_top_tokens", "_width", "version")
 
@@ -63,7 +63,7 @@ class PromptScoring:
 
 
 def rows_at_once(vocabulary: int) -> int:
-    """Return how many rows of logits may be in memory at once."""
+    """Return the number of rows of logits that may be in memory at once."""
     return max(1, LOGITS_MAX // vocabulary)
 
 

@@ -87,7 +87,7 @@ class LaneStep:
         return out_RHE if self.pad_R is None else out_RHE.index_select(0, self.rows_T)
 
     def _mask(self, window: int | None, kv_heads: int) -> Tensor:
-        """Return what is added to the scores, [top * kv_heads, 1, length]."""
+        """Return the mask that is added to the scores, [top * kv_heads, 1, length]."""
         mask = self.masks.get((window, kv_heads))
         if mask is None:
             back_RL = self.reach_R[:, None] - torch.arange(self.length, device=self.reach_R.device)
@@ -109,7 +109,7 @@ class Rows:
         self._ends: dict[object, int] = {}  # where the previous pass ended in each sequence
 
     def place(self, chunks: Sequence[SequenceChunk]) -> tuple[dict[int, list[int]], list[int]]:
-        """Return the numbers of the chunks with a row, by the lane's capacity and in the order of rows; and the others.
+        """Return the numbers of the chunks with a row, by lane capacity and in row order, and those of other chunks.
 
         A sequence gets a row with its second single token, since blocks that this pass fills cannot be copied yet. A
         sequence that is not in this pass loses its row.
@@ -201,7 +201,7 @@ class Rows:
         return lane
 
     def _widen(self, capacity: int, lane: Lane | None) -> Lane | None:
-        """Return the lane with twice the rows, or None if that is over the limit even without the unused lanes."""
+        """Return the lane with twice the rows, or None if that exceeds the limit even without unused lanes."""
         before = 0 if lane is None else lane.rows
         rows = max(ROWS_MIN, before * 2)
         wanted = self._lane_bytes(capacity, rows)  # the old rows stay until they are copied

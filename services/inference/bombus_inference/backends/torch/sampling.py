@@ -1,7 +1,7 @@
 """Draws a batch of tokens at once, each with its logprob under the distribution that it was drawn from.
 
 That distribution is softmax(logits / temperature), truncated by min_p, then to top_k, then to top_p, and normalised
-again; the logits are those that a request's bias and penalties have left (`edits.py`). Greedy sampling (temperature 0)
+again; a request's bias and penalties are already applied to the logits (`edits.py`). Greedy sampling (temperature 0)
 takes the most likely token and reports its logprob at temperature 1 without truncation. A row that wants plain logprobs
 gets those of softmax(logits) instead, before all edits, at temperature 1 and without truncation.
 """
@@ -43,7 +43,7 @@ class Draw:
 class Drawn:
     tokens: list[int]
     logprobs: list[float]
-    tops: list[TopLogprobs]  # an empty row where none were requested
+    tops: list[TopLogprobs]  # an empty row if none were requested
 
 
 def draw(logits_RV: Tensor, draws: Sequence[Draw]) -> Drawn:
@@ -70,7 +70,7 @@ def draw(logits_RV: Tensor, draws: Sequence[Draw]) -> Drawn:
 
 
 def _edited(logits_RV: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Return the logits after the edits of the rows that have any; the same tensor where none has."""
+    """Return the logits with each row's edits applied, or the same tensor if no row has edits."""
     rows = [(row, one.edits) for row, one in enumerate(draws) if one.edits is not None]
     if not rows:
         return logits_RV
@@ -81,8 +81,8 @@ def _edited(logits_RV: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def _above_min_p(logits_RV: Tensor, min_p: Sequence[float]) -> Tensor:
-    """Set to minus infinity what is less likely than its row's `min_p` times the most likely token."""
-    below_R1 = torch.tensor(min_p, device=logits_RV.device).log()[:, None]  # minus infinity where there is none
+    """Set to minus infinity all tokens less likely than their row's `min_p` times the most likely token."""
+    below_R1 = torch.tensor(min_p, device=logits_RV.device).log()[:, None]  # minus infinity for a row without min_p
     return logits_RV.masked_fill(logits_RV < logits_RV.amax(dim=-1, keepdim=True) + below_R1, -torch.inf)
 
 
@@ -104,7 +104,7 @@ def _choose(logprobs_RV: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def _truncate(logits_RV: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Set to minus infinity all but the `top_k` most likely, and of these all but the fewest that sum to `top_p`."""
+    """Set to minus infinity all but the `top_k` most likely tokens, then all but the fewest that sum to `top_p`."""
     device = logits_RV.device
     vocabulary = logits_RV.shape[1]
     widths = [min(one.top_k or vocabulary, vocabulary) for one in draws]

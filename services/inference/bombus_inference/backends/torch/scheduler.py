@@ -1,8 +1,8 @@
 """Chooses which sequences compute which tokens in the next forward pass, and in which blocks. Pure accounting.
 
 Decoding sequences go first, in order of admission; then prompts, up to the prefill budget. A decoding sequence that
-finds no free block takes the blocks of the one admitted last, which is preempted: it computes its tokens again later
-and goes on with its own random numbers.
+finds no free block takes the blocks of the one admitted last, which is preempted: it recomputes its tokens later and
+continues with its own random numbers.
 """
 
 from collections import deque
@@ -55,9 +55,9 @@ class Scheduler:
             self.waiting = deque(sequence for sequence in self.waiting if sequence not in gone)
 
     def weights_changed(self) -> None:
-        """Forget all keys and values. What was running computes its tokens again, before anything that waited.
+        """Forget all keys and values. Running sequences recompute their tokens, ahead of those that were waiting.
 
-        The next token of a sequence is thus sampled from the new policy alone, as its version says.
+        The next token of each sequence is thus sampled from the new policy alone, as the token's version says.
         """
         self.blocks.forget_all()
         for sequence in reversed(self.running):
@@ -102,9 +102,9 @@ class Scheduler:
             sequence.computed = end
 
     def _prefill(self, sequence: SequenceState, budget: int, work: ScheduledChunks) -> int:
-        """Schedule as much of its prompt as budget and blocks allow, and return the number of tokens.
+        """Schedule as much of a sequence's prompt as budget and blocks allow, and return the number of tokens.
 
-        Another sequence may have computed some of the prompt meanwhile.
+        First use blocks of the prompt that another sequence has computed since.
         """
         if len(sequence.blocks) * self.blocks.block_tokens == sequence.computed:
             self._extend_from_cache(sequence)
@@ -120,7 +120,7 @@ class Scheduler:
     def _advance(self, sequence: SequenceState, count: int) -> SequenceChunk:
         """Count these tokens as computed, and remember the blocks that they fill.
 
-        A sequence that finds such a block may be in the same pass: attention comes after the block has been written.
+        Another sequence may use such a block in the same pass, because attention follows the writes.
         """
         start, end = sequence.computed, sequence.computed + count
         sequence.computed = end

@@ -16,7 +16,7 @@ class SequenceState:
     """Choice number `choice` of the request with this ticket. `blocks` hold keys and values of `computed` tokens.
 
     `parent` is the name of its last remembered block, or None once nothing more is to be remembered. `block_owner`
-    stands for the sequence as the holder of its blocks: it is replaced by another object when they are given back.
+    identifies the sequence as the holder of its blocks; it is replaced when they are given back.
     """
 
     __slots__ = (
@@ -132,7 +132,7 @@ class SequenceState:
             self.finish = FinishReason.LENGTH
 
     def end_unsampled(self) -> None:
-        """Finish after the prompt: no token was wanted."""
+        """Finish after the prompt, because no tokens were requested."""
         self.finish = FinishReason.LENGTH
 
     def take_frames(self) -> list[Frame]:

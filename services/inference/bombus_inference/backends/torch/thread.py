@@ -1,4 +1,4 @@
-"""The engine's thread: calls go in through a queue, and one bundle of deliveries comes out after each step.
+"""The engine's thread: calls arrive through a queue, and all deliveries of a step leave together.
 
 The engine belongs to this thread alone. Other code runs on it through `call`, between two steps.
 """
@@ -100,7 +100,7 @@ class EngineThread:
         await self.call(lambda engine: _loaded(engine).remove_adapter(address))
 
     async def adapters(self) -> list[AdapterUse]:
-        """Return what is loaded, the least recently used first."""
+        """Return the adapters that are loaded, the least recently used first."""
 
         def listed(engine: Engine | None) -> list[AdapterUse]:
             loaded = [] if engine is None else engine.adapters.items()
@@ -125,7 +125,7 @@ class EngineThread:
 
     @property
     def stats(self) -> Stats | None:
-        """The engine's counts, read while it may be running: each is right, but they may be of different steps."""
+        """The engine's counts, read while it may be running: each is correct, but they may be from different steps."""
         engine = self._engine
         return None if engine is None else engine.stats
 
@@ -143,7 +143,7 @@ class EngineThread:
                 if self._engine is not None and self._engine.has_work:
                     self._deliveries += map(_delivery, self._engine.step())
                 self._hand_over()
-        except Exception as error:  # ends the thread; the loop is told, and ends the process
+        except Exception as error:  # ends the thread; the loop is notified and ends the process
             log.exception("the engine broke")
             self._drop_all(Fault(why=f"the replica's engine broke: {error}", code=Code.INTERNAL, retry=True))
             self._hand_over()

@@ -1,7 +1,7 @@
-"""Copies adapters for vLLM, checked, since vLLM reads them again whenever it has dropped them from its memory.
+"""Checks adapters and copies them for vLLM, which rereads them whenever it has dropped them from its memory.
 
-vLLM puts the tensors of an adapter into buffers of its own without looking at their shapes, and passes over layers that
-the model does not have: both are refused here.
+vLLM copies an adapter's tensors into its own buffers without checking their shapes, and ignores layers that the model
+does not have; both are refused here.
 """
 
 import re
@@ -31,12 +31,12 @@ from bombus_inference.model_files import Shapes
 
 WEIGHT = ".weight"
 _IN_A_LAYER = re.compile(r"\.layers\.\d+\.")
-_OF_EXPERTS = re.compile(r"\.(experts\.|gate$|router$)")  # what a router or one of its experts computes
+_OF_EXPERTS = re.compile(r"\.(experts\.|gate$|router$)")  # layers of a router or of its experts
 
 
 @dataclass(slots=True, eq=False)
 class CopiedAdapter:
-    """An adapter in a folder of ours. `uses` is the number of open requests that are answered with it."""
+    """An adapter in our own folder. `uses` is the number of open requests that are answered with it."""
 
     folder: Path
     scales: Mapping[str, float]
@@ -46,7 +46,7 @@ class CopiedAdapter:
 
 @dataclass(frozen=True)
 class AdapterRules:
-    """What adapters of one engine must be: `shapes` are those of the model below them."""
+    """The limits on adapters of one engine. `shapes` are those of the model below them."""
 
     shapes: Shapes
     rank_max: int
@@ -55,9 +55,9 @@ class AdapterRules:
 
 
 def copy_adapter(address: str, source: Path, folder: Path, rules: AdapterRules) -> CopiedAdapter:
-    """Copy the adapter in `source` to the new `folder`, with a configuration that says no more than is checked.
+    """Copy the adapter in `source` to the new `folder`, with a configuration of checked values only.
 
-    Raises `Refused`, and leaves nothing.
+    Raises `Refused`, leaving no files behind.
     """
     check_address(address)
     try:
@@ -119,7 +119,7 @@ def _copied(address: str, source: Path, folder: Path, rules: AdapterRules) -> Co
 
 
 def _written(layers: Sequence[str], config: PeftConfig) -> dict[str, object]:
-    """Return a configuration with the names of these layers, and the rank and alpha of each where they differ."""
+    """Return a configuration with the names of these layers, and the rank and alpha of each if they differ."""
     alphas = {layer: config.scale_of(layer) * config.rank_of(layer) for layer in layers}
     targets = sorted({layer.rpartition(".")[2] for layer in layers})
     rank = max(map(config.rank_of, layers))
@@ -169,7 +169,7 @@ def _is_finite(dtype: str, bits: Bits, precision: str) -> bool:
 
 
 def _floats(dtype: str, bits: Bits) -> NDArray[np.floating] | None:
-    """Return the values of a tensor, None for one that does not have floating-point numbers."""
+    """Return the values of a tensor, or None if its type is not floating-point."""
     match dtype:
         case "BF16":
             return (bits.astype(np.uint32) << 16).view(np.float32)

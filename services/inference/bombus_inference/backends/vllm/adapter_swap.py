@@ -10,7 +10,7 @@ class AdapterSwap:
         """Replace the adapter that every request uses, including running ones.
 
         vLLM's own route can do this too (`load_inplace`), but requests that come after it carry the flag, and then the
-        adapter is read from its files again in every step.
+        adapter is reread from its files in every step.
         """
         if not self.add_lora(LoRARequest(name, 1, path, load_inplace=True)):  # type: ignore[attr-defined]
             raise RuntimeError(f"the adapter in {path} was not loaded")

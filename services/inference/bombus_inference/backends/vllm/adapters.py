@@ -1,10 +1,10 @@
-"""The adapters that a vLLM serves beside its policy, each by vLLM's own `LoRARequest`.
+"""The adapters that a vLLM serves beside its policy, each through vLLM's own `LoRARequest`.
 
-The name of each in vLLM is that of our copy of it. A copy has a new name each time, so nothing that was computed with
-another one is found in the cache.
+In vLLM, each adapter has the name of our copy of it. Every copy gets a new name, so the cache never returns anything
+that was computed with another copy.
 
-The policy itself is served as an adapter of zeros: on a CPU, rows without any adapter get that of vLLM's last slot if
-another row of the pass has one (vLLM 0.32).
+The policy itself is served as an adapter of zeros: on a CPU, rows without an adapter get the one in vLLM's last slot if
+another row of the pass has an adapter (vLLM 0.32).
 """
 
 import asyncio
@@ -31,8 +31,8 @@ Post = Callable[[str, dict[str, object]], Awaitable[httpx.Response]]
 class VllmAdapters:
     """The adapters of one child, whose copies are in `folder`. `post` sends a request to that child.
 
-    They take at most `rules.bytes_max` on disk. vLLM itself keeps the newest of them in memory, and reads the others
-    when they are asked for.
+    They take at most `rules.bytes_max` on disk. vLLM itself keeps the newest of them in memory, and rereads the others
+    when a request names them.
     """
 
     def __init__(self, folder: Path, rules: AdapterRules, post: Post) -> None:
@@ -44,7 +44,7 @@ class VllmAdapters:
         self._changing = asyncio.Lock()  # one is loaded at a time, which bounds what is on disk
 
     async def begin(self) -> None:
-        """Have the adapter of zeros. Raises `EngineFault`."""
+        """Load the adapter of zeros. Raises `EngineFault`."""
         folder = self._folder / ZEROS
         await asyncio.to_thread(write_zeros, folder, self._rules.shapes)
         try:
@@ -54,7 +54,7 @@ class VllmAdapters:
 
     @contextlib.contextmanager
     def using(self, address: str) -> Iterator[str]:
-        """Have an adapter stay while a request uses it, and yield its name in vLLM; "" is the policy itself.
+        """Keep an adapter loaded while a request uses it, and yield its name in vLLM; "" means the policy itself.
 
         Raises `Refused`.
         """
@@ -70,11 +70,11 @@ class VllmAdapters:
             self.store.release(address)
 
     def listed(self) -> list[AdapterUse]:
-        """Return what is loaded, the least recently used first."""
+        """Return the adapters that are loaded, the least recently used first."""
         return [AdapterUse(address, each.bytes, each.uses) for address, each in self.store.items()]
 
     async def load(self, address: str, source: Path) -> bool:
-        """Have an adapter. Return false if it was there already. Raises `Refused`."""
+        """Load an adapter. Return false if it was already loaded. Raises `Refused`."""
         async with self._changing:
             self._copies += 1
             folder = self._folder / f"{address[:16]}-{self._copies}"
@@ -105,7 +105,7 @@ class VllmAdapters:
         await _remove(adapter.folder)
 
     async def _send(self, path: str, body: dict[str, object]) -> None:
-        """Send vLLM a change. Raises `Refused` if it does not take it."""
+        """Tell vLLM to load or unload an adapter. Raises `Refused` if it does not."""
         try:
             response = await self._post(path, body)
         except httpx.HTTPError as error:

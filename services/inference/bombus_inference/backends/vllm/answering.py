@@ -1,4 +1,4 @@
-"""Answers requests by a vLLM: tokens as they are sampled, and scores of prompts, each of the version that made them."""
+"""Answers requests with vLLM: tokens as they are sampled, and prompt scores, each with the version that computed it."""
 
 import asyncio
 import contextlib
@@ -32,14 +32,14 @@ class ServedVersion:
         self.steady.set()
 
     def check_unchanged(self, swaps: int) -> None:
-        """Raise `BackendFailed` if the weights have changed since there were so many swaps."""
+        """Raise `BackendFailed` if the weights have changed since `swaps` was read."""
         if self.swaps != swaps:
             raise BackendFailed("the weights changed while tokens were scored")
 
 
 @dataclass(frozen=True)
 class Answering:
-    """Answers requests by one child. `model` is the name of its policy in vLLM."""
+    """Answers requests with one child. `model` is vLLM's name for its policy."""
 
     server: VllmServer
     run: int
@@ -56,13 +56,13 @@ class Answering:
                     async for frames in made:
                         yield frames
         except BackendFailed as error:
-            # Grammars are compiled in the engine, where some fail that were checked before: at every replica.
+            # The engine compiles grammars, and some that passed the checks fail there, as they would at every replica.
             if request.constraint is not None and await self.server.is_healthy():
                 raise Refused(Code.UNSUPPORTED, _NOT_COMPILED.format(error)) from error
             raise
 
     def _model_of(self, request: Generate) -> contextlib.AbstractContextManager[str]:
-        """Return vLLM's name of the weights that answer a request, which stay meanwhile. Raises `Refused`."""
+        """Yield vLLM's name for the weights that answer a request, and keep them loaded. Raises `Refused`."""
         if self.adapters is not None:
             return self.adapters.using(request.adapter)
         if request.adapter:
@@ -86,7 +86,7 @@ class Answering:
             async for deltas in arriving:
                 for delta in deltas:
                     if request.prompt_logprobs:
-                        delta.cached_prompt_tokens = 0  # it was computed for its scores
+                        delta.cached_prompt_tokens = 0  # the prompt was computed anyway, for its scores
                     if frames := assembler.take(delta):
                         yield frames
 
@@ -107,7 +107,7 @@ class Answering:
         yield deltas
 
     async def _rescore(self, prompt: list[int], delta: ChoiceDelta, width: int, model: str) -> None:
-        """Give the tokens of an answer the logprobs of the model's own distribution, whatever they were drawn from."""
+        """Replace an answer's logprobs with those of the model's own distribution, however its tokens were drawn."""
         scored = await self._score([*prompt, *delta.tokens], width, model)
         delta.logprobs = scored.logprobs[len(prompt) - 1 :]
         delta.tops = scored.tops[len(prompt) - 1 :]
@@ -119,20 +119,20 @@ class Answering:
         return parse_scores(response.content, tokens, width)
 
     def _tokens_max(self, request: Generate, prompt: list[int]) -> int:
-        """Return the most tokens that prompt and completion may have. Raises `Refused` when there is room for none."""
+        """Return the most tokens for prompt and completion. Raises `Refused` if there is no room for a completion."""
         tokens_max = self.limits.tokens_max(request, prompt)
         if not _is_rescored(request):
             return tokens_max
         longest = self.limits.max_model_len - 1  # vLLM has to sample a token after what it scores
         if longest <= len(prompt):
             why = (
-                f"the prompt has {len(prompt)} tokens; with logprobs at temperature 1 of what is sampled otherwise, "
-                f"this replica takes {longest} with its completion"
+                f"the prompt has {len(prompt)} tokens; with logprobs at temperature 1 of tokens that are sampled "
+                f"otherwise, this replica takes {longest} for prompt and completion"
             )
             raise Refused(Code.PROMPT_TOO_LONG, why)
         return min(tokens_max, longest)
 
 
 def _is_rescored(request: Generate) -> bool:
-    """Return whether logprobs are wanted of another distribution than the one that is sampled from."""
+    """Return whether the request wants logprobs of another distribution than the one that is sampled from."""
     return request.plain_logprobs and not samples_plainly(request)

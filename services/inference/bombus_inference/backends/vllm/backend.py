@@ -1,11 +1,11 @@
 """The vllm backend: one child process per run, whose weights change in place while its requests wait.
 
-In a run of operations the weights stay, and adapters are served beside them.
+In an operations run the weights do not change, and adapters are served beside them.
 
-To change weights, pause what is running, load the files, set their label, drop every key and value that the old ones
-computed (running requests compute theirs again), and resume. No token of the new weights exists before the resume, so
-every token that has arrived by then is the old version's. For later tokens vLLM reports the version of each at the end
-of the answer.
+To change weights, it pauses running requests, loads the files, sets their label, drops every key and value that the old
+weights computed (running requests recompute theirs), and resumes. No token of the new weights exists before the resume,
+so every token that has arrived by then is the old version's. For later tokens vLLM reports the version of each at the
+end of the answer.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ from bombus_inference.settings import ComputeSettings, VllmSettings
 
 log = logging.getLogger(__name__)
 
-HEALTHY_S = 120.0  # a child that lived for so long is restarted after the shortest pause
+HEALTHY_S = 120.0  # a child that ran for this long is restarted after the shortest pause
 RESTART_S = 1.0
 RESTART_S_MAX = 60.0
 SCRAPE_S = 5.0
@@ -78,7 +78,7 @@ def _base_model(policy: Policy) -> Path | None:
 
 @dataclass(frozen=True)
 class _Child:
-    """What a child is started with. `constrains`: whether it loads the model's tokenizer."""
+    """The configuration of a child. `constrains` says whether it loads the model's tokenizer."""
 
     policy: Policy
     compute: ComputeSettings
@@ -92,18 +92,18 @@ class _Child:
 
 
 def _with_less(child: _Child, fault: EngineFault) -> _Child:
-    """Return what to start after a child that did not: without what it failed at. Raises the fault if that is all."""
+    """Return a child without the feature that kept this one from starting. Raises the fault if no feature did."""
     if child.constrains and "tokeniz" in str(fault).lower():
-        log.warning("vLLM starts without the model's tokenizer, so structured output is unavailable: %s", fault)
+        log.warning("vLLM is started without the model's tokenizer, so structured output is unavailable: %s", fault)
         return replace(child, constrains=False)
     if child.beside and "lora" in str(fault).lower():
-        log.warning("vLLM starts without adapters besides the policy: %s", fault)
+        log.warning("vLLM is started without adapters besides the policy: %s", fault)
         return replace(child, policy=replace(child.policy, beside=False))
     raise fault
 
 
 class VllmBackend:
-    """Runs one child at a time. While it starts, and after it died, nothing is served."""
+    """Runs one child at a time. While it starts, and after it has died, nothing is served."""
 
     loads_adapters = True
 
@@ -167,7 +167,7 @@ class VllmBackend:
         return [] if self._adapters is None else self._adapters.listed()
 
     def _beside(self) -> VllmAdapters:
-        """Return the adapters of the child. Raises `Refused` where there are none, or not yet."""
+        """Return the adapters of the child. Raises `Refused` if it serves none, or none yet."""
         if not self._compute.adapters_bytes:
             raise Refused(Code.UNSUPPORTED, NO_ADAPTERS)
         if self._server is None or self.version < 0:
@@ -177,7 +177,7 @@ class VllmBackend:
         return self._adapters
 
     async def _ask(self, server: VllmServer, path: str, body: dict[str, object]) -> httpx.Response:
-        """Post to a child. Raises `httpx.HTTPError`, also when it has ended."""
+        """Post to a child. Raises `httpx.HTTPError`, including if it has ended."""
         if server.ended.is_set() or server.client.is_closed:
             raise httpx.TransportError("it has ended")
         return await server.client.post(path, json=body, timeout=self._vllm.update_s)
@@ -225,7 +225,7 @@ class VllmBackend:
             choices_max,
             self._compute.max_waiting,
             child.constrains,
-            scores=policy.adapter is None,  # with LoRA on the output layer they end the engine
+            scores=policy.adapter is None,  # with LoRA on the output layer, scoring ends the engine
             adapters=adapters is not None,
         )
         self.run, self._served.number = policy.run, policy.version
@@ -254,7 +254,7 @@ class VllmBackend:
         return server, adapters
 
     async def _adapters_of(self, server: VllmServer, child: _Child, shapes: Shapes) -> VllmAdapters:
-        """Return the adapters of a new child, none so far. Raises `EngineFault` if it cannot serve any."""
+        """Return the adapters of a new child, with none loaded yet. Raises `EngineFault` if it cannot serve any."""
         compute = child.compute
         rules = AdapterRules(shapes, self._vllm.max_lora_rank, compute.adapters_bytes, compute.precision)
         adapters = VllmAdapters(server.adapters, rules, partial(self._ask, server))
@@ -262,7 +262,7 @@ class VllmBackend:
         return adapters
 
     async def _check(self, server: VllmServer, label: WeightLabel) -> None:
-        """Generate one token in the usual way, so that a vLLM that cannot do this is found out at the start."""
+        """Generate one token in the usual way, so that a vLLM that cannot do this is detected at the start."""
         request = Generate(id="check", engine="", run=label.run, prompt=pack_tokens([0]), sampling=SamplingParams())
         try:
             await self._post(server, "/update_weight_version", json={"new_version": str(label)})
@@ -277,7 +277,7 @@ class VllmBackend:
         except (BackendFailed, Refused, httpx.HTTPError, ValueError) as error:
             raise EngineFault(
                 "this vLLM does not return what a trainer needs: the ids, logprobs and weight versions of the "
-                f"tokens that it samples ({error}; its last words: {server.last_words()}): run `bombus install vllm` "
+                f"tokens that it samples ({error}; its last output: {server.last_words()}): run `bombus install vllm` "
                 "for one that does"
             ) from error
 
@@ -328,13 +328,13 @@ class VllmBackend:
     # ---- the child --------------------------------------------------------------------------------------------
 
     async def _watch(self, server: VllmServer) -> None:
-        """Wait until the child ends by itself, then stop serving and set `lost`."""
+        """Wait until the child dies, then stop serving and set `lost`."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         await self._until_dead(server)
         healthy = loop.time() - began > HEALTHY_S
         self._pause_s = RESTART_S if healthy else self._longer_pause_s()
-        log.error("vLLM died and is restarted in %.0f s: %s", self._pause_s, server.last_words())
+        log.error("vLLM died and will be restarted in %.0f s: %s", self._pause_s, server.last_words())
         self._served.number = -1
         self._calls.end_all(DIED)
         await server.stop()
@@ -342,7 +342,7 @@ class VllmBackend:
         self.lost.set()
 
     async def _until_dead(self, server: VllmServer) -> None:
-        """Wait until it has ended, or has not been healthy for `health_s`, like a server whose engine has died."""
+        """Wait until it has ended or has been unhealthy for `health_s`, as when only its engine has died."""
         loop = asyncio.get_running_loop()
         healthy_at = loop.time()
         while loop.time() - healthy_at < self._vllm.health_s:
@@ -352,7 +352,7 @@ class VllmBackend:
                     return
             if await server.is_healthy():
                 healthy_at = loop.time()
-        log.error("vLLM has not been healthy for %.0f s and is stopped", self._vllm.health_s)
+        log.error("vLLM has been unhealthy for %.0f s and will be stopped", self._vllm.health_s)
 
     def _longer_pause_s(self) -> float:
         return min(max(RESTART_S, 2 * self._pause_s), RESTART_S_MAX)

@@ -1,8 +1,8 @@
 """Runs one command as a child, and ends all of its processes with it.
 
-When a vLLM is killed, the processes of its engine stay, gigabytes each. This process is in the same process group: when
-the command ends, when it is terminated, or when the process that started it dies, it kills the whole group, including
-itself. It imports nothing of bombus, so that it stays small.
+When a vLLM server is killed, its engine's processes keep running, with gigabytes each. This process is in the same
+process group: when the command ends, when it is terminated, or when the process that started it dies, it kills the
+whole group, including itself. It imports nothing from bombus, so that it stays small.
 """
 
 import ctypes

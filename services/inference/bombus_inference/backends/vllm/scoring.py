@@ -1,6 +1,6 @@
-"""Scores of sequences by vLLM: a request of their own, whose prompt is the sequence.
+"""Scores sequences with vLLM, each through a separate request whose prompt is the sequence.
 
-vLLM computes such a prompt anew, whatever its cache has of it, and has to sample a token too, which is left out.
+vLLM recomputes such a prompt even if it is cached, and must also sample a token, which is discarded.
 """
 
 import math

@@ -1,6 +1,6 @@
 """vLLM's own server as a child process: starts it, waits until it is ready, reads its output, and ends it.
 
-It listens on a unix socket in a folder that only our user can enter. Therefore nobody else can use its development
+It listens on a unix socket in a folder that only our user can enter. Therefore no other user can reach its development
 routes, which load any weights from any path.
 """
 
@@ -42,9 +42,9 @@ REPORT_EVERY_S = 10.0
 STOP_S = vllm_keeper.GRACE_S + 5.0
 REASON_CHARS_MAX = 400
 MODEL, ADAPTER = "policy", "adapter"  # their names in vLLM
-ADAPTERS_IN_MEMORY = 4  # times as many as one batch may have; others are read again when they are asked for
+ADAPTERS_IN_MEMORY = 4  # times as many as one batch may have; others are reread when a request names them
 PASS_TOKENS = 512
-NO_TOKENIZER = "--skip-tokenizer-init"  # an argument for it, with which it cannot hold answers to a form
+NO_TOKENIZER = "--skip-tokenizer-init"  # an argument of vLLM, which then cannot produce structured output
 EXTENSION = Path(__file__).with_name("adapter_swap.py")
 # With our values the child would import our packages instead of its own.
 NOT_INHERITED = {*KEY_VARIABLES, "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "VLLM_CPU_KVCACHE_SPACE"}
@@ -55,23 +55,23 @@ _exception = re.compile(r"^(\w+\.)*\w*(Error|Exception|Interrupt): .")
 
 
 def has_tokenizer(policy: Policy) -> bool:
-    """Whether the policy's folder has a tokenizer, without which vLLM cannot hold answers to a form."""
+    """Return whether the policy's folder has a tokenizer, which vLLM needs for structured output."""
     return (policy.folder / "tokenizer.json").exists()
 
 
 def serves_beside(policy: Policy, compute: ComputeSettings) -> bool:
-    """Return whether adapters are served beside the policy, which then is the model that they are on."""
+    """Return whether adapters are served beside the policy, which is then the model that they apply to."""
     return policy.beside and policy.version == 0 and policy.adapter is None and compute.adapters_bytes > 0
 
 
 def vllm_arguments(
     policy: Policy, socket: Path, compute: ComputeSettings, vllm: VllmSettings, max_model_len: int
 ) -> list[str]:
-    """Return the arguments with which a Python starts vLLM's server for a policy.
+    """Return the arguments with which Python starts vLLM's server for a policy.
 
-    It samples exactly as requested and reports the logprobs of what it samples from. The policy's adapter, if it has
-    one, is named `ADAPTER` and can be replaced by `adapter_swap`; others are loaded later if they are served beside
-    the policy. Raises `EngineFault` if vLLM cannot take the policy's.
+    The server samples exactly as requested and reports logprobs of the distribution that it samples from. The policy's
+    adapter, if it has one, is named `ADAPTER` and can be replaced by `adapter_swap`; others are loaded later if they
+    are served beside the policy. Raises `EngineFault` if vLLM cannot serve the policy's.
     """
     arguments = ["-m", "vllm.entrypoints.openai.api_server"]
     options: dict[str, object] = {
@@ -84,8 +84,8 @@ def vllm_arguments(
         "tensor-parallel-size": vllm.tensor_parallel,
         "logprobs-mode": "processed_logprobs",  # of the distribution that was sampled from
         "max-logprobs": TOP_LOGPROBS_MAX + 1,
-        "generation-config": "vllm",  # none of the model's own, which would change how tokens are sampled
-        # The first request that needs one decides for all, and others than this one do not know what we send.
+        "generation-config": "vllm",  # not the model's own, which would change how tokens are sampled
+        # The first request that needs a backend chooses it for all; only this one supports what we send.
         "structured-outputs-config": '{"backend": "xgrammar"}',
     }
     several: dict[str, list[str]] = {}
@@ -104,13 +104,13 @@ def vllm_arguments(
     if beside:
         options |= {
             "max-lora-rank": _lora_rank_max(vllm.max_lora_rank),
-            "max-loras": vllm.max_loras + 1,  # with that of zeros, which the policy is
+            "max-loras": vllm.max_loras + 1,  # including the adapter of zeros, as which the policy is served
             "max-cpu-loras": ADAPTERS_IN_MEMORY * vllm.max_loras + 1,
         }
-        # Not the output layer: with LoRA on that, the scores of a prompt end the engine (vLLM 0.32).
+        # Not the output layer: with LoRA on it, scoring a prompt ends the engine (vLLM 0.32).
         targets = {layer.rpartition(".")[2] for layer in adaptable_layers(read_shapes(policy.folder / FULL_FILE))}
         several["lora-target-modules"] = sorted(targets)
-        if compute.device == "cpu":  # there it copies the adapter of each token of a pass
+        if compute.device == "cpu":  # on a CPU, vLLM copies the adapter for each token of a pass
             options["max-num-batched-tokens"] = max(PASS_TOKENS, compute.max_running)
     for name, value in options.items():
         arguments += [f"--{name}", str(value)]
@@ -123,7 +123,7 @@ def vllm_arguments(
 
 
 def _lora_rank_max(rank: int) -> int:
-    """Return the least of vLLM's maximum ranks that takes adapters of this rank."""
+    """Return the lowest of vLLM's maximum ranks that admits adapters of this rank."""
     for step in VLLM_RANKS:
         if rank <= step:
             return step
@@ -134,10 +134,10 @@ def _lora_rank_max(rank: int) -> int:
 
 
 def vllm_environment(compute: ComputeSettings, vllm: VllmSettings) -> dict[str, str]:
-    """Return the child's environment: routes that change weights, no usage reports, inner ports on this machine.
+    """Return the child's environment, with routes that change weights, no usage reports, and internal ports kept local.
 
-    On `cuda:N` it gets GPU N and, if several share the model, those that follow. Raises `EngineFault` if they are not
-    available.
+    On `cuda:N` the child gets GPU N and, if several GPUs share the model, the following ones. Raises `EngineFault` if
+    they are not available.
     """
     variables = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
     variables |= {
@@ -149,7 +149,7 @@ def vllm_environment(compute: ComputeSettings, vllm: VllmSettings) -> dict[str, 
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    # What torch compiles outlives the child, whose temporary files do not: without it every start compiles again.
+    # Compiled code is kept outside the child's temporary files, which are removed: else every start would recompile it.
     variables.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "torchinductor"))
     if compute.device == "cpu":
         # By default it pins its threads to cores, which trainers need too. One core is left for its other processes,
@@ -182,14 +182,14 @@ class VllmServer:
 
     @property
     def pid(self) -> int:
-        """The process id of the keeper, whose child vLLM is."""
+        """The process id of the keeper, which is vLLM's parent."""
         assert self._process is not None
         return self._process.pid
 
     async def start(
         self, command: Sequence[str], variables: Mapping[str, str], start_s: float, report_stage: ReportStage
     ) -> None:
-        """Start it and return once it answers. If it does not, end it and raise `EngineFault` with its last words."""
+        """Start it and return once it answers. If it does not, end it and raise `EngineFault` with `last_words`."""
         keeper = [sys.executable, "-I", str(Path(vllm_keeper.__file__)), str(os.getpid())]
         log.debug("starting %s", " ".join(command))
         try:
@@ -200,7 +200,7 @@ class VllmServer:
         except TimeoutError:
             await self.stop()
             raise EngineFault(
-                f"vLLM was not ready within {start_s:.0f} s; its last words: {self.last_words()}"
+                f"vLLM was not ready within {start_s:.0f} s; its last output: {self.last_words()}"
             ) from None
         except BaseException:
             await asyncio.shield(self.stop())
@@ -243,10 +243,10 @@ class VllmServer:
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     def last_words(self) -> str:
-        """Return why it died, as far as its output says: the first exception, or else its last line.
+        """Return why it died according to its output: the first exception, or else its last line.
 
-        Later exceptions follow from the first. Exceptions in warnings do not count, nor, once it is ready, does output
-        from before that.
+        Later exceptions follow from the first. Exceptions in warnings do not count. Once the server is ready, neither
+        does earlier output.
         """
         lines = [_line_prefix.sub("", line) for line in self._lines]
         first = next((at for at, line in enumerate(lines) if _exception.match(line)), len(lines) - 1)
@@ -260,7 +260,7 @@ class VllmServer:
         await report_stage("starting vLLM")
         while not await self.is_healthy():
             if self.ended.is_set():
-                raise EngineFault(f"vLLM did not start; its last words: {self.last_words()}")
+                raise EngineFault(f"vLLM did not start; its last output: {self.last_words()}")
             if loop.time() - reported >= REPORT_EVERY_S:
                 reported = loop.time()
                 log.info("vLLM is starting, %.0f s so far", reported - began)
@@ -270,7 +270,7 @@ class VllmServer:
                     await self.ended.wait()
 
     async def is_healthy(self) -> bool:
-        """Whether it answers and reports that its engine is running."""
+        """Return whether it answers and reports that its engine is running."""
         try:
             return (await self.client.get("/health", timeout=5.0)).status_code == 200
         except httpx.HTTPError:

@@ -1,4 +1,4 @@
-"""The form of an answer in vLLM's words: its `structured_outputs`."""
+"""Translates the constraint of an answer to vLLM's `structured_outputs`."""
 
 import json
 
@@ -12,10 +12,10 @@ _ANY_TEXT: _Format = {"type": "any_text"}
 
 
 def structured_outputs(constraint: Constraint) -> dict[str, object]:
-    """Return the constraint as vLLM takes it.
+    """Return the constraint in vLLM's format.
 
-    JSON alone goes as a schema, since vLLM refuses schemas with keywords that it could not hold an answer to, and does
-    not look for them in a structural tag.
+    JSON alone is sent as a schema, because vLLM refuses schemas with keywords that it cannot enforce, but does not
+    check for them in a structural tag.
     """
     if not constraint.calls and not constraint.thought:
         return {"json": constraint.schema}

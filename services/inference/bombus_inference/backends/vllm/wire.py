@@ -46,9 +46,9 @@ _encoder = msgspec.json.Encoder()
 
 
 def request_body(request: Generate, prompt: list[int], tokens_max: int, model: str, stream: bool) -> bytes:
-    """Return the request's body. `tokens_max` is the limit of prompt and completion together.
+    """Return the request's body. `tokens_max` is the limit on prompt and completion together.
 
-    `model` is vLLM's name of the model, or of an adapter.
+    `model` is vLLM's name for the model or for an adapter.
     """
     sampling = request.sampling
     parameters: dict[str, object] = {

@@ -1,1 +1,1 @@
-"""The embedded backend: transformers' models on packed tries, on one device."""
+"""The torch backend: transformers' models on packed tries, whole on the device of each rank."""

@@ -22,7 +22,7 @@ from bombus_trainer.data.sequences import Ints
 NAME = "bombus_tree"
 WASTE_MAX = 1.3  # a block may compute at most this many times what its segments need
 CALL_COST = 1 << 14  # the cost of one more kernel call, in query-key products
-MASK_ELEMENTS_MAX = 1 << 22  # of a block of several segments; its mask is kept once for each window of the model
+MASK_ELEMENTS_MAX = 1 << 22  # of a block of several segments; one mask is kept for each window of the model
 MASK_ALIGNMENT = 8  # the fused kernels copy a mask whose rows do not start at multiples of this
 
 
@@ -31,10 +31,10 @@ class Block:
     """B segments attended together: padded rows of their queries [B, Q] and keys [B, K].
 
     A segment's keys are its ancestors' tokens in order, then its own, so query i attends to keys up to offset + i, and
-    a key's place is its position in the sequence. Padding comes last, where only padding attends to it; a padded query
-    sees what the last key would, because a window beyond all keys would make NaN. `causal`: all offsets are zero, so
-    that without a window this is plain causal attention. `in_full`: all scores are in memory, in float32, also where a
-    fused kernel could do without.
+    a key's place is its position in the sequence. Padding comes last, so only padding attends to it; a padded query
+    attends as if it were at the last key, because a window beyond all keys would make NaN. `causal`: all offsets are
+    zero, so that without a window this is plain causal attention. `in_full`: compute all scores in memory, in float32,
+    even if a fused kernel could avoid that.
     """
 
     queries_BQ: Tensor
@@ -45,7 +45,7 @@ class Block:
     masks: dict[tuple[int | None, int, torch.dtype], Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor:
-        """Return what is added to the scores, [B, G x Q, K]: `groups` query heads are folded into rows.
+        """Return the mask to add to the scores, [B, G x Q, K], with `groups` (G) query heads folded into rows.
 
         It is made once and shared by all layers with this window.
         """
@@ -69,7 +69,7 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class TrieAttention:
-    """The attention of one bin, as tensors. `where_T` is the place of each row's result in the blocks' results."""
+    """The attention of one bin, as tensors. `where_T` is the index of each token's result in all blocks' results."""
 
     blocks: tuple[Block, ...]
     where_T: Tensor
@@ -83,9 +83,9 @@ class AttentionPlan:
     causal: tuple[bool, ...]  # for each block: whether none of its segments has ancestors
 
     def tree(self, moved: Mapping[str, Tensor], in_full: bool = False) -> TrieAttention:
-        """Return the attention with `moved`, the tensors of `arrays` on a device. It may have other tensors too.
+        """Return the attention. `moved` holds the tensors of `arrays` on a device, and may hold others.
 
-        For `in_full` see `Block`.
+        See `Block` for `in_full`.
         """
         blocks = []
         for number, causal in enumerate(self.causal):
@@ -129,9 +129,9 @@ def _key_rows(segments: Sequence[Segment]) -> list[Ints]:
 
 
 def _batches(lengths: list[tuple[int, int]]) -> list[list[int]]:
-    """Group (keys, queries) sizes so that padding costs less than fewer calls save.
+    """Group segments by their (keys, queries) sizes, so that padding costs less than having fewer calls saves.
 
-    Segments without ancestors (keys == queries) have groups of their own: they need no mask.
+    Segments without ancestors (keys == queries) are grouped separately: they need no mask.
     """
     order = sorted(range(len(lengths)), key=lambda index: (_rooted(lengths[index]), *lengths[index], index))
     batches: list[list[int]] = []
@@ -169,7 +169,7 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
     """Attend: query [1, heads, T, d], key [1, kv heads, T, d], value [1, kv heads, T, e] -> [1, T, heads, e].
 
     transformers calls this for every layer with the keyword arguments of its own backends; `tree` is ours, passed
-    through the model's forward. Raises `EngineFault` for a layer that asks for more than `Scoring` has.
+    through the model's forward. Raises `EngineFault` for a layer whose options `Scoring` does not support.
     """
     scoring = read_scoring(query, attention_mask, scaling, options)
     if tree is None:
@@ -195,7 +195,7 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
 def _attend(block: Block, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
     """Attend within a block: query [B, H, Q, D], key [B, N, K, D], value [B, N, K, E] -> [B, H, Q, E].
 
-    With a mask, CUDA's fused kernels take as many key heads as query heads. The query heads of a key head are therefore
+    With a mask, CUDA's fused kernels need as many key heads as query heads. The query heads of a key head are therefore
     folded into its rows; in a block of one segment the key heads become the batch, which needs no larger mask.
     """
     rows, heads, queries, size = query.shape

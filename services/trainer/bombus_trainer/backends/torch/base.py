@@ -1,4 +1,4 @@
-"""The model below what is trained: frozen with adapters switched in and out, or with all of its weights trained."""
+"""The base model: either frozen, with adapters switched on and off, or with all of its weights trained."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,12 +19,12 @@ ATTENTION_WORDS = ("attn", "attention")  # in the names of modules, whatever the
 
 
 class Base:
-    """A loaded model. With `all_weights` they are trained, otherwise they never change."""
+    """A loaded model. With `all_weights`, all of its weights are trained; otherwise they never change."""
 
     def __init__(self, folder: Path, settings: TrainerSettings, all_weights: bool, ranks: Ranks | None = None) -> None:
         """Load the model in `folder`. Raises `EngineFault` when it cannot be loaded or trained.
 
-        Each of `ranks` has all of it, and their gradients are added up (None: this process alone).
+        Each of `ranks` (None: this process alone) holds the whole model, and their gradients are summed.
         """
         self.settings = settings
         self.ranks = ranks or Ranks.alone()
@@ -33,10 +33,10 @@ class Base:
         self.network = self.policy.network
         self.context = sequence_limit(self.network.config, settings.job.rollout.max_model_len)
         self._on: Mapping[str, LoraLinear] = {}
-        self._places: dict[str, tuple[nn.Module, str]] = {}  # by the name of a layer: what it is an attribute of
+        self._places: dict[str, tuple[nn.Module, str]] = {}  # a layer's parent and attribute, by the layer's name
 
     def adapters(self, spec: AdapterSpec) -> dict[str, LoraLinear]:
-        """Make new adapters by the name of the layer that each is for, none of them switched on.
+        """Make new adapters, by the name of the layer that each adapts, all of them switched off.
 
         Raises `EngineFault` as `layers` does.
         """
@@ -44,13 +44,13 @@ class Base:
         return {name: LoraLinear(layer, spec.rank, spec.alpha, generator) for name, layer in self.layers(spec).items()}
 
     def numbers(self, spec: AdapterSpec | None) -> int:
-        """Return how many numbers an adapter trains, or a model of all weights. Raises `EngineFault` as `layers`."""
+        """Return how many numbers an adapter has, or (None) all weights. Raises `EngineFault` as `layers` does."""
         if spec is None:
             return sum(parameter.numel() for parameter in self.network.parameters())
         return sum(spec.rank * (each.in_features + each.out_features) for each in self.layers(spec).values())
 
     def layers(self, spec: AdapterSpec) -> dict[str, nn.Linear]:
-        """Return the layers that an adapter is for, by name. Raises `EngineFault` where the model has none of them."""
+        """Return the layers that an adapter adapts, by name. Raises `EngineFault` if the model does not have them."""
         if spec.targets:
             return layers_to_adapt(self.network, spec.targets)
         every = AdapterPart.MLP in spec.parts
@@ -58,9 +58,9 @@ class Base:
         return {name: layer for name, layer in layers.items() if part_of(name) in spec.parts}
 
     def everything(self) -> dict[str, Tensor]:
-        """Return all weights in the precision that they are trained in, and the buffers that belong to them.
+        """Return all weights in the precision that they are trained in, and the persistent buffers.
 
-        Wide elements come first: so each tensor begins at a multiple of its element's size.
+        Tensors with wide elements come first, so that each tensor begins at a multiple of its element size.
         """
         found = {name: value.detach() for name, value in self.network.named_parameters()}
         found |= persistent_buffers(self.network)
@@ -68,7 +68,7 @@ class Base:
 
     @contextmanager
     def switched_on(self, adapters: Mapping[str, LoraLinear]) -> Iterator[None]:
-        """Compute with these adapters alone for a block, each in the place of the layer that it is for."""
+        """Within the block, compute with exactly these adapters, each in place of the layer that it adapts."""
         before = self._on
         try:
             self._switch(before, adapters)
@@ -79,7 +79,7 @@ class Base:
     def _switch(self, off: Mapping[str, LoraLinear], on: Mapping[str, LoraLinear]) -> None:
         layers: dict[str, nn.Module] = {name: adapter.base for name, adapter in off.items()}
         for name, layer in {**layers, **on}.items():
-            if name not in self._places:  # to find it takes longer than to switch it, and there are hundreds
+            if name not in self._places:  # finding a layer takes longer than switching it, and there are hundreds
                 owner, _, attribute = name.rpartition(".")
                 self._places[name] = self.network.get_submodule(owner), attribute
             setattr(*self._places[name], layer)

@@ -1,4 +1,4 @@
-"""Run training steps: the one place where model, optimizer and batches meet. It does not know the bus."""
+"""Run training steps: apply batches to a model with its optimizer. This module does not use the bus."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -35,9 +35,9 @@ EARLIER_FACTOR = re.compile(r"^(.+)\.lora_([ab])(?=\.|$)")
 
 
 def with_sampler(scored: ScoredTerms, old_N: Tensor) -> ScoredTerms:
-    """Put the old policy's logprobs in the place of the sampler's where those are not known (NaN).
+    """Replace the sampler's logprobs that are not known (NaN) with the old policy's.
 
-    A token without a sampler's logprob then has a correction of 1.
+    The correction of those tokens is then 1.
     """
     sampler_N = scored.terms["sampler_logprobs_N"]
     known_N = torch.where(torch.isnan(sampler_N), old_N.to(sampler_N.dtype), sampler_N)
@@ -47,7 +47,7 @@ def with_sampler(scored: ScoredTerms, old_N: Tensor) -> ScoredTerms:
 def loss_of_terms(
     scored: ScoredTerms, old_N: Tensor, reference_N: Tensor | None, settings: TrainerSettings
 ) -> PolicyLoss:
-    """Compute what N trained tokens add to the loss of their update, whichever backend computed their logprobs."""
+    """Compute the share of N trained tokens in the loss of their update, whichever backend computed their logprobs."""
     inputs = LossInputs(
         logprobs_N=scored.logprobs_N,
         old_logprobs_N=old_N,
@@ -63,9 +63,9 @@ def loss_of_terms(
 
 
 class Executor(StepBackend[Bin | None]):
-    """The torch backend: the whole model on each rank, and each micro-batch on one. See `backend.TrainerBackend`.
+    """The torch backend: the whole model on each rank, and each micro-batch on one rank. See `TrainerBackend`.
 
-    A rank that has fewer micro-batches than others has None in their place.
+    A rank that has fewer micro-batches than others gets None in place of the missing ones.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class Executor(StepBackend[Bin | None]):
         files: Mapping[str, bytes] | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        """Load the model in `folder` at step 0; `files` are its tokenizer's, where they are not in `folder`.
+        """Load the model in `folder` at step 0. `files` are its tokenizer's (None: those in `folder`).
 
-        `ranks` train together; None: this process alone. Raises `EngineFault` when it cannot be loaded or trained.
+        `ranks` train together (None: this process alone). Raises `EngineFault` if it cannot be loaded or trained.
         """
         torch.manual_seed(settings.job.model.seed)
         self.settings = settings
@@ -103,7 +103,7 @@ class Executor(StepBackend[Bin | None]):
     def micro_batches(self, items: list[TrainingItem], tally: Tally, backward: bool) -> list[Bin | None]:
         settings = self.settings
         packing = settings.config.enable_packing
-        tokens_max = 1  # a bin for each sequence: no two fit into one
+        tokens_max = 1  # one sequence per bin: no two fit into one
         if packing:
             tokens_max = bin_tokens_for(items, settings.bin_tokens, self.ranks.size)
         bins = pack(items, tokens_max, packing and settings.config.share_prefixes)
@@ -167,29 +167,29 @@ class Executor(StepBackend[Bin | None]):
     # ---- checkpoints and weights ------------------------------------------------------------------------------
 
     def save(self, root: Path, facts: Facts) -> Saved:
-        """Write a checkpoint below `root`; see `checkpoint.save`. All ranks have the same to write: the leader does."""
+        """Write a checkpoint below `root`; see `checkpoint.save`. All ranks hold the same, so the leader writes it."""
         return self.ranks.by_leader(lambda: checkpoint.save(root, facts, self.tensors()))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what `load_tensors` takes: parameters and optimizer state, not copied, and the random state."""
+        """Return the input of `load_tensors`: parameters and optimizer state (not copied), and the random state."""
         tensors: dict[str, Tensor] = {RNG: torch.get_rng_state()}
         tensors |= {PARAMETER + name: value.detach() for name, value in self.model.parameters.items()}
         tensors |= {MOMENT + name: value for name, value in self.model.optimizer.state().items()}
         return tensors
 
     def restore(self, path: Path, digest: str) -> None:
-        """Go on from a checkpoint; see `checkpoint.load`."""
+        """Load the state of a checkpoint; see `checkpoint.load`."""
         self.load_tensors(checkpoint.load(path, digest).tensors)
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from the result of `tensors`. Raises `EngineFault` when it is of another model."""
+        """Load the result of `tensors`. Raises `EngineFault` if it belongs to another model."""
         self.model.restore(self._below(PARAMETER, tensors))
         self.model.optimizer.restore(self._below(MOMENT, tensors))
         self.zero_grad()
         torch.set_rng_state(tensors[RNG])
 
     def _below(self, prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors below a prefix. In earlier checkpoints the factors of adapters have other names."""
+        """Return the tensors below a prefix. Adapters' factors from earlier checkpoints get their current names."""
         found = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
         return found if self.model.spec is None else {_factor_name(name): value for name, value in found.items()}
 
@@ -206,9 +206,9 @@ class Executor(StepBackend[Bin | None]):
             return use(self.policy.dense_weights())
 
     def gather_weights(self, part: ModelPart = ModelPart.MODEL) -> None:
-        """Do nothing: the leader has all weights that it reads."""
+        """Do nothing: the leader holds all weights itself."""
 
 
 def _factor_name(name: str) -> str:
-    """Return a name as it is now in a checkpoint: peft's for the factors of an adapter."""
+    """Return the current name for a name in a checkpoint: an adapter's factors now have peft's names."""
     return EARLIER_FACTOR.sub(lambda found: adapter_names(found[1])["ab".index(found[2])], name)

@@ -1,7 +1,7 @@
 """Count the floating point operations of a step, and their share of the device's peak (model FLOPs utilization).
 
-The count is what the model needs, as in the PaLM paper (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): what
-activation checkpointing computes twice counts once.
+Only operations that the model needs are counted, as in the PaLM paper (Chowdhery et al. 2022, arXiv:2204.02311,
+appendix B): those that activation checkpointing repeats count once.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from bombus_trainer.data.packing import Segment
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-# Dense bfloat16 FLOP/s by CUDA's name of the device, from the makers' data sheets. The first match counts.
+# Dense bfloat16 FLOP/s by CUDA's name for the device, from the makers' data sheets. The first match is used.
 PEAKS = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -38,8 +38,8 @@ PEAKS = {
 class Cost:
     """The sizes that determine a dense transformer's FLOPs.
 
-    `matrices` are the elements of its layers' matrices, `head` those of the output matrix, `attention` is layers x
-    heads x head size. `trained`: whether the matrices themselves get gradients.
+    `matrices` is the number of elements of its layers' matrices, `head` that of the output matrix, `attention` is
+    layers x heads x head size. `trained`: whether the matrices themselves get gradients.
     """
 
     matrices: int
@@ -51,7 +51,8 @@ class Cost:
     def of_attention(self) -> float:
         """The factor a with which T tokens cost about as much as T + a T^2 tokens without attention.
 
-        Forward, a token takes 2 x matrices, and its T / 2 pairs 4 x attention each; backward both as much again.
+        Forward, a token takes 2 x matrices, and its T / 2 pairs 4 x attention each; backward, both take twice as much
+        if the matrices are trained.
         """
         return self.attention / self.matrices
 
@@ -83,9 +84,9 @@ def _attended(layer: "PretrainedConfig") -> int:
 def flops_of_step(cost: Cost, tokens: int, heads: int, pairs: int, backward: bool = True) -> float:
     """Return the FLOPs of a pass over `tokens` rows, of which `heads` need logits, with `pairs` query-key pairs.
 
-    Forward is 2 for each element of a matrix and row, and 4 (keys, values) for each pair and element of a head.
-    Backward is as much for the rows' gradients, and as much again for the matrices' where they are trained; of
-    attention it is twice the forward.
+    Forward takes 2 for each matrix element and row, and 4 (keys, values) for each pair and element of a head.
+    Backward takes as much for the rows' gradients, and as much again for the matrices' gradients if they are trained;
+    for attention it takes twice the forward.
     """
     multiplied = 2.0 * (cost.matrices * tokens + cost.head * heads)
     attended = 4.0 * cost.attention * pairs
@@ -100,7 +101,7 @@ def attention_pairs(segments: Iterable[Segment]) -> int:
 
 
 def peak_of(device: torch.device) -> float | None:
-    """Return a device's peak FLOP/s in bfloat16; None on a CPU, and for an unknown device."""
+    """Return a device's peak FLOP/s in bfloat16; None on a CPU or for an unknown device."""
     return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 

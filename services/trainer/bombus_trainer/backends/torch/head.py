@@ -1,7 +1,7 @@
-"""Logprobs of chosen tokens from hidden states, a slice of the vocabulary's logits at a time.
+"""Compute logprobs of chosen tokens from hidden states, with the logits of only a few rows at a time.
 
-The full logits of a batch are by far the largest tensor in training. Here they exist for a few rows at a time; the
-backward pass computes them again only if the output matrix itself is trained.
+The full logits of a batch are by far the largest tensor in training. Here only a slice of them exists at a time; the
+backward pass recomputes them only if the output matrix itself is trained.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from bombus.architectures.logits import AS_IS, LogitsForm
 
 @dataclass(frozen=True, eq=False)
 class OutputLayer:
-    """The matrix W [V, H] of an output layer, its bias [V] if it has one, and what is done to their result."""
+    """The matrix W [V, H] of an output layer, its bias [V] if it has one, and the transformation of their result."""
 
     weight_VH: Tensor
     bias_V: Tensor | None = None
@@ -32,7 +32,7 @@ class HeadPlan:
     rows_max: int
 
     def slices(self) -> list[tuple[slice, slice]]:
-        """Return slices of heads, each with its slice of terms."""
+        """Return slices of hidden states, each with its slice of terms."""
         heads = len(self.temperatures_U)
         starts = torch.arange(0, heads, self.rows_max, device=self.head_of_term_N.device)
         edges = [*torch.searchsorted(self.head_of_term_N, starts).tolist(), len(self.targets_N)]
@@ -148,7 +148,7 @@ def _narrowing(probs_UV: Tensor, logits_UV: Tensor, total_U: Tensor, entropy_U: 
 
 @dataclass(frozen=True, eq=False)
 class _OutputGradients:
-    """The gradients of the logprobs, by term and summed by hidden state, and of the entropies if they have any."""
+    """The gradients of the logprobs, by term and summed by hidden state, and of the entropies (None if not needed)."""
 
     logprobs_N: Tensor
     logprobs_U: Tensor
@@ -185,5 +185,5 @@ def _output_gradients(
 
 
 def _wide(weight_VH: Tensor) -> Tensor:
-    """Convert to float32 on a CPU, where it costs nothing and keeps logits from bfloat16's three digits."""
+    """Convert to float32 on a CPU, where that costs little and avoids rounding logits to bfloat16's three digits."""
     return weight_VH.float() if weight_VH.device.type == "cpu" else weight_VH

@@ -14,15 +14,15 @@ from bombus.weights.adapters import merged
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-EXPERTS_SHARE = 0.01  # of the language model's weights: fewer are not worth a refusal
+EXPERTS_SHARE = 0.01  # of the decoder's weights: a model with fewer in fused experts is not refused
 BASE = ".base."  # in the name of a wrapped layer's own parameters
 
 
 class RoundedOnce(torch.autograd.Function):
-    """A frozen layer's W x plus B l, in half precision, as the one matrix product [W, B] [x, l].
+    """Computes a frozen layer's W x plus B l in half precision as one matrix product, [W, B] [x, l].
 
-    W x alone is a rounded number: an addition to it of less than half a unit in its last place would be lost, and that
-    is most of what an adapter adds in its first steps. The replicas of the torch engine compute it in the same way.
+    On its own, W x would be rounded first: an addition of less than half a unit in its last place would then be lost,
+    and most of an adapter's additions in its first steps are that small. The torch engine's replicas do the same.
     """
 
     @staticmethod
@@ -64,10 +64,10 @@ class LoraLinear(nn.Module):
 
 
 def layers_to_adapt(model: "PreTrainedModel", targets: Sequence[str]) -> dict[str, nn.Linear]:
-    """Return each linear layer of a model's decoder by name, or those of them that `targets` name.
+    """Return the linear layers of a model's decoder by name: those that `targets` name, or all without targets.
 
-    The output layer is left out, because with tied embeddings it is not a layer of its own. Raises `EngineFault` when a
-    target names no layer, when there are no linear layers, or experts that "each linear layer" leaves out.
+    The output layer is left out, because with tied embeddings it is not a separate layer. Raises `EngineFault` if a
+    target names no layer, if there are no linear layers, or if all of them leave out fused experts.
     """
     layers = linear_layers(model)
     found = {name.rsplit(".", 1)[-1] for name in layers}
@@ -80,7 +80,7 @@ def layers_to_adapt(model: "PreTrainedModel", targets: Sequence[str]) -> dict[st
 
 
 def linear_layers(model: "PreTrainedModel") -> dict[str, nn.Linear]:
-    """Return the linear layers of the decoder by name, without towers for images and sound, and the output layer.
+    """Return the linear layers of the decoder by name, without the output layer and towers for images and sound.
 
     Raises `EngineFault` when there are none.
     """
@@ -103,7 +103,7 @@ def linear_layers(model: "PreTrainedModel") -> dict[str, nn.Linear]:
 
 
 def _check_covered(model: "PreTrainedModel") -> None:
-    """Raise `EngineFault` when a model keeps experts in one tensor [experts, ...], which no layer's adapter covers."""
+    """Raise `EngineFault` if a model fuses experts into one tensor [experts, ...], which no layer's adapter covers."""
     inside = set(model.get_decoder().modules())
     fused = {
         f"{owner}.{name}": value.numel()
@@ -131,7 +131,7 @@ def adapters_of(model: nn.Module) -> dict[str, LoraLinear]:
 def target_modules(model: nn.Module, layers: Iterable[str]) -> list[str]:
     """Return names by which peft finds these layers of a model and no other module.
 
-    They are the last parts of the layers' names, or whole names where another module's name ends alike.
+    They are the last parts of the layers' names, or whole names if another module's name ends in the same part.
     """
     adapted = set(layers)
     others = {

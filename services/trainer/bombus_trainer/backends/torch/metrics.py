@@ -18,7 +18,7 @@ LEFT_OUT = "updates_left_out"
 
 
 class Tally:
-    """The metrics of one step. Nothing in here affects what is trained, and what was not measured has no metric."""
+    """The metrics of one step. Nothing here affects training. A quantity that was not measured gets no metric."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -40,7 +40,7 @@ class Tally:
             self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - start
 
     def note_bins(self, bins: list[Bin], longest: int) -> None:
-        """`longest` is the length that all sequences would be padded to."""
+        """Count bins. `longest` is the length that all sequences would be padded to."""
         sequences = sum(packed.sequences for packed in bins)
         computed = sum(len(packed.tokens_T) for packed in bins)
         self.note_tokens(len(bins), sequences, computed, sum(packed.sequence_tokens for packed in bins), longest)
@@ -56,7 +56,7 @@ class Tally:
         self._flops += flops
 
     def note_terms(self, loss: PolicyLoss, old_N: Tensor, sampler_N: Tensor, entropy_N: Tensor) -> None:
-        """Count N tokens. `sampler_N` is NaN where the sampler's logprobs are not known."""
+        """Count N tokens. `sampler_N` is NaN for tokens whose sampler's logprobs are not known."""
         known_N = ~sampler_N.isnan()
         of_old, of_sampler = old_N[known_N], sampler_N[known_N]
         columns = {
@@ -74,14 +74,14 @@ class Tally:
                 self._terms[name] += len(values_N)
 
     def note_update(self, loss: float, norm: float) -> None:
-        """Count an update. One whose loss or norm is not finite was left out, and is in no mean."""
+        """Count an update. If its loss or norm is not finite, it was left out, and it does not enter the means."""
         if isfinite(loss) and isfinite(norm):
             self._updates.append((loss, norm))
         else:
             self._left_out += 1
 
     def add(self, other: "Tally") -> None:
-        """Add what another rank has counted of the same step. Times and updates are the same on all ranks."""
+        """Add another rank's FLOPs and sums for the same step. Times, tokens and updates remain this rank's."""
         self._flops += other._flops
         self._terms.update(other._terms)
         for name, total in other._sums.items():
@@ -90,8 +90,8 @@ class Tally:
     def metrics(self, peak_flops: float | None = None) -> dict[str, float]:
         """Return the metrics.
 
-        `tokens_unshared` and `tokens_padded` are what the same sequences cost without the trie, and padded. `mfu` is
-        the share of `peak_flops`, the device's, where that is known.
+        `tokens_unshared` and `tokens_padded` are the tokens to compute for the same sequences without shared prefixes,
+        and with padding. `mfu` is the share of the peak that was reached; without `peak_flops` it is left out.
         """
         computed, unshared, padded = self._tokens
         return {

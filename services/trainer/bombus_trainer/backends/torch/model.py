@@ -48,17 +48,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_gradients_compared: set[tuple[str, str, str]] = set()  # configurations, what computes attention, and where
+_gradients_compared: set[tuple[str, str, str]] = set()  # (configuration, attention implementation, device)
 LOSS_TERMS = ("sampler_logprobs_N", "advantages_N", "weights_N")
 
 
 @dataclass(frozen=True, eq=False)
 class ScoredTerms:
-    """The logprob of each term of a bin [N], with gradient unless it was switched off, and its entropy.
+    """The logprob and the entropy of each term of a bin [N].
 
-    The entropy has a gradient if there is a bonus for it. `terms` has what a loss also needs, on the model's device:
-    `LOSS_TERMS`, and `sequences_N`, which numbers the sequence that each belongs to, below `sequences`. `logits_N` are
-    those of the targets, if they were asked for.
+    Logprobs have a gradient unless it is switched off; entropies have one if there is an entropy bonus. `terms` holds
+    the other inputs of a loss, on the model's device: `LOSS_TERMS`, and `sequences_N`, the number (below `sequences`)
+    of the sequence that each term belongs to. `logits_N` are the targets' logits, if they were requested.
     """
 
     logprobs_N: Tensor
@@ -85,9 +85,9 @@ class PolicyModel:
 
     @classmethod
     def load(cls, folder: Path, settings: TrainerSettings, all_weights: bool = True) -> "PolicyModel":
-        """Load a Hugging Face folder. Either all of its weights are trained, or none.
+        """Load a model from a Hugging Face folder. Either all of its weights are trained, or none.
 
-        Raises `EngineFault` when it cannot be loaded, or computes something that this trainer does not reproduce.
+        Raises `EngineFault` if it cannot be loaded, or computes something that this trainer does not reproduce.
         """
         export = export_dtype(folder, settings)
         on_cpu = settings.device == "cpu" and settings.job.model.dtype == "auto"
@@ -126,7 +126,7 @@ class PolicyModel:
     def score(self, packed: Bin, logits: bool = False) -> ScoredTerms:
         """Compute the logprobs of a bin's terms under the current weights, at each term's temperature.
 
-        With `logits` the result also has those of the targets.
+        With `logits`, the result also contains the targets' logits.
         """
         model = self._model
         layout = plan(packed.segments)
@@ -178,9 +178,9 @@ class PolicyModel:
         return torch.autocast(self.device.type, torch.bfloat16) if self._autocast else nullcontext()
 
     def disagreement(self, limit: int) -> Disagreement:
-        """Compare a tree of two branches with transformers' own forward pass of each, beyond the model's windows.
+        """Compare logprobs from a tree of two branches with transformers' own forward pass of each branch.
 
-        `limit` is the length of the longest sequence in tokens.
+        The branches are longer than each attention window that sequences of up to `limit` tokens can exceed.
         """
         sequences = probe_sequences(self.vocab_size, probe_tokens(self._model.config, limit, PROBE_TOKENS))
         with torch.no_grad():
@@ -188,11 +188,11 @@ class PolicyModel:
             return Disagreement.between(ours, [reference_logprobs(self._model, sequence) for sequence in sequences])
 
     def check_gradients(self) -> None:
-        """Raise `EngineFault` if a miniature of this model has other gradients than transformers' own passes give.
+        """Raise `EngineFault` if a miniature's gradients differ from those of transformers' own passes.
 
-        Its windows are short, so that they end within what sequences share. The model itself may have no room for a
-        backward pass, and its windows may be longer than what a load has time for. A process compares each
-        configuration once.
+        The miniature of this model has short windows, so that they end within the prefix that sequences share. With the
+        model itself, a backward pass may not fit in memory, and long windows may take too much time at load. A process
+        compares each configuration once.
         """
         configuration = (
             self._model.config.to_json_string(),
@@ -208,14 +208,14 @@ class PolicyModel:
             return
         policy = PolicyModel(small, torch.float32, self._settings)
         sequences = uneven_sequences(policy.vocab_size, WINDOW)
-        with torch.enable_grad():  # whatever the caller does with the model
+        with torch.enable_grad():  # even if the caller has switched gradients off
             ours = policy._gradients(policy._last_logprobs(sequences))
             theirs = policy._gradients([reference_logprobs(small, sequence) for sequence in sequences])
         check_gradients(ours, theirs)
         _gradients_compared.add(configuration)
 
     def _last_logprobs(self, sequences: list[Tensor]) -> list[Tensor]:
-        """Return the logprobs of each sequence's last tokens, computed in one tree, on the CPU."""
+        """Return the logprobs of each sequence's last tokens, computed in one tree, as CPU tensors."""
         starts = np.cumsum([0, *(len(sequence) - 1 for sequence in sequences)])
         items = [probe(sequence.numpy(), int(start)) for sequence, start in zip(sequences, starts)]
         (packed,) = pack(items, bin_tokens=1 << 24, shared_tokens_min=4)
@@ -236,7 +236,7 @@ class PolicyModel:
         return {name: Shape(self._exported_as(value), tuple(value.shape)) for name, value, _ in self._dense()}
 
     def dense_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the whole model under its Hugging Face names, with the adapters that are switched on merged.
+        """Yield the whole model under its Hugging Face names, with the switched-on adapters merged.
 
         Parameters are in the export precision, persistent buffers in their own.
         """
@@ -247,10 +247,10 @@ class PolicyModel:
         return self.export_dtype if isinstance(value, nn.Parameter) else value.dtype
 
     def _dense(self) -> Iterator[tuple[str, Tensor, LoraLinear | None]]:
-        """Yield all weights but the adapters, and the buffers that belong to them, in the order of their file.
+        """Yield all weights except adapters, and persistent buffers, each with its adapter if any, in a file's order.
 
-        Tied weights come once, under the first of their names. Wide elements come first: so each tensor begins at a
-        multiple of its element's size.
+        Tied weights appear once, under the first of their names. Tensors with wide elements come first, so that each
+        tensor begins at a multiple of its element size.
         """
         adapters = adapters_of(self._model)
         weights = dict(self._model.named_parameters()) | persistent_buffers(self._model)
@@ -273,15 +273,15 @@ def export_dtype(folder: Path, settings: TrainerSettings) -> torch.dtype:
 
 
 def recompute_layers(model: "PreTrainedModel") -> None:
-    """Keep only the input of each layer for the backward pass, which computes the rest again.
+    """Keep only the input of each layer for the backward pass, which recomputes the rest.
 
-    transformers does so in training mode alone, where many families also drop activations and jitter the router at
-    random: logprobs would be up to 2.5 nats off, and different in each pass. So the model stays in evaluation mode.
+    transformers does so only in training mode, in which many families also apply dropout and router jitter: logprobs
+    would be up to 2.5 nats off, and different in each pass. So the model stays in evaluation mode.
     """
     layers = [layer for layer in model.get_decoder().modules() if isinstance(layer, GradientCheckpointingLayer)]
     if not layers:
         raise EngineFault(
-            f"trainer.gradient_checkpointing is on, and the code of this model's architecture "
+            f"trainer.gradient_checkpointing is on, but the code of this model's architecture "
             f"({model.config.model_type}) does not say which of its layers can be recomputed: set it to false"
         )
     for layer in layers:
@@ -297,6 +297,6 @@ def probe(sequence: Ints, first_id: int) -> TrainingItem:
 
 
 def _stored_dtype(folder: Path) -> torch.dtype:
-    """Return the precision that a model's folder names; float32 when it names none."""
+    """Return bfloat16 if the model's configuration names it or float16, otherwise float32."""
     dtype = load_config(folder).dtype
     return torch.bfloat16 if dtype in (torch.bfloat16, torch.float16) else torch.float32

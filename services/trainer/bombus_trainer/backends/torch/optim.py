@@ -16,8 +16,8 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 def learning_rate(step: int, settings: TrainerSettings) -> float:
     """Return the rate of optimizer step `step` (1 is the first): linear warm-up, then constant or decay to a floor.
 
-    Warm-up step k of w has k / w of the rate. Decay begins after it, and the step after `total_steps` is the first at
-    the floor, which is `min_lr_ratio` of the rate; so are all later ones.
+    Warm-up step k of w uses k / w of the rate. Decay begins after warm-up; from step `total_steps` + 1 on, the rate
+    stays at the floor, which is `min_lr_ratio` of the full rate.
     """
     config = settings.config
     schedule = RateSchedule(
@@ -30,7 +30,7 @@ def learning_rate(step: int, settings: TrainerSettings) -> float:
 
 
 def scheduled(step: int, peak: float, schedule: RateSchedule) -> float:
-    """Return the rate of step `step` (1 is the first) by a schedule, as `learning_rate` says."""
+    """Return the rate of step `step` (1 is the first) by a schedule, as described in `learning_rate`."""
     warmup, floor = schedule.warmup_steps, schedule.min_ratio
     if step <= warmup:
         return peak * step / warmup
@@ -44,7 +44,7 @@ def scheduled(step: int, peak: float, schedule: RateSchedule) -> float:
 class AdamW:
     """AdamW (Loshchilov and Hutter 2017, arXiv:1711.05101). Matrices decay, vectors (norms, biases) do not.
 
-    Its parameters have names, its settings come with each step, and its state is made with the first one.
+    Its parameters are named, its settings are passed to each step, and its state is created in the first one.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -77,8 +77,8 @@ class AdamW:
     def make_state(self) -> None:
         """Create the state of parameters that have gradients, unless it exists.
 
-        A step that has no memory for it then fails before it begins. Parts of a model that a text never passes through,
-        such as a vision tower, have no gradients and take no room.
+        If there is no memory for it, a step then fails before it changes anything. Parts of a model that text never
+        passes through, such as a vision tower, have no gradients and take no memory.
         """
         for parameter in self.parameters.values():
             if parameter.grad is not None and parameter not in self._adam.state:
@@ -97,7 +97,7 @@ class AdamW:
         return tensors
 
     def check(self, state: Mapping[str, Tensor]) -> None:
-        """Raise `EngineFault` unless this is the state of such an optimizer. A parameter has all of it or none."""
+        """Raise `EngineFault` unless the state fits these parameters, with all moments of a parameter or none."""
         stepped = {name: parameter for name, parameter in self.parameters.items() if f"{name}.step" in state}
         for name, parameter in stepped.items():
             for moment in MOMENTS:
@@ -110,7 +110,7 @@ class AdamW:
             raise EngineFault("the checkpoint has optimizer state for other parameters too")
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the result of `state`. Raises `EngineFault` when it belongs to other parameters."""
+        """Load the result of `state`. Raises `EngineFault` if it belongs to other parameters."""
         self.check(state)
         self._adam.state.clear()
         for name, parameter in self.parameters.items():
@@ -119,5 +119,5 @@ class AdamW:
                 self._adam.state[parameter] = moments
 
     def drop(self) -> None:
-        """Forget the state."""
+        """Delete the state."""
         self.restore({})

@@ -1,4 +1,4 @@
-"""What is trained: an adapter on a base or all of its weights, with its optimizer."""
+"""A model in training: an adapter on a base, or all of the base's weights, with its optimizer."""
 
 from collections.abc import Mapping
 
@@ -14,10 +14,10 @@ from bombus_trainer.backends.torch.optim import AdamW
 
 
 class TrainedModel:
-    """An adapter on a base, or all weights of the base. `parameters` have their names in a file."""
+    """An adapter on a base, or all weights of the base. `parameters` maps names in a file to parameters."""
 
     def __init__(self, base: Base, spec: AdapterSpec | None) -> None:
-        """Make a new model. Raises `EngineFault` where the base cannot have this adapter."""
+        """Make a new model. Raises `EngineFault` if the base cannot have this adapter."""
         self.base = base
         self.spec = spec
         self.adapters: dict[str, LoraLinear] = {} if spec is None else base.adapters(spec)
@@ -30,7 +30,7 @@ class TrainedModel:
         return sum(parameter.numel() for parameter in self.parameters.values())
 
     def add_up_gradients(self) -> None:
-        """Sum the gradients over the ranks. A parameter that has one on some rank then has one on all."""
+        """Sum the gradients over the ranks. A parameter that has a gradient on any rank then has one on all."""
         ranks = self.base.ranks
         if ranks.size == 1:
             return
@@ -56,18 +56,18 @@ class TrainedModel:
         return {name: parameter.detach() for name, parameter in self.parameters.items()}
 
     def restore(self, weights: Mapping[str, Tensor]) -> None:
-        """Load what `weights` returned, or only its trained part.
+        """Load the result of `weights`, or only its trained part.
 
-        Raises `EngineFault` unless it is of this model, before anything changes.
+        Raises `EngineFault`, before anything changes, if it does not belong to this model.
         """
         every, trained = self.weights(), {name: value.detach() for name, value in self.parameters.items()}
         own = trained if weights.keys() == trained.keys() else every
         if odd := sorted(own.keys() ^ weights.keys()):
-            raise EngineFault(f"the checkpoint is of another model: {odd[0]} is in only one of the two")
+            raise EngineFault(f"the checkpoint belongs to another model: {odd[0]} is in only one of the two")
         for name, value in own.items():
             if value.shape != weights[name].shape:
                 raise EngineFault(
-                    f"the checkpoint is of another model: its {name} has shape {list(weights[name].shape)}, not "
+                    f"the checkpoint belongs to another model: its {name} has shape {list(weights[name].shape)}, not "
                     f"{list(value.shape)}"
                 )
         with torch.no_grad():
@@ -76,7 +76,7 @@ class TrainedModel:
 
 
 def factors(adapters: Mapping[str, LoraLinear]) -> dict[str, nn.Parameter]:
-    """Return what adapters train, by its name in their file."""
+    """Return the trained factors of adapters, by their names in a file."""
     found: dict[str, nn.Parameter] = {}
     for layer, adapter in adapters.items():
         low_a, low_b = adapter_names(layer)

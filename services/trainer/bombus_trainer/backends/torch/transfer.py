@@ -13,7 +13,7 @@ Arrays = Mapping[str, NDArray[np.generic]]
 
 
 def to_device(arrays: Arrays, device: torch.device) -> dict[str, Tensor]:
-    """Return the arrays as tensors on `device`, by their names. On a CPU they share the arrays' memory."""
+    """Return the arrays as tensors on `device`, by name. On a CPU they share the arrays' memory."""
     if device.type == "cpu":
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
     return split_buffer(join_arrays(arrays, pinned=device.type == "cuda").to(device, non_blocking=True), arrays)

@@ -26,27 +26,27 @@ NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 
 def look_up(setting: str, name: str, registry: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return the function of that name. Raises `EngineFault`, which lists all names."""
+    """Return the function registered as `name`. Raises an `EngineFault` that lists all names."""
     names = {str(getattr(key, "value", key)): function for key, function in registry.items()}
     if name not in names:
-        raise EngineFault(f"{setting} = {name!r} is not in verl's registry: it has {', '.join(sorted(names))}")
+        raise EngineFault(f"{setting} = {name!r} is not in verl's registry, which has {', '.join(sorted(names))}")
     function: Callable[..., Any] = names[name]
     return function
 
 
 @dataclass(frozen=True)
 class VerlEstimator:
-    """An estimator of verl's registry, with the configuration that verl hands to it."""
+    """An estimator from verl's registry, with the configuration that verl passes to it."""
 
     function: Estimate
     config: object
     normalise_by_std: bool
 
     def __call__(self, rewards: Sequence[float], counts: Sequence[int], index: Sequence[int]) -> Tensor:
-        """Return the advantages [B, T] of responses, each with its `counts` of trained tokens and its group's `index`.
+        """Return the advantages [B, T] of responses from their rewards, counts of trained tokens, and groups (`index`).
 
-        The reward of each is at the last of its tokens, as in verl. One of which nothing is trained has its reward
-        too, which counts among those of its group.
+        A response's reward is at its last trained token, as in verl. The reward of a response without trained tokens
+        still counts among the rewards of its group.
         """
         mask_BT = torch.zeros(len(counts), max(max(counts), 1))
         rewards_BT = torch.zeros_like(mask_BT)
@@ -62,9 +62,10 @@ class VerlEstimator:
 
 
 def try_estimator(name: str, estimator: VerlEstimator) -> None:
-    """Raise `EngineFault` for an estimator that cannot be computed from what this trainer gives it.
+    """Raise `EngineFault` for an estimator that cannot be computed from this trainer's inputs.
 
-    That is one with inputs that only a critic or another pass over the model gives, and one that fails.
+    That is an estimator that needs the output of a critic or of another pass over the model, or that fails on an
+    example.
     """
     parameters = [each for each in inspect.signature(estimator.function).parameters.values() if each.kind in NAMED]
     needed = [each.name for each in parameters if each.default is each.empty and each.name not in ESTIMATOR_INPUTS]
@@ -84,8 +85,8 @@ def with_advantages(
 ) -> PreparedBatch:
     """Return the batch with verl's advantages.
 
-    Each episode is one response: all its trained tokens in order. As with our estimators, an episode that is left out
-    of the loss counts among its group, and a group of one has nothing to compare: its advantages are 0.
+    Each episode is one response, consisting of all its trained tokens in order. As with our estimators, an episode
+    that is left out of the loss still counts in its group, and the advantages in a group of one are 0.
     """
     rewards = {episode.episode: episode_reward(episode, settings) for group in groups for episode in group.episodes}
     compared = [number for number, group in enumerate(batch.groups) if len(group.tokens) > 1]
@@ -114,13 +115,13 @@ def _regroup(group: PreparedGroup, of_episode: Mapping[str, Any]) -> PreparedGro
 
 @dataclass(frozen=True)
 class VerlPolicyLoss:
-    """A policy loss of verl's registry, with the actor's configuration that verl hands to it."""
+    """A policy loss from verl's registry, with the actor's configuration that verl passes to it."""
 
     function: VerlLoss
     config: object
 
     def mean(self, old_ST: Tensor, logprobs_ST: Tensor, advantages_ST: Tensor, importance_ST: Tensor) -> Tensor:
-        """Return verl's mean over the tokens of sequences of one length."""
+        """Return the loss, averaged by verl over the tokens of S sequences of equal length."""
         mean, _ = self.function(
             old_log_prob=old_ST,
             log_prob=logprobs_ST,
@@ -135,10 +136,10 @@ class VerlPolicyLoss:
     def __call__(
         self, scored: ScoredTerms, old_N: Tensor, reference_N: Tensor | None, settings: TrainerSettings
     ) -> PolicyLoss:
-        """Compute the loss of one sequence in our aggregation: verl's mean over it times the weights of its tokens."""
+        """Compute one sequence's loss in our aggregation: verl's mean over its tokens, times their total weight."""
         logprobs_N, device = scored.logprobs_N, scored.logprobs_N.device
         weights_N, sampler_N = scored.terms["weights_N"], scored.terms["sampler_logprobs_N"]
-        one_N = torch.zeros(len(logprobs_N), dtype=torch.long, device=device)  # the number of the one sequence
+        one_N = torch.zeros(len(logprobs_N), dtype=torch.long, device=device)  # all tokens belong to sequence 0
         job = settings.config
         rule = CorrectionRule(job.correction, job.tis_clip_low, job.tis_clip)
         correction = sampler_correction(old_N, sampler_N, one_N, 1, rule)
@@ -162,10 +163,10 @@ class VerlPolicyLoss:
 
 
 def try_loss(name: str, loss: VerlPolicyLoss) -> None:
-    """Raise `EngineFault` for a loss that cannot be computed from what this trainer gives it, tried on two sequences.
+    """Try a loss on two sequences. Raise `EngineFault` if it cannot be computed from this trainer's inputs.
 
-    That is one that fails, one in which a sequence's loss depends on others (here each is computed alone, since its
-    tokens have weights of its own), and one in which the correction's weights count for nothing.
+    That is a loss that fails, a loss in which one sequence depends on others (here each is computed alone, since its
+    tokens have their own weights), or a loss on which the correction's weights have no effect.
     """
     old_ST = torch.tensor([[-1.0, -1.3, -0.8, -1.1], [-3.0, -3.4, -2.9, -3.2]], dtype=torch.float64)
     moved_ST = torch.tensor([[-0.1, -0.2, -0.05, -0.1], [0.1, 0.05, 0.2, 0.1]], dtype=torch.float64)
@@ -185,7 +186,7 @@ def try_loss(name: str, loss: VerlPolicyLoss) -> None:
         raise EngineFault(_fails("loss", name, error)) from error
     if not isclose(together, sum(alone) / 2.0, rel_tol=1e-6):
         raise EngineFault(
-            f"trainer.loss = {name!r} is refused: it compares the sequences of a batch with each other, and this "
+            f"trainer.loss = {name!r} is refused: it compares the sequences of a batch with each other, but this "
             "trainer computes the loss of one at a time"
         )
     if not isclose(doubled, 2.0 * together, rel_tol=1e-6):
@@ -196,4 +197,4 @@ def try_loss(name: str, loss: VerlPolicyLoss) -> None:
 
 
 def _fails(setting: str, name: str, error: Exception) -> str:
-    return f"trainer.{setting} = {name!r} is refused, since it fails with what it gets here: {in_one_line(error)}"
+    return f"trainer.{setting} = {name!r} is refused, since it fails on this trainer's inputs: {in_one_line(error)}"

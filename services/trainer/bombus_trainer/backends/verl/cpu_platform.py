@@ -1,4 +1,4 @@
-"""Register a CPU platform in verl, which has none. Importing this module does it, through verl's own registry."""
+"""A CPU platform for verl, which has none. Importing this module adds it to verl's registry."""
 
 from contextlib import nullcontext
 
@@ -8,7 +8,7 @@ from verl.plugin.platform.platform_manager import PlatformRegistry
 
 
 class CpuPlatform(PlatformBase):  # type: ignore[misc]
-    """What verl asks of a device. On a CPU most answers are that there is nothing to do."""
+    """verl's interface to a device. On a CPU most methods have nothing to do."""
 
     device_name = "cpu"
     vendor_name = "cpu"
@@ -18,7 +18,7 @@ class CpuPlatform(PlatformBase):  # type: ignore[misc]
         return False  # no accelerator: verl then leaves its generator and its memory alone
 
     def current_device(self) -> str:
-        return "cpu"  # verl passes it to Tensor.to, which takes a number for a GPU's
+        return "cpu"  # verl passes it to Tensor.to, which would read a number as a GPU's
 
     def device_count(self) -> int:
         return 1

@@ -1,4 +1,4 @@
-"""All that we use of verl: its FSDP engine, its registries, its names of weights.
+"""Everything that we use from verl: its FSDP engine, its registries, its names for weights.
 
 Only this file and cpu_platform.py import verl.
 """
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 VERSION = "0.9.1"  # its engines "may still change", so this file is written for one version
 DTYPES_COMPUTED = {"fp32": torch.float32, "bf16": torch.bfloat16}
-EXPERT = "mlp.experts.*.gate_proj.weight"  # as transformers writes the name in a family's files that verl also gives it
+EXPERT = "mlp.experts.*.gate_proj.weight"  # transformers' pattern for a family whose files name experts as verl does
 FLASH_PACKAGES: dict[str, tuple[str, Callable[[], bool]]] = {
     "flash_attention_2": ("flash-attn", is_flash_attn_2_available),
     "flash_attention_3": ("flash-attn-3", is_flash_attn_3_available),
@@ -90,9 +90,9 @@ def prepare_process(device: str) -> None:
 
 
 def attention_of(settings: TrainerSettings) -> str | None:
-    """Return transformers' name of what computes attention, or None for its default: `sdpa`, or `eager` without it.
+    """Return transformers' name for an attention implementation, or None for its default (`sdpa`, or else `eager`).
 
-    Raises `EngineFault` for what is not installed here.
+    Raises `EngineFault` if the implementation is not installed here.
     """
     wanted = settings.config.attn_implementation
     if settings.config.ulysses_parallel_size > 1:
@@ -112,7 +112,7 @@ def attention_of(settings: TrainerSettings) -> str | None:
 
 
 def packs(settings: TrainerSettings) -> bool:
-    """Return whether a micro-batch is one row, whose sequences attention tells apart at no cost."""
+    """Return whether to pack a micro-batch into one row: attention then separates its sequences at no extra cost."""
     attention = attention_of(settings) or ""
     return attention == ULYSSES or attention.startswith(FLASH)
 
@@ -121,8 +121,8 @@ def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtyp
     """Make verl's engine with the model in `folder`, or this rank's part of it. Raises `EngineFault`.
 
     `packed`: a micro-batch is one row without padding, and attention tells sequences apart by their positions.
-    Weights are kept in float32, as in our own trainer. The learning rate is set at each step: verl's schedules count
-    their warm-up from another step than ours, and have no linear decay.
+    Weights are kept in float32, as in the torch backend. The learning rate is set at each step: verl's schedules start
+    their warm-up at a different step than ours, and have no linear decay.
     """
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
@@ -184,37 +184,37 @@ def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtyp
 
 
 def _sentence(error: Exception) -> str:
-    if isinstance(error, KeyError) and error.args == (ULYSSES,):  # it looked for it among its own
+    if isinstance(error, KeyError) and error.args == (ULYSSES,):  # it looked ours up among the family's own
         return "its layers accept no external attention, which trainer.ulysses_parallel_size needs: set it to 1"
     return f"{in_one_line(error)}; docs/models.md lists what backend torch trains"
 
 
 def _check_splitting(config: "PretrainedConfig", ranks: int) -> None:
-    """Raise `EngineFault` for a model whose rows that many ranks cannot share."""
+    """Raise `EngineFault` if `ranks` ranks cannot share the rows of such a model."""
     with refusing(config, "trained"):
         if hasattr(config, "vision_config"):
             raise EngineFault(
-                f"trainer.ulysses_parallel_size is {ranks}, but it has a tower for images, whose rows verl does not "
-                "split in the same way: set it to 1"
+                f"trainer.ulysses_parallel_size is {ranks}, but the model has a tower for images, whose rows verl does "
+                "not split in the same way: set it to 1"
             )
         check_heads(int(config.get_text_config().num_attention_heads), ranks)
 
 
 def _check_packing(engine: Any, tokens: int) -> Disagreement:
-    """Compare two sequences of about `tokens` in one micro-batch with each of them alone.
+    """Compare the logprobs of two sequences of about `tokens` tokens in one micro-batch with those of each alone.
 
-    verl computes with transformers' own attention, so what can be wrong is that sequences of a row see each other, or
-    that a window counts from the row's beginning. Raises if the model changes what its head returns.
+    verl computes with transformers' own attention, so the possible errors are that sequences in a row see each other,
+    or that a window counts from the row's beginning. Raises `EngineFault` if the model changes its head's output.
     """
     sequences = _probe_items(engine, tokens)
     return Disagreement.between([_scored(engine, sequences)], [_scored(engine, [sequence]) for sequence in sequences])
 
 
 def _check_parts(engine: Any, tokens: int) -> Disagreement:
-    """Compare sequences whose rows are shared by ranks with transformers' own forward pass of each, on one rank.
+    """Compare sequences in rows that ranks share with transformers' own forward pass of each sequence on one rank.
 
-    A layer that looks at earlier tokens in another way than by attention would begin anew in each part. So each
-    sequence is also a row of its own, which is then split in its middle.
+    A layer that uses earlier tokens other than through attention would start over in each part of a row. So each
+    sequence is also computed as a separate row, which is then split in the middle of the sequence.
     """
     sequences = _probe_items(engine, tokens)
     ours = [_scored(engine, sequences), *(_scored(engine, [sequence]) for sequence in sequences)]
@@ -246,14 +246,14 @@ def _engine_class() -> Any:
     class Engine(FSDPEngineWithLMHead):  # type: ignore[misc]
         """verl's engine with our head: a micro-batch's `log_probs` and `entropy` are those of its terms, jagged [B, N].
 
-        `cost` is that of the whole model.
+        `cost` is the cost of the whole model, not of this rank's part.
         """
 
         def __init__(self, settings: TrainerSettings, **configs: object) -> None:
             super().__init__(**configs)
             self._settings = settings
             self._in_full = settings.config.attn_implementation == "eager"
-            self._row: SplitRow | None = None  # of the current micro-batch, where ranks share rows
+            self._row: SplitRow | None = None  # the current micro-batch, if ranks share rows
 
         def _build_module(self) -> Any:
             module, settings = super()._build_module(), self._settings
@@ -298,7 +298,7 @@ def _engine_class() -> Any:
 
 @contextmanager
 def _whole_rows(engine: Any) -> Iterator[None]:
-    """Have each rank compute whole rows meanwhile, with transformers' own attention."""
+    """Within the block, make each rank compute whole rows, with transformers' own attention."""
     engine.use_ulysses_sp = False
     engine.module.set_attn_implementation("eager")
     try:
@@ -309,7 +309,7 @@ def _whole_rows(engine: Any) -> Iterator[None]:
 
 
 def _row_of(micro_batch: Any, engine: Any, in_full: bool) -> SplitRow | None:
-    """Return the row that a micro-batch is, where the ranks of a group compute a part of it each."""
+    """Return a micro-batch as a row of which each rank of the group computes a part; None if ranks share no rows."""
     if not engine.use_ulysses_sp:
         return None
     tokens = micro_batch["input_ids"]
@@ -332,7 +332,7 @@ def compute(engine: Any, micro_batch: MicroBatch, loss: LossOfBatch, backward: b
         "use_remove_padding": engine.model_config.use_remove_padding,
         "use_dynamic_bsz": False,
         "micro_batch_size_per_gpu": len(micro_batch),
-        "temperature": 1.0,  # the head applies those of the terms
+        "temperature": 1.0,  # the head applies the terms' own temperatures
     }
     engine.forward_backward_batch(get_tensordict(tensors_of(micro_batch), options), loss, forward_only=not backward)
 
@@ -347,20 +347,20 @@ def _decay_matrices_only(optimizer: torch.optim.Optimizer) -> None:
 
 
 def named_tensors(engine: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield sharded parameters and after them persistent buffers, by their names in a checkpoint on the hub.
+    """Yield sharded parameters, then persistent buffers, under their names in a Hugging Face checkpoint.
 
-    Tied parameters come once, under the first of their names.
+    Tied parameters appear once, under the first of their names.
     """
     from verl.utils.model import convert_weight_keys
 
-    buffers = persistent_buffers(engine.module)  # this first: FSDP then puts its shards back for parameters in use
+    buffers = persistent_buffers(engine.module)  # first, since this makes FSDP restore its sharded parameters
     yield from convert_weight_keys(dict(engine.module.named_parameters()) | buffers, engine.module).items()
 
 
 def as_stored(tensors: Iterator[tuple[str, Tensor]], engine: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield weights as verl exports them: experts that transformers keeps in one tensor become one tensor each.
+    """Yield weights as verl exports them: experts that transformers fuses into one tensor become one tensor each.
 
-    That is left out for families whose files have other names for experts than those that verl gives them, such as w1.
+    Families whose files do not name experts as verl does (but, say, w1) keep the fused tensors.
     """
     from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
@@ -370,9 +370,9 @@ def as_stored(tensors: Iterator[tuple[str, Tensor]], engine: Any) -> Iterator[tu
 
 
 def algorithms(settings: TrainerSettings) -> tuple[Advantages | None, TermLoss]:
-    """Return what computes advantages instead of our code, if anything, and the loss.
+    """Return the function that computes advantages (None: our own code does), and the one that computes the loss.
 
-    Raises `EngineFault` for names that are unknown, or cannot be computed with these settings.
+    Raises `EngineFault` if a name is unknown, or cannot be computed with these settings.
     """
     from verl.trainer.config import AlgoConfig
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
@@ -390,7 +390,7 @@ def algorithms(settings: TrainerSettings) -> tuple[Advantages | None, TermLoss]:
     if name := settings.verl_policy_loss:
         if job.use_opsm or job.dual_clip:
             option = "use_opsm" if job.use_opsm else "dual_clip"
-            raise EngineFault(f"trainer.{option} is refused with trainer.loss {name!r}: it belongs to our own losses")
+            raise EngineFault(f"trainer.{option} is refused with trainer.loss {name!r}: it needs one of our losses")
         actor = ActorConfig(
             strategy="fsdp2",
             rollout_n=1,

@@ -50,8 +50,8 @@ class VerlExecutor(StepBackend[MicroBatch]):
     ) -> None:
         """Load the model in `folder` at step 0, as `Executor` does. Raises `EngineFault`.
 
-        Sequences are `packed` with flash attention and where ranks share rows, and padded otherwise: there attention
-        between all tokens of a packed row is computed and masked.
+        By default, sequences are `packed` with flash attention or if ranks share rows, and padded otherwise: other
+        attention would compute the scores between all tokens of a packed row, and then mask them.
         """
         verl_engine.prepare_process(settings.device)
         torch.manual_seed(settings.job.model.seed)
@@ -59,13 +59,13 @@ class VerlExecutor(StepBackend[MicroBatch]):
         self.files = load_tokenizer_files(folder) if files is None else dict(files)
         self.ranks = ranks
         self._export_dtype = export_dtype(folder, settings)
-        self._sharing = settings.config.ulysses_parallel_size  # the ranks in a row that compute parts of the same rows
+        self._sharing = settings.config.ulysses_parallel_size  # how many consecutive ranks share rows
         if ranks.size % self._sharing:
             raise EngineFault(
                 f"trainer.ulysses_parallel_size is {self._sharing}, but this trainer has {ranks.size} ranks: set it to "
                 f"a number that divides {ranks.size}, or start the trainer with a multiple of {self._sharing}"
             )
-        self._counts = ranks.rank % self._sharing == 0  # the others have the same loss and metrics
+        self._counts = ranks.rank % self._sharing == 0  # of ranks that share rows, only the first
         self._packed = verl_engine.packs(settings) if packed is None else packed
         self._estimate, self._loss = verl_engine.algorithms(settings)
         make = partial(verl_engine.new_engine, folder, settings, self._export_dtype, self._packed)
@@ -117,13 +117,13 @@ class VerlExecutor(StepBackend[MicroBatch]):
                 shares.append(of_loss.loss)
             total = torch.stack(shares).sum()
             share = float(total.detach()) if self._counts else 0.0
-            return total * self.ranks.size, {}  # verl's engine takes the mean over ranks, and ours is a sum
+            return total * self.ranks.size, {}  # verl's engine averages over ranks, but our loss is a sum
 
         verl_engine.compute(self._engine, micro_batch, loss, backward=True)
         return share
 
     def _parts(self, counts: list[int]) -> Iterator[slice]:
-        """Yield all terms at once for our loss, and those of one sequence at a time for verl's."""
+        """Yield slices of the terms: all at once for our loss, one sequence at a time for verl's."""
         if not self.settings.verl_policy_loss:
             yield slice(None)
             return
@@ -153,7 +153,7 @@ class VerlExecutor(StepBackend[MicroBatch]):
     def micro_batches(self, items: list[TrainingItem], tally: Tally, backward: bool) -> list[MicroBatch]:
         settings = self.settings
         packing = settings.config.enable_packing
-        tokens_max = settings.bin_tokens if packing else 1  # a pass for each sequence: no two fit into one
+        tokens_max = settings.bin_tokens if packing else 1  # one sequence per pass: no two fit into one
         shards = shard(
             items, self.ranks.size // self._sharing, tokens_max, self._packed, self._engine.cost.of_attention
         )
@@ -178,7 +178,7 @@ class VerlExecutor(StepBackend[MicroBatch]):
     # ---- checkpoints and weights ------------------------------------------------------------------------------
 
     def save(self, root: Path, facts: Facts) -> Saved:
-        """See `TrainerBackend.save`: each rank's part of model and optimizer, with our manifest."""
+        """See `TrainerBackend.save`. Each rank writes its part of model and optimizer, and the leader our manifest."""
 
         def write(draft: Path) -> dict[str, checkpoint.Seal]:
             directory = Path(self.ranks.share(str(draft / STATE)))
@@ -195,13 +195,13 @@ class VerlExecutor(StepBackend[MicroBatch]):
         return self.ranks.share(saved)
 
     def _is_ours(self, name: str) -> bool:
-        """Return whether this rank seals and checks that file: those that it wrote, and those of ranks beyond ours."""
+        """Return whether this rank seals and checks a file: its writer's rank is ours modulo the number of ranks."""
         return writer_of(name) % self.ranks.size == self.ranks.rank
 
     def restore(self, path: Path, digest: str) -> None:
         """See `TrainerBackend.restore`. Any number of ranks may have written it; each file is checked by one of ours.
 
-        Files of verl's own, which were written before, are read by as many ranks as wrote them.
+        Checkpoints in verl's own format, from earlier versions, must be read by as many ranks as wrote them.
         """
         problem: EngineFault | None = None
         reshards = False
@@ -209,7 +209,7 @@ class VerlExecutor(StepBackend[MicroBatch]):
             reshards = checkpoint.verify_files(path, digest, NAME, self.ranks.size, self._is_ours)
         except EngineFault as error:
             problem = error
-        for found in self.ranks.gather(problem):  # the same on all ranks, before their next exchange
+        for found in self.ranks.gather(problem):  # all ranks raise the same error, before their next collective
             if found is not None:
                 raise found
         if reshards:
@@ -223,12 +223,12 @@ class VerlExecutor(StepBackend[MicroBatch]):
         return Outline(self._export_dtype, self._dense_shapes())
 
     def read_weights(self, use: Callable[[Tensors], T], part: ModelPart = ModelPart.MODEL) -> T:
-        """See `TrainerBackend.read_weights`: by the leader, while the other ranks call `gather_weights`."""
+        """See `TrainerBackend.read_weights`. The leader calls this while the other ranks call `gather_weights`."""
         tensors = self._weights(part)
         with torch.no_grad():
             try:
                 return use(tensors)
-            finally:  # gather what was not read too: the other ranks are in the middle of it
+            finally:  # gather the unread tensors too, as the other ranks do
                 for _ in tensors:
                     pass
 
@@ -249,16 +249,16 @@ class VerlExecutor(StepBackend[MicroBatch]):
         return {name: Shape(value.dtype, tuple(value.shape)) for name, value in stored}
 
     def _dense_weights(self, with_adapters: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yield the whole model under its Hugging Face names, adapters merged or left out, one tensor at a time."""
+        """Yield the whole model under its Hugging Face names, one tensor at a time, adapters merged or left out."""
         adapters = dict(self._adapter_shards()) if with_adapters else {}
         whole = ((name, self._merged(name, value, adapters).to(dtype)) for name, value, dtype in self._dense())
         return verl_engine.as_stored(whole, self._engine)
 
     def _dense(self) -> list[tuple[str, Tensor, torch.dtype]]:
-        """Return sharded parameters without adapters, and persistent buffers, each with its precision in a version.
+        """Return sharded parameters without adapters, and persistent buffers, each with its dtype in an export.
 
-        Tied weights come once, under the first of their names. The order is that of the torch backend: wide elements
-        first.
+        Tied weights appear once, under the first of their names. The order is that of the torch backend: tensors with
+        wide elements first.
         """
         dense = []
         for name, value in verl_engine.named_tensors(self._engine):
@@ -268,9 +268,9 @@ class VerlExecutor(StepBackend[MicroBatch]):
         return sorted(dense, key=lambda each: -each[2].itemsize)
 
     def _merged(self, name: str, value: Tensor, adapters: Mapping[str, Tensor]) -> Tensor:
-        """Return a whole tensor, its adapter merged if it has one. verl's own merge would copy the model, in bfloat16.
+        """Return a whole tensor with its adapter, if any, merged. verl's own merge would copy the model, in bfloat16.
 
-        `adapters` has this rank's part of each by its name in a file.
+        `adapters` maps the names of adapter tensors in a file to this rank's parts of them.
         """
         low_a, low_b = adapter_names(name.removesuffix(".weight"))
         if low_a not in adapters:
@@ -279,7 +279,7 @@ class VerlExecutor(StepBackend[MicroBatch]):
         return merged(_whole(value), _whole(adapters[low_a]), _whole(adapters[low_b]), scale)
 
     def _adapter_shards(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's part of each adapter, under its name in a file."""
+        """Yield this rank's part of each adapter tensor, under its name in a file."""
         for name, value in self._engine.module.named_parameters():
             if ".lora_" in name:
                 yield name.replace(".default.", "."), value

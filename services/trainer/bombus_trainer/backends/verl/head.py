@@ -1,7 +1,8 @@
-"""The output layer of a model in verl's engine: logprobs and entropies of the trained tokens in place of logits.
+"""The output layer for models in verl's engine: it returns the trained tokens' logprobs and entropies, not logits.
 
-verl computes the logits of a whole micro-batch and several copies of them; its fused kernels need one temperature for
-all of it. This is the torch backend's head (see `head`) within verl's forward pass. It does not import verl.
+verl itself computes the logits of a whole micro-batch and several copies of them; its fused kernels need one
+temperature for all tokens. This runs the torch backend's head (`backends.torch.head`) within verl's forward pass. It
+does not import verl.
 """
 
 from dataclasses import dataclass
@@ -17,9 +18,9 @@ from bombus_trainer.data.sharding import MicroBatch
 
 @dataclass(frozen=True, eq=False)
 class TermQuery:
-    """Which of the hidden states [B x T] at the head predict the N terms, and the targets and temperatures.
+    """Which of the hidden states [B x T] at the head predict the N terms, with the terms' targets and temperatures.
 
-    `first` is the number of the first of them among those of the micro-batch, where ranks share a row.
+    If ranks share a row, `first` is the index of the first of these terms among all terms of the micro-batch.
     """
 
     rows_N: Tensor
@@ -27,7 +28,7 @@ class TermQuery:
     first: int = 0
 
     def within(self, start: int, end: int) -> "TermQuery":
-        """Return the terms that the hidden states from `start` to `end` predict, for a head that has only those."""
+        """Return the query for a head that gets only the hidden states from `start` to `end`, and so fewer terms."""
         edges = torch.tensor([start, end], device=self.rows_N.device)
         first, last = torch.searchsorted(self.rows_N, edges).tolist()
         targets_N, temperatures_N = (
@@ -39,11 +40,11 @@ class TermQuery:
 
 
 class TermsHead(nn.Module):
-    """Replaces a model's output matrix, whose parameter it keeps under its name.
+    """Replaces a model's output matrix, and keeps the matrix as a parameter of the same name.
 
-    Its `forward` returns [2, N]: the logprobs of the terms in `query`, with gradient, and their entropy, with gradient
-    if `entropy_grad`. `result` is the last one. It never holds more than `logits_bytes_max` of logits. Raises
-    `ValueError` for an output layer that is more than a matrix.
+    `forward` returns [2, N]: the logprobs of the terms in `query`, with gradient, and their entropy, with gradient if
+    `entropy_grad`. `result` is the last return value. Logits are computed in slices of at most `logits_bytes_max`
+    bytes, or of 16 rows if that is more. Raises `ValueError` for an output layer that is more than a matrix.
     """
 
     def __init__(self, output: nn.Module | None, logits_bytes_max: int, entropy_grad: bool) -> None:
@@ -59,16 +60,16 @@ class TermsHead(nn.Module):
     def forward(self, hidden_BTH: Tensor) -> Tensor:
         assert self.query is not None, "the engine sets the query before it passes a micro-batch on"
         chosen_NH = hidden_BTH.flatten(0, 1).index_select(0, self.query.rows_N)
-        with torch.autocast(hidden_BTH.device.type, enabled=False):  # it has its own precision
+        with torch.autocast(hidden_BTH.device.type, enabled=False):  # the head chooses its own precision
             output = OutputLayer(self.weight)
             self.result = torch.stack(chosen_logprobs(chosen_NH, output, self.query.head, self.entropy_grad))
         return self.result
 
 
 def tensors_of(micro_batch: MicroBatch) -> dict[str, Tensor]:
-    """Return a micro-batch as verl takes it, jagged [B, T], with targets and temperatures where `loss_mask` is 1.
+    """Return a micro-batch as verl's input, jagged [B, T], with targets and temperatures where `loss_mask` is 1.
 
-    A sequence's last token is only ever predicted.
+    A sequence's last token is not an input, only a target.
     """
     lengths = [len(item.tokens_T) - 1 for item in micro_batch]
     starts = np.cumsum([0, *lengths])
@@ -89,13 +90,13 @@ def tensors_of(micro_batch: MicroBatch) -> dict[str, Tensor]:
 
 
 def query_of(tensors: dict[str, Tensor], packed: bool, rows_max: int) -> TermQuery:
-    """Return the head's query for a micro-batch of `tensors_of`, on the same device."""
+    """Return the head's query for a micro-batch that `tensors_of` returned, on the same device."""
     mask = tensors["loss_mask"]
     kept_T = mask.values() > 0
     among_T = kept_T
     if not packed:
         lengths_B = mask.offsets().diff()  # type: ignore[attr-defined]
-        size = (len(lengths_B), int(lengths_B.max()))  # without it the width is not always the longest
+        size = (len(lengths_B), int(lengths_B.max()))  # without it the width is not always the longest length
         among_T = torch.nested.to_padded_tensor(mask, 0.0, output_size=size).flatten()
     targets_N, temperatures_N = (tensors[name].values()[kept_T] for name in ("targets", "temperatures"))
     head = HeadPlan(torch.arange(len(targets_N), device=mask.device), targets_N, temperatures_N, rows_max)
@@ -103,7 +104,7 @@ def query_of(tensors: dict[str, Tensor], packed: bool, rows_max: int) -> TermQue
 
 
 def of_sequences(values_N: Tensor, mask: Tensor) -> Tensor:
-    """Return each term's value, jagged by sequence [B, N]."""
+    """Return the terms' values [N] as a tensor that is jagged by sequence [B, N]."""
     ends_T = torch.nn.functional.pad((mask.values() > 0).cumsum(0), (1, 0))
     return jagged(values_N, ends_T[mask.offsets()])  # type: ignore[attr-defined]
 

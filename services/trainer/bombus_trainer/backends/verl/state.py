@@ -1,6 +1,6 @@
-"""The state of a sharded model and its optimizer in files, which any number of ranks can read.
+"""Save and load the state of a sharded model and its optimizer, in files that any number of ranks can read.
 
-They are torch's distributed checkpoints: each rank writes its own part, and reads what it needs of all parts.
+The files are torch's distributed checkpoints: each rank writes its own part, and reads what it needs from all parts.
 """
 
 import re
@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from bombus_trainer.publish.checkpoint import CheckpointLost
 from bombus_trainer.ranks import LEADER
 
-# `__1_0.distcp` is of rank 1, and so is `optim_world_size_2_rank_1.pt`, as verl itself named its files. Others, such as
-# the index `.metadata`, are the leader's.
+# `__1_0.distcp` was written by rank 1, and so was `optim_world_size_2_rank_1.pt`, in verl's own format. Other files,
+# such as the index `.metadata`, are written by the leader.
 _OF_RANK = re.compile(r"(?:/__|_rank_)(\d+)")
 
 
@@ -34,7 +34,7 @@ def save_state(folder: Path, module: nn.Module, optimizer: Optimizer) -> None:
 
 
 def load_state(folder: Path, module: nn.Module, optimizer: Optimizer) -> None:
-    """Read this rank's part of what any number of ranks have written. Raises `CheckpointLost`."""
+    """Read this rank's part of a state that any number of ranks have written. Raises `CheckpointLost`."""
     model, of_optimizer = get_state_dict(module, optimizer)
     state = {"model": model, "optimizer": of_optimizer}
     try:

@@ -1,8 +1,8 @@
-"""Ulysses: ranks that compute a part of each row, and exchange parts for heads around its attention.
+"""Ulysses: each rank computes a part of each row, and ranks exchange parts for heads around its attention.
 
-Each rank of a group has all heads of its part of a row. Before a layer's attention it sends to each other rank the
-heads that this rank attends with, and so gets its own heads of the whole row; afterwards the results go back (DeepSpeed
-Ulysses, https://arxiv.org/abs/2309.14509). The attention between the two is the torch backend's, which needs no
+Each rank of a group holds all heads of its part of a row. Before a layer's attention it sends each other rank the heads
+that the receiver attends with, and so gets its own heads of the whole row; afterwards the results are sent back
+(DeepSpeed Ulysses, https://arxiv.org/abs/2309.14509). Attention itself is the torch backend's, which needs no
 flash-attn and computes each sequence of a row alone. This module does not import verl.
 """
 
@@ -28,7 +28,7 @@ NAME = "bombus_ulysses"
 class SplitRow:
     """A row whose S equal parts of P tokens are computed by the ranks of `group`, in their order.
 
-    `attention` is that of all S x P tokens, padding included.
+    `attention` covers all S x P tokens, including padding.
     """
 
     group: dist.ProcessGroup
@@ -52,9 +52,9 @@ class SplitRow:
 def split_row(
     lengths: Sequence[int], group: dist.ProcessGroup, device: torch.device, in_full: bool = False
 ) -> SplitRow:
-    """Return the row of sequences of these lengths, end to end, padded to what the ranks of `group` can share.
+    """Return a row of sequences of these lengths, end to end, padded to a multiple of the ranks of `group`.
 
-    For `in_full` see `Block`.
+    See `Block` for `in_full`.
     """
     padding = -sum(lengths) % dist.get_world_size(group)
     segments: list[Segment] = []
@@ -67,10 +67,10 @@ def split_row(
 
 
 def joined(part_RN: Tensor, first: int, count: int, group: dist.ProcessGroup) -> Tensor:
-    """Return the values [R, count] of which each rank of `group` has some, this one those from column `first` on.
+    """Join the values of all ranks of `group` into [R, count]; this rank's `part_RN` begins at column `first`.
 
-    Every rank computes the same loss of all of them, and its gradient goes back to its own values alone: so the sum
-    over the ranks is the gradient of one loss.
+    Every rank computes the same loss from all values, but its gradient flows back only to its own values: so the
+    gradients, summed over the ranks, are those of one loss.
     """
     whole: Tensor = _Join.apply(part_RN, first, count, group)  # type: ignore[no-untyped-call]
     return whole
@@ -106,31 +106,31 @@ def ulysses_attention(  # noqa: PLR0913 - the signature that transformers calls
 
 
 def check_heads(heads: int, ranks: int) -> None:
-    """Raise `EngineFault` unless that many ranks can share the heads of a layer."""
+    """Raise `EngineFault` unless `ranks` ranks can share the heads of a layer."""
     if heads % ranks:
         raise EngineFault(
-            f"trainer.ulysses_parallel_size is {ranks}, but its layers have {heads} heads, which {ranks} ranks cannot "
-            f"share: set it to a number that divides {heads}"
+            f"trainer.ulysses_parallel_size is {ranks}, but the model's layers have {heads} heads, which {ranks} ranks "
+            f"cannot share: set it to a number that divides {heads}"
         )
 
 
 def _repeated(side_1NPD: Tensor, ranks: int) -> Tensor:
-    """Return key heads for each rank: where there are fewer than ranks, several ranks get the same one."""
+    """Return key (or value) heads for every rank: if there are fewer than ranks, several ranks get the same one."""
     heads = side_1NPD.shape[1]
     if heads % ranks == 0:
         return side_1NPD
     if ranks % heads:
         raise EngineFault(
-            f"trainer.ulysses_parallel_size is {ranks}, but its layers have {heads} key heads: one of the two must be "
-            "a multiple of the other"
+            f"trainer.ulysses_parallel_size is {ranks}, but the model's layers have {heads} key heads: one of these "
+            "must be a multiple of the other"
         )
     return side_1NPD.repeat_interleave(ranks // heads, dim=1)
 
 
 def _gathered(sides: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """Return some heads of the whole row [1, h, S x P, D], in exchange for all heads [1, H, P, D] of a part of it.
+    """Return this rank's heads of the whole row [1, h, S x P, D], in exchange for all heads [1, H, P, D] of its part.
 
-    All sides travel in one exchange.
+    All sides are sent in one exchange.
     """
     ranks = dist.get_world_size(group)
     parts = [side[0].unflatten(0, (ranks, -1)) for side in sides]  # [S, h, P, D]
@@ -140,13 +140,13 @@ def _gathered(sides: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]
 
 
 def _exchanged(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send `parts[r]` to rank r, and return what each rank has sent here, in their order."""
+    """Send `parts[r]` to rank r, and return the parts that the ranks sent here, in the order of ranks."""
     exchanged: Tensor = _Exchange.apply(parts, group)  # type: ignore[no-untyped-call]
     return exchanged
 
 
 class _Exchange(torch.autograd.Function):
-    """An exchange of equal parts is its own transpose: the gradient of what was sent is where it was sent."""
+    """An all-to-all of equal parts. It is its own transpose, so the backward pass exchanges gradients the same way."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:

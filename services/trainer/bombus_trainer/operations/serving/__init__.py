@@ -1,1 +1,1 @@
-"""A run of training operations, served: what waits is executed in a fair order, and survives the trainer."""
+"""Serve an operations run: execute the waiting operations in a fair order, and recover after the trainer ends."""

@@ -1,4 +1,4 @@
-"""Publish the base of a run of operations as version 0, so that replicas can load it and sample."""
+"""Publish the base of an operations run as version 0, so that replicas can load it and sample."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -35,14 +35,14 @@ class BaseSource:
         return Outline(self._policy.export_dtype, self._policy.dense_shapes())
 
     def read_weights(self, use: Callable[[Tensors], T], part: ModelPart = ModelPart.MODEL) -> T:
-        """Pass the weights to `use`. They are all of the base, whatever `part` of a model is asked for."""
+        """Pass all weights of the base to `use`, whichever `part` is requested."""
         return use(self._policy.dense_weights())
 
 
 async def publish_base(bus: Bus, options: TrainerOptions, ownership: RunOwnership, policy: PolicyModel) -> None:
     """Publish version 0, unless the log has it.
 
-    Where no replica could load it, because it has no tokenizer or is too large for the object store, the run trains
+    If no replica could load it, because it has no tokenizer or is too large for the object store, the run trains
     without replicas.
     """
     engine = ownership.engine

@@ -8,11 +8,11 @@ import torch
 
 
 def give_back() -> None:
-    """Free what nothing refers to, in this process's pools too: `bombus up` has trainers keep what they free."""
+    """Free unreferenced memory, including the allocators' pools: `bombus up` has trainers keep the memory they free."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only in glibc
         if trim is not None:
             trim(0)

@@ -1,4 +1,4 @@
-"""The models of a run in this process: operations executed on them, and executed again after a crash."""
+"""The models of a run in this process: execute operations on them, and re-execute these after a crash."""
 
 import logging
 from collections.abc import Awaitable, Callable, Container, Iterable
@@ -43,12 +43,12 @@ log = logging.getLogger(__name__)
 
 FetchStored = Callable[[BodyRef], Awaitable[bytes]]
 READING = ("create_model", "load_weights")  # operations that may read a checkpoint
-LOST = "its error is no longer kept"  # of an operation that failed before the trainer was started again
+LOST = "its error is no longer kept"  # for an operation that failed before the trainer was restarted
 
 
 class ServedModels:
-    """The models that are in memory. Each is what the log says: its recovery checkpoint, and what was executed after
-    it, in order."""
+    """The models in memory. Each is in the state that the log implies: its recovery checkpoint, and the operations
+    executed after it, in order."""
 
     def __init__(
         self,
@@ -58,17 +58,17 @@ class ServedModels:
         names: tuple[str, str],
         stall_s: float,
     ) -> None:
-        """`fetch_body` reads a body or a result from the stream `ops`; `names` are the base's as callers know it, and
-        as the executor does."""
+        """`fetch_body` reads a body or a result from the stream `ops`; `names` are the callers' name and the executor's
+        name for the base."""
         self.executor = executor
         self._recovery = recovery
         self._fetch_body = fetch_body
         self._names = names
         self._stall_s = stall_s
-        self._begun: dict[str, int] = {}  # which of several models of one name is here: the number of its creation
+        self._begun: dict[str, int] = {}  # by model: the number of its creation, as names are reused
         self._clocks: dict[str, CheckpointClock] = {}
-        self._read: dict[str, set[str]] = {}  # by model: what it was made from since its recovery checkpoint
-        self._away: dict[str, set[str]] = {}  # by model that cannot be made again: checkpoints that its operations name
+        self._read: dict[str, set[str]] = {}  # by model: the checkpoints loaded since its recovery checkpoint
+        self._away: dict[str, set[str]] = {}  # by model that cannot be rebuilt: checkpoints that its operations read
 
     # ---- as the log says ------------------------------------------------------------------------------------------
 
@@ -85,21 +85,21 @@ class ServedModels:
         for name in [name for name in self._begun if not self._is_open(name, models)]:
             self.executor.drop(name)
             del self._begun[name]
-            self._clocks.pop(name, None)  # one that could not be made again has none
+            self._clocks.pop(name, None)  # a model that could not be rebuilt has none
             self._read.pop(name, None)
             self._away.pop(name, None)
 
     async def make_again(self, model: ClientModel, rebuild: Rebuild) -> None:
-        """Make a model as it was: from its recovery checkpoint, and by what was executed since.
+        """Rebuild a model: load its recovery checkpoint, and re-execute the operations since then.
 
-        Where its recovery checkpoint is gone, or trainers do not survive executing an operation again, a checkpoint of
-        its client does as well, if the log has what came after that.
+        If its recovery checkpoint is gone, or trainers do not survive re-executing an operation, a checkpoint of its
+        client is used instead, if the log has the operations after that one.
 
-        Raises `EngineFault` where that is not possible, because a file or a body is gone.
+        Raises `EngineFault` or `LogCorrupted` if the model cannot be rebuilt, because a file or a body is gone.
         """
         self.executor.drop(model.name)
         self._hold(model)
-        checkpoint, done = model.checkpoint, model.done  # after `done` come ends that failed: nothing to repeat
+        checkpoint, done = model.checkpoint, model.done  # after `done` come only failed ends: nothing to repeat
         executed = [each for each in model.again() if each.number <= done]
         begun = min(done, await self._first(model, checkpoint, rebuild))
         self._clocks[model.name] = CheckpointClock(begun, model.checkpointed, at_once=begun > model.checkpointed)
@@ -113,7 +113,8 @@ class ServedModels:
             reached(Point.OPERATION_MADE_AGAIN)
 
     async def _first(self, model: ClientModel, checkpoint: ModelCheckpointed | None, rebuild: Rebuild) -> int:
-        """Begin to make a model again, and return the number of the last operation that is in it by then."""
+        """Load the checkpoint to rebuild a model from, if there is one. Returns the number of the last operation in
+        it."""
         deadly = await rebuild.rescued_from()
         if deadly:
             load = partial(self.executor.rescue, model.name, _made_by(model), deadly)
@@ -129,8 +130,8 @@ class ServedModels:
         return begun
 
     def _load(self, model: ClientModel, checkpoint: ModelCheckpointed) -> int | None:
-        """Make a model from its recovery checkpoint or instead of it, and return the number of the last operation that
-        is in it."""
+        """Load a model's recovery checkpoint, or a checkpoint of its client instead. Returns the number of the last
+        operation in it."""
         try:
             self._recovery.load(self.executor, model.name, checkpoint)
         except EngineFault:
@@ -142,11 +143,11 @@ class ServedModels:
         return checkpoint.number
 
     def holds(self, name: str) -> bool:
-        """Return whether a model was made here and has not been forgotten, also one that cannot be rebuilt now."""
+        """Return whether a model was made here and has not been forgotten, even if it cannot be rebuilt now."""
         return name in self._begun
 
     async def try_again(self, model: ClientModel, rebuild: Rebuild) -> Exception | None:
-        """Make a model again, or return why that is not possible now. Then nothing is left of it here."""
+        """Rebuild a model, or drop it and return the error that prevents rebuilding it now."""
         try:
             await self.make_again(model, rebuild)
         except (EngineFault, LogCorrupted) as error:
@@ -157,7 +158,7 @@ class ServedModels:
         return None
 
     async def _named_by(self, model: ClientModel) -> set[str]:
-        """Return the checkpoints that operations of a model read, those that are executed again and those that wait."""
+        """Return the checkpoints that a model's operations read, both the ones to re-execute and the waiting ones."""
         found: set[str] = set()
         for queued in model.again():
             if queued.op not in READING or queued.body is None or (queued.waits and queued.reads_removed):
@@ -172,7 +173,7 @@ class ServedModels:
         self._begun[model.name] = model.begun
 
     async def _execute_again(self, model: ClientModel, queued: Queued) -> Operation:
-        """Let an operation change the model as it did. Files that it wrote for its caller are kept."""
+        """Re-execute an operation for its effect on the model. Files that it wrote for its caller are not rewritten."""
         operation = await self._read_again(queued)
         if queued.failed:
             failure = await self._failure(queued)
@@ -211,9 +212,9 @@ class ServedModels:
         return found if isinstance(found, Failed) else Failed(error=LOST, category=category)
 
     async def _read_again(self, queued: Queued) -> Operation:
-        """Return an operation that was executed. One that failed and whose body is gone spoiled the gradient.
+        """Return an operation that was executed. If it failed and its body is gone, assume it spoiled the gradient.
 
-        Where it did not, the next step fails now instead of being taken with another gradient.
+        If it did not, the next step fails now, which is better than a step with another gradient.
         """
         try:
             return await self.read(queued)
@@ -226,7 +227,7 @@ class ServedModels:
     # ---- operations -----------------------------------------------------------------------------------------------
 
     async def read(self, queued: Queued) -> Operation:
-        """Return an operation. One that cannot be read is rejected, in words."""
+        """Return an operation; if it cannot be read, a `Rejected` one that says why."""
         if queued.body is None:
             return EndModel(save_as=queued.save_as)
         if queued.waits and queued.reads_removed:
@@ -237,21 +238,21 @@ class ServedModels:
         except LogCorrupted as error:
             if not queued.waits:
                 raise
-            why = f"the body of this operation is lost ({error}): send it again, under another key"
+            why = f"the body of this operation is lost ({error}): send the operation again under another key"
         except msgspec.MsgspecError as error:
             why = f"this operation cannot be read ({error}): gateway and trainer must run the same version"
         else:
             if not queued.passive or not _changes(operation):
                 return _named(operation, queued)
-            why = "this operation was announced as one that leaves the model as it is, but it is not"
+            why = "this operation was announced as one that leaves the model as it is, but it changes the model"
         return Rejected(failure=Failed(error=why, category=Category.SERVER), counts=not queued.passive)
 
     async def execute(
         self, model: ClientModel, queued: Queued, operation: Operation, removed: Container[str] = ()
     ) -> Result:
-        """Execute an operation in a thread. Whatever fails in it is a result; only a lost device raises.
+        """Execute an operation in a thread. Any failure is returned as a result; only a lost device or rank raises.
 
-        `removed` has the checkpoints whose files are still there, though the log has them no more.
+        `removed` contains the checkpoints whose files still exist although the log has removed them.
         """
         if isinstance(operation, CreateModel):
             self.executor.drop(model.name)
@@ -267,7 +268,7 @@ class ServedModels:
                 why += ", so it cannot be replaced now"
                 return Failed(error=f"{why}: save under another name, or try it later", category=Category.SERVER)
         number = queued.number
-        if isinstance(operation, EndModel):  # what it saves is the model before it, and a reset comes after that
+        if isinstance(operation, EndModel):  # it saves the model as it was before it; a reset comes after that
             number -= 1
         name = f"{_made_by(model)}{number}"
         kind, limit_s = Kind.OPERATION, None
@@ -279,10 +280,10 @@ class ServedModels:
         return await in_thread(kind, what, partial(self._execute, model.name, operation, name), limit_s)
 
     def give_up(self, model: ClientModel, queued: Queued, operation: Operation) -> Failed:
-        """Return the failure of an operation that no trainer has survived. It changes nothing but the gradient."""
+        """Return the failure of an operation that no trainer has survived. Only the gradient is marked as failed."""
         why = (
-            f"trainers ended {queued.begun} times while they executed this operation, so it is not tried again. Check "
-            "the kernel log for its out-of-memory killer and the ends of their logs; send less data in one operation"
+            f"trainers ended {queued.begun} times while they executed this operation, so it is not retried. Check the "
+            "kernel log for the out-of-memory killer and the ends of the trainers' logs; send less data per operation"
         )
         if isinstance(operation, CreateModel):
             self.executor.drop(model.name)
@@ -296,7 +297,7 @@ class ServedModels:
             raise
         except torch.AcceleratorError as error:
             raise BackendLost(f"the device failed in an operation of model {model}: {error}") from error
-        except Exception as error:  # a bug costs one operation of one model, and the others go on
+        except Exception as error:  # a bug fails only one operation of one model
             log.exception("an operation of model %s failed", model)
             why = f"the trainer failed in this operation, because of a bug in bombus ({type(error).__name__}: {error})"
             failed = Failed(error=why[:2000], category=Category.SERVER)
@@ -304,7 +305,7 @@ class ServedModels:
             return failed
 
     def encoded(self, model: ClientModel, operation: Operation, result: Result) -> tuple[Result, bytes]:
-        """Return a result as it can be stored: one that is too large has failed."""
+        """Return a result with its encoding. A result that is too large to store is replaced by a failure."""
         body = encode_result(result)
         if len(body) <= BODY_BYTES_MAX:
             return result, body
@@ -317,9 +318,9 @@ class ServedModels:
         return failed, encode_result(failed)
 
     def note(self, model: ClientModel, queued: Queued, operation: Operation, result: Result) -> bool:
-        """Note that an operation's result is on the log. Returns whether the model is still what the log says.
+        """Record that an operation's result is on the log. Returns whether the model is still as the log implies.
 
-        It may be something in between after a fault of this trainer: then it has to be made again.
+        After a fault of this trainer the model may be partly changed: then it has to be rebuilt.
         """
         if isinstance(result, Failed) and result.category is Category.SERVER and _is_whole(operation):
             return False
@@ -335,10 +336,10 @@ class ServedModels:
         self._clocks[model.name].note(queued.number, size, perf_counter(), at_once=bool(checkpoint))
 
     def needs_checkpoint(self, name: str) -> bool:
-        """Return whether a checkpoint is not to be removed yet.
+        """Return whether a checkpoint must not be removed yet.
 
-        A model was made from it and has no recovery checkpoint since, or one that cannot be made again may have to be
-        made from it: its operations name it, or it can go on from it in place of its recovery checkpoint.
+        Either a model has loaded it and has no recovery checkpoint since, or a model that cannot be rebuilt now may
+        need it later: its operations read it, or it can replace the model's recovery checkpoint.
         """
         return self._was_loaded(name) or any(
             name in named or name.startswith(f"{model}/{CheckpointKind.TRAINING}/")
@@ -346,7 +347,7 @@ class ServedModels:
         )
 
     def _was_loaded(self, name: str) -> bool:
-        """Return whether a model was made from a checkpoint and has no recovery checkpoint since."""
+        """Return whether a model has loaded a checkpoint and has no recovery checkpoint since."""
         return any(name in read for model, read in self._read.items() if self._clocks[model].at_once)
 
     # ---- recovery checkpoints ----------------------------------------------------------------------------------------
@@ -376,13 +377,13 @@ class ServedModels:
 
 
 def _made_by(model: ClientModel) -> str:
-    """Return how the name of each operation of a model begins that is written into checkpoints; its number follows."""
+    """Return the prefix of the names that checkpoints record for a model's operations; the number follows it."""
     return f"{model.run}/{model.name}/{model.opened_ns}/"
 
 
 def _named(operation: Operation, queued: Queued) -> Operation:
-    """Return an operation with a name for what it saves, by the log: it is the same whenever it is executed again."""
-    if isinstance(operation, EndModel) and operation.reset_weights and operation.save_as:  # it may come once more
+    """Return an operation with a name for its checkpoint, derived from the log so that re-execution gives the same."""
+    if isinstance(operation, EndModel) and operation.reset_weights and operation.save_as:  # the name may be reused
         return msgspec.structs.replace(operation, save_as=f"{operation.save_as}-{queued.number}")
     if not isinstance(operation, SaveWeights) or operation.name:
         return operation
@@ -398,7 +399,7 @@ def _changes(operation: Operation) -> bool:
 
 
 def _is_whole(operation: Operation) -> bool:
-    """Return whether an operation changes its model entirely or not at all: a failure in the midst must not show."""
+    """Return whether an operation must change its model completely or not at all, even if it fails midway."""
     if isinstance(operation, EndModel):
         return operation.reset_weights
     return isinstance(operation, OptimStep | AbortEpoch | LoadWeights)
@@ -410,7 +411,7 @@ def _checkpoint_of(operation: Operation) -> str:
 
 
 def _is_step(operation: OptimStep) -> bool:
-    """Return whether a step has parameters that can be: where it failed nevertheless, its gradient was cleared."""
+    """Return whether a step's parameters are valid: if it failed nevertheless, the gradient was cleared."""
     try:
         check_adam(operation.adam)
     except Refused:

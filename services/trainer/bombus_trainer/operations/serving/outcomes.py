@@ -1,4 +1,4 @@
-"""What the log says of an operation that was executed, from its result."""
+"""Derive the facts that the log records about an executed operation from its result."""
 
 from collections.abc import Mapping
 from math import isfinite
@@ -19,7 +19,7 @@ from bombus.operations import (
 
 
 def metrics_of(result: Result) -> dict[str, float]:
-    """Return the figures of a result that are shown, those that are numbers."""
+    """Return the metrics of a result to show, except those that are not finite."""
     found: Mapping[str, float] = {}
     if isinstance(result, Scores):
         found = {"loss": result.loss, "tokens": float(result.tokens), **result.metrics}
@@ -29,7 +29,7 @@ def metrics_of(result: Result) -> dict[str, float]:
 
 
 def shape_of(result: Result) -> ModelShape | None:
-    """Return what an operation has made, if it has made a model."""
+    """Return the shape of the model that an operation has created, None if it has created none."""
     if not isinstance(result, ModelReady):
         return None
     adapter = None
@@ -40,12 +40,12 @@ def shape_of(result: Result) -> ModelShape | None:
 
 
 def loaded_by(result: Result) -> str:
-    """Return the hash of the checkpoint that an operation has loaded, "" where it has loaded none."""
+    """Return the hash of the checkpoint that an operation has loaded, "" if it has loaded none."""
     return result.loaded if isinstance(result, CheckpointLoaded | ModelReady) else ""
 
 
 def saved_by(operation: Operation, result: Result) -> SavedWeights | None:
-    """Return the checkpoint that an operation has written for its caller, if it has."""
+    """Return the checkpoint that an operation has written for its caller, None if it has written none."""
     written = result.saved if isinstance(result, ModelEnded) else result
     if not isinstance(written, CheckpointSaved):
         return None

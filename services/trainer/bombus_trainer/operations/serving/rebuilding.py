@@ -1,27 +1,27 @@
-"""Rebuilding that trainers do not survive is announced on the log first, so that it has a limit (R17)."""
+"""Announce attempts to rebuild a model on the log, which limits those that trainers do not survive (R17)."""
 
 from collections.abc import Awaitable, Callable
 
 from bombus.errors import EngineFault
 from bombus.hive.operations.state import ClientModel
 
-Say = Callable[[int, bool], Awaitable[None]]  # takes an operation's number, 0 for none, and whether all is over
+Say = Callable[[int, bool], Awaitable[None]]  # takes an operation's number (0 for none), and whether it is over
 
 
 class NoneSurvived(EngineFault):
-    """Raised instead of what would end another trainer."""
+    """Raised instead of retrying a rebuild that would probably end another trainer."""
 
 
 class Rebuild:
-    """An attempt of one trainer to make a model again.
+    """An attempt of one trainer to rebuild a model.
 
-    The first trainer says only that it begins, and that it has lived through it. After one that has not, each operation
-    that is executed again is said before. So kills that strike trainers here and there do not add up, and what several
-    trainers have not survived is known by its number.
+    The first trainer announces only that it begins, and later that it has survived. If it does not survive, the next
+    ones announce each operation before they re-execute it. So unrelated kills of trainers do not add up, and the
+    operation that several trainers did not survive is known by its number.
     """
 
     def __init__(self, model: ClientModel, trainer_epoch: int, executions_max: int, say: Say | None) -> None:
-        """Without `say` nothing is said: this trainer has already survived an attempt."""
+        """Without `say` nothing is announced: this trainer has already survived an attempt."""
         self._name = model.name
         self._is_in_doubt = model.rebuilding_by not in (0, trainer_epoch)
         self._deadly = model.deadly(executions_max, trainer_epoch)
@@ -31,9 +31,9 @@ class Rebuild:
         self._has_begun = False
 
     async def rescued_from(self) -> int:
-        """Return the operation that no trainer survives, 0 for none. The model can go on from what was saved after it.
+        """Return the operation that no trainer survives, 0 for none. A checkpoint saved after it can be loaded instead.
 
-        Raises `NoneSurvived` where that was tried too.
+        Raises `NoneSurvived` if that was tried too.
         """
         if self._is_rescue_deadly:
             raise self.none_survived()
@@ -44,13 +44,13 @@ class Rebuild:
     def none_survived(self) -> NoneSurvived:
         return NoneSurvived(
             f"{self._executions_max} trainers ended while they rebuilt it, at operation {self._deadly}, so "
-            "it is not tried again. Check the kernel log for its out-of-memory killer and the ends of the trainers' "
+            "this is not retried. Check the kernel log for the out-of-memory killer and the ends of the trainers' "
             "logs, then run `bombus resume`; or end the model and create it from a checkpoint"
         )
 
     async def begins(self, number: int) -> None:
-        """Say that operation `number` is executed again, or the recovery checkpoint after it loaded, if it may end this
-        trainer."""
+        """Announce that operation `number` is about to be re-executed, or the recovery checkpoint after it loaded, if
+        that may end this trainer."""
         if self._say is None:
             return
         if self._is_in_doubt:
@@ -60,6 +60,6 @@ class Rebuild:
         self._has_begun = True
 
     async def over(self) -> None:
-        """Say that this trainer has lived through it."""
+        """Announce that this trainer has survived the attempt."""
         if self._say is not None and (self._has_begun or self._is_in_doubt):
             await self._say(0, True)

@@ -13,20 +13,18 @@ from bombus.hive.events import ModelCheckpointed
 from bombus_trainer.backend import OperationBackend
 from bombus_trainer.operations.checkpoints import FACTS
 
-OPERATIONS_MAX = 1000  # without a recovery checkpoint
-SHARE = (
-    10.0  # of the time between two recovery checkpoints of a model, at most one part in so many is spent on writing one
-)
+OPERATIONS_MAX = 1000  # of a model between two recovery checkpoints
+SHARE = 10.0  # writing recovery checkpoints takes at most 1 / SHARE of the time between two of a model
 _RECOVERY_CHECKPOINT = re.compile(r"cover-\d+-epoch-(\d+)-\d+\Z")
 _RUN = re.compile(r"run-(\d+)(?:-epoch-(\d+))?\Z")
 
 
 @dataclass
 class CheckpointClock:
-    """When a model needs a recovery checkpoint. `number` is the last operation that changed it, `checkpointed` the last
-    one in its checkpoint.
+    """Tells when a model needs a recovery checkpoint. `number` is the last operation that may have changed the model,
+    `checkpointed` the last one in its checkpoint.
 
-    `bytes` are those of the bodies since the recovery checkpoint, and `since_s` is when the first of them was executed.
+    `bytes` is the size of the operation bodies since that checkpoint, `since_s` when the first of them was executed.
     """
 
     number: int
@@ -37,18 +35,18 @@ class CheckpointClock:
     at_once: bool = False
 
     def note(self, number: int, size: int, now_s: float, at_once: bool) -> None:
-        """Note an operation that may have changed the model; `at_once` where it cannot be executed again later."""
+        """Record an operation that may have changed the model; `at_once` if it may not be repeatable later."""
         if self.number <= self.checkpointed:
             self.since_s = now_s
         self.number, self.bytes = number, self.bytes + size
         self.at_once = self.at_once or at_once
 
     def wrote(self, took_s: float) -> None:
-        """Note that there is a recovery checkpoint with all operations so far."""
+        """Record that a recovery checkpoint with all operations so far was written."""
         self.checkpointed, self.bytes, self.wrote_s, self.at_once = self.number, 0, took_s, False
 
     def due_s(self, every_s: float, bytes_max: int) -> float | None:
-        """Return from when on there should be a recovery checkpoint; None when everything is in the last one."""
+        """Return when the next recovery checkpoint is due, None if the last one holds all operations."""
         if self.number <= self.checkpointed:
             return None
         if self.at_once or self.bytes >= bytes_max or self.number - self.checkpointed >= OPERATIONS_MAX:
@@ -57,8 +55,8 @@ class CheckpointClock:
 
 
 class RecoveryCheckpoints:
-    """The recovery checkpoints of one run, below the folder that its executor writes them to, by the trainer of one
-    epoch."""
+    """The recovery checkpoints of one run, for the trainer of one epoch. `root` is the folder that its executor writes
+    them to."""
 
     def __init__(self, root: Path, trainer_epoch: int) -> None:
         self._root = root
@@ -73,7 +71,7 @@ class RecoveryCheckpoints:
         return saved.folder, _digest(Path(saved.folder))
 
     def load(self, executor: OperationBackend, model: str, checkpoint: ModelCheckpointed) -> None:
-        """Make a model from its recovery checkpoint. Raises `EngineFault` when that is gone or not what was written."""
+        """Rebuild a model from its recovery checkpoint. Raises `EngineFault` if that is gone or has been changed."""
         path = Path(checkpoint.folder)
         try:
             if _digest(path) != checkpoint.digest:
@@ -86,7 +84,7 @@ class RecoveryCheckpoints:
             ) from error
 
     def remove_others(self, named: Iterable[str]) -> None:
-        """Remove all recovery checkpoints but those of these folders, and those that a later trainer has written."""
+        """Remove all recovery checkpoints except these folders and those that a later trainer has written."""
         kept = {Path(folder) for folder in named}
         for path in self._root.glob("*/*/cover-*"):
             ours = _RECOVERY_CHECKPOINT.match(path.name)
@@ -95,7 +93,7 @@ class RecoveryCheckpoints:
 
 
 def remove_earlier(folder: Path, run: int, trainer_epoch: int) -> None:
-    """Remove what earlier runs have left in `folder`, and earlier trainers of this one: `run-3`, `run-4-epoch-1`."""
+    """Remove the folders of earlier runs and of this run's earlier trainers in `folder`: `run-3`, `run-4-epoch-1`."""
     if not folder.is_dir():
         return
     for path in folder.iterdir():
@@ -109,5 +107,5 @@ def remove_earlier(folder: Path, run: int, trainer_epoch: int) -> None:
 
 
 def _digest(checkpoint: Path) -> str:
-    """Return the hash of what says which files a recovery checkpoint has, with the hash of each."""
+    """Return the hash of a recovery checkpoint's facts, which list its files with the hash of each."""
     return sha256((checkpoint / FACTS).read_bytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""Serve a run of training operations: load the base, execute what waits, publish results and recovery checkpoints
+"""Serve an operations run: load the base, execute waiting operations, publish results and recovery checkpoints
 (R17)."""
 
 import logging
@@ -46,8 +46,8 @@ from bombus_trainer.recovery.reports import RunReports, reason_of
 
 log = logging.getLogger(__name__)
 
-LOAD_SHARE = 0.75  # of the time to boot, after which the run would be over
-FULL_SHARE = 0.5  # of the bytes that may wait for recovery checkpoints: from there on each model gets one when it can
+LOAD_SHARE = 0.75  # of the time to boot, after which the run would end
+FULL_SHARE = 0.5  # of the bytes that bodies may take until recovery checkpoints: above it, these are due at once
 SUSPENDED_CHARS_MAX = 500
 END = "end_model"
 T = TypeVar("T")
@@ -74,16 +74,16 @@ class OperationServer:
         self._facts = count(1)
         self._models: ServedModels | None = None
         self._checkpoint_pause_until_s = 0.0
-        self._begun: set[str] = set()  # models of which this trainer has begun an operation
-        self._said: dict[str, str] = {}  # why models wait, as this trainer has said it last
-        self._suspended: dict[str, float] = {}  # models that cannot be made again now: when to try it again
-        self._lived_through: set[str] = set()  # models that this trainer could not make again, but survived to say so
-        self._has_tried = False  # to make one of them again, after which nothing was executed yet
+        self._begun: set[str] = set()  # models for which this trainer has begun an operation
+        self._said: dict[str, str] = {}  # why each model waits, as this trainer last published it
+        self._suspended: dict[str, float] = {}  # models that cannot be rebuilt now: when to retry
+        self._lived_through: set[str] = set()  # models that this trainer failed to rebuild, but survived trying to
+        self._has_tried = False  # whether it has tried to rebuild one of them, and executed nothing since
 
     async def run(self) -> None:
         """Serve until the run ends, which raises `RunOver`. Start over after a failure.
 
-        Raises `BackendLost` when only a new process can go on.
+        Raises `BackendLost` if only a new process can continue.
         """
         try:
             await self._reports.repeated(self._round, self._failed, self._let_go)
@@ -111,8 +111,8 @@ class OperationServer:
     async def _sleep(self) -> None:
         """Write recovery checkpoints, free the memory of all models, and wait until the run is to continue.
 
-        A model whose recovery checkpoint could not be written is made again from an older one, and from what came after
-        that.
+        A model whose recovery checkpoint could not be written is later rebuilt from an older one and the operations
+        since.
         """
         ownership = self._ownership
         if self._models is not None:
@@ -122,7 +122,7 @@ class OperationServer:
         reached(Point.REST_FREED)
         log.info("run %d: the trainer is asleep", ownership.run)
         await self._say_rest(asleep=True)
-        await ownership.wait(lambda engine: not (engine.rest_wanted and engine.asleep))  # or asked for once more
+        await ownership.wait(lambda engine: not (engine.rest_wanted and engine.asleep))  # a new request resets `asleep`
 
     async def _awake(self) -> ServedModels:
         """Return the models of this run, rebuilding those that are missing."""
@@ -151,7 +151,7 @@ class OperationServer:
     # ---- before the first operation -------------------------------------------------------------------------------
 
     async def _boot(self) -> ServedModels:
-        """Load the base, and make the models of this run as they were."""
+        """Load the base, and rebuild the models of this run."""
         ownership = self._ownership
         models = await self._reports.booted(self._load, lambda: ownership.engine.phase != Phase.BOOTING)
         serves = TrainerServes(
@@ -161,15 +161,15 @@ class OperationServer:
             await ownership.say(serves, lambda engine: engine.phase != Phase.BOOTING, Point.SERVING_SAID)
         await self._when_back(lambda: publish_base(self._bus, self._options, ownership, models.executor.base))
         await self._make_models(models)
-        ownership.removed.update(ownership.engine.clients.removed)  # also while no trainer was there to remove them
+        ownership.removed.update(ownership.engine.clients.removed)  # including while no trainer was running
         await models.remove_old_checkpoints(ownership.engine.clients.open_models)
         reached(Point.SERVING_BEGUN)
         return models
 
     async def _make_models(self, models: ServedModels) -> None:
-        """Rebuild all models as they were. One that cannot be rebuilt waits while the others continue.
+        """Rebuild all models. A model that cannot be rebuilt waits while the others continue.
 
-        Raises `EngineFault` where the recovery checkpoints of all of them are away: then it is their folder that is.
+        Raises the fault of one of them if the recovery checkpoints of all models are missing, and so their folder.
         """
         self._suspended = {}
         faults: dict[str, Exception] = {}
@@ -179,7 +179,7 @@ class OperationServer:
             fault = await self._try_again(models, model)
             if fault is not None:
                 faults[model.name] = fault
-            if isinstance(fault, NoneSurvived):  # the next may end this trainer, and this is what others were lost for
+            if isinstance(fault, NoneSurvived):  # published at once, since the next model may end this trainer
                 await self._say_whether_away(model, fault)
         checkpoints = {model.name: Path(model.checkpoint.folder) for model in found if model.checkpoint is not None}
         if checkpoints and all(name in faults and not path.exists() for name, path in checkpoints.items()):
@@ -188,7 +188,7 @@ class OperationServer:
             await self._say_whether_away(model, faults.get(model.name))
 
     async def _try_again(self, models: ServedModels, model: ClientModel) -> Exception | None:
-        """Make a model again, or return why that is not possible now."""
+        """Rebuild a model, or return the error that prevents it now."""
         rebuild = self._rebuild(model)
         fault = await models.try_again(model, rebuild)
         if fault is None:
@@ -219,14 +219,14 @@ class OperationServer:
         await ownership.send(rebuilds)
 
     async def _say_whether_away(self, model: ClientModel, fault: Exception | None) -> None:
-        """Let a model wait and tell its client why, or let it continue."""
+        """Suspend a model and tell its client why, or let it continue."""
         if fault is not None:
             log.error("model %s is suspended, because it cannot be rebuilt: %s", model.name, fault)
             self._suspended[model.name] = perf_counter() + self._options.retry_s_max
         else:
             self._suspended.pop(model.name, None)
         why = "" if fault is None else reason_of(fault)[:SUSPENDED_CHARS_MAX]
-        before = "" if isinstance(fault, NoneSurvived) else model.suspended  # that each trainer says that comes to it
+        before = "" if isinstance(fault, NoneSurvived) else model.suspended  # each trainer reports it anew
         if why == self._said.get(model.name, before):
             return
         self._said[model.name] = why
@@ -239,7 +239,7 @@ class OperationServer:
             model=model.name,
             why=why,
         )
-        # Whatever was removed while the model was suspended is known here by then, too.
+        # By then this trainer also knows which checkpoints were removed while the model was suspended.
         await ownership.say(away, partial(_is_known, model=model, waits=why != ""))
 
     async def _load(self) -> ServedModels:
@@ -307,7 +307,7 @@ class OperationServer:
             return
         again_s, away = min(((each_s, each) for each, each_s in self._suspended.items()), default=(inf, ""))
         if again_s <= now_s and not self._has_tried:
-            self._has_tried = True  # something is executed before the next attempt: those may take long
+            self._has_tried = True  # an operation is executed before the next attempt, which may take long
             model = clients.models[away]
             await self._say_whether_away(model, await self._try_again(models, model))
             return
@@ -321,10 +321,10 @@ class OperationServer:
             limit_s = None if until_s == inf else max(0.0, until_s - now_s)
             await ownership.wait(lambda engine: self._has_work(models, engine), limit_s)
         except TimeoutError:
-            log.debug("run %d: a recovery checkpoint is due, or a model is tried again", ownership.run)
+            log.debug("run %d: a recovery checkpoint is due, or it is time to retry rebuilding a model", ownership.run)
 
     def _next(self, clients: TrainingClients) -> tuple[ClientModel, Queued] | None:
-        """Return the operation that comes next. Of a suspended model only its client's end can be executed."""
+        """Return the next operation. For a suspended model, only an end requested by its client can be executed."""
         there = [model for model in clients.open_models if model.name not in self._suspended]
         found = self._turns.take(there)
         if found is not None:
@@ -344,9 +344,9 @@ class OperationServer:
         )
 
     async def _remove_weights(self, models: ServedModels) -> None:
-        """Remove the checkpoints that the log has removed, unless there is one of the same name again.
+        """Remove the checkpoints that the log has removed, unless there is a new one of the same name.
 
-        One that a model was made from stays until a recovery checkpoint of the model is on the log.
+        A checkpoint that a model has loaded is kept until a recovery checkpoint of the model is on the log.
         """
         kept = self._ownership.engine.clients.kept
         for name in self._removable(models):
@@ -360,11 +360,11 @@ class OperationServer:
         return sorted(each for each in self._ownership.removed if not models.needs_checkpoint(each))
 
     def _next_checkpoint(self, models: ServedModels) -> tuple[float, str]:
-        """Return the model whose recovery checkpoint is due first, and when; "" for none."""
+        """Return when the first recovery checkpoint is due, and for which model ("" if none is)."""
         engine, options = self._ownership.engine, self._options
         away = sum(model.held_bytes for model in engine.clients.open_models if model.name in self._suspended)
         limits = engine.collection.operations
-        room = max(limits.bodies_bytes_max - away, bodies_share(limits))  # others' checkpoints free none of theirs
+        room = max(limits.bodies_bytes_max - away, bodies_share(limits))  # other models' checkpoints free none of these
         full = engine.clients.held_bytes - away > FULL_SHARE * room
         found = []
         for name, clock in models.due_for_checkpoints():
@@ -374,12 +374,12 @@ class OperationServer:
         return min(found, default=(0.0, ""))
 
     async def _execute(self, models: ServedModels, model: ClientModel, queued: Queued) -> None:
-        """Execute an operation, and publish its result. Until that is on the log it may be executed again."""
+        """Execute an operation, and publish its result. Until that is on the log, the operation may be re-executed."""
         ownership = self._ownership
         reached(Point.OPERATION_FOUND)
         operation = await models.read(queued)
         reached(Point.OPERATION_READ)
-        ownership.check()  # a trainer that was superseded writes no checkpoint
+        ownership.check()  # a superseded trainer must not write checkpoints
         limit = ownership.engine.collection.operations.executions_max
         is_away = model.name in self._suspended
         if is_away:
@@ -420,9 +420,9 @@ class OperationServer:
                 await rebuild.over()
 
     async def _say_begun(self, model: ClientModel, queued: Queued) -> None:
-        """Put on the log that an operation is begun, where it may be what ended the trainer before.
+        """Announce on the log that an operation begins, if it may be the one that ended the previous trainer.
 
-        That can only be the first one of its model: those after it have waited for it.
+        Only the first operation of each model can be: the later ones were still waiting for it.
         """
         if model.name in self._begun:
             return
@@ -442,7 +442,8 @@ class OperationServer:
     async def _publish(
         self, model: ClientModel, queued: Queued, body: bytes, done: Callable[..., OperationDone]
     ) -> None:
-        """Store a result, and say so until it is decided: it may be stored too long ago by then."""
+        """Store a result and publish it, until the operation is settled. Each attempt stores it anew, since the stored
+        copy may have expired."""
         ownership = self._ownership
         subject = self._bus.subjects.operation(self._options.engine, model.name)
         while not _is_settled(ownership.engine, model, queued):
@@ -456,21 +457,21 @@ class OperationServer:
             except Refused as refused:
                 log.info("a result of model %s was refused: %s", model.name, refused.why)
                 if refused.code is not Code.BODY_GONE:
-                    await ownership.pause(self._options.retry_s)  # until the log says here too that the run is over
+                    await ownership.pause(self._options.retry_s)  # until the log here also says that the run is over
             else:
                 break
         reached(Point.OPERATION_SAID)
 
     async def _write_checkpoint(self, models: ServedModels, name: str) -> None:
-        """Write a model's recovery checkpoint, publish it, and remove older ones. Where it cannot be written, that is
-        tried later."""
+        """Write a model's recovery checkpoint, publish it, and remove older ones. If it cannot be written, retry
+        later."""
         ownership = self._ownership
         reached(Point.MODEL_CHECKPOINT_BEGUN)
         try:
             number, folder, digest = await models.write_checkpoint(name)
         except OSError as error:
             log.warning(
-                "the recovery checkpoint of model %s could not be written; it is tried again later: %s", name, error
+                "the recovery checkpoint of model %s could not be written, and will be retried: %s", name, error
             )
             self._checkpoint_pause_until_s = perf_counter() + self._options.retry_s_max
             return
@@ -498,7 +499,7 @@ class OperationServer:
         return await self._when_back(lambda: self._parts.fetch(ref))
 
     async def _when_back(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Try until the bus answers, however long it is away. Raises `RunOver` when the run ends meanwhile."""
+        """Retry until the bus answers, however long that takes. Raises `RunOver` if the run ends first."""
         ownership = self._ownership
         while True:
             try:
@@ -513,7 +514,7 @@ def _is_clients_end(queued: Queued) -> bool:
 
 
 def _without_model(operation: Operation, model: ClientModel) -> Result:
-    """Return the result of the end of a model that cannot be rebuilt: it cannot be saved either."""
+    """Return the result of ending a model that cannot be rebuilt, and so cannot be saved either."""
     if isinstance(operation, EndModel) and not operation.save_as:
         return ModelEnded()
     why = f"the model cannot be saved, because it cannot be rebuilt now: {model.suspended}"
@@ -521,7 +522,7 @@ def _without_model(operation: Operation, model: ClientModel) -> Result:
 
 
 def _is_settled(engine: EngineState, model: ClientModel, queued: Queued) -> bool:
-    """Return whether an operation waits no more: it has its result, or its model has ended."""
+    """Return whether an operation no longer waits: it has its result, or its model has ended."""
     now = engine.clients.models.get(model.name)
     if now is None or now.closed is not None or now.begun != model.begun:
         return True
@@ -530,7 +531,7 @@ def _is_settled(engine: EngineState, model: ClientModel, queued: Queued) -> bool
 
 
 def _is_known(engine: EngineState, model: ClientModel, waits: bool) -> bool:
-    """Return whether the log says that a model waits, or that it continues."""
+    """Return whether the log says that a model is suspended if `waits`, otherwise that it continues."""
     now = engine.clients.models.get(model.name)
     return now is None or now.closed is not None or now.begun != model.begun or bool(now.suspended) == waits
 

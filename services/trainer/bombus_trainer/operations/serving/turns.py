@@ -1,4 +1,4 @@
-"""Whose turn it is: the models with something waiting one after the other, each one's operations in their order."""
+"""Choose the next operation: models with waiting operations take turns, and operations of a model run in order."""
 
 from collections.abc import Iterable
 
@@ -13,10 +13,10 @@ class Turns:
         self._taken: dict[str, int] = {}
 
     def take(self, models: Iterable[ClientModel]) -> tuple[ClientModel, Queued] | None:
-        """Return the next operation of all open `models` with its model, None when nothing waits.
+        """Return the next operation of all open `models` with its model, None if none waits.
 
-        The turn is that of the model which had its last one longest ago; of several that had none, of the one whose
-        operation has waited longest.
+        The model whose last turn was longest ago comes next; among models that had no turn yet, the one whose operation
+        has waited longest.
         """
         there = list(models)
         self._taken = {model.name: self._taken[model.name] for model in there if model.name in self._taken}
@@ -30,7 +30,7 @@ class Turns:
 
 
 def first_waiting(model: ClientModel) -> Queued | None:
-    """Return the operation of a model that comes next."""
+    """Return a model's next waiting operation, None if none waits."""
     if not model.waiting:
         return None
     return next((each for each in model.operations.values() if each.waits), None)

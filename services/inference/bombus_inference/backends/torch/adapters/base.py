@@ -1,4 +1,4 @@
-"""The weights that adapters are on: the engine's own as the run began, kept when the engine loads others."""
+"""The weights that adapters apply to: the engine's own when the run began, kept when the engine loads others."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,10 +10,10 @@ from bombus.errors import Code, EngineFault, Refused, in_one_line
 
 
 class AdapterBase:
-    """The tensors of the model that adapters are on.
+    """The tensors of the model that adapters apply to.
 
-    They are the engine's own until those change. If any adapter has been loaded by then, a copy of what changes stays
-    here until the run ends, which takes as much memory as the engine's own tensors that change.
+    They are the engine's own until those change. If an adapter has been loaded by then, a copy of the tensors that
+    change stays here until the run ends and takes as much memory as they do.
     """
 
     def __init__(self, tensors: Callable[[], Mapping[str, Tensor]], version: int, *, is_base: bool) -> None:
@@ -24,11 +24,11 @@ class AdapterBase:
 
     @property
     def is_apart(self) -> bool:
-        """Whether the engine's own tensors have changed since."""
+        """Whether the engine's own tensors differ from the base."""
         return bool(self._kept)
 
     def want(self) -> None:
-        """Keep the base from now on. Raises `Refused` when this engine does not have it, or no longer."""
+        """Keep the base from now on. Raises `Refused` if this engine never had it or no longer has it."""
         if self._gone:
             why = (
                 f"this replica has no base for adapters: its own weights are those of {self._gone}. Load adapters into "
@@ -39,10 +39,10 @@ class AdapterBase:
 
     @torch.no_grad()
     def before_change(self, version: int, changed: Mapping[str, object] | None) -> None:
-        """Keep what the engine's own change of weights is about to overwrite: the values of these tensors.
+        """Keep the values of the tensors that a change of the engine's own weights is about to overwrite.
 
-        None stands for all, whose parameters are about to be replaced by others and not written to. Raises
-        `EngineFault`, having kept nothing, when there is no memory for it.
+        None for `changed` means all tensors; their parameters are then replaced, not written in place. Raises
+        `EngineFault`, having kept nothing, if there is not enough memory.
         """
         if self._gone or (changed is not None and not changed):
             return
@@ -56,16 +56,16 @@ class AdapterBase:
                     continue
                 replaced = changed is None and isinstance(tensor, nn.Parameter)
                 kept[name] = tensor.data if replaced else tensor.detach().clone()
-        except (MemoryError, RuntimeError) as error:  # torch has no error of its own for a CPU's memory
+        except (MemoryError, RuntimeError) as error:  # torch has no error type for CPU memory
             raise EngineFault(
-                f"version {version} cannot be loaded alongside the weights that adapters are on: {in_one_line(error)}; "
-                "start the replica with less for keys and values, or give adapters their own engine"
+                f"version {version} cannot be loaded alongside the weights that adapters apply to: "
+                f"{in_one_line(error)}; start the replica with a smaller KV cache, or give adapters another engine"
             ) from error
         self._kept = kept
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Have the base's tensors in the model, and after the block the engine's own again."""
+        """Put the base's tensors into the model, and after the block put the engine's own back."""
         if not self._kept:
             yield
             return
@@ -74,16 +74,16 @@ class AdapterBase:
         try:
             yield
         finally:
-            # A layer in half precision may have put the base's weight into a matrix of its own meanwhile.
+            # In the block, a layer in half precision may have moved the base's weight into another matrix.
             self._kept = {name: _exchange(tensors[name], tensor) for name, tensor in own.items()}
 
 
 @torch.no_grad()
 def _exchange(tensor: Tensor, values: Tensor) -> Tensor:
-    """Give a tensor of the model these values, and return those that it had."""
+    """Set a tensor of the model to `values`, and return its previous values."""
     if isinstance(tensor, nn.Parameter):
         had, tensor.data = tensor.data, values
         return had
-    had = tensor.clone()  # a buffer cannot be exchanged by its name
+    had = tensor.clone()  # a buffer is overwritten in place
     tensor.copy_(values)
     return had

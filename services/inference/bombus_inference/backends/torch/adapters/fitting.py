@@ -1,4 +1,4 @@
-"""Finds the layers of a model that take adapters for each row, by watching the model compute, and checks adapters."""
+"""Finds the layers of a model that can have an adapter per row, by watching a forward pass, and checks adapters."""
 
 from collections.abc import Mapping
 
@@ -11,15 +11,15 @@ from bombus.errors import Code, Refused
 from bombus_inference.backends.torch.adapters.own import AdaptedLinear, LowRank
 from bombus_inference.backends.torch.attention import PLAN
 
-PROBE_TOKENS = 3  # few layers have as many rows of another kind
+PROBE_TOKENS = 3  # few layers that compute other rows have exactly this many
 
 
 def adaptable_layers(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
-    """Return the layers that may have an adapter for each row, with their shapes [out, in], the output layer too.
+    """Return the layers that can have an adapter for each row, including the output layer, with their shapes [out, in].
 
-    They are plain linear layers that are called with all rows of a pass at once. Some models have layers whose weight
-    another module reads by itself, and some that compute only the rows of an expert: there an adapter would be
-    ignored, or meet the wrong rows.
+    They are plain linear layers that are called with all rows of a pass at once. In some models another module reads a
+    layer's weight directly, so an adapter would be ignored; in others a layer computes only the rows of one expert, so
+    an adapter would be applied to the wrong rows.
     """
     output = model.get_output_embeddings()
     plain = {
@@ -51,7 +51,7 @@ def adaptable_layers(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
 
 
 def check_fits(layers: Mapping[str, LowRank], adaptable: Mapping[str, tuple[int, int]]) -> None:
-    """Raise `Refused` for an adapter on another layer than these, or of another shape."""
+    """Raise `Refused` for an adapter with a layer that is not in `adaptable`, or with one of another shape."""
     for name, low_rank in layers.items():
         if name not in adaptable:
             raise Refused(

@@ -1,8 +1,8 @@
 """Linear layers that compute the rows of one pass with several adapters at once.
 
-The adapters of a pass lie side by side: A's rows below each other, B's columns beside each other. A row's low-rank
-values of all other adapters are set to zero, so two matrix products serve all of them, whatever their ranks, and a row
-does not depend on which others are there.
+The adapters of a pass are concatenated: A along its rows, B along its columns. In each row of the pass, the low-rank
+values of all other adapters are set to zero, so two matrix products serve all adapters, whatever their ranks, and a row
+does not depend on which other adapters are present.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,23 +15,23 @@ from transformers import PreTrainedModel
 from bombus_inference.backends.torch.adapters.loaded import LoadedAdapter
 from bombus_inference.backends.torch.adapters.own import replace_layer
 
-SPARE_COLUMNS = 128  # of adapters that are not in a pass and stay for the next one, since a change copies all columns
+SPARE_COLUMNS = 128  # kept for adapters that a pass does not use, since any change copies all columns
 NO_ADAPTER_ROW, UNUSED_COLUMN = -1, -2
 
 
 class PassRows:
-    """Says which columns are of other adapters than each row's. None: no row of this pass has an adapter."""
+    """The columns that do not belong to each row's own adapter. None if no row of this pass has an adapter."""
 
     def __init__(self) -> None:
-        self.whole_TR: Tensor | None = None  # of all rows of the pass
-        self.others_TR: Tensor | None = None  # of those that are computed now
+        self.whole_TR: Tensor | None = None  # for all rows of the pass
+        self.others_TR: Tensor | None = None  # for the rows being computed now
 
 
 class SideBySide(nn.Linear):
     """A linear layer y = W x + B A x, where each row has its own adapter, or none.
 
-    In half precision it is y = [W, B] [x, A x], for the reason that `AdaptedLinear` has. It shares its parameters with
-    the layer in whose place it is, which goes on computing passes without adapters.
+    In half precision it is y = [W, B] [x, A x], for the reason given in `AdaptedLinear`. It shares its parameters with
+    the layer that it replaces, which still computes passes without adapters.
     """
 
     def __init__(self, own: nn.Linear, rows: PassRows) -> None:
@@ -44,7 +44,7 @@ class SideBySide(nn.Linear):
         self._whole: Tensor | None = None  # [out, in + R] in half precision
 
     def set_columns(self, low_a: Tensor | None, low_b: Tensor | None) -> None:
-        """Compute with A [R, in] and B [out, R] of all adapters, which include their scales; None for no adapter."""
+        """Set A [R, in] and B [out, R], which includes the scales, of all adapters; None for no adapter."""
         self._low_a, self._low_b, self._whole = low_a, None, None
         if low_b is None:
             return
@@ -87,7 +87,7 @@ class AdapterColumns:
         return len(self._owners_R)
 
     def place(self, wanted: Mapping[str, LoadedAdapter]) -> None:
-        """Have columns for these adapters. Those of others stay only while they are few."""
+        """Ensure that these adapters have columns. Columns of other adapters are kept only if they are few."""
         needed = sum(adapter.rank for adapter in wanted.values())
         missing = any(address not in self._placed for address in wanted)
         for address in wanted:
@@ -106,7 +106,7 @@ class AdapterColumns:
         self._build()
 
     def forget(self, address: str) -> None:
-        """Drop an adapter that is no longer loaded. Its columns are removed when others change or all are gone."""
+        """Drop an adapter that is no longer loaded. Its columns stay until the next rebuild or until none is left."""
         if self._placed.pop(address, None) is None:
             return
         if self._placed:
@@ -115,7 +115,7 @@ class AdapterColumns:
             self.detach()
 
     def use_rows(self, addresses: Sequence[str], tokens: Sequence[int]) -> None:
-        """Say which adapters the rows of the next pass have: `addresses`, "" for none, each for so many rows."""
+        """Set the adapters of the next pass: `addresses[i]`, or none if "", applies to the next `tokens[i]` rows."""
         if not any(addresses):
             self._rows.whole_TR = self._rows.others_TR = None
             return
@@ -127,13 +127,13 @@ class AdapterColumns:
         self._rows.whole_TR = self._rows.others_TR = rows_T[:, None] != self._owners_R[None]
 
     def keep_rows(self, index: Tensor | slice) -> None:
-        """Continue with only these rows of the pass, as the output layer does."""
+        """Compute only these rows of the pass from now on, as the output layer does."""
         if self._rows.whole_TR is not None:
             self._rows.others_TR = self._rows.whole_TR[index]
 
     @torch.no_grad()
     def detach(self) -> None:
-        """Put the layers back that the model had before. The next `place` builds everything again."""
+        """Restore the model's original layers. The next `place` rebuilds everything."""
         for name, layer in self._layers.items():
             layer.weight.data = layer.weight.data.contiguous()
             replace_layer(self._model, name, layer.own[0])

@@ -1,4 +1,4 @@
-"""An adapter that is served beside the engine's own policy, as it lies in memory."""
+"""An adapter in memory that is served beside the engine's own policy."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from bombus_inference.backends.torch.adapters.own import LowRank
 
 @dataclass(slots=True, eq=False)
 class LoadedAdapter:
-    """An adapter by the names of its layers, with the scales that are in them. `rank` is the greatest of theirs.
+    """An adapter: its layers by name, and the scales multiplied into them. `rank` is the highest of the layers' ranks.
 
     `uses` is the number of open requests that are answered with it.
     """

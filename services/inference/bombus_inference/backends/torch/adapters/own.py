@@ -1,4 +1,4 @@
-"""LoRA adapters computed beside the weights of an engine in half precision, where merging rounds them away."""
+"""LoRA adapters computed beside the weights of a half-precision engine, since merging would round them away."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from bombus_inference.settings import ComputeSettings
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """What an adapter adds to a linear layer's weight: B A, with A [rank, in], and B [out, rank] that has its scale."""
+    """The term B A that an adapter adds to a linear layer's weight: A [rank, in], and B [out, rank], scaled."""
 
     low_a: Tensor
     low_b: Tensor
@@ -25,8 +25,8 @@ class LowRank:
 class AdaptedLinear(nn.Linear):
     """A linear layer with an adapter: y = [W, B] [x, A x], in one matrix product.
 
-    The sum is therefore rounded once. The product W x is a rounded number already, and an addition to it in half
-    precision would lose as much as a merged weight does.
+    The sum is therefore rounded only once. Adding B A x in half precision to W x, which is already rounded, would lose
+    as much as merging the weights does.
     """
 
     def __init__(self, layer: nn.Linear, low_rank: LowRank) -> None:
@@ -73,7 +73,7 @@ def check_adapter(model: PreTrainedModel, adapter: Mapping[str, LowRank]) -> Non
 
 
 def set_adapter(model: nn.Module, adapter: Mapping[str, LowRank]) -> None:
-    """Replace a model's adapter by this one, which has passed `check_adapter`. An empty one leaves the model alone."""
+    """Replace a model's adapter with this one, which has passed `check_adapter`. An empty one removes the adapter."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     for name, layer in layers.items():
         if name in adapter:
@@ -83,6 +83,6 @@ def set_adapter(model: nn.Module, adapter: Mapping[str, LowRank]) -> None:
 
 
 def replace_layer(model: nn.Module, name: str, layer: nn.Linear) -> None:
-    """Put a layer into a model in the place of the one of this name."""
+    """Replace the layer `name` of a model."""
     owner, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(owner), attribute, layer)

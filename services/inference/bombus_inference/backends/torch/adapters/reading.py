@@ -1,4 +1,4 @@
-"""Reads an adapter that is to be served beside the engine's own policy, and checks that it is the one that is meant."""
+"""Reads an adapter to be served beside the engine's own policy, and checks that it has the requested address."""
 
 from pathlib import Path
 
@@ -18,13 +18,13 @@ RANK_MAX = 1024
 def read_loaded(address: str, folder: Path, settings: ComputeSettings) -> LoadedAdapter:
     """Return the adapter in `folder`, in the engine's type and on its device. Raises `Refused`.
 
-    `address` is the SHA-256 of its file of tensors. Where that has the configuration in its metadata, the two of them
-    must agree.
+    `address` is the SHA-256 of its tensor file. If the metadata of that file contains the configuration, it must equal
+    the folder's.
     """
     check_address(address)
     file = folder / ADAPTER_FILE
     try:
-        check_size(file, 2 * settings.adapters_bytes)  # it may be in float32, and the engine in half precision
+        check_size(file, 2 * settings.adapters_bytes)  # the file may be in float32, the engine in half precision
         check_content(file, address)
         config = adapter_config(folder)
         adapter = Adapter(folder, config.scale_of)

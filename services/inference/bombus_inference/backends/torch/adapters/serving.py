@@ -1,4 +1,4 @@
-"""The adapters that an engine serves beside its own policy: what is loaded, and the passes that compute with it."""
+"""The adapters that an engine serves beside its own policy, and the passes that compute with them."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from bombus_inference.backends.torch.adapters.layers import AdapterColumns
 from bombus_inference.backends.torch.adapters.loaded import LoadedAdapter
 from bombus_inference.backends.torch.adapters.own import AdaptedLinear, LowRank, set_adapter
 
-BASE_VERSION = 0  # of the weights that adapters are on: the model that the run began with
+BASE_VERSION = 0  # of the weights that adapters apply to: the model that the run began with
 
 
 class ServedAdapters:
@@ -26,16 +26,16 @@ class ServedAdapters:
         self._columns = AdapterColumns(model)
         self._adaptable: dict[str, tuple[int, int]] | None = None  # found with the first adapter
         self._own = any(isinstance(layer, AdaptedLinear) for layer in model.modules())
-        # Below an adapter of our own the model of version 0 is there in any version.
+        # If the engine's own policy is an adapter, the model below it is that of version 0 in every version.
         self._base = AdapterBase(lambda: tensors_of(model), version, is_base=version == BASE_VERSION or self._own)
 
     @property
     def apart(self) -> bool:
-        """Whether sequences with adapters need passes of their own, since the engine's own policy is another model."""
+        """Whether sequences with adapters need separate passes, since the engine's own policy is another model."""
         return self._own or self._base.is_apart
 
     def add(self, address: str, adapter: LoadedAdapter) -> list[str] | None:
-        """Load an adapter. Return the addresses of those dropped for it; None if it was there. Raises `Refused`."""
+        """Load an adapter. Return the addresses dropped for it, or None if it was already loaded. Raises `Refused`."""
         if self._adaptable is None:
             self._adaptable = adaptable_layers(self._model)
         check_fits(adapter.layers, self._adaptable)
@@ -52,7 +52,7 @@ class ServedAdapters:
 
     @contextmanager
     def computing(self, addresses: Sequence[str], tokens: Sequence[int]) -> Iterator[None]:
-        """Compute the rows of a pass with adapters: `addresses`, "" for none, each for so many rows."""
+        """Compute a pass with adapters: `addresses[i]`, or none if it is "", applies to the next `tokens[i]` rows."""
         with self._base.in_place():
             self._columns.place(self._found(addresses))
             self._columns.use_rows(addresses, tokens)
@@ -65,18 +65,18 @@ class ServedAdapters:
         self._columns.keep_rows(index)
 
     def detach(self) -> None:
-        """Have the model's own layers in place, before its weights are read or changed."""
+        """Restore the model's own layers, before its weights are read or changed."""
         self._columns.detach()
 
     def before_change(self, version: int, changed: Mapping[str, object] | None) -> None:
-        """Keep what adapters need of weights that are about to change: all of them, or those `changed`.
+        """Keep the weights that adapters need before they change: those in `changed`, or all of them if it is None.
 
-        Raises `EngineFault` when there is no memory for it.
+        Raises `EngineFault` if there is not enough memory.
         """
         self._base.before_change(version, changed)
 
     def set_own(self, adapter: Mapping[str, LowRank]) -> None:
-        """Give the engine's own policy this adapter; none if it is empty."""
+        """Set the adapter of the engine's own policy; an empty one removes it."""
         set_adapter(self._model, adapter)
         self._own = bool(adapter)
 
@@ -85,5 +85,5 @@ class ServedAdapters:
 
 
 def tensors_of(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return all that the weights of a version replace: parameters, and buffers that belong to them."""
+    """Return all tensors that the weights of a version replace: parameters and persistent buffers."""
     return dict(model.named_parameters()) | persistent_buffers(model)
