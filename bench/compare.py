@@ -3,8 +3,9 @@
 make bench-compare REV=18063d94
 python -m bench.compare HEAD~1 gateway turns --times 5
 
-Both are measured by this tree's benchmarks, with the packages of this environment: the other commit has to have the
-names that they import. Machines are noisy: a figure counts where the pairs agree. `instructions` are the same in each
+Both are measured by this tree's benchmarks, with the packages of this environment. A commit that lacks the names that
+they import is measured by those of a commit in between: `--benchmarks 709452ff` for one before its modules were
+renamed. Machines are noisy: a figure counts where the pairs agree. `instructions` are the same in each
 run, and take valgrind.
 """
 
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,12 +47,12 @@ def checked_out(revision: str) -> Iterator[Path]:
             subprocess.run([*git, "remove", "--force", str(where)], check=True)
 
 
-def figures(tree: Path, part: str) -> list[tuple[str, float, str]]:
-    """Run a benchmark of this tree on the packages of `tree`; return a label, a number and a unit for each line."""
+def figures(tree: Path, part: str, benchmarks: Path) -> list[tuple[str, float, str]]:
+    """Run a benchmark of `benchmarks` on the packages of `tree`; return a label, a number and a unit for each line."""
     packages = [str(tree / "shared"), *map(str, sorted((tree / "services").iterdir()))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(packages)}
     command = [sys.executable, "-m", *PARTS[part]]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=benchmarks, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{part} failed on {tree}, exit status {done.returncode}:\n{done.stdout}{done.stderr}")
     found: list[tuple[str, float, str]] = []
@@ -82,14 +83,17 @@ def main() -> None:
     parser.add_argument("revision", help="the commit to compare with")
     parser.add_argument("part", nargs="*", choices=[*PARTS, []], metavar="part", help=f"some of {', '.join(PARTS)}")
     parser.add_argument("--times", type=int, default=3, help="pairs of runs (default: 3)")
+    parser.add_argument("--benchmarks", metavar="REVISION", help="measure the other commit by this one's benchmarks")
     arguments = parser.parse_args()
-    with checked_out(arguments.revision) as other:
+    with checked_out(arguments.revision) as other, ExitStack() as stack:
+        older = stack.enter_context(checked_out(arguments.benchmarks)) if arguments.benchmarks else ROOT
+        benchmarks = {other: older, ROOT: ROOT}
         print(f"{'':47} {arguments.revision[:9]:>9} {'this':>9}", flush=True)
         for part in arguments.part or [part for part in PARTS if part != "instructions" or shutil.which("valgrind")]:
             found: dict[Path, list[list[tuple[str, float, str]]]] = {other: [], ROOT: []}
             for number in range(arguments.times):
                 for tree in (other, ROOT) if number % 2 == 0 else (ROOT, other):  # neither is always first
-                    found[tree].append(figures(tree, part))
+                    found[tree].append(figures(tree, part, benchmarks[tree]))
             report(part, found[other], found[ROOT])
 
 
