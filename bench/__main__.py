@@ -8,6 +8,7 @@ import sys
 PARTS = {
     "coordinator": ["-m", "bench.coordinator"],
     "gateway": ["-m", "bench.gateway"],
+    "floor": ["-m", "bench.floor"],
     "turns": ["-m", "bench.turns"],
     "disk": ["-m", "bench.disk"],
     "episodes": ["-m", "bench.episodes"],
