@@ -70,7 +70,7 @@ def test_compaction_and_its_archive_are_settings_of_the_coordinator(
         ),
         (
             {"calls_bytes_max": "4 gigs"},
-            "streams.calls_bytes_max: '4 gigs' is refused: it takes a size of at least 4KiB",
+            "streams.calls_bytes_max: '4 gigs' cannot be read as a size: give a size of at least 4KiB",
         ),
         ({"event_bytes_max": 10}, "streams.event_bytes_max is unknown; did you mean events_bytes_max?"),
         (
@@ -96,7 +96,7 @@ def test_a_mistake_on_the_command_line_names_the_flag(
     assert line == "bombus coordinator: --stream-replicas 2 is refused: it takes 1, 3 or 5"
     with pytest.raises(SystemExit):
         main(["up", "--calls-bytes-max", "much"])
-    assert "--calls-bytes-max: 'much' is refused: it takes a size" in capsys.readouterr().err
+    assert "--calls-bytes-max: 'much' cannot be read as a size: give a size" in capsys.readouterr().err
 
 
 def test_a_new_hive_needs_room_for_its_streams_and_for_new_work_beside_them() -> None:

@@ -377,7 +377,7 @@ class Coordinator:
                     )
                 )
             except BusUnavailable as error:
-                log.warning("the clock waits for the bus: %s", error)
+                log.warning("the coordinator could not send its tick, and will try again: %s", error)
             await asyncio.sleep(TICK_S)
 
     async def _trim(self) -> None:

@@ -106,7 +106,7 @@ class Fetcher:
     # ---- full copies ------------------------------------------------------------------------------------------
 
     async def _checked(self, weights: Weights, name: str) -> Path:
-        """Return the folder of the weights in the file `name`, once its digest has been checked against the log."""
+        """Return the folder with the weights file `name`, once the file's digest has been checked against the log."""
         folder = await self._local(weights, name)
         try:
             found = await asyncio.to_thread(file_sha256, folder / name)

@@ -39,7 +39,7 @@ def load_backend(job: RunConfig, options: TrainerOptions, ranks: Ranks | None = 
     asked = job.trainer.max_tokens_per_bin
     if ranks.leads and settings.bin_tokens < asked:
         log.info(
-            "a micro-batch holds at most %d tokens, not the job's %d: --bin-tokens changes that",
+            "micro-batches hold at most %d tokens here, fewer than the job's limit of %d: raise --bin-tokens for more",
             *(settings.bin_tokens, asked),
         )
     if job.trainer.backend == "verl" and find_spec("verl") is None:

@@ -172,7 +172,7 @@ class Reader:
     def _give_up(self, why: str) -> None:
         """Stop listening to this consumer; the keeper makes another."""
         if self._consumer:
-            logger.info("reader of %s at %d: a new consumer, because of %s", self.stream, self._last, why)
+            logger.info("reader of %s at %d: a new consumer: %s", self.stream, self._last, why)
         self._consumer = ""
         self._wake.set()
 

@@ -64,7 +64,7 @@ def _allow_files() -> None:
 
 
 async def play(options: SlimeOptions) -> int:
-    """Play or push what the options name. Returns the exit code."""
+    """Play the prompts, or push the saved rollouts, that the options specify. Returns the exit code."""
     cancel_at_signals()
     async with AsyncSwarmClient(options.server_url, verbose=False, engine=options.engine) as client:
         if options.load_debug_rollout_data:

@@ -20,7 +20,7 @@ def byte_count(text: str) -> int:
     """Parse a size such as `512MB`, `4GiB` or `4294967296` into bytes. Raises `ValueError` for any other text."""
     found = _SIZE.match(text.strip().replace("Ki", "ki"))
     if found is None:
-        raise ValueError(f"{text!r} is refused: it takes {_TAKES}")
+        raise ValueError(f"{text!r} cannot be read as a size: give {_TAKES}")
     number, prefix, binary = found.groups()
     return int(float(number) * (1024 if binary else 1000) ** _POWERS[prefix])
 

@@ -29,7 +29,7 @@ class DemoOf(msgspec.Struct, frozen=True):
 def open_folder(out: Path, wanted: DemoOf) -> DemoOf | None:
     """Create the folder of a demo and return None, or return the earlier demo in it, which is to be resumed.
 
-    Raises `Refused` if the folder has a demo of another model or seed, or anything else in it.
+    Raises `Refused` if the demo in the folder has another model or seed, or if the folder has files but no demo.
     """
     try:
         found = msgspec.json.decode((out / DEMO).read_bytes(), type=DemoOf)

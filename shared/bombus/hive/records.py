@@ -54,7 +54,10 @@ class CallRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BodyRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The place of a body in the `ops` stream: the sequences of its parts, in order, its size and its digest (R6)."""
+    """The location of a body in the `ops` stream: the sequence numbers of its parts, its size and its digest (R6).
+
+    `seqs` is in the order of the parts, which is not always ascending.
+    """
 
     seqs: tuple[int, ...]
     size: int

@@ -18,7 +18,7 @@ V = TypeVar("V")
 
 
 def share_name(owner: str, admin: bool) -> str:
-    """Return the holder for the name of a key; `admin` says that it is the hive's admin key."""
+    """Return the holder that a key named `owner` belongs to. `admin`: whether it is the hive's admin key."""
     return ADMIN if admin else owner
 
 

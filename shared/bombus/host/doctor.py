@@ -175,7 +175,7 @@ def _environments(needed: Collection[str]) -> Iterator[Finding]:
 
 
 def examine_environment(name: str, needed: bool) -> Finding:
-    """Check that `bombus install` has finished this environment, and would make the same one now."""
+    """Check that `bombus install` completed this environment, and would still make it in the same way."""
     folder, what = environments_folder() / name, f"environment {name}"
     made = read_marker(folder)
     if made is None:

@@ -138,7 +138,7 @@ class FailuresInARow:
 
 
 class RolloutTally:
-    """Counts the episodes of a rollout. `total` is None if it runs until the trainer has made a number of steps."""
+    """Counts the episodes of a rollout. `total` is None if a number of trainer steps ends the rollout instead."""
 
     def __init__(self, total: int | None) -> None:
         self.total = total

@@ -145,7 +145,7 @@ def test_no_question_is_in_both_splits() -> None:
         ({"documents": "/nowhere"}, "/nowhere cannot be read"),
         (
             {"documents": "d", "search_backend": "google"},
-            "documents are for the local index, but",
+            "documents needs search_backend=local",
         ),
     ],
 )

@@ -1,7 +1,8 @@
-"""Matches a marked retry to the earlier attempt that it repeats, and never to an equal request of another agent (R9).
+"""Matches a numbered retry to the earlier attempt that it repeats (R9).
 
 Sub-agents send equal requests, so equal bytes do not show which of them is being retried. The retry's number helps:
-attempt number k repeats an attempt with a smaller number, and each attempt is repeated only once.
+attempt number k repeats an attempt with a smaller number, and each attempt is repeated only once. If several attempts
+still fit, `RequestAttempt.rank` decides, and the retry may get the answer to an equal request of another agent.
 """
 
 import asyncio

@@ -188,7 +188,7 @@ def _found_at_once(conversation: Conversation, request: CallRequest) -> Followed
 
 
 def _may_be_elsewhere(found: Followed[Node]) -> bool:
-    """Whether the request may contain an answer that was sampled by another gateway."""
+    """Return whether the request may contain an answer that was sampled through another gateway."""
     return found.doubt or any(message["role"] == "assistant" for message in found.messages[found.count :])
 
 

@@ -18,7 +18,7 @@ NO_PROBABILITY = -9998.0  # vLLM writes minus infinity as -9999, because JSON ha
 
 @dataclass(slots=True)
 class ChoiceDelta:
-    """The part of one choice's answer that arrived at once. `tops` has a row for each token, or is empty."""
+    """The part of one choice's answer that arrived in one event. `tops` has a row for each token, or is empty."""
 
     choice: int
     tokens: Sequence[int]

@@ -48,7 +48,7 @@ class Limits:
         if request.prompt_logprobs and not self.scores:
             raise Refused(
                 Code.UNSUPPORTED,
-                "this replica does not score prompts; the torch backend does, and vLLM with whole weights",
+                "this replica does not score prompts; the torch backend does, as does vLLM without a LoRA adapter",
             )
         if request.plain_logprobs and not (self.scores or samples_plainly(request)):
             why = (

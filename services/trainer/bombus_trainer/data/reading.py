@@ -11,9 +11,11 @@ from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup
 
 @dataclass(frozen=True)
 class ReadBatch:
-    """A batch as read. `lost` maps each missing episode to the reason, `stale` each episode that is too old to its age.
+    """A batch as read from the log.
 
-    `gone` holds the positions in the batch of rollout groups whose bodies are lost.
+    `lost` maps the name of each episode or rollout group that was left out to the reason. `stale` has an entry for each
+    episode that is too old: its name, and its age. `gone` holds the positions, within the batch, of the rollout groups
+    whose bodies turned out to be lost during this read.
     """
 
     groups: tuple[EpisodeGroup, ...]

@@ -78,8 +78,8 @@ class WeightsSource(Protocol):
 class VersionTarget:
     """The version to write, in its own directory below `root`.
 
-    The trainer epoch in the directory's name separates two trainers that both believe they are current. `tokenizer` is
-    the name of the tokenizer's object.
+    The trainer epoch in the directory's name separates two trainers that both believe they are current. `tokenizer`
+    is the name under which the tokenizer's files are kept in the hive's object store.
     """
 
     root: Path

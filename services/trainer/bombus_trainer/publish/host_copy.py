@@ -10,7 +10,7 @@ from bombus_trainer.publish.tensorfile import bytes_of
 
 
 class Changes:
-    """Patches of tensors, as long as they fit into `bytes_max`: beyond that a full copy is better."""
+    """Patches of tensors, collected until they exceed `bytes_max`. Then all are dropped: a full copy is better."""
 
     def __init__(self, bytes_max: int) -> None:
         self.patches: dict[str, Patch] = {}

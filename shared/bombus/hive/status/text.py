@@ -47,7 +47,7 @@ def _pace_lines(now: Pace | None) -> list[str]:
 
 
 def _episode_lines(running: tuple[OpenEpisode, ...]) -> list[str]:
-    """Return a line for each single-model episode. Multi-model episodes get one line for all their engines below."""
+    """Return a table of the single-model episodes. The others are only counted: see `_multi_model_lines`."""
     episodes = [row for row in running if not row.partners]
     multi = len(running) - len(episodes)
     lines = [f"  {multi} of them are parts of multi-model episodes, which are listed below"] if multi else []

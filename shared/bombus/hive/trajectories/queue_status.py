@@ -25,8 +25,9 @@ class EnvironmentQueueStatus(msgspec.Struct, frozen=True, kw_only=True):
 def environment_status(queue: TrajectoryQueue, environment: Environment) -> EnvironmentQueueStatus:
     """Return an environment's share of the queue, without changing the queue.
 
-    `queue_size` tells an environment when to stop generating: it counts its own sequences, and those of others beyond
-    their minimums, in groups of its own size.
+    `queue_size` tells an environment when to stop generating. It counts the environment's own sequences and, if any
+    queued group has more than one sequence, those of other environments beyond the minimums that they are guaranteed.
+    The unit is groups of the environment's own size.
     """
     own = environment.share
     group_size = max(1, environment.group_size, *own.lines)

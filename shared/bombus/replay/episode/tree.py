@@ -40,10 +40,11 @@ class TurnReply(msgspec.Struct, frozen=True, kw_only=True):
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """One call. `parent` is the number of the turn that it extends, 0 if it starts a branch.
 
-    `messages` and `prompt` are the parts that it added to its parent's; `tools`, and the `variables` that its request
-    gave to the chat template, are those of its whole branch. `auxiliary_call` is the harness's purpose if the call was
-    not part of the task. `advantage` is None if it is not known. `seen` is its whole prompt with special tokens marked,
-    in two parts: the parent's prompt and reply, and the part that it added.
+    `messages` and `prompt` hold only what the call added to its parent's. `tools`, and the `variables` that its request
+    gave to the chat template, apply to its whole branch: only the turn that starts the branch has them.
+    `auxiliary_call` is the purpose of a call that the harness made for itself, and empty for a call of the task.
+    `advantage` is None if it is not known. `seen` is the whole prompt with special tokens marked, in two parts: the
+    parent's prompt and reply, and what the call added.
     """
 
     number: int

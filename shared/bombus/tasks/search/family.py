@@ -46,7 +46,7 @@ class SearchOptions(BaseModel):
     @model_validator(mode="after")
     def _indexes_what_it_is_given(self) -> "SearchOptions":
         if self.documents is not None and self.search_backend == "google":
-            raise ValueError("documents are for the local index, but search_backend=google has none: give one of them")
+            raise ValueError("documents needs search_backend=local, not google: change it, or leave documents out")
         return self
 
 

@@ -27,7 +27,7 @@ def add(engine: EngineState, live: Live, message: AddEndpoint) -> Decisions:
     if not 1 <= message.world_size <= WORLD_MAX:
         raise Refused(Code.MALFORMED, f"world_size is {message.world_size}, but must be 1 to {WORLD_MAX}.")
     if len(message.owner) > TEXT_CHARS_MAX:
-        raise Refused(Code.MALFORMED, f"The name of a key must have at most {TEXT_CHARS_MAX} characters.")
+        raise Refused(Code.MALFORMED, f"The name of an API key must have at most {TEXT_CHARS_MAX} characters.")
     endpoints = engine.clients.endpoints
     name = endpoint_id(message.host, message.port)
     before = endpoints.get(name)

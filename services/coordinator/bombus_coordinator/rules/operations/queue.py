@@ -210,7 +210,7 @@ def run_started(engine: EngineState, live: Live, base: str) -> ev.EngineStarted:
 
 
 def _open_model(engine: EngineState, message: Operate, model: ClientModel | None) -> ClientModel:
-    """Return the model of an operation. Raises `Refused` if the model does not accept it."""
+    """Return an operation's model. Raises `Refused` if it does not exist, has ended, or belongs to another session."""
     if model is None or (message.run and message.run != model.run):
         raise Refused(Code.UNKNOWN_MODEL, f"There is no model {message.model}: create it first.")
     if model.closed is not None:

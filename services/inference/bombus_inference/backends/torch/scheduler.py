@@ -82,7 +82,7 @@ class Scheduler:
         return True
 
     def _extend_from_cache(self, sequence: SequenceState) -> None:
-        """Use the remembered blocks of its next tokens. The last token is always computed, for its logits.
+        """Reuse the cached blocks of the sequence's next tokens. The last token is always computed, for its logits.
 
         So are all tokens of a prompt that is being scored: the cache has no logits.
         """

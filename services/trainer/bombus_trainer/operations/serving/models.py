@@ -347,7 +347,7 @@ class ServedModels:
         )
 
     def _was_loaded(self, name: str) -> bool:
-        """Return whether a model has loaded a checkpoint and has no recovery checkpoint since."""
+        """Return whether any model has loaded this checkpoint and has not written a recovery checkpoint since then."""
         return any(name in read for model, read in self._read.items() if self._clocks[model].at_once)
 
     # ---- recovery checkpoints ----------------------------------------------------------------------------------------
