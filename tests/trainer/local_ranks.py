@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from bombus.config.job import RunConfig
 from bombus.errors import EngineFault
+from bombus.hive.fates import StepTokens
 from bombus.operations import (
     AdamParams,
     CheckpointKind,
@@ -77,7 +78,11 @@ class Rank(Executor):
         self.scenario = scenario
 
     def train_step(
-        self, groups: list[EpisodeGroup], step: int, interrupted: Callable[[], bool] = lambda: False
+        self,
+        groups: list[EpisodeGroup],
+        step: int,
+        interrupted: Callable[[], bool] = lambda: False,
+        account: Callable[[StepTokens], None] = lambda tokens: None,
     ) -> dict[str, float]:
         if self.scenario == "one fails" and not self.ranks.leads:
             raise MemoryError("no room for this rank")
@@ -87,7 +92,7 @@ class Rank(Executor):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.ranks.agree(interrupted()):
             raise Interrupted
-        metrics = super().train_step(groups, step)
+        metrics = super().train_step(groups, step, account=account)
         digests = self.ranks.gather(digest_of(self))
         metrics["versions"] = float(len(set(digests)))
         return metrics

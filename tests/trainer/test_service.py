@@ -2,7 +2,7 @@
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,7 +24,6 @@ from bombus.hive.state import Phase
 from bombus.weights.adapters import ADAPTER_FILE
 from bombus_trainer.backend import BackendLost, TrainerBackend
 from bombus_trainer.backends.torch.executor import Executor
-from bombus_trainer.data.batch import EpisodeGroup
 from bombus_trainer.data.reading import read_batch
 from bombus_trainer.publish import checkpoint
 from bombus_trainer.publish.checkpoint import Facts
@@ -435,9 +434,7 @@ class Lost(Executor):
         super().__init__(Path(job.model.path), TrainerSettings.of_job(job))
         self._fault = fault
 
-    def train_step(
-        self, groups: list[EpisodeGroup], step: int, interrupted: Callable[[], bool] = lambda: False
-    ) -> dict[str, float]:
+    def train_step(self, *_: object, **__: object) -> dict[str, float]:
         raise self._fault
 
 

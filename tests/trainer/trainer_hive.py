@@ -144,7 +144,9 @@ class Stage:
                     ack = await self.bus.publisher.publish(self.bus.subjects.call(ENGINE, ""), body, msg_id=record.id)
                     spoiled = task == spoil and record is second
                     ref = CallRef(ack.seq, record.id, b"x" * 16 if spoiled else digest(body))
-                    said_of = NotedCall(episode, ref, record.prompt_tokens, 2, oldest=noted, newest=noted)
+                    said_of = NotedCall(
+                        episode, ref, record.prompt_tokens, record.completion_tokens(), oldest=noted, newest=noted
+                    )
                     await self.say(inbox.CallRecorded(id=self.id(), engine=ENGINE, run=self.engine.run, call=said_of))
                 said = {"label": f"answer {number}"}
                 results.append(EpisodeResult(episode=episode, task=task, reward=reward * number, metadata=said))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from bombus.config.job import RunConfig
 from bombus.errors import EngineFault
+from bombus.hive.fates import StepTokens
 from bombus.operations import CheckpointSaved, Operation, Result
 from bombus_trainer.data.batch import EpisodeGroup
 from bombus_trainer.operations.settings import ExecutorSettings
@@ -45,9 +46,15 @@ class TrainerBackend(Protocol):
     def vocab_size(self) -> int: ...
 
     def train_step(
-        self, groups: list[EpisodeGroup], step: int, interrupted: Callable[[], bool] = lambda: False
+        self,
+        groups: list[EpisodeGroup],
+        step: int,
+        interrupted: Callable[[], bool] = lambda: False,
+        account: Callable[[StepTokens], None] = lambda tokens: None,
     ) -> dict[str, float]:
         """Train on a batch and return the step's metrics. A batch without anything to train on changes nothing.
+
+        `account` is called with what became of the batch's tokens.
 
         `backends.steps.StepBackend` implements this on top of what each backend computes.
 

@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import Store
 
 from bombus.config.job import RunConfig
 from bombus.errors import BombusError
+from bombus.hive.fates import StepTokens
 from bombus.operations import CheckpointSaved, Operation, Result
 from bombus_trainer.backend import BackendLost, BaseLoader, Loader, OperationBackend, TrainerBackend
 from bombus_trainer.backends.torch.model import PolicyModel
@@ -147,10 +148,14 @@ class _LeaderBackend:
         return self._ours.vocab_size
 
     def train_step(
-        self, groups: list[EpisodeGroup], step: int, interrupted: Callable[[], bool] = lambda: False
+        self,
+        groups: list[EpisodeGroup],
+        step: int,
+        interrupted: Callable[[], bool] = lambda: False,
+        account: Callable[[StepTokens], None] = lambda tokens: None,
     ) -> dict[str, float]:
         return self._leader.run(
-            ("train_step", (groups, step)), lambda: self._ours.train_step(groups, step, interrupted)
+            ("train_step", (groups, step)), lambda: self._ours.train_step(groups, step, interrupted, account)
         )
 
     def save(self, root: Path, facts: Facts) -> Saved:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 
+import msgspec
 from torch import AcceleratorError
 
 from bombus import telemetry
@@ -18,6 +19,7 @@ from bombus.datums.reading import BusCallReader
 from bombus.errors import EngineFault
 from bombus.faults import Point, reached
 from bombus.hive.events import BatchReady, TrainerRegistered, WeightsReady
+from bombus.hive.fates import Fate, StepTokens
 from bombus.hive.inbox import GiveUpGroups, LostGroup, StepBroke, StepDone, WeightsSaved
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.steps import checkpoints, is_due, steps_after
@@ -271,7 +273,7 @@ class Trainer:
         ownership = self._ownership
         reached(Point.TRAINER_BATCH_FOUND)
         with telemetry.span("trainer.step", ownership.batch_trace, engine=self._options.engine, step=batch.step):
-            metrics = await self._train(executor, batch)
+            metrics, tokens = await self._train(executor, batch)
             reached(Point.TRAINER_STEP_TRAINED)
             due = is_due(ownership.engine.steps, batch.step, self._checkpoint_every(executor))
             saved = await self._checkpoint(executor, batch, metrics) if due else NO_CHECKPOINT
@@ -284,6 +286,7 @@ class Trainer:
                 checkpoint=saved.path,
                 checkpoint_digest=saved.digest,
                 metrics=metrics,
+                tokens=tokens,
             )
             is_done = partial(_has_made, step=batch.step)
             await ownership.say(done, is_done, Point.TRAINER_STEP_SAID)
@@ -297,7 +300,7 @@ class Trainer:
         shown = [f"{name} {metrics[name]:.4g}" for name in ("reward_mean", "loss") if name in metrics]
         log.info("step %d: %s", batch.step, ", ".join(shown) or "nothing to train on")
 
-    async def _train(self, executor: TrainerBackend, batch: BatchReady) -> dict[str, float]:
+    async def _train(self, executor: TrainerBackend, batch: BatchReady) -> tuple[dict[str, float], StepTokens]:
         start = perf_counter()
         read = await self._read(executor, batch)
         read_s = perf_counter() - start
@@ -310,7 +313,8 @@ class Trainer:
         for episode, age in read.stale.items():
             log.error("episode %s is left out of step %d: it is %d versions old", episode, batch.step, age)
         groups, interrupted = list(read.groups), self._ownership.over.is_set
-        train = partial(executor.train_step, groups, batch.step, interrupted)
+        accounts: list[StepTokens] = []
+        train = partial(executor.train_step, groups, batch.step, interrupted, accounts.append)
         metrics = await in_thread(Kind.STEP, f"step {batch.step}", train)
         metrics[NONFINITE_STEPS] = nonfinite_steps(metrics, _metrics_before(self._ownership.engine))
         metrics |= self._made_again
@@ -321,7 +325,8 @@ class Trainer:
         if self._debug is not None:
             origin, debug = Origin(self._options.engine, self._ownership.run, batch.step), self._debug
             metrics |= await in_thread(Kind.SAMPLES, "writing samples", lambda: debug.save(origin, groups))
-        return metrics
+        left_out = dict.fromkeys(read.lost, Fate.DROPPED_UNREADABLE) | dict.fromkeys(read.stale, Fate.DROPPED_STALE)
+        return metrics, msgspec.structs.replace(accounts[0], left_out=accounts[0].left_out | left_out)
 
     async def _read(self, executor: TrainerBackend, batch: BatchReady) -> ReadBatch:
         """Read the calls of a batch, or the rollout groups that it consists of. Raises `BusUnavailable`."""

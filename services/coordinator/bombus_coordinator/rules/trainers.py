@@ -167,6 +167,7 @@ def step_done(engine: EngineState, live: Live, message: StepDone) -> Decisions:
                     checkpoint=message.checkpoint,
                     checkpoint_digest=message.checkpoint_digest,
                     metrics=message.metrics,
+                    tokens=message.tokens,
                 ),
             )
         )

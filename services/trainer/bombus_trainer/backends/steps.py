@@ -10,10 +10,12 @@ import numpy as np
 import torch
 
 from bombus.faults import Point, reached
+from bombus.hive.fates import StepTokens
 from bombus_trainer.backend import Interrupted
 from bombus_trainer.backends.torch.metrics import Tally, reward_metrics
 from bombus_trainer.backends.torch.optim import learning_rate
 from bombus_trainer.data.batch import EpisodeGroup, PreparedBatch, mini_batches, prepare, staleness
+from bombus_trainer.data.fates import TrainedTerms, step_tokens
 from bombus_trainer.data.packing import TrainingItem
 from bombus_trainer.data.sequences import Floats, Ints
 from bombus_trainer.ranks import Ranks
@@ -73,18 +75,24 @@ class StepBackend(ABC, Generic[P]):
         return nullcontext()
 
     def train_step(
-        self, groups: list[EpisodeGroup], step: int, interrupted: Callable[[], bool] = lambda: False
+        self,
+        groups: list[EpisodeGroup],
+        step: int,
+        interrupted: Callable[[], bool] = lambda: False,
+        account: Callable[[StepTokens], None] = lambda tokens: None,
     ) -> dict[str, float]:
         """See `TrainerBackend.train_step`. Only the leader's `interrupted` is considered."""
         tally = Tally()
         with tally.phase("merge"):
             batch = self.prepared(groups)
-        rate = learning_rate(step, self.settings)
+        rate, terms = learning_rate(step, self.settings), TrainedTerms(batch)
         with self.training():
             old = self._old_logprobs(batch, step, tally, interrupted)
             for epoch in range(self.settings.config.ppo_epochs):
                 for items in mini_batches(batch, self.settings, step, epoch):
-                    self._update(items, rate, old, tally, interrupted)
+                    if self._update(items, rate, old, tally, interrupted):
+                        terms.note(items)
+        account(step_tokens(groups, batch, terms, self.settings))
         first, *others = self.ranks.gather(tally)
         for other in others:
             first.add(other)
@@ -106,8 +114,8 @@ class StepBackend(ABC, Generic[P]):
         old: Floats | None,
         tally: Tally,
         interrupted: Callable[[], bool],
-    ) -> None:
-        """Make one update. All ranks skip it if its loss or the norm of its gradients is not finite."""
+    ) -> bool:
+        """Make one update. All ranks skip it if its loss or the norm of its gradients is not finite: return False."""
         self.zero_grad()
         share = 0.0
         for micro_batch in self._in_turn(items, tally, interrupted):
@@ -124,6 +132,7 @@ class StepBackend(ABC, Generic[P]):
         tally.note_update(loss, norm)
         advanced("update done")
         reached(Point.TRAINER_UPDATE_DONE)
+        return isfinite(loss) and isfinite(norm)
 
     def _old_logprobs(
         self, batch: PreparedBatch, step: int, tally: Tally, interrupted: Callable[[], bool]

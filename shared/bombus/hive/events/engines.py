@@ -4,6 +4,7 @@ import msgspec
 
 from bombus.errors import Code
 from bombus.hive.events.common import Collection, Event, RunKind
+from bombus.hive.fates import StepTokens
 
 
 class EpochOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="epoch.opened"):
@@ -185,6 +186,7 @@ class StepCompleted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="s
     checkpoint: str
     checkpoint_digest: str
     metrics: dict[str, float] = {}
+    tokens: StepTokens | None = None  # None: an older version, which did not report them
 
 
 class StepFailed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="step.failed"):

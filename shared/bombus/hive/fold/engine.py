@@ -1,5 +1,7 @@
 """The fold of events of an engine: jobs and runs, phases, trainers, replicas and weights."""
 
+import msgspec
+
 from bombus.hive import events as ev
 from bombus.hive.bounded import trim
 from bombus.hive.checkpoints import goes_on, keep, step_of
@@ -201,6 +203,7 @@ def _trainer_stalled(engine: EngineState, event: ev.TrainerStalled) -> None:
 
 @HANDLERS.on(ev.StepCompleted)
 def _step_completed(engine: EngineState, event: ev.StepCompleted) -> None:
+    event = msgspec.structs.replace(event, tokens=None)  # for the audit alone
     engine.step_done = event
     groups = 0 if engine.batch is None else len(engine.batch.groups)
     engine.silent_steps = silent_after(engine.silent_steps, groups, event.metrics)

@@ -1,6 +1,7 @@
 """Facts: messages in which services report something. They get no answer, except where noted."""
 
 from bombus.hive.events import ConversationFormat, ModelShape, MovedBody, NotedCall, SavedWeights, Weights
+from bombus.hive.fates import StepTokens
 from bombus.hive.inbox.common import Message
 from bombus.hive.records import BodyRef
 from bombus.hive.trajectories.queue import QueuedGroup
@@ -152,6 +153,7 @@ class StepDone(Message, frozen=True, kw_only=True, omit_defaults=True, tag="step
     checkpoint: str
     checkpoint_digest: str
     metrics: dict[str, float] = {}
+    tokens: StepTokens | None = None
 
 
 class StepBroke(Message, frozen=True, kw_only=True, omit_defaults=True, tag="step.broke"):

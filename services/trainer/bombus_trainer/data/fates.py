@@ -1,0 +1,92 @@
+"""Account for each sampled token of a batch: whether it was trained on, and if not, which rule left it out."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+import numpy as np
+
+from bombus.datums.call_sequences import learnt_tokens
+from bombus.hive.fates import Fate, StepTokens
+from bombus.hive.records import DIGEST_BYTES, CallRecord
+from bombus_trainer.algorithms.overlong import is_masked
+from bombus_trainer.data.batch import NOT_FINITE, EpisodeCalls, EpisodeGroup, PreparedBatch, PreparedSequence
+from bombus_trainer.data.packing import TrainingItem
+from bombus_trainer.data.sequences import Flags, Floats
+from bombus_trainer.settings import TrainerSettings
+
+
+class TrainedTerms:
+    """The terms [N] of a batch: whether an update was made with them, and their weights in the first one."""
+
+    def __init__(self, batch: PreparedBatch) -> None:
+        self.trained_N: Flags = np.zeros(batch.terms, dtype=np.bool_)
+        self.weights_N: Floats = np.zeros(batch.terms, dtype=np.float32)
+
+    def note(self, items: Iterable[TrainingItem]) -> None:
+        """Note an update that was made with these sequences."""
+        for item in items:
+            ids = item.terms.ids_N
+            self.weights_N[ids] = np.where(self.trained_N[ids], self.weights_N[ids], item.terms.weights_N)
+            self.trained_N[ids] = True
+
+
+def step_tokens(
+    groups: Sequence[EpisodeGroup], batch: PreparedBatch, terms: TrainedTerms, settings: TrainerSettings
+) -> StepTokens:
+    """Return what became of the sampled tokens of the episodes of a batch.
+
+    Tokens are counted where they end up: those of the loss in its terms, the others in the records of their calls. So
+    if merging loses or repeats a token, the numbers of an episode do not add up to what it sampled.
+    """
+    found: dict[str, Counter[Fate]] = {}
+    weights: dict[str, float] = {}
+    left_out = dict.fromkeys(batch.left_out, Fate.DROPPED_UNREADABLE)
+    data = blake2b(digest_size=DIGEST_BYTES)
+    for group, prepared in zip(groups, batch.groups, strict=True):
+        sequences: dict[str, list[PreparedSequence]] = {}
+        for entry in prepared.sequences:
+            sequences.setdefault(entry.sequence.episode, []).append(entry)
+            for array in (entry.sequence.tokens_T, entry.sequence.loss_mask_T, entry.sequence.logprobs_T):
+                data.update(np.ascontiguousarray(array).data)
+            data.update(np.ascontiguousarray(entry.advantages_T).data)
+        for episode in group.episodes:
+            if episode.episode in left_out:
+                continue
+            fates = found[episode.episode] = _masked(episode.records)
+            if prepared is NOT_FINITE:
+                fates[Fate.DROPPED_NOT_FINITE] += _learnt(episode)
+            elif is_masked(episode.records, settings):
+                fates[Fate.MASKED_OVERLONG] += _learnt(episode)
+            else:
+                untrained = Fate.DROPPED_UPDATE if prepared.signal else Fate.MASKED_NO_SIGNAL
+                for entry in sequences.get(episode.episode, ()):
+                    count = int(entry.sequence.loss_mask_T.sum())
+                    own = slice(entry.first_id, entry.first_id + count)
+                    trained = int(terms.trained_N[own].sum())
+                    fates[Fate.TRAINED] += trained
+                    fates[untrained] += count - trained
+                    if trained:
+                        weights[episode.episode] = float(terms.weights_N[own].max())
+    data.update(terms.weights_N.data)
+    order = [fate for fate in Fate if any(fates[fate] for fates in found.values())]
+    rows = {name: tuple(fates[fate] for fate in order) for name, fates in found.items()}
+    return StepTokens(fates=tuple(order), episodes=rows, weights=weights, left_out=left_out, data=data.digest())
+
+
+def _learnt(episode: EpisodeCalls) -> int:
+    return sum(episode.learnt_tokens())
+
+
+def _masked(records: Sequence[CallRecord]) -> Counter[Fate]:
+    """Count the tokens that no loss is computed of, whatever the batch: see `call_sequences`."""
+    fates: Counter[Fate] = Counter()
+    for record in records:
+        sampled = record.completion_tokens()
+        if record.sampling.temperature <= 0:
+            fates[Fate.MASKED_GREEDY] += sampled
+        elif record.constrained:
+            fates[Fate.MASKED_CONSTRAINED] += sampled
+        else:
+            fates[Fate.MASKED_FIRST] += sampled - learnt_tokens(record)
+    return fates

@@ -1,0 +1,49 @@
+"""What becomes of sampled tokens. Pure."""
+
+from enum import StrEnum
+
+import msgspec
+
+
+class Fate(StrEnum):
+    """What became of a sampled token. In a batch, tokens that a rule masks have no part in the loss."""
+
+    TRAINED = "trained"
+    EVALUATION = "evaluation"
+    OPEN = "open"  # its episode, or the step of its batch, has not ended
+    QUEUED = "queued"  # in the pool, or in a rollout group that waits for a batch
+    TAKEN = "taken"  # by a training client, which trains on it with operations
+
+    MASKED_AUXILIARY = "masked: auxiliary call"
+    MASKED_GREEDY = "masked: sampled at temperature 0"
+    MASKED_CONSTRAINED = "masked: held to a form"
+    MASKED_FIRST = "masked: first token without a prompt"
+    MASKED_OVERLONG = "masked: overlong episode"
+    MASKED_NO_SIGNAL = "masked: group without signal"
+
+    DROPPED_CUT_OFF = "dropped: call cut off"
+    DROPPED_LATE = "dropped: call after its episode"
+    DROPPED_UNREADABLE = "dropped: calls unreadable"
+    DROPPED_NOT_FINITE = "dropped: advantages not finite"
+    DROPPED_UPDATE = "dropped: update not finite"
+    DROPPED_STALE = "dropped: stale"
+    DROPPED_RUN_OVER = "dropped: run over"
+
+    @property
+    def is_masked(self) -> bool:
+        return self.startswith("masked")
+
+
+class StepTokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a step made of the sampled tokens of its batch.
+
+    `episodes` has how many tokens of an episode had each of `fates`, and `weights` the weight in the loss of each
+    trained token of an episode, in the step's first epoch. `left_out` says why an episode was left out as a whole.
+    `data` is the digest of what was trained on: tokens, masks, the sampler's logprobs, advantages and weights.
+    """
+
+    fates: tuple[Fate, ...] = ()
+    episodes: dict[str, tuple[int, ...]] = {}
+    weights: dict[str, float] = {}
+    left_out: dict[str, Fate] = {}
+    data: bytes = b""
