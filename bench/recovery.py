@@ -18,6 +18,7 @@ from bombus.hive.fold.evolve import evolve
 from bombus.hive.records import CallRef
 from bombus.hive.state import FOLD, Hive
 from bombus.machine.process import loop_factory
+from bombus.replay.audit import Audit
 from bombus_coordinator.recovery import Fold
 
 ENGINE = "main"
@@ -80,8 +81,11 @@ async def publish(bus: Bus, events: Iterator[Event]) -> int:
     return position
 
 
-def decoder_speed(count: int) -> tuple[float, float]:
-    """Return the seconds to decode these events, and to decode and fold them: no reader can be faster."""
+def decoder_speed(count: int) -> tuple[float, float, float]:
+    """Return the seconds to decode these events, to decode and fold them, and to audit them, which folds them too.
+
+    No reader can be faster.
+    """
     bodies = [encode_event(event) for event in log(count)]
     start = time.perf_counter()
     for body in bodies:
@@ -91,7 +95,13 @@ def decoder_speed(count: int) -> tuple[float, float]:
     start = time.perf_counter()
     for body in bodies:
         evolve(hive, decode_event(body))
-    return decoded, time.perf_counter() - start
+    folded = time.perf_counter() - start
+    audit = Audit()
+    start = time.perf_counter()
+    for number, body in enumerate(bodies, start=1):
+        audit.read(decode_event(body), number)
+    assert not audit.report().differences
+    return decoded, folded, time.perf_counter() - start
 
 
 async def recover(bus: Bus) -> tuple[float, float, Fold]:
@@ -103,10 +113,11 @@ async def recover(bus: Bus) -> tuple[float, float, Fold]:
 
 
 async def main(count: int) -> None:
-    decoded, folded = decoder_speed(min(count, 200_000))
+    decoded, folded, audited = decoder_speed(min(count, 200_000))
     sample = min(count, 200_000)
     print(f"decoding alone        {sample / decoded:10,.0f} events/s")
     print(f"decoding and folding  {sample / folded:10,.0f} events/s")
+    print(f"an audit              {sample / audited:10,.0f} events/s, {audited / folded:.2f} of the fold's time")
     with tempfile.TemporaryDirectory() as folder:
         server = EmbeddedServer(Path(folder))
         await asyncio.to_thread(server.start)

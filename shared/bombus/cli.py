@@ -48,6 +48,7 @@ COMMANDS = {
     "export": Command("bombus.commands.export", "write trained weights as a model that other tools load", "all"),
     "overwatch": Command("bombus_overwatch.cli", "watch a hive in the terminal", "overwatch"),
     "replay": Command("bombus.commands.replay", "inspect a hive's log: what happened, and why", "server"),
+    "audit": Command("bombus.commands.audit", "account for every sampled token of a hive's log", "server"),
     "log": Command("bombus.commands.log", "check, trim or export a hive's log", "server"),
     "coordinator": Command("bombus_coordinator.cli", "run the coordinator alone", "coordinator"),
     "gateway": Command("bombus_gateway.cli", "run a gateway alone", "gateway"),

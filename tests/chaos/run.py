@@ -218,6 +218,9 @@ async def _verify(hive: RunningHive, report: Report) -> None:
     report.verified = code == 0 and max(agreed, default=0) >= report.events
     if not report.verified:
         report.wrong_in_hive.append(f"bombus log verify, after {report.events} events were checked: {output}")
+    code, output = await hive.bombus("audit")
+    if code:
+        report.wrong_in_hive.append(f"bombus audit: {output}")
 
 
 def summary(outcome: Outcome) -> str:

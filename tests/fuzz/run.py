@@ -17,7 +17,9 @@ from fastapi.routing import iter_route_contexts
 
 from bombus.bus import Bus
 from bombus.bus.follow import Follower
+from bombus.commands.audit import audited
 from bombus.errors import BombusError
+from bombus.replay.source import BusSource
 from bombus_gateway.app import GatewayApp, create_app
 from bombus_gateway.context import Gateway
 from bombus_gateway.keys import Keys
@@ -156,6 +158,8 @@ class _Runner:
             await self._hive.give_up(*self._held)
             self._outcome.step_s = await self._hive.train_a_step(self._seed)
             self._say(f"honest clients trained a step in {self._outcome.step_s:.1f} s")
+            report = await audited(BusSource(self._hive.bus, "the log"))
+            self._note(cases, [f"the audit found that {found}" for found in report.differences])
         except TimeoutError:
             self._note(cases, [f"no step was trained afterwards; the engine is {self._hive.state.phase}"])
         self._note(cases, self._hive.look())

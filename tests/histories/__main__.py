@@ -11,8 +11,10 @@ from collections import Counter
 from pathlib import Path
 
 from bombus.bus import Bus, EmbeddedServer
+from bombus.commands.audit import audited, lines_of
 from bombus.config.streams import StreamLimits
 from bombus.machine.process import loop_factory
+from bombus.replay.source import BusSource
 from tests.histories.hive import arena_of
 from tests.histories.run import Outcome, play, play_all, shortened
 
@@ -53,7 +55,9 @@ async def run(url: str, arguments: argparse.Namespace) -> int:
             for outcome in bad[:SHOWN_MAX]:
                 print(await shortened(arena, outcome), flush=True)
             print(f"seed {arguments.seed}: {_told(counts)} in {took:.0f} s, {len(bad)} bad")
-            return bool(bad)
+            report = await audited(BusSource(bus, "the log"))
+            print("\n".join(lines_of(report, "the log")))
+            return bool(bad) or report.differences_count > 0
 
 
 def _told(counts: Counter[str]) -> str:

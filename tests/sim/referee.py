@@ -15,6 +15,7 @@ from bombus.hive.fold.evolve import evolve
 from bombus.hive.inbox import Answer
 from bombus.hive.records import digest
 from bombus.hive.state import EngineState, Hive, Phase
+from bombus.replay.audit import Audit
 from bombus_coordinator.rules.episodes import outcome_digest
 from tests.coordinator.core_world import check_as_asked, check_in_time, check_read, check_replicas, check_stays
 from tests.hive.phases import TRANSITIONS
@@ -436,10 +437,12 @@ class Referee:
         self._check_files(engine)
 
     def refold(self, events: Sequence[Message]) -> None:
-        hive = Hive()
-        for message in events:
-            evolve(hive, message.event)
-        assert hive == self.hive, "the fold of the log is the state"
+        audit = Audit()
+        for seq, message in enumerate(events, 1):
+            audit.read(message.event, seq)
+        assert audit.hive == self.hive, "the fold of the log is the state"
+        report = audit.report()
+        assert not report.differences, f"every token is accounted for, but {report.differences}"
 
 
 def trained(model: bytes, batch: ev.BatchReady) -> bytes:

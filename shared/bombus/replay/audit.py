@@ -1,0 +1,547 @@
+"""Accounts for every sampled token of a log, every rollout group and every training operation. Pure.
+
+It keeps books of its own beside the fold, from the same events: what was sampled, and what became of it. A difference
+is a place where two statements of the log disagree: a step that does not account for what its episodes have sampled, an
+episode that is trained twice, a version that sampled before its weights were published, or a state that the fold has
+and the books do not.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import msgspec
+
+from bombus.hive import events as ev
+from bombus.hive.events import AbortReason, EpisodeType, Event
+from bombus.hive.fates import Fate, StepTokens
+from bombus.hive.fold.evolve import evolve
+from bombus.hive.records import CallStatus
+from bombus.hive.state import EngineState, Hive, Phase
+
+DIFFERENCES_KEPT = 100
+NOT_REPORTED = "trained or masked: an older trainer did not report which"
+TRAINING_OPERATIONS = ("forward_backward", "optim_step")
+
+
+class Difference(NamedTuple):
+    """A place where the log disagrees with itself. `seq` is the event that shows it."""
+
+    seq: int
+    engine: str
+    episode: str
+    why: str
+
+
+class TokenSource(NamedTuple):
+    """Where tokens come from."""
+
+    engine: str
+    run: int
+    client: str
+
+
+class _Episode:
+    """An episode that is open, in the pool, in a rollout group or in a batch. `known`: it was claimed on this log."""
+
+    __slots__ = ("auxiliary", "calls", "is_evaluation", "known", "source", "tokens")
+
+    def __init__(self, source: TokenSource, is_evaluation: bool, known: bool = True) -> None:
+        self.source = source
+        self.is_evaluation = is_evaluation
+        self.known = known
+        self.calls: set[str] = set()
+        self.tokens = 0  # of complete calls that may be trained on
+        self.auxiliary = 0  # of complete calls that the job masks
+
+
+class _Group(NamedTuple):
+    run: int
+    tokens: int
+    episodes: tuple[_Episode, ...]
+
+
+class _Step(NamedTuple):
+    number: int
+    episodes: dict[str, _Episode]
+    groups: dict[int, _Group]
+
+    def all_episodes(self) -> list[_Episode]:
+        return [*self.episodes.values(), *(each for group in self.groups.values() for each in group.episodes)]
+
+
+class _Model:
+    """The training operations of a model: those whose gradients wait for an optimizer step, by their number."""
+
+    __slots__ = ("accumulated", "waiting")
+
+    def __init__(self) -> None:
+        self.waiting: dict[int, str] = {}
+        self.accumulated = 0
+
+
+class _Books:
+    """What an engine has outstanding."""
+
+    def __init__(self) -> None:
+        self.run = 0
+        self.open: dict[str, _Episode] = {}
+        self.pool: dict[str, _Episode] = {}
+        self.batch: _Step | None = None
+        self.queue: dict[int, _Group] = {}
+        self.handed: dict[int, dict[int, _Group]] = {}
+        self.arrived = 0
+        self.published: dict[int, str] = {}  # the hash of each version's weights
+        self.models: dict[str, _Model] = {}
+
+
+class TrainedStep(msgspec.Struct, frozen=True, kw_only=True):
+    """A completed step: how many tokens it trained on, the digest of that data, and the weights that it made."""
+
+    engine: str
+    run: int
+    step: int
+    tokens: int
+    data: str
+    weights: str = ""
+
+
+class SourceTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of the tokens that a client's episodes have sampled in a run."""
+
+    engine: str
+    run: int
+    client: str
+    sampled: int
+    tokens: dict[str, int]
+
+
+class VersionTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """How many tokens the policy versions `oldest` to `newest` have sampled, over whole calls."""
+
+    engine: str
+    run: int
+    oldest: int
+    newest: int
+    tokens: int
+
+
+class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What an audit found. `sampled` is the sum of `tokens`, unless there are differences."""
+
+    sampled: int
+    tokens: dict[str, int]  # by fate
+    sources: list[SourceTokens]
+    versions: list[VersionTokens]
+    steps: list[TrainedStep]
+    groups: dict[str, int]
+    operations: dict[str, int]
+    differences: list[Difference]
+    differences_count: int
+
+
+class Audit:
+    """Reads the events of a log in order: `read` each, then `report`."""
+
+    def __init__(self, hive: Hive | None = None, seq: int = 0) -> None:
+        self.hive = Hive() if hive is None else hive
+        self._seq = seq
+        self._books: dict[str, _Books] = {}
+        self._sampled: Counter[TokenSource] = Counter()
+        self._tokens: Counter[tuple[TokenSource, str]] = Counter()
+        self._versions: Counter[tuple[str, int, int, int]] = Counter()
+        self._groups: Counter[str] = Counter()
+        self._operations: Counter[str] = Counter()
+        self._steps: dict[tuple[str, int, int], TrainedStep] = {}
+        self._differences: list[Difference] = []
+        self._count = 0
+        for engine in self.hive.engines.values():
+            self._take_over(engine)
+
+    def read(self, event: Event, seq: int) -> None:
+        """Enter an event, and fold it."""
+        self._seq = seq
+        handle = _HANDLERS.get(type(event))
+        if handle is not None:
+            handle(self, self._of(event.engine), event)
+        evolve(self.hive, event)
+
+    # ---- episodes and their calls -------------------------------------------------------------------------------
+
+    def claimed(self, books: _Books, event: ev.EpisodeClaimed) -> None:
+        source = TokenSource(event.engine, event.run, event.client)
+        for name in event.episodes:
+            if name in books.open or name in books.pool:
+                self._differ(event.engine, name, "was claimed twice")
+            books.open[name] = _Episode(source, event.type == EpisodeType.EVAL)
+
+    def noted(self, books: _Books, event: ev.CallsNoted) -> None:
+        for call in event.calls:
+            count, episode = call.completion_tokens, books.open.get(call.episode)
+            source = TokenSource(event.engine, event.run, "") if episode is None else episode.source
+            self._sampled[source] += count
+            self._versions[event.engine, event.run, call.oldest, call.newest] += count
+            if books.published and call.newest >= 0 and count and call.newest not in books.published:
+                self._differ(
+                    event.engine, call.episode, f"was sampled by version {call.newest}, which is not on the log"
+                )
+            if call.late or episode is None:
+                self._tokens[source, Fate.DROPPED_LATE] += count
+            elif call.ref.id in episode.calls:
+                self._differ(event.engine, call.episode, f"call {call.ref.id} was noted twice")
+            elif call.status != CallStatus.COMPLETE:
+                self._tokens[source, Fate.DROPPED_CUT_OFF] += count
+            else:
+                episode.calls.add(call.ref.id)
+                episode.auxiliary += count if call.masked else 0
+                episode.tokens += 0 if call.masked else count
+
+    def ended(self, books: _Books, event: ev.EpisodeEnded) -> None:
+        for outcome in event.outcomes:
+            episode = books.open.pop(outcome.episode, None)
+            if episode is None:
+                if outcome.episode not in books.pool:  # the last end of an episode counts
+                    self._differ(event.engine, outcome.episode, "ended, but was not open")
+                continue
+            complete = episode.tokens + episode.auxiliary
+            if outcome.completion_tokens != complete and not outcome.calls:  # older versions listed them instead
+                why = f"ended with {outcome.completion_tokens} tokens, but {complete} were noted"
+                self._differ(event.engine, outcome.episode, why)
+            if event.type == EpisodeType.EVAL:
+                self._all_to(Fate.EVALUATION, episode)
+            else:
+                self._tokens[episode.source, Fate.MASKED_AUXILIARY] += episode.auxiliary
+                episode.auxiliary = 0
+                books.pool[outcome.episode] = episode
+
+    def aborted(self, books: _Books, event: ev.EpisodeAborted) -> None:
+        for name in event.episodes:
+            episode = books.open.pop(name, None)
+            if episode is None:
+                self._differ(event.engine, name, "was aborted, but was not open")
+            else:
+                self._all_to(f"dropped: episode aborted ({_ABORTED.get(event.reason, event.reason)})", episode)
+
+    def dropped(self, books: _Books, event: ev.GroupDropped) -> None:
+        self._leave_pool(books, event, event.episodes, f"dropped: {event.reason.replace('_', ' ')}")
+
+    def taken(self, books: _Books, event: ev.EpisodesTaken) -> None:
+        self._leave_pool(books, event, event.episodes, Fate.TAKEN)
+
+    def cleared(self, books: _Books, event: ev.PoolCleared) -> None:
+        if event.episodes != len(books.pool):
+            why = f"the pool was cleared of {event.episodes} episodes, but had {len(books.pool)}"
+            self._differ(event.engine, "", why)
+        self._leave_pool(books, event, list(books.pool), f"dropped: {event.reason.replace('_', ' ')}")
+
+    def _leave_pool(self, books: _Books, event: Event, names: Iterable[str], fate: str) -> None:
+        for episode in self._from_pool(books, event, names).values():
+            self._all_to(fate, episode)
+
+    def _from_pool(self, books: _Books, event: Event, names: Iterable[str]) -> dict[str, _Episode]:
+        found: dict[str, _Episode] = {}
+        for name in names:
+            episode = books.pool.pop(name, None)
+            if episode is None:
+                self._differ(event.engine, name, f"is in {event.__struct_config__.tag}, but was not in the pool")
+            else:
+                found[name] = episode
+        return found
+
+    # ---- batches and steps --------------------------------------------------------------------------------------
+
+    def sealed(self, books: _Books, event: ev.BatchReady) -> None:
+        if books.batch is not None:
+            self._differ(
+                event.engine, "", f"the batch of step {event.step} was sealed before step {books.batch.number} ended"
+            )
+            self._abandon(books, Fate.DROPPED_RUN_OVER)
+        names = [episode.episode for group in event.groups for episode in group.episodes]
+        groups = {number: books.queue.pop(number) for number in event.taken if number in books.queue}
+        for number in event.taken:
+            if number not in groups:
+                self._differ(
+                    event.engine, "", f"rollout group {number} is in the batch of step {event.step}, but was not queued"
+                )
+        books.batch = _Step(event.step, self._from_pool(books, event, names), groups)
+
+    def completed(self, books: _Books, event: ev.StepCompleted) -> None:
+        batch, books.batch = books.batch, None
+        if batch is None or batch.number != event.step:
+            self._differ(event.engine, "", f"step {event.step} was completed without its batch")
+            batch = batch or _Step(event.step, {}, {})
+        given = event.tokens or StepTokens()
+        for name, episode in batch.episodes.items():
+            self._account(event, name, episode, event.tokens)
+        for name in given.episodes.keys() | given.left_out.keys():
+            if batch.episodes and name not in batch.episodes:
+                self._differ(event.engine, name, f"step {event.step} accounts for it, but it is not in its batch")
+        for group in batch.groups.values():
+            self._groups["trained" if group.tokens else "empty"] += 1
+            for episode in group.episodes:
+                self._all_to("trained or masked: as part of a rollout group", episode)
+        trained = sum(
+            count for row in given.episodes.values() for fate, count in zip(given.fates, row) if fate == Fate.TRAINED
+        )
+        step = TrainedStep(engine=event.engine, run=event.run, step=event.step, tokens=trained, data=given.data.hex())
+        self._steps[event.engine, event.run, event.step] = step
+
+    def _account(self, event: ev.StepCompleted, name: str, episode: _Episode, given: StepTokens | None) -> None:
+        if given is None:
+            self._all_to(NOT_REPORTED, episode)
+        elif name in given.left_out:
+            self._all_to(given.left_out[name], episode)
+        elif name not in given.episodes:
+            self._differ(event.engine, name, f"step {event.step} does not account for it")
+        else:
+            row = dict(zip(given.fates, given.episodes[name], strict=True))
+            if not episode.known:
+                episode.tokens = sum(row.values())
+                self._sampled[episode.source] += episode.tokens
+            total, parts = sum(row.values()), [f"{count} {fate}" for fate, count in row.items() if count]
+            if total != episode.tokens:
+                why = f"sampled {episode.tokens} tokens, but step {event.step} accounts for {total}"
+                self._differ(event.engine, name, f"{why}: {', '.join(parts)}" if parts else why)
+            for fate, count in row.items():
+                self._tokens[episode.source, fate] += count
+
+    # ---- runs and versions --------------------------------------------------------------------------------------
+
+    def started(self, books: _Books, event: ev.EngineStarted) -> None:
+        """Begin a run: what the last one has left is not trained on any more."""
+        self._abandon(books, Fate.DROPPED_RUN_OVER)
+        for episode in (*books.open.values(), *books.pool.values()):
+            self._all_to(Fate.DROPPED_RUN_OVER, episode)
+        books.run, books.open, books.pool, books.published = event.run, {}, {}, {}
+
+    def published(self, books: _Books, event: ev.WeightsReady) -> None:
+        books.published[event.version] = event.weights.sha256
+        key = event.engine, event.run, event.version
+        if key in self._steps:
+            self._steps[key] = msgspec.structs.replace(self._steps[key], weights=event.weights.sha256)
+
+    def over(self, books: _Books, event: ev.EngineStopped | ev.EngineFailed) -> None:
+        if books.queue:
+            self._groups["dropped: run over"] += len(books.queue)
+        for group in books.queue.values():
+            for episode in group.episodes:
+                self._all_to(Fate.DROPPED_RUN_OVER, episode)
+        if self.hive.engines[event.engine].queues_groups:
+            books.queue, books.handed = {}, {}
+
+    def _abandon(self, books: _Books, fate: str) -> None:
+        batch, books.batch = books.batch, None
+        if batch is not None:
+            self._groups[fate] += len(batch.groups)
+            for episode in batch.all_episodes():
+                self._all_to(fate, episode)
+
+    # ---- rollout groups -----------------------------------------------------------------------------------------
+
+    def pushed(self, books: _Books, event: ev.GroupsPushed) -> None:
+        episodes = tuple(self._from_pool(books, event, event.episodes).values())
+        for group in event.groups:
+            books.arrived += 1
+            books.queue[books.arrived] = _Group(books.run, group.tokens, episodes)
+            episodes = ()
+        self._groups["pushed"] += len(event.groups)
+
+    def handed_out(self, books: _Books, event: ev.BatchHandedOut) -> None:
+        combined = self.hive.engines[event.engine].trajectories.queue.combined
+        numbers = {*event.groups, *(member for number in event.groups for member in combined.get(number, ()))}
+        books.handed[event.number] = {number: books.queue.pop(number) for number in numbers if number in books.queue}
+
+    def delivered(self, books: _Books, event: ev.BatchDelivered) -> None:
+        self._groups["delivered to an outside trainer"] += len(books.handed.pop(event.number, {}))
+
+    def given_up(self, books: _Books, event: ev.GroupsGivenUp) -> None:
+        places = [books.queue, *books.handed.values(), *([] if books.batch is None else [books.batch.groups])]
+        for number in event.groups:
+            found = next((place.pop(number) for place in places if number in place), None)
+            if found is None:
+                self._differ(
+                    event.engine, "", f"rollout group {number} was given up, but was neither queued nor in a batch"
+                )
+                continue
+            self._groups["dropped: given up"] += 1
+            for episode in found.episodes:
+                self._all_to("dropped: rollout group given up", episode)
+        for number, group in books.handed.pop(event.number, {}).items():
+            books.queue[number] = group
+
+    def reset(self, books: _Books, event: ev.GroupsReset) -> None:
+        self._groups["dropped: reset"] += len(books.queue) + sum(map(len, books.handed.values()))
+        books.queue, books.handed = {}, {}
+
+    # ---- training operations ------------------------------------------------------------------------------------
+
+    def accepted(self, books: _Books, event: ev.OperationAccepted) -> None:
+        if event.op in TRAINING_OPERATIONS and not event.passive:
+            self._operations[f"{event.op} accepted"] += 1
+            books.models.setdefault(event.model, _Model()).waiting[event.number] = event.op
+
+    def executed(self, books: _Books, event: ev.OperationCompleted) -> None:
+        if event.op not in TRAINING_OPERATIONS:
+            return
+        model = books.models.setdefault(event.model, _Model())
+        if model.waiting.pop(event.number, None) is None:
+            return  # a forward pass, or one from before this log
+        if event.failed:
+            self._operations[f"{event.op} failed"] += 1
+        elif event.op == "forward_backward":
+            model.accumulated += 1
+        else:
+            self._operations["optim_step executed"] += 1
+            self._operations["forward_backward used in a step"] += model.accumulated
+            model.accumulated = 0
+
+    def closed(self, books: _Books, event: ev.ModelClosed) -> None:
+        self._close(books.models.pop(event.model, None))
+
+    def _close(self, model: _Model | None) -> None:
+        if model is not None:
+            self._operations["forward_backward dropped: no step followed"] += model.accumulated
+            for op in model.waiting.values():
+                self._operations[f"{op} dropped: model ended"] += 1
+
+    # ---- the report ---------------------------------------------------------------------------------------------
+
+    def report(self) -> AuditReport:
+        """Compare the books with the fold, and return what was found. Call it once, after the last event."""
+        for name, books in self._books.items():
+            self._compare(name, books)
+            self._close_books(name, books)
+        by_source: dict[TokenSource, Counter[str]] = {source: Counter() for source in self._sampled}
+        for (source, fate), count in self._tokens.items():
+            by_source.setdefault(source, Counter())[str(fate)] += count
+        for source, fates in by_source.items():
+            if fates.total() != self._sampled[source]:
+                why = f"client {source.client or '-'} sampled {self._sampled[source]} tokens in run {source.run}, but "
+                self._differ(source.engine, "", f"{why}{fates.total()} are accounted for")
+        return AuditReport(
+            sampled=self._sampled.total(),
+            tokens=dict(+sum(by_source.values(), Counter())),
+            sources=[
+                SourceTokens(
+                    engine=engine,
+                    run=run,
+                    client=client,
+                    sampled=self._sampled[TokenSource(engine, run, client)],
+                    tokens=dict(+fates),
+                )
+                for (engine, run, client), fates in by_source.items()
+            ],
+            versions=[
+                VersionTokens(engine=engine, run=run, oldest=oldest, newest=newest, tokens=count)
+                for (engine, run, oldest, newest), count in self._versions.items()
+            ],
+            steps=list(self._steps.values()),
+            groups=dict(+self._groups),
+            operations=dict(+self._operations),
+            differences=self._differences,
+            differences_count=self._count,
+        )
+
+    def _close_books(self, name: str, books: _Books) -> None:
+        """Count what is still outstanding. Of a run that is over, nothing will be trained on any more."""
+        over = self.hive.engines[name].phase == Phase.OFFLINE
+        in_queue = [episode for group in books.queue.values() for episode in group.episodes]
+        in_batch = [] if books.batch is None else books.batch.all_episodes()
+        for episodes, fate in (
+            (books.open.values(), Fate.OPEN),
+            ((*books.pool.values(), *in_queue), Fate.DROPPED_RUN_OVER if over else Fate.QUEUED),
+            (in_batch, Fate.DROPPED_RUN_OVER if over else Fate.OPEN),
+        ):
+            for episode in episodes:
+                self._all_to(fate, episode)
+        self._groups["queued"] += len(books.queue)
+        self._groups["in a batch"] += sum(map(len, books.handed.values()))
+        self._groups["in a batch"] += 0 if books.batch is None else len(books.batch.groups)
+        for model in books.models.values():
+            self._operations["forward_backward that waits for a step"] += model.accumulated
+            for op in model.waiting.values():
+                self._operations[f"{op} waiting"] += 1
+
+    def _compare(self, name: str, books: _Books) -> None:
+        """Note where the fold's state differs from the books."""
+        engine = self.hive.engines[name]
+        self._same(name, "open", books.open, engine.open)
+        self._same(name, "in the pool", books.pool, engine.pool)
+        groups = () if engine.batch is None else engine.batch.groups
+        sealed = [episode.episode for group in groups for episode in group.episodes]
+        self._same(name, "in the batch", {} if books.batch is None else books.batch.episodes, sealed)
+        for episode in books.open.keys() & engine.open.keys():
+            ours = books.open[episode]
+            folded = sum(call.completion_tokens for call in engine.open[episode].complete_calls())
+            if ours.tokens + ours.auxiliary != folded:
+                self._differ(
+                    name, episode, f"has {folded} tokens in the state, but {ours.tokens + ours.auxiliary} were noted"
+                )
+
+    def _same(self, engine: str, where: str, ours: Iterable[str], folded: Iterable[str]) -> None:
+        for episode in sorted(set(ours) ^ set(folded)):
+            which = "the state" if episode in folded else "the log's events"
+            self._differ(engine, episode, f"is {where} by {which} alone")
+
+    # ---- entries ------------------------------------------------------------------------------------------------
+
+    def _of(self, engine: str) -> _Books:
+        books = self._books.get(engine)
+        if books is None:
+            books = self._books[engine] = _Books()
+        return books
+
+    def _take_over(self, engine: EngineState) -> None:
+        """Begin with what a compacted log had outstanding. What ended before is not known in tokens."""
+        books = self._of(engine.name)
+        books.run, books.arrived = engine.run, engine.trajectories.queue.arrived
+        for name, episode in engine.open.items():
+            source = TokenSource(engine.name, engine.run, episode.client)
+            entry = books.open[name] = _Episode(source, episode.type == EpisodeType.EVAL)
+            for call in episode.complete_calls():
+                entry.calls.add(call.ref.id)
+                entry.auxiliary += call.completion_tokens if call.masked else 0
+                entry.tokens += 0 if call.masked else call.completion_tokens
+            self._sampled[source] += entry.tokens + entry.auxiliary
+        for name, completed in engine.pool.items():
+            books.pool[name] = _Episode(TokenSource(engine.name, engine.run, completed.client), False, known=False)
+        if engine.batch is not None:
+            names = [episode.episode for group in engine.batch.groups for episode in group.episodes]
+            source = TokenSource(engine.name, engine.run, "")
+            books.batch = _Step(engine.batch.step, {name: _Episode(source, False, known=False) for name in names}, {})
+        for number, group in engine.trajectories.queue.groups.items():
+            books.queue[number] = _Group(engine.run, group.tokens, ())
+
+    def _all_to(self, fate: str, episode: _Episode) -> None:
+        self._tokens[episode.source, fate] += episode.tokens + episode.auxiliary
+
+    def _differ(self, engine: str, episode: str, why: str) -> None:
+        self._count += 1
+        if len(self._differences) < DIFFERENCES_KEPT:
+            self._differences.append(Difference(self._seq, engine, episode, why))
+
+
+_ABORTED = {AbortReason.MULTI_MODEL: "another episode of its multi-model episode was"}
+_HANDLERS: dict[type, Callable[..., None]] = {
+    ev.EpisodeClaimed: Audit.claimed,
+    ev.CallsNoted: Audit.noted,
+    ev.EpisodeEnded: Audit.ended,
+    ev.EpisodeAborted: Audit.aborted,
+    ev.GroupDropped: Audit.dropped,
+    ev.EpisodesTaken: Audit.taken,
+    ev.PoolCleared: Audit.cleared,
+    ev.BatchReady: Audit.sealed,
+    ev.StepCompleted: Audit.completed,
+    ev.EngineStarted: Audit.started,
+    ev.EngineStopped: Audit.over,
+    ev.EngineFailed: Audit.over,
+    ev.WeightsReady: Audit.published,
+    ev.GroupsPushed: Audit.pushed,
+    ev.BatchHandedOut: Audit.handed_out,
+    ev.BatchDelivered: Audit.delivered,
+    ev.GroupsGivenUp: Audit.given_up,
+    ev.GroupsReset: Audit.reset,
+    ev.OperationAccepted: Audit.accepted,
+    ev.OperationCompleted: Audit.executed,
+    ev.ModelClosed: Audit.closed,
+}

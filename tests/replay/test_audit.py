@@ -1,0 +1,121 @@
+"""`bombus audit` on logs without a trainer of ours: older logs, rollout groups and training operations."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from bombus.commands.audit import audited
+from bombus.hive import events as ev
+from bombus.hive.events import AnyEvent, EnvironmentEnd, ModelEnd
+from bombus.hive.fates import Fate
+from bombus.hive.records import BodyRef
+from bombus.hive.trajectories.queue import QueuedGroup
+from bombus.replay.archive import FileSource
+from bombus.replay.audit import NOT_REPORTED, Audit, AuditReport
+
+LOGS = sorted((Path(__file__).parents[1] / "logs").glob("*.bombuslog"))
+ENGINE = "main"
+BODY = BodyRef((1,), 1, b"d" * 16)
+
+
+def report_of(events: Sequence[AnyEvent]) -> AuditReport:
+    audit = Audit()
+    for seq, event in enumerate(events, 1):
+        audit.read(event, seq)
+    return audit.report()
+
+
+@pytest.mark.parametrize("path", LOGS, ids=lambda path: path.stem)
+async def test_a_log_of_an_older_version_agrees_with_itself(path: Path) -> None:
+    with FileSource.open(path) as source:
+        report = await audited(source)
+    assert not report.differences
+    assert report.sampled == sum(report.tokens.values()) > 0
+    assert report.tokens[NOT_REPORTED] > 100
+    assert report.tokens[Fate.EVALUATION] == 6
+
+
+def groups(count: int) -> tuple[QueuedGroup, ...]:
+    return tuple(QueuedGroup(environment=None, sequences=2, tokens=10, body=BODY) for _ in range(count))
+
+
+def test_rollout_groups_are_delivered_given_up_or_wait() -> None:
+    began = ev.TrainerRegistered(
+        engine=ENGINE,
+        run=1,
+        trainer="t",
+        batch_size=4,
+        max_token_len=100,
+        checkpoint_dir="",
+        save_checkpoint_interval=0,
+        starting_step=0,
+        num_steps=9,
+    )
+    events: list[AnyEvent] = [
+        ev.EngineStarted(engine=ENGINE, run=1, config_digest=""),
+        began,
+        ev.GroupsPushed(engine=ENGINE, groups=groups(5)),
+        ev.BatchHandedOut(engine=ENGINE, run=1, number=1, groups=(1, 2)),
+        ev.BatchDelivered(engine=ENGINE, run=1, number=1),
+        ev.GroupsGivenUp(engine=ENGINE, run=1, number=0, groups=(3,), why="lost"),
+        ev.EnvironmentLeft(engine=ENGINE, environment=1, reason=EnvironmentEnd.SILENT),
+    ]
+    report = report_of(events[:-1])
+    assert not report.differences
+    delivered, given_up = {"delivered to an outside trainer": 2}, {"dropped: given up": 1}
+    assert report.groups == {"pushed": 5, **delivered, **given_up, "queued": 2}
+    again = report_of([*events[:-1], ev.GroupsGivenUp(engine=ENGINE, run=1, number=0, groups=(3,), why="lost")])
+    assert [found.why for found in again.differences] == [
+        "rollout group 3 was given up, but was neither queued nor in a batch"
+    ]
+
+
+def operation(number: int, op: str, passive: bool = False) -> ev.OperationAccepted:
+    return ev.OperationAccepted(
+        engine=ENGINE, run=1, model="s:m", number=number, key=str(number), op=op, body=BODY, passive=passive
+    )
+
+
+def done(number: int, op: str, failed: bool = False) -> ev.OperationCompleted:
+    return ev.OperationCompleted(
+        engine=ENGINE,
+        run=1,
+        model="s:m",
+        number=number,
+        key=str(number),
+        op=op,
+        trainer_epoch=1,
+        result=BODY,
+        failed=failed,
+    )
+
+
+def test_each_gradient_of_a_training_client_is_used_in_a_step_dropped_or_waits() -> None:
+    fb, step = "forward_backward", "optim_step"
+    events: list[AnyEvent] = [
+        ev.EngineStarted(engine=ENGINE, run=1, config_digest="", base="tiny"),
+        ev.SessionOpened(engine=ENGINE, session="s", idle_s=60.0),
+        ev.ModelOpened(engine=ENGINE, run=1, model="s:m", session="s", base="tiny"),
+        *(operation(number, fb) for number in (1, 2, 3)),
+        operation(4, fb, passive=True),
+        operation(5, step),
+        operation(6, fb),
+        operation(7, fb),
+        *(done(number, fb, failed=number == 3) for number in (1, 2, 3, 4)),
+        done(5, step),
+        done(6, fb),
+    ]
+    report = report_of(events)
+    assert report.operations == {
+        "forward_backward accepted": 5,
+        "optim_step accepted": 1,
+        "forward_backward failed": 1,
+        "optim_step executed": 1,
+        "forward_backward used in a step": 2,
+        "forward_backward that waits for a step": 1,
+        "forward_backward waiting": 1,
+    }
+    over = report_of([*events, ev.ModelClosed(engine=ENGINE, run=1, model="s:m", reason=ModelEnd.ENDED)])
+    assert over.operations["forward_backward dropped: no step followed"] == 1
+    assert over.operations["forward_backward dropped: model ended"] == 1

@@ -1,0 +1,181 @@
+"""An audit of a real run: every token is accounted for, and planted mistakes of the bookkeeping are found."""
+
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from bombus.bus import Bus
+from bombus.hive import events as ev
+from bombus.hive import inbox
+from bombus.hive.events import AnyEvent
+from bombus.hive.fates import Fate
+from bombus.hive.fold import evolve
+from bombus.hive.records import CallRecord
+from bombus.hive.state import Phase
+from bombus.replay.audit import Audit, AuditReport
+from bombus_trainer.backends import steps
+from bombus_trainer.data import batch as data_batch
+from bombus_trainer.data.batch import EpisodeGroup, PreparedBatch
+from bombus_trainer.data.sequences import MergedEpisode
+from bombus_trainer.settings import TrainerSettings
+from tests.trainer.trainer_hive import ENGINE, Stage, staged
+
+Events = list[AnyEvent]
+
+
+@pytest.fixture
+async def stage(bus: Bus, tmp_path: Path) -> AsyncIterator[Stage]:
+    async with staged(bus, tmp_path) as stage:
+        yield stage
+
+
+def audited(events: Sequence[AnyEvent]) -> AuditReport:
+    audit = Audit()
+    for seq, event in enumerate(events, 1):
+        audit.read(event, seq)
+    return audit.report()
+
+
+async def played(stage: Stage) -> Events:
+    """Train two steps, leave a batch untrained, and abort an episode; return all events."""
+    stage.train()
+    await stage.start(stage.job())
+    for step in (1, 2):
+        await stage.until(Phase.ROLLING, step - 1)
+        await stage.play_batch(shift=step)
+        await stage.follower.wait_for(lambda _, step=step: stage.engine.version == step)  # type: ignore[misc]
+    await stage.until(Phase.ROLLING, 2)
+    claim = inbox.Claim(id=stage.id(), engine=ENGINE, claim=stage.id(), client="c", count=2, wait_s=5.0)
+    granted = await stage.bus.inbox.request(claim)
+    assert isinstance(granted, inbox.Granted)
+    abort = inbox.Abort(id=stage.id(), engine=ENGINE, client="c", episodes=granted.episodes[:1])
+    await stage.bus.inbox.request(abort)
+    return stage.events
+
+
+async def test_every_token_of_a_run_is_accounted_for(stage: Stage) -> None:
+    report = audited(await played(stage))
+    assert not report.differences
+    assert report.sampled == sum(report.tokens.values()) == 2 * 4 * 5
+    assert report.tokens == {Fate.TRAINED: 40}
+    assert [(step.step, step.tokens) for step in report.steps] == [(1, 20), (2, 20)]
+    assert all(step.data and step.weights for step in report.steps)
+    assert len({step.data for step in report.steps}) == 2
+
+
+# ---- planted mistakes ------------------------------------------------------------------------------------------------
+
+
+def loses_a_token(merge: Callable[..., MergedEpisode]) -> Callable[..., MergedEpisode]:
+    """Merge as if the last sampled token of each sequence were the prompt's."""
+
+    def merged(episode: str, records: Sequence[CallRecord], context: Sequence[CallRecord] = ()) -> MergedEpisode:
+        found = merge(episode, records, context)
+        for sequence in found.sequences:
+            sequence.loss_mask_T[-1] = False
+        return dataclasses.replace(found, trained_tokens=found.trained_tokens - len(found.sequences))
+
+    return merged
+
+
+def repeats_a_sequence(merge: Callable[..., MergedEpisode]) -> Callable[..., MergedEpisode]:
+    """Merge as if an episode had two sequences, where it has one."""
+
+    def merged(episode: str, records: Sequence[CallRecord], context: Sequence[CallRecord] = ()) -> MergedEpisode:
+        found = merge(episode, records, context)
+        twice = (*found.sequences, *found.sequences)
+        return dataclasses.replace(found, sequences=twice, trained_tokens=2 * found.trained_tokens)
+
+    return merged
+
+
+def forgets_an_episode(prepare: Callable[..., PreparedBatch]) -> Callable[..., PreparedBatch]:
+    """Prepare a batch without the sequences of its first episode."""
+
+    def prepared(groups: Sequence[EpisodeGroup], settings: TrainerSettings, vocab_size: int) -> PreparedBatch:
+        found = prepare(groups, settings, vocab_size)
+        first = found.groups[0]
+        return dataclasses.replace(
+            found, groups=(dataclasses.replace(first, sequences=first.sequences[1:]), *found.groups[1:])
+        )
+
+    return prepared
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "mistake", "why"),
+    [
+        (data_batch, "merge_calls", loses_a_token, "sampled 5 tokens, but step 1 accounts for 4: 4 trained"),
+        (data_batch, "merge_calls", repeats_a_sequence, "sampled 5 tokens, but step 1 accounts for 10: 10 trained"),
+        (steps, "prepare", forgets_an_episode, "sampled 5 tokens, but step 1 accounts for 0"),
+    ],
+    ids=["a merge that loses a token", "a merge that trains twice", "a trainer that forgets an episode"],
+)
+async def test_mistakes_of_the_merge_and_the_trainer_are_found(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, mistake: Callable[[Any], Any], why: str
+) -> None:
+    monkeypatch.setattr(module, name, mistake(getattr(module, name)))
+    report = audited(await played(stage))
+    assert report.differences_count >= 2
+    assert why in [difference.why for difference in report.differences]
+
+
+def changed(events: Events, kind: type[AnyEvent], change: Callable[[Any], list[Any]]) -> Events:
+    """Return the events with the last one of a kind replaced."""
+    at = max(number for number, event in enumerate(events) if isinstance(event, kind))
+    return [*events[:at], *change(events[at]), *events[at + 1 :]]
+
+
+def without_first_row(event: ev.StepCompleted) -> list[AnyEvent]:
+    assert event.tokens is not None
+    _, *others = event.tokens.episodes.items()
+    return [replace(event, tokens=replace(event.tokens, episodes=dict(others)))]
+
+
+ON_THE_LOG: dict[str, tuple[type[AnyEvent], Callable[[Any], list[Any]], str]] = {
+    "a call that is noted twice": (ev.CallsNoted, lambda event: [event, event], "was noted twice"),
+    "a call that is not noted": (ev.CallsNoted, lambda event: [], "ended with 5 tokens, but 0 were noted"),
+    "an episode that ends with other tokens": (
+        ev.EpisodeEnded,
+        lambda event: [replace(event, outcomes=tuple(replace(each, completion_tokens=4) for each in event.outcomes))],
+        "ended with 4 tokens, but 5 were noted",
+    ),
+    "an episode that ends without a claim": (ev.EpisodeClaimed, lambda event: [], "was aborted, but was not open"),
+    "a batch that is sealed twice": (ev.BatchReady, lambda event: [event, event], "was not in the pool"),
+    "a step that is completed twice": (ev.StepCompleted, lambda event: [event, event], "completed without its batch"),
+    "a step that leaves out an episode": (ev.StepCompleted, without_first_row, "step 2 does not account for it"),
+    "a version that samples before it is there": (
+        ev.CallsNoted,
+        lambda event: [replace(event, calls=tuple(replace(each, newest=7) for each in event.calls))],
+        "was sampled by version 7, which is not on the log",
+    ),
+}
+
+
+def fold_forgets(engine: Any, event: Any) -> None:
+    """Fold an event as if it changed nothing."""
+
+
+IN_THE_FOLD: dict[str, tuple[type[AnyEvent], str]] = {
+    "an aborted episode stays open": (ev.EpisodeAborted, "is open by the state alone"),
+    "an ended episode stays open": (ev.EpisodeEnded, "is open by the state alone"),
+    "a claimed episode is not open": (ev.EpisodeClaimed, "is open by the log's events alone"),
+    "a sealed batch stays in the pool": (ev.BatchReady, "is in the pool by the state alone"),
+}
+
+
+async def test_mistakes_on_the_log_and_in_its_fold_are_found(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = await played(stage)
+    assert not audited(events).differences
+    for name, (kind, change, why) in ON_THE_LOG.items():
+        found = [difference.why for difference in audited(changed(events, kind, change)).differences]
+        assert any(why in each for each in found), f"{name}: {found}"
+    for name, (kind, why) in IN_THE_FOLD.items():
+        with monkeypatch.context() as patched:
+            patched.setitem(evolve._HANDLERS, kind, fold_forgets)
+            found = [difference.why for difference in audited(events).differences]
+        assert any(why in each for each in found), f"{name}: {found}"
