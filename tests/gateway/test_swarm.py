@@ -543,12 +543,14 @@ async def test_a_touch_says_what_the_calls_of_an_episode_have_used(rolling: Play
 
 
 async def test_a_clients_log_lines_are_accepted_until_there_are_too_many(played: PlayedHive) -> None:
-    replies = [
-        (await played.post("/push_verbose_log", {"tag": "t", "message": "m" * 10_000})).json()["success"]
-        for _ in range(110)
-    ]
-    assert replies[0] is True
-    assert False in replies
+    async def accepted() -> bool:
+        reply = await played.post("/push_verbose_log", {"tag": "t", "message": "m" * 10_000})
+        return bool(reply.json()["success"])
+
+    assert await accepted()
+    async with asyncio.timeout(PATIENCE_S):  # a busy machine may send too few in one second
+        while all(await asyncio.gather(*(accepted() for _ in range(150)))):
+            pass
 
 
 async def test_clients_agree_to_train(played: PlayedHive) -> None:

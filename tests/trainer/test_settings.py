@@ -61,7 +61,7 @@ def test_a_limit_on_the_jobs_micro_batches_is_logged(tmp_path: Path, caplog: pyt
             parse_job({"bombus": {**tiny, "trainer": {"max_tokens_per_bin": asked}}}), TrainerOptions(folder=tmp_path)
         )
     assert [each.message for each in caplog.records if "micro-batch" in each.message] == [
-        "a micro-batch holds at most 4096 tokens, not the job's 32000: --bin-tokens changes that"
+        "micro-batches hold at most 4096 tokens here, fewer than the job's limit of 32000: raise --bin-tokens for more"
     ]
 
 
