@@ -121,7 +121,7 @@ class Notice(Panel):
         if status.failure:
             return Text(f"✗ {one_line(status.failure)}", f"bold {pal.VERMILLION}")
         if status.suspended:
-            return Text(f"✗ {one_line(status.suspended)} ({way_on(status)})", f"bold {pal.VERMILLION}")
+            return Text(f"✗ {one_line(status.suspended)} ({way_on(status.until_served)})", f"bold {pal.VERMILLION}")
         return Text(f"! {one_line(_warning(status))}", f"bold {pal.AMBER}")
 
 

@@ -13,9 +13,9 @@ from collections import Counter
 
 import msgspec
 
-from bombus.hive.collection import BATCH_METHODS
+from bombus.hive.collection import BATCH_METHODS, completed_ns
 from bombus.hive.events import EpisodeType
-from bombus.hive.state import EngineState, Replica
+from bombus.hive.state import EngineState, Episode, Replica
 from bombus.hive.trajectories.forming import may_form
 from bombus.hive.trajectories.queue import OTHERS
 
@@ -56,17 +56,24 @@ def oldest_usable(engine: EngineState) -> int:
     return engine.step - engine.collection.max_staleness
 
 
-def last_chances(engine: EngineState) -> int:
-    """Return how many open episodes can be in the next batch but not in a later one: a complete batch waits for them.
+def last_chances(engine: EngineState) -> list[Episode]:
+    """Return the open episodes that can be in the next batch but not in a later one: a complete batch waits for them.
 
     An episode without a recorded call counts with the version at its claim, since a call of that age may be in flight.
     """
     last = oldest_usable(engine)
-    return sum(
-        (episode.version if episode.oldest is None else episode.oldest) == last
+    return [
+        episode
         for episode in engine.open.values()
-        if episode.type == EpisodeType.TRAIN and episode.version <= last
-    )
+        if episode.type == EpisodeType.TRAIN
+        and episode.version <= last
+        and (episode.version if episode.oldest is None else episode.oldest) == last
+    ]
+
+
+def held_since_ns(engine: EngineState) -> int:
+    """Return since when a complete batch has waited for its `last_chances`, which it does for at most `drain_s`."""
+    return max(completed_ns(engine), 0 if engine.weights is None else engine.weights.at_ns)
 
 
 def pace(engine: EngineState, count: int = 1, task_hint: str = "") -> Pace | None:

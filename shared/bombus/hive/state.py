@@ -78,6 +78,11 @@ class Episode(msgspec.Struct, kw_only=True):
         """Return the holder whose share its calls count toward."""
         return share_name(self.owner, self.admin)
 
+    @property
+    def active_ns(self) -> int:
+        """Return when the log last showed it at work: its last call, or its claim."""
+        return max(self.claimed_ns, self.last_call_ns)
+
     def complete_calls(self) -> list[NotedCall]:
         return [call for call in self.calls if call.status == CallStatus.COMPLETE]
 

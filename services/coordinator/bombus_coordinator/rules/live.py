@@ -81,7 +81,7 @@ class Live(msgspec.Struct, kw_only=True):
         return self.refusing_groups if self.refusing_groups and engine.queues_groups else self.refusing
 
     def idle_deadline_ns(self, episode: Episode) -> int:
-        last = max(self.activity.get(episode.id, 0), episode.claimed_ns, episode.last_call_ns, self.epoch_ns)
+        last = max(self.activity.get(episode.id, 0), episode.active_ns, self.epoch_ns)
         return last + ns(episode.discard_timeout_s)
 
     def silent_clients(self, limit_s: float) -> set[str]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from bombus.hive import events as ev
 from bombus.hive.inbox import AnswersBroke, LoadBroke, ReplicaAlive, ReplicaLeaves, WeightsLoadedFact
+from bombus.hive.loading import loading_since_ns
 from bombus.hive.state import EngineState, Phase, Replica
 from bombus_coordinator.rules.decision import Decision, Decisions
 from bombus_coordinator.rules.engines import REASON_CHARS_MAX, suspend
@@ -125,17 +126,6 @@ def answers_broke(engine: EngineState, live: Live, message: AnswersBroke) -> Dec
         yield from _quarantine(engine, live, message.replica, message.reason, answers=True)
 
 
-def all_loaded(engine: EngineState) -> bool:
-    """Return whether at least one replica, and every one that the run waits for, serves the newest weights (R15).
-
-    The run waits for the replicas that had joined when the weights were ready, except those in quarantine.
-    """
-    if not engine.loaded or engine.weights is None:
-        return False
-    ready_ns = engine.weights.at_ns
-    return all(name in engine.loaded or replica.joined_ns > ready_ns for name, replica in engine.usable.items())
-
-
 def look_after(engine: EngineState, live: Live) -> Decisions:
     """Quarantine replicas that are late, suspend a run that has no other, and resume it once one serves (R15)."""
     if engine.phase == Phase.OFFLINE or engine.weights is None:
@@ -177,9 +167,8 @@ def _late(engine: EngineState, live: Live) -> Iterator[str]:
     assert engine.weights is not None
     if engine.phase == Phase.BOOTING and not engine.loaded:
         return
-    since_ns = max(engine.weights.at_ns, engine.phase_since_ns)
     for name, replica in engine.usable.items():
-        if name not in engine.loaded and _sync_is_over(engine, live, max(since_ns, replica.joined_ns)):
+        if name not in engine.loaded and _sync_is_over(engine, live, loading_since_ns(engine, replica)):
             yield name
 
 

@@ -6,15 +6,16 @@ from itertools import islice, takewhile
 
 from bombus.hive import events as ev
 from bombus.hive.bounded import portions
-from bombus.hive.collection import BATCH_METHODS, completed_ns, enough, select
+from bombus.hive.collection import BATCH_METHODS, enough, select
 from bombus.hive.events import AbortReason, DropReason, EpisodeType
-from bombus.hive.pacing import last_chances, oldest_usable
+from bombus.hive.loading import all_loaded
+from bombus.hive.pacing import held_since_ns, last_chances, oldest_usable
 from bombus.hive.state import BOOTED, Completed, EngineState, Phase
 from bombus_coordinator.rules.decision import NAMES_PER_EVENT, Decision, Decisions
 from bombus_coordinator.rules.engines import suspend
 from bombus_coordinator.rules.episodes import aborted
 from bombus_coordinator.rules.live import Live, ns
-from bombus_coordinator.rules.replicas import all_loaded, look_after
+from bombus_coordinator.rules.replicas import look_after
 from bombus_coordinator.rules.trajectories.batches import give_up_old
 from bombus_coordinator.rules.trajectories.batches import seal as seal_groups
 
@@ -76,10 +77,7 @@ def _is_held(engine: EngineState, live: Live) -> bool:
 
     As in a synchronous run, it waits at most `drain_s`.
     """
-    if not last_chances(engine):
-        return False
-    assert engine.weights is not None
-    return not live.is_over(max(completed_ns(engine), engine.weights.at_ns), engine.collection.drain_s)
+    return bool(last_chances(engine)) and not live.is_over(held_since_ns(engine), engine.collection.drain_s)
 
 
 def _clear_overflow(engine: EngineState, live: Live) -> Decisions:

@@ -52,10 +52,6 @@ def used(episode: Episode) -> JsonObject:
     }
 
 
-def _latest_activity_ns(episode: Episode) -> int:
-    return max(episode.claimed_ns, episode.last_call_ns)
-
-
 def job_differences(running: str, wanted: str) -> JsonObject:
     """Return the settings that differ between the running job and the wanted one, with both values.
 
@@ -82,7 +78,7 @@ def episode_buffer(engine: EngineState, base_url: str) -> JsonObject:
                 "openai_api_key": "",
                 "client_uuid": "",
                 "zmq_listen_result_addr": "",
-                "latest_activity_timestamp": _latest_activity_ns(episode) / 1e9,
+                "latest_activity_timestamp": episode.active_ns / 1e9,
                 "discard_episode_timeout": episode.discard_timeout_s,
                 "llm_call_count": len(episode.calls),
                 "debug_log": [],
@@ -114,7 +110,7 @@ def pool_information(engine: EngineState, now_ns: int, reader: str = "") -> Json
     running = {
         _numbered(number): {
             "episode_status": "claimed",
-            "time_since_last_activity": f"{seconds_between(_latest_activity_ns(episode), now_ns):.1f}s",
+            "time_since_last_activity": f"{seconds_between(episode.active_ns, now_ns):.1f}s",
             "discard_episode_timeout": str(episode.discard_timeout_s),
             "llm_call_count": str(len(episode.calls)),
             "client_uuid": clients[episode.client],

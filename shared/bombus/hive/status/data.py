@@ -40,7 +40,7 @@ def _open_episode(episode: Episode, now_ns: int) -> OpenEpisode:
         version=episode.version,
         calls=len(episode.calls),
         completion_tokens=sum(call.completion_tokens for call in episode.calls),
-        idle_s=seconds_between(max(episode.claimed_ns, episode.last_call_ns), now_ns),
+        idle_s=seconds_between(episode.active_ns, now_ns),
         limit_s=episode.discard_timeout_s,
         owner=episode.owner,
         partners=tuple(name for _, name in sorted(episode.partners.items())),
@@ -62,7 +62,7 @@ def multi_model_claims(hive: Hive, now_ns: int) -> tuple[MultiModelClaimStatus, 
 
 def _multi_model_claim(engines: tuple[str, ...], episodes: list[list[Episode]], now_ns: int) -> MultiModelClaimStatus:
     first = episodes[0][0]
-    active_ns = [max(max(part.claimed_ns, part.last_call_ns) for part in parts) for parts in episodes]
+    active_ns = [max(part.active_ns for part in parts) for parts in episodes]
     calls = [call for parts in episodes for part in parts for call in part.calls]
     return MultiModelClaimStatus(
         engines=engines,

@@ -93,7 +93,7 @@ def _asynchronous(engine: EngineState, waited_for: Measure) -> str:
     text = ""
     trains = engine.version < engine.step
     if not trains and waited_for.done >= waited_for.target and (last := last_chances(engine)):
-        text = f", waiting for {last} running episodes that would be too old for the batch after it"
+        text = f", waiting for {len(last)} running episodes that would be too old for the batch after it"
     return f"{text}; new episodes wait: {now.waits}" if now.waits else text
 
 
@@ -117,9 +117,9 @@ def disagreement_of(formats: Sequence[FormatStatus]) -> str:
     )
 
 
-def way_on(status: EngineStatus) -> str:
+def way_on(until_served: bool) -> str:
     """Return how a suspended run can continue."""
-    if status.until_served:
+    if until_served:
         return "the run resumes once a replica serves its weights; `bombus resume` lets all replicas retry at once"
     return "once the cause is gone, `bombus resume` lets the run continue"
 

@@ -89,7 +89,7 @@ def _head_lines(status: EngineStatus) -> list[str]:
     if status.failure:
         lines.append(f"  failure: {one_line(status.failure)}")
     if status.suspended:
-        lines.append(f"  {way_on(status)}; `bombus stop` ends it")
+        lines.append(f"  {way_on(status.until_served)}; `bombus stop` ends it")
     model = one_line(status.model) or "-"
     lines.append(f"  model {model}, run {status.run}, step {status.global_step}, policy version {version}")
     if status.begun:

@@ -18,6 +18,7 @@ from bombus.hive.inbox import (
     TakeBatch,
     TrajectoriesStored,
 )
+from bombus.hive.loading import all_loaded
 from bombus.hive.state import EngineState, Hive
 from bombus.hive.trajectories.forming import form
 from bombus.hive.trajectories.queue import QueuedGroup, held_after, why_no_room, why_not_queued
@@ -26,7 +27,6 @@ from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions,
 from bombus_coordinator.rules.live import Live
 from bombus_coordinator.rules.operations.queue import is_body
 from bombus_coordinator.rules.operations.serving import FLOORS_MAX
-from bombus_coordinator.rules.replicas import all_loaded
 from bombus_coordinator.rules.trajectories.registering import again, check_queue
 
 GROUPS_MAX = 1_024  # of one push: its event is far below the size of a message

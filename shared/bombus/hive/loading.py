@@ -1,0 +1,29 @@
+"""Which replicas a run waits for until they serve its newest weights, and for how long (R15)."""
+
+from bombus.hive.state import EngineState, Replica
+
+
+def awaited(engine: EngineState) -> list[str]:
+    """Return the replicas that the run still waits for.
+
+    It waits for those that had joined when the weights were ready, except those in quarantine.
+    """
+    weights = engine.weights
+    if weights is None:
+        return []
+    return [
+        name
+        for name, replica in engine.usable.items()
+        if name not in engine.loaded and replica.joined_ns <= weights.at_ns
+    ]
+
+
+def all_loaded(engine: EngineState) -> bool:
+    """Return whether at least one replica, and every one that the run waits for, serves the newest weights."""
+    return bool(engine.loaded) and engine.weights is not None and not awaited(engine)
+
+
+def loading_since_ns(engine: EngineState, replica: Replica) -> int:
+    """Return since when a replica could have loaded the newest weights, for which it has `sync_s`."""
+    ready_ns = 0 if engine.weights is None else engine.weights.at_ns
+    return max(ready_ns, engine.phase_since_ns, replica.joined_ns)
