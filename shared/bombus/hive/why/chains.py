@@ -1,0 +1,229 @@
+"""The chain of an engine, a run, an episode or a model: what it waits for, down to the cause."""
+
+from collections.abc import Callable, Iterator
+
+from bombus.figures import counted
+from bombus.hive import events as ev
+from bombus.hive.collection import BATCH_METHODS, enough, measures, progress
+from bombus.hive.pacing import held_since_ns, last_chances
+from bombus.hive.pauses import LATE_NS, TICK_NS
+from bombus.hive.state import BOOTED, NO_TRAINER, EngineState, Hive, Phase, engine_of
+from bombus.hive.status.detail import way_on
+from bombus.hive.why import episodes, serving
+from bombus.hive.why.episodes import WaitEnd, idlest, of_episode
+from bombus.hive.why.links import CLIENT, COORDINATOR, NOBODY, OPERATOR, TIME, ChainLink, LastEvents, View
+from bombus.hive.why.operations import of_model, operations
+from bombus.hive.why.rollouts import rollout_groups
+from bombus.hive.why.serving import trainer_of
+
+
+def chain(hive: Hive, now_ns: int, last: LastEvents, name: str, led_ns: int = 0) -> list[ChainLink] | None:
+    """Return what an engine, a run, an episode or a model waits for; None if there is none of this name.
+
+    The chain goes from what a user sees to the cause, and is empty for what waits for nothing. `led_ns` is when a
+    leader was last at work, 0 if that is unknown.
+    """
+    view = View(hive, now_ns, last)
+    found = _chain(view, name)
+    if not found or not led_ns or now_ns - led_ns <= LATE_NS + TICK_NS:
+        return found
+    what = f"no coordinator has led{view.lasting(led_ns)}: nothing is decided, and no deadline runs"
+    return [found[0], ChainLink(what, COORDINATOR, led_ns)]
+
+
+def _chain(view: View, name: str) -> list[ChainLink] | None:
+    engines = view.hive.engines
+    stem, _, number = name.rpartition("-")
+    model = next((each for each in engines.values() if name in each.clients.models), None)
+    if name in engines:
+        return list(_engine(view, engines[name]))
+    if stem in engines and number.isdecimal():
+        return _run(view, engines[stem], int(number))
+    if model is not None:
+        return list(_stopped(view, model)) or list(of_model(view, model, model.clients.models[name]))
+    return _episode(view, engines[engine_of(name)], name) if engine_of(name) in engines else None
+
+
+def _run(view: View, engine: EngineState, run: int) -> list[ChainLink] | None:
+    if run == engine.run:
+        return list(_engine(view, engine))
+    over = f"run {run} of engine {engine.name} waits for nothing: run {engine.run} followed it"
+    return [ChainLink(over, NOBODY)] if 1 <= run < engine.run else None
+
+
+def _episode(view: View, engine: EngineState, name: str) -> list[ChainLink] | None:
+    """Return what an episode waits for, after it has ended as well; None for one that was not claimed."""
+    closed, batch, run = engine.closed.get(name), engine.batch, name.removeprefix(f"{engine.name}-").split("-")[0]
+    if name in engine.open:
+        return list(of_episode(view, engine, engine.open[name]))
+    if name in engine.pool:
+        what, ended_ns = f"episode {name} has ended, and waits in the pool for a batch", engine.pool[name].ended_ns
+        return [ChainLink(what, CLIENT, ended_ns), *_engine(view, engine)]
+    if batch is not None and any(each.episode == name for group in batch.groups for each in group.episodes):
+        what = f"episode {name} has ended, and is in the batch of step {batch.step}"
+        return [ChainLink(what, trainer_of(engine), batch.at_ns), *serving.training(view, engine)]
+    if closed is None and not (run.isdecimal() and 1 <= int(run) < engine.run):
+        return None
+    how = (
+        "its run is over" if closed is None else f"it was aborted ({closed.aborted})" if closed.aborted else "it ended"
+    )
+    return [ChainLink(f"episode {name} waits for nothing: {how}", NOBODY)]
+
+
+# ---- engines ------------------------------------------------------------------------------------------------------
+
+
+def _engine(view: View, engine: EngineState, followed: frozenset[str] = frozenset()) -> Iterator[ChainLink]:
+    """Yield what an engine waits for. `followed` are the engines whose chains lead here."""
+    if stopped := list(_stopped(view, engine)):
+        yield from stopped
+    elif engine.phase == Phase.ROLLING:
+        if engine.serves_operations:
+            yield from operations(view, engine)
+        elif engine.queues_groups:
+            yield from rollout_groups(view, engine)
+        else:
+            yield from _rolling(view, engine, followed | {engine.name})
+    else:
+        yield from _PHASES[engine.phase](view, engine)
+
+
+def _stopped(view: View, engine: EngineState) -> Iterator[ChainLink]:
+    """Yield why an engine does nothing at all: it is offline, or its run is suspended."""
+    if engine.phase == Phase.OFFLINE:
+        yield _offline(view, engine)
+        yield from episodes.storage(view, engine)
+    elif engine.suspended:
+        since_ns = view.last.at_ns(ev.EngineSuspended, engine.name)
+        what = f"the run of engine {engine.name} has been suspended{view.lasting(since_ns)}: {engine.suspended}"
+        yield ChainLink(f"{what}; {way_on(engine.until_served)}", OPERATOR, since_ns)
+        if engine.until_served:
+            yield from serving.replicas(view, engine)
+
+
+def _offline(view: View, engine: EngineState) -> ChainLink:
+    name, job, since_ns = engine.name, engine.configured, engine.phase_since_ns
+    start = "client.start_engine() or POST /start_engine"
+    if engine.batches_from_queue or (
+        job is not None and (job.collection.rollout_groups or job.collection.episode_groups)
+    ):
+        start = "POST /register"
+    what = f"engine {name} has not been configured: client.sync_train_config() does that, or a model that is created"
+    if engine.failure:
+        what = (
+            f"run {engine.run} of engine {name} failed {view.ago(since_ns)}: {engine.failure}; {start} begins the next"
+        )
+    elif engine.run:
+        what = f"run {engine.run} of engine {name} was stopped {view.ago(since_ns)}; {start} begins the next"
+    elif job is not None:
+        since_ns = job.at_ns
+        what = f"engine {name} was configured {view.ago(since_ns)}, and has no run yet; {start} begins one"
+    return ChainLink(what, OPERATOR, since_ns)
+
+
+def _booting(view: View, engine: EngineState) -> Iterator[ChainLink]:
+    since_ns = engine.phase_since_ns
+    until_ns = view.deadline_ns(since_ns, engine.collection.boot_s)
+    what = f"engine {engine.name} has been booting{view.lasting(since_ns)}; its run is suspended {view.left(until_ns)}"
+    yield ChainLink(f"{what} if it has not booted by then", trainer_of(engine), since_ns, until_ns)
+    if engine.weights is None or not engine.has_policy:
+        said = engine.stage not in ("", NO_TRAINER, BOOTED)
+        since_ns = view.last.at_ns(ev.EngineProgressed, engine.name)
+        yield from serving.trainer(
+            view, engine, f"has been {engine.stage}" if said else "has reported no stage", since_ns
+        )
+    else:
+        yield from serving.replicas(view, engine)
+
+
+def _rolling(view: View, engine: EngineState, followed: frozenset[str]) -> Iterator[ChainLink]:
+    """Yield what the next batch of episodes waits for."""
+    since_ns = max(engine.phase_since_ns, engine.steps[-1].batch.at_ns if engine.steps else 0)
+    head = f"engine {engine.name} is rolling: the batch of step {engine.step + 1}"
+    if enough(engine, view.now_ns):
+        yield from _complete(view, engine, head, since_ns)
+        return
+    decides, now = next(each for each in measures(engine, view.now_ns) if each.decides), progress(engine, view.now_ns)
+    method = BATCH_METHODS[engine.collection.method]
+    what = "clients to agree" if method.is_by_agreement else decides.name
+    missing = f"{decides.target - decides.done} of {decides.target} {what}"
+    equal = now.tasks - now.non_dummy_tasks if method.needs_signal else 0
+    uncounted = f"; {counted(equal, 'complete group')} with equal rewards cannot be in it" if equal else ""
+    yield ChainLink(f"{head} has waited{view.lasting(since_ns)} for {missing}{uncounted}", CLIENT, since_ns)
+    for rule in _RULES:
+        if links := list(rule(view, engine)):
+            yield from links
+            return
+    yield from list(_other_engine(view, engine, followed)) or episodes.unclaimed(view, engine)
+
+
+_RULES: tuple[Callable[[View, EngineState], Iterator[ChainLink]], ...] = (
+    episodes.storage,
+    episodes.unserved,
+    episodes.agreement,
+    episodes.paced,
+    episodes.shares,
+    episodes.places,
+    episodes.played,
+)
+
+
+def _complete(view: View, engine: EngineState, head: str, since_ns: int) -> Iterator[ChainLink]:
+    """Yield what a complete batch waits for before it is sealed, which only those of asynchronous runs do."""
+    last = last_chances(engine) if engine.collection.max_staleness > 0 else []
+    if engine.batch is not None or engine.version < engine.step:
+        yield ChainLink(f"{head} is complete, and waits for step {engine.step}", trainer_of(engine), since_ns)
+        yield from serving.training(view, engine)
+        return
+    if not last:
+        yield ChainLink(f"{head} is complete, and is sealed next", COORDINATOR, since_ns)
+        return
+    what = f"{head} is complete, and waits for {counted(len(last), 'episode')}"
+    end = WaitEnd(view.deadline_ns(held_since_ns(engine), engine.collection.drain_s), "the batch is sealed without it")
+    yield ChainLink(f"{what} that would be too old for the batch after it", CLIENT, since_ns, end.until_ns)
+    yield from of_episode(view, engine, idlest(last), "the longest idle is ", end)
+
+
+def _other_engine(view: View, engine: EngineState, followed: frozenset[str]) -> Iterator[ChainLink]:
+    """Yield what an engine waits for that the newest claim, of a multi-model episode, needs as well."""
+    claimed = view.last.of(ev.EpisodeClaimed, engine.name)
+    for name in () if claimed is None else sorted(claimed.partners.keys() - followed):
+        if not view.hive.engine(name).granting:
+            what = f"its newest claim was of multi-model episodes with engine {name}, which hands out none now"
+            yield ChainLink(what, CLIENT)
+            yield from _engine(view, view.hive.engine(name), followed)
+            return
+
+
+def _draining(view: View, engine: EngineState) -> Iterator[ChainLink]:
+    since_ns, count = engine.phase_since_ns, counted(len(engine.open), "open episode")
+    end = WaitEnd(view.deadline_ns(since_ns, engine.collection.drain_s), "the end of the drain aborts it")
+    what = f"engine {engine.name} hands out no episodes: the batch of step {engine.step + 1} has waited"
+    if not engine.open:
+        yield ChainLink(f"engine {engine.name} hands out no episodes: its batch is sealed next", COORDINATOR, since_ns)
+    else:
+        yield ChainLink(f"{what}{view.lasting(since_ns)} for {count}", CLIENT, since_ns, end.until_ns)
+        yield from of_episode(view, engine, idlest(engine.open.values()), "the longest idle is ", end)
+
+
+def _syncing(view: View, engine: EngineState) -> Iterator[ChainLink]:
+    since_ns = engine.phase_since_ns
+    until = f"step {engine.step} is trained" if engine.batch is not None else f"version {engine.step} is served"
+    what = f"engine {engine.name} has handed out no episodes{view.lasting(since_ns)}: it waits until {until}"
+    yield ChainLink(what, trainer_of(engine), since_ns)
+    if waits := list(serving.training(view, engine)):
+        yield from waits
+        return
+    if not BATCH_METHODS[engine.collection.method].is_by_agreement:
+        yield ChainLink(f"version {engine.step} is served, and rolling starts next", COORDINATOR, since_ns)
+        return
+    until_ns = view.deadline_ns(since_ns, engine.collection.agreed_sync_s)
+    what = f"clients that agreed have to see this phase, which ends {view.left(until_ns)}"
+    yield ChainLink(what, TIME, since_ns, until_ns)
+
+
+_PHASES: dict[Phase, Callable[[View, EngineState], Iterator[ChainLink]]] = {
+    Phase.BOOTING: _booting,
+    Phase.ROLLING_POST: _draining,
+    Phase.WEIGHT_SYNCING: _syncing,
+}

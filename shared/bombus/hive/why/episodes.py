@@ -1,0 +1,152 @@
+"""What open episodes wait for, and what a batch of episodes waits for while it has too few."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from bombus.figures import counted, duration
+from bombus.hive import events as ev
+from bombus.hive.collection import BATCH_METHODS, active_clients
+from bombus.hive.events import EpisodeType
+from bombus.hive.pacing import fitting, pace
+from bombus.hive.state import ACTIVE_S, EngineState, Episode
+from bombus.hive.why import serving
+from bombus.hive.why.links import CLIENT, OPERATOR, SECOND, ChainLink, View
+
+LATE_NS = 3 * SECOND  # a leader acts on a deadline within two ticks
+CLIENTS_SHOWN = 3
+
+
+class WaitEnd(NamedTuple):
+    """When an episode is no longer waited for, and what happens then, as a clause."""
+
+    until_ns: int
+    then: str
+
+
+def client_of(episode: Episode) -> str:
+    return f"client {episode.client}" + (f" of key {episode.owner}" if episode.owner else "")
+
+
+def idlest(episodes: Iterable[Episode]) -> Episode:
+    return min(episodes, key=lambda each: (each.active_ns, each.id))
+
+
+def of_episode(
+    view: View, engine: EngineState, episode: Episode, before: str = "", end: WaitEnd | None = None
+) -> Iterator[ChainLink]:
+    """Yield what an open episode waits for: replicas that answer its calls, or else its client.
+
+    The sentence of what waits for it begins with `before`. After `end` the episode is not waited for.
+    """
+    client = client_of(episode)
+    kind = "evaluation episode" if episode.type == EpisodeType.EVAL else "episode"
+    claimed = f"claimed by {client} {view.ago(episode.claimed_ns)}"
+    called = f"a last call recorded {view.ago(episode.last_call_ns)}" if episode.calls else "no call recorded yet"
+    what = f"{before}{kind} {episode.id}, {claimed}, with {called}"
+    if not before:
+        what = f"{kind} {episode.id} was {claimed}, and has {called}"
+    yield ChainLink(what, client, episode.active_ns)
+    for name, part in sorted({engine.name: episode.id, **episode.partners}.items()):
+        if not fitting(view.hive.engine(name), part):
+            what = f"its calls wait: no replica of engine {name} serves a version that it may use"
+            yield ChainLink(what, "a replica", episode.active_ns)
+            yield from serving.replicas(view, view.hive.engine(name))
+            return
+    yield _end_of(view, episode, client, end)
+
+
+def _end_of(view: View, episode: Episode, client: str, end: WaitEnd | None) -> ChainLink:
+    active_ns = max(each.active_ns for each in (episode, *view.hive.partners(episode)))
+    idle_ns = max(active_ns, view.last.anew_ns) + int(episode.discard_timeout_s * SECOND)
+    alive = "; its process sends heartbeats, so it is alive" if episode.touches else ""
+    if end is not None and (end.until_ns < idle_ns or idle_ns + LATE_NS < view.now_ns):
+        what = f"{end.then} {view.left(end.until_ns)} unless {client} reports its reward{alive}"
+        return ChainLink(what, client, active_ns, end.until_ns)
+    if idle_ns + LATE_NS < view.now_ns:
+        limit = duration(episode.discard_timeout_s)
+        what = (
+            f"no call of it was recorded for longer than its idle limit of {limit}, so one must be in progress; after "
+            f"that {client} has to report its reward{alive}"
+        )
+        return ChainLink(what, client, active_ns)
+    what = f"it is aborted as idle {view.left(idle_ns)} unless {client} has a call in progress, makes one, or reports"
+    return ChainLink(f"{what} its reward{alive}", client, active_ns, idle_ns)
+
+
+# ---- what a batch of episodes waits for while it has too few: the first of these that has an answer ---------------
+
+
+def storage(view: View, engine: EngineState) -> Iterator[ChainLink]:
+    if why := view.hive.refusing_of(engine):
+        since_ns = min(filled.at_ns for filled in view.hive.full.values())
+        yield ChainLink(f"no new work has been accepted{view.lasting(since_ns)}: {why}", OPERATOR, since_ns)
+
+
+def unserved(view: View, engine: EngineState) -> Iterator[ChainLink]:
+    if not fitting(engine):
+        what = f"no call can be answered: no replica serves version {engine.version}"
+        yield ChainLink(what, "a replica")
+        yield from serving.replicas(view, engine)
+
+
+def agreement(view: View, engine: EngineState) -> Iterator[ChainLink]:
+    if not BATCH_METHODS[engine.collection.method].is_by_agreement or not engine.pool:
+        return
+    silent = sorted(active_clients(engine, view.now_ns) - engine.agreed)
+    more = f" and {len(silent) - CLIENTS_SHOWN} more" if len(silent) > CLIENTS_SHOWN else ""
+    names = f"client{'s' * (len(silent) > 1)} {' and '.join(silent[:CLIENTS_SHOWN])}{more}" if silent else CLIENT
+    last_ns = max((engine.rewarded_ns[client] for client in silent), default=0)
+    until_ns = last_ns + int(ACTIVE_S * SECOND) if silent and engine.agreed else 0
+    end = f"; it is no longer needed {view.left(until_ns)} if they end no episode until then" if until_ns else ""
+    what = f"the sync needs the agreement of {names}; {counted(len(engine.agreed), 'client')} agreed{end}"
+    yield ChainLink(what, names, last_ns, until_ns)
+
+
+def paced(view: View, engine: EngineState) -> Iterator[ChainLink]:
+    if not engine.open_tasks and (now := pace(engine)) is not None and now.waits:
+        yield ChainLink(f"new episodes wait: {now.waits}", serving.trainer_of(engine))
+        yield from serving.training(view, engine)
+
+
+def shares(view: View, engine: EngineState) -> Iterator[ChainLink]:
+    """Yield the key whose claims are refused because its episodes pin more calls than its share."""
+    for holder, _ in view.hive.pinned_calls().most_common(1):
+        if holder in engine.calls.holders and (why := view.hive.why_no_calls(holder)):
+            key = f"key {holder}" if holder else "clients without a key"
+            yield ChainLink(f"claims of {key} are refused: {why}", key)
+            oldest = next(iter(engine.calls.holders[holder].pins), "")
+            if oldest in engine.open:
+                yield from of_episode(view, engine, engine.open[oldest], "its oldest is ")
+
+
+def places(view: View, engine: EngineState) -> Iterator[ChainLink]:
+    limit = engine.collection.max_open_claims
+    if len(engine.open) >= limit:
+        held = Counter(map(client_of, engine.open.values()))
+        shown = ", ".join(f"{count} by {client}" for client, count in held.most_common(CLIENTS_SHOWN))
+        more = f" and {len(held) - CLIENTS_SHOWN} more clients" if len(held) > CLIENTS_SHOWN else ""
+        what = f"no other episode can be claimed: all {limit} (rollout.max_env_worker) are open, {shown}{more}"
+        yield ChainLink(what, held.most_common(1)[0][0])
+        yield from of_episode(view, engine, idlest(engine.open.values()), "the longest idle is ")
+
+
+def played(view: View, engine: EngineState) -> Iterator[ChainLink]:
+    training = [each for each in engine.open.values() if each.type == EpisodeType.TRAIN]
+    if training:
+        slowest = idlest(training)
+        group = f"the group of task {slowest.task_hint} waits for " if slowest.task_hint else "it waits for "
+        yield from of_episode(view, engine, slowest, group)
+
+
+def unclaimed(view: View, engine: EngineState) -> Iterator[ChainLink]:
+    size, counts_tasks = engine.collection.num_repeat, BATCH_METHODS[engine.collection.method].counts_tasks
+    unfinished = {task: len(ended) for task, ended in engine.by_task.items() if len(ended) < size}
+    if unfinished and counts_tasks:
+        task = max(unfinished, key=unfinished.__getitem__)
+        groups = f"; {len(unfinished)} groups are incomplete" if len(unfinished) > 1 else ""
+        yield ChainLink(f"the group of task {task} has {unfinished[task]} of {size} episodes{groups}", CLIENT)
+    claimed_ns = max(view.last.at_ns(ev.EpisodeClaimed, engine.name), engine.phase_since_ns)
+    evals = f" besides {counted(len(engine.open), 'evaluation episode')}" if engine.open else ""
+    what = f"no training episode is open{evals}, and no client has claimed one{view.lasting(claimed_ns)}"
+    yield ChainLink(what, CLIENT, claimed_ns)

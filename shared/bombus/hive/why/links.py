@@ -1,0 +1,79 @@
+"""What chains are made of: links, the newest events of a log, and a view of a hive at a time."""
+
+import msgspec
+
+from bombus.figures import duration, seconds_between
+from bombus.hive.events import EpochOpened, Event, LeadingPaused
+from bombus.hive.events.common import HIVE
+from bombus.hive.fold.handlers import EventT
+from bombus.hive.pauses import led_ns
+from bombus.hive.state import Hive
+
+SECOND = 1_000_000_000
+AWAY_NS = 4 * SECOND  # a longer pause means more than 5 s between two ticks, of which the first stands for one second
+OPERATOR, CLIENT, COORDINATOR, TIME, NOBODY = "the operator", "a client", "a coordinator", "time", "nobody"
+
+
+class ChainLink(msgspec.Struct, frozen=True):
+    """What waits, and for what, in one sentence. `who` can end the wait.
+
+    It has waited since `since_ns`, and at `until_ns` time ends it. Either is 0 if the log does not say.
+    """
+
+    what: str
+    who: str
+    since_ns: int = 0
+    until_ns: int = 0
+
+
+class LastEvents:
+    """The newest event of each kind, by engine. The state does not keep the time and the reason of all of them.
+
+    `anew_ns` is since when silence has been counted anew (R5): by a new leader, or after a long pause.
+    """
+
+    def __init__(self) -> None:
+        self.anew_ns = 0
+        self._found: dict[tuple[str, type[Event]], Event] = {}
+
+    def note(self, event: Event, stored_ns: int = 0) -> None:
+        """Note an event that was stored at `stored_ns`: a new epoch has the time of the event before it."""
+        self._found[event.engine, type(event)] = event
+        if isinstance(event, EpochOpened) or (
+            isinstance(event, LeadingPaused) and event.at_ns - event.since_ns > AWAY_NS
+        ):
+            self.anew_ns = max(event.at_ns, stored_ns)
+
+    def of(self, kind: type[EventT], engine: str = HIVE) -> EventT | None:
+        found = self._found.get((engine, kind))
+        return found if isinstance(found, kind) else None
+
+    def at_ns(self, kind: type[Event], engine: str = HIVE) -> int:
+        """Return the time of the newest event of a kind, 0 if the log has none."""
+        found = self.of(kind, engine)
+        return 0 if found is None else found.at_ns
+
+
+class View(msgspec.Struct, frozen=True):
+    """A hive at the time `now_ns`, and the newest events of its log."""
+
+    hive: Hive
+    now_ns: int
+    last: LastEvents
+
+    def ago(self, at_ns: int) -> str:
+        return f"{duration(seconds_between(at_ns, self.now_ns))} ago"
+
+    def lasting(self, since_ns: int) -> str:
+        """Return ` for 14 m 02 s`, or "" if it is not known since when."""
+        return f" for {duration(seconds_between(since_ns, self.now_ns))}" if since_ns else ""
+
+    def left(self, until_ns: int) -> str:
+        """Return the time until a deadline, `in 10 s`. One that has passed is acted on at the next tick."""
+        return f"in {duration(seconds_between(self.now_ns, until_ns))}" if until_ns > self.now_ns else "now"
+
+    def deadline_ns(self, since_ns: int, limit_s: float) -> int:
+        """Return when work that began at `since_ns` has used up its limit. Only time with a leader counts (R5)."""
+        pauses = self.hive.pauses
+        used_ns = led_ns(pauses, self.now_ns) - led_ns(pauses, min(since_ns, self.now_ns))
+        return self.now_ns + int(limit_s * SECOND) - used_ns
