@@ -45,6 +45,7 @@ COMMANDS = {
     "stop": Command("bombus.commands.stop", "stop the job of an engine, so that another can be started", "bus"),
     "resume": Command("bombus.commands.resume", "resume a suspended run", "bus"),
     "status": Command("bombus.commands.status", "print what a hive is doing", "bus"),
+    "why": Command("bombus.commands.why", "explain what waits for what, and who could end it", "server"),
     "export": Command("bombus.commands.export", "write trained weights as a model that other tools load", "all"),
     "overwatch": Command("bombus_overwatch.cli", "watch a hive in the terminal", "overwatch"),
     "replay": Command("bombus.commands.replay", "inspect a hive's log: what happened, and why", "server"),

@@ -62,15 +62,15 @@ async def open_source(arguments: argparse.Namespace) -> AsyncIterator[Source]:
 
 
 @asynccontextmanager
-async def _on_bus(url: str, hive: str, title: str, timeout_s: float = CONNECT_S) -> AsyncIterator[BusSource]:
-    async with await Bus.connect(url, hive, name="replay", timeout_s=timeout_s, patient=False) as bus:
+async def _on_bus(url: str, hive: str, title: str, running: bool = True) -> AsyncIterator[BusSource]:
+    async with await Bus.connect(url, hive, name="replay", timeout_s=CONNECT_S, patient=False) as bus:
         try:
             await bus.state(bus.subjects.events_stream)
         except ServerRefused as refused:
             if refused.err_code != STREAM_NOT_FOUND:
                 raise
             raise NotOnLog(f"there is no hive {hive} on this bus; name yours with --hive") from refused
-        yield BusSource(bus, title)
+        yield BusSource(bus, title, running)
 
 
 @asynccontextmanager
@@ -86,7 +86,7 @@ async def _on_folder(data: Path, hive: str | None) -> AsyncIterator[BusSource]:
     name = _hive_in(data, hive)
     with _served(data / "nats") as server:
         await asyncio.to_thread(server.start)
-        async with _on_bus(server.url, name, f"the log in {data}") as source:
+        async with _on_bus(server.url, name, f"the log in {data}", running=False) as source:
             yield source
 
 

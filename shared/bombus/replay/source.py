@@ -11,8 +11,9 @@ from bombus.bus import EPOCH, INBOX, Blobs, Bus, Reader, Stored, snapshots
 from bombus.bus.follow import read_event
 from bombus.bus.streams import limited_streams
 from bombus.errors import BombusError, LogCorrupted
-from bombus.hive.events import AnyEvent
+from bombus.hive.events import AnyEvent, kind_of
 from bombus.hive.fold.evolve import evolve
+from bombus.hive.inbox import Tick
 from bombus.hive.records import CallRecord, CallRef, decode_record
 from bombus.hive.state import Hive
 
@@ -47,10 +48,14 @@ class LogEnd(msgspec.Struct, frozen=True):
 
 
 class Source(ABC):
-    """A log that can be read any number of times. `title` says where it is kept, `hive` is the name of its hive."""
+    """A log that can be read any number of times. `title` says where it is kept, `hive` is the name of its hive.
+
+    `running` says that the hive may still add to it.
+    """
 
     title: str
     hive: str
+    running: bool = False
 
     @abstractmethod
     async def base(self) -> tuple[Hive, int]:
@@ -105,6 +110,10 @@ class Source(ABC):
         """Return the number of the log's first event now: a running hive may remove events while they are read."""
         return (await self.base())[1] + 1
 
+    async def led_ns(self) -> int:
+        """Return when a leader last put a tick into the inbox, 0 if that is unknown, as in an archive."""
+        return 0
+
     async def records(self, refs: Sequence[CallRef]) -> list[CallRecord]:
         """Return the records of these calls, in their order, each checked by its digest. Raises `LogCorrupted`."""
         found: list[CallRecord] = []
@@ -155,9 +164,10 @@ def check_not_compacted(begins_at: int, last: int) -> None:
 class BusSource(Source):
     """A log on a NATS server."""
 
-    def __init__(self, bus: Bus, title: str) -> None:
+    def __init__(self, bus: Bus, title: str, running: bool = True) -> None:
         self.title = title
         self.hive = bus.subjects.hive
+        self.running = running
         self.bus = bus
         self._base: bytes | None = None  # encoded, because callers fold events into the state that they get
         self._end: LogEnd | None = None
@@ -170,6 +180,11 @@ class BusSource(Source):
 
     async def begins_at(self) -> int:
         return (await self.bus.state(self.bus.subjects.events_stream)).first_seq
+
+    async def led_ns(self) -> int:
+        subjects = self.bus.subjects
+        tick = await self.bus.last(subjects.inbox_stream, subjects.inbox(kind_of(Tick)))
+        return 0 if tick is None else tick.time_ns
 
     async def end(self) -> LogEnd:
         if self._end is None:

@@ -1,0 +1,127 @@
+"""`bombus why`: what waits for what, since when, and who could end it, from a log alone."""
+
+import argparse
+import time
+from contextlib import aclosing
+
+import msgspec
+
+from bombus.hive.events import LeadingPaused
+from bombus.hive.fold.evolve import evolve
+from bombus.hive.pauses import LATE_NS
+from bombus.hive.state import Hive
+from bombus.hive.why.chains import chain
+from bombus.hive.why.links import NOBODY, TIME, ChainLink, LastEvents
+from bombus.replay.moments import clock, date, moment
+from bombus.replay.opening import add_source_arguments
+from bombus.replay.running import run_on_source
+from bombus.replay.source import Logged, NotOnLog, Source, check_position
+from bombus.terminal import say, say_json
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "name",
+        nargs="?",
+        default="",
+        metavar="RUN|EPISODE|ENGINE",
+        help="main-2, main-2-17, main or a client's model (default: every engine that waits for something)",
+    )
+    add_source_arguments(parser)
+    parser.add_argument(
+        "--at",
+        default="",
+        metavar="SEQ|TIME",
+        help="after this event, or at a time such as 14:03:20, 10m (before the log's end) or +30s (after its start); "
+        "default: now, or the log's end if its hive has stopped",
+    )
+    parser.add_argument("--json", action="store_true", help="print it as JSON, for programs")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    return run_on_source("bombus why", _show, arguments)
+
+
+class _Moment(msgspec.Struct):
+    """A hive at a time, after event `seq` of its log. `led_ns` is when a leader was last at work, 0 if unknown."""
+
+    hive: Hive
+    seq: int
+    last: LastEvents
+    now_ns: int = 0
+    led_ns: int = 0
+
+    def fold(self, entry: Logged) -> None:
+        evolve(self.hive, entry.event)
+        self.last.note(entry.event, entry.time_ns)
+        self.seq, self.now_ns = entry.seq, max(self.hive.now_ns, entry.time_ns)
+
+
+async def _show(source: Source, arguments: argparse.Namespace) -> None:
+    at = await moment_of(source, arguments.at)
+    names = [arguments.name] if arguments.name else sorted(at.hive.engines)
+    chains: dict[str, list[ChainLink]] = {}
+    for name in names:
+        found = chain(at.hive, at.now_ns, at.last, name, at.led_ns)
+        if found is None:
+            engines = ", ".join(sorted(at.hive.engines)) or "none"
+            raise NotOnLog(f"there is no engine, run or episode {name} at event {at.seq}; the engines are: {engines}")
+        if found or arguments.name:
+            chains[name] = found
+    if arguments.json:
+        say_json({"seq": at.seq, "at_ns": at.now_ns, "chains": msgspec.to_builtins(chains)})
+        return
+    say(f"after event {at.seq}, {date(at.now_ns)} {clock(at.now_ns)}" if at.now_ns else f"after event {at.seq}")
+    for name, links in chains.items():
+        say("", *(_lines(links) if links else [f"{name} waits for nothing"]))
+    if not chains:
+        say("", "nothing waits" if at.hive.engines else "no engine yet")
+
+
+def _lines(links: list[ChainLink]) -> list[str]:
+    first, *others = links
+    last = links[-1]
+    end = f", or time at {clock(last.until_ns)}" if last.until_ns and last.who != TIME else ""
+    lines = [first.what, *(f"  {link.what}" for link in others)]
+    return lines if last.who == NOBODY else [*lines, f"  who can end this: {last.who}{end}"]
+
+
+async def moment_of(source: Source, text: str) -> _Moment:
+    """Fold a log up to a position or a time or, without either, as far as it goes. Raises `NotOnLog`."""
+    end, led_ns = await source.end(), await source.led_ns()
+    newest_ns = max(end.time_ns, led_ns, time.time_ns() if source.running else 0)
+    at = _Moment(*await source.base(), LastEvents())
+    at.now_ns = at.hive.now_ns
+    if text and not text.isdecimal():
+        await _fold_until(source, at, text, newest_ns)
+        return at
+    until = int(text) if text else end.seq
+    await check_position(source, until)
+    async with aclosing(source.events(at.seq, until)) as entries:
+        async for entry in entries:
+            at.fold(entry)
+    if not text:
+        at.now_ns, at.led_ns = newest_ns, led_ns
+    return at
+
+
+async def _fold_until(source: Source, at: _Moment, text: str, newest_ns: int) -> None:
+    """Fold a log up to a time. Whether anybody led then is known from the events that follow."""
+    until_ns = next_ns = 0
+    async with aclosing(source.events(at.seq)) as entries:
+        async for entry in entries:
+            if not until_ns:
+                start_ns = at.now_ns or entry.time_ns
+                until_ns = moment(text, start_ns, (await source.end()).time_ns)
+                if not start_ns <= until_ns <= newest_ns:
+                    span = f"{date(start_ns)} {clock(start_ns)} to {date(newest_ns)} {clock(newest_ns)}"
+                    raise NotOnLog(f"{source.title} does not have this time: it is about {span}")
+            if entry.time_ns <= until_ns:
+                at.fold(entry)
+                continue
+            next_ns = next_ns or entry.time_ns
+            if isinstance(entry.event, LeadingPaused) and entry.event.since_ns < until_ns:
+                at.led_ns = entry.event.since_ns
+            if entry.time_ns > next_ns + LATE_NS:
+                break
+    at.now_ns = max(at.now_ns, until_ns)
