@@ -429,6 +429,14 @@ def test_no_coordinator_leads_so_nothing_else_is_the_cause() -> None:
     assert last.who == "a coordinator"
 
 
+def test_without_a_leader_the_time_that_a_deadline_has_left_does_not_change() -> None:
+    harness = draining()
+    later(harness, 20)
+    led_ns = harness.now_ns
+    harness.now_ns += 600 * SECOND
+    assert chained(harness, led_ns=led_ns)[0].until_ns == harness.now_ns + 40 * SECOND
+
+
 def test_time_without_a_leader_counts_toward_no_deadline() -> None:
     harness = draining()
     later(harness, 20)

@@ -23,9 +23,10 @@ def chain(hive: Hive, now_ns: int, last: LastEvents, name: str, led_ns: int = 0)
     The chain goes from what a user sees to the cause, and is empty for what waits for nothing. `led_ns` is when a
     leader was last at work, 0 if that is unknown.
     """
-    view = View(hive, now_ns, last)
+    is_led = not led_ns or now_ns - led_ns <= LATE_NS + TICK_NS
+    view = View(hive, now_ns, last, now_ns if is_led else led_ns)
     found = _chain(view, name)
-    if not found or not led_ns or now_ns - led_ns <= LATE_NS + TICK_NS:
+    if is_led or not found:
         return found
     what = f"no coordinator has led{view.lasting(led_ns)}: nothing is decided, and no deadline runs"
     return [found[0], ChainLink(what, COORDINATOR, led_ns)]

@@ -55,11 +55,12 @@ class LastEvents:
 
 
 class View(msgspec.Struct, frozen=True):
-    """A hive at the time `now_ns`, and the newest events of its log."""
+    """A hive at the time `now_ns`, which was led until `led_ns`, and the newest events of its log."""
 
     hive: Hive
     now_ns: int
     last: LastEvents
+    led_ns: int
 
     def ago(self, at_ns: int) -> str:
         return f"{duration(seconds_between(at_ns, self.now_ns))} ago"
@@ -75,5 +76,5 @@ class View(msgspec.Struct, frozen=True):
     def deadline_ns(self, since_ns: int, limit_s: float) -> int:
         """Return when work that began at `since_ns` has used up its limit. Only time with a leader counts (R5)."""
         pauses = self.hive.pauses
-        used_ns = led_ns(pauses, self.now_ns) - led_ns(pauses, min(since_ns, self.now_ns))
+        used_ns = led_ns(pauses, self.led_ns) - led_ns(pauses, min(since_ns, self.led_ns))
         return self.now_ns + int(limit_s * SECOND) - used_ns
