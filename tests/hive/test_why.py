@@ -180,8 +180,8 @@ def test_clients_that_have_not_agreed_to_sync_are_named() -> None:
     later(harness, 60)
     what = cause(harness, "clients c2 and c3")
     assert what == (
-        "the sync needs the agreement of clients c2 and c3; 1 client agreed; it is no longer needed in 9 m 00 s if "
-        "they end no episode until then"
+        "the sync needs the agreement of clients c2 and c3, or that they end no episode for another 9 m 00 s; 1 client "
+        "agreed"
     )
     later(harness, 541)
     assert harness.phase() != Phase.ROLLING, "time has ended it"
@@ -243,7 +243,7 @@ def test_a_replica_that_cannot_load_is_named_with_its_reason(reason: str) -> Non
         "the run of engine main has been suspended for 1 m 00 s: no replica can serve version 1"
     )
     what = cause(harness, "replica r1, or the operator by `bombus resume`")
-    assert what == f"replica r1 is quarantined for 1 m 00 s: it cannot load version 1: {reason}"
+    assert what == f"replica r1 has been quarantined for 1 m 00 s: it cannot load version 1: {reason}"
 
 
 def test_a_replica_that_did_not_load_in_time_is_quarantined_for_that() -> None:
@@ -392,6 +392,7 @@ def test_a_run_whose_replicas_are_all_quarantined_names_each_of_them() -> None:
     chain_of = chained(suspended_for_want_of_replicas(3))
     assert chain_of[0].what.endswith("`bombus resume` lets all replicas retry at once")
     assert [link.what.split()[1] for link in chain_of[1:]] == ["r1", "r2", "r3"]
+    assert chain_of[-1].who == "replica r1 or r2 or r3, or the operator by `bombus resume`"
 
 
 @pytest.mark.parametrize("what", ["calls", "the disk"])
@@ -536,6 +537,9 @@ def test_an_operation_waits_for_a_model_that_cannot_be_rebuilt() -> None:
 def test_an_operation_waits_for_a_trainer_that_sleeps_and_then_wakes_up() -> None:
     harness = OperationHarness().serving()
     assert chained(harness) == [], "nothing waits"
+    sees(harness, 95, "ops")
+    assert "of stream ops" in cause(harness, "the operator")
+    sees(harness, 0, "ops")
     rest(harness, asleep=True)
     rests(harness, asleep=True)
     harness.operate("1")

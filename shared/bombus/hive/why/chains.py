@@ -80,7 +80,7 @@ def _engine(view: View, engine: EngineState, followed: frozenset[str] = frozense
         yield from stopped
     elif engine.phase == Phase.ROLLING:
         if engine.serves_operations:
-            yield from operations(view, engine)
+            yield from list(operations(view, engine)) or episodes.storage(view, engine)
         elif engine.queues_groups:
             yield from rollout_groups(view, engine)
         else:

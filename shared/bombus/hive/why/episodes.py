@@ -98,8 +98,10 @@ def agreement(view: View, engine: EngineState) -> Iterator[ChainLink]:
     names = f"client{'s' * (len(silent) > 1)} {' and '.join(silent[:CLIENTS_SHOWN])}{more}" if silent else CLIENT
     last_ns = max((engine.rewarded_ns[client] for client in silent), default=0)
     until_ns = last_ns + int(ACTIVE_S * SECOND) if silent and engine.agreed else 0
-    end = f"; it is no longer needed {view.left(until_ns)} if they end no episode until then" if until_ns else ""
-    what = f"the sync needs the agreement of {names}; {counted(len(engine.agreed), 'client')} agreed{end}"
+    idle = (
+        f", or that they end no episode for another {duration((until_ns - view.now_ns) / SECOND)}" if until_ns else ""
+    )
+    what = f"the sync needs the agreement of {names}{idle}; {counted(len(engine.agreed), 'client')} agreed"
     yield ChainLink(what, names, last_ns, until_ns)
 
 

@@ -57,10 +57,11 @@ def replicas(view: View, engine: EngineState) -> Iterator[ChainLink]:
     if loading and engine.weights is not None:
         yield _loading(view, engine, loading)
         return
-    quarantined = [(name, each.quarantined) for name, each in engine.replicas.items() if each.quarantined is not None]
-    for name, why in quarantined[:QUARANTINED_SHOWN]:
-        what = f"replica {name} is quarantined{view.lasting(why.at_ns)}: {why_quarantined(why)}"
-        yield ChainLink(what, f"replica {name}, or the operator by `bombus resume`", why.at_ns)
+    quarantined = [each.quarantined for each in engine.replicas.values() if each.quarantined is not None]
+    names = " or ".join(why.replica for why in quarantined[:QUARANTINED_SHOWN])
+    for why in quarantined[:QUARANTINED_SHOWN]:
+        what = f"replica {why.replica} has been quarantined{view.lasting(why.at_ns)}: {why_quarantined(why)}"
+        yield ChainLink(what, f"replica {names}, or the operator by `bombus resume`", why.at_ns)
     if not engine.replicas:
         left = view.last.of(ev.ReplicaLeft, engine.name)
         gone = f": replica {left.replica} left {view.ago(left.at_ns)} ({left.reason})" if left is not None else ""
