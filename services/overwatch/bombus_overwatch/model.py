@@ -74,7 +74,7 @@ class EngineHistory(msgspec.Struct, kw_only=True):
     seconds: deque[SecondCounts] = msgspec.field(default_factory=lambda: deque(maxlen=SECONDS_KEPT))
     stages: deque[Stage] = msgspec.field(default_factory=lambda: deque(maxlen=STAGES_KEPT))
     booted_ns: int = 0
-    aborted: dict[str, int] = {}  # episodes, by reason
+    aborted: dict[str, int] = {}  # episodes, by the kind of failure or the reason
     dropped: dict[str, int] = {}
     models: dict[str, ModelHistory] = {}  # of clients of training operations; the one that was trained last is last
 
@@ -119,7 +119,8 @@ def _note(history: EngineHistory, event: Event, engine: EngineState) -> None:
         case ev.EpisodeEnded():
             _ended(history, event, engine)
         case ev.EpisodeAborted():
-            history.aborted[event.reason] = history.aborted.get(event.reason, 0) + len(event.episodes)
+            why = event.failure or event.reason
+            history.aborted[why] = history.aborted.get(why, 0) + len(event.episodes)
         case ev.GroupDropped():
             history.dropped[event.reason] = history.dropped.get(event.reason, 0) + len(event.episodes)
         case ev.PoolCleared():

@@ -102,7 +102,7 @@ def _episode_ended(event: ev.EpisodeEnded) -> str:
 
 def _episode_aborted(event: ev.EpisodeAborted) -> str:
     detail = f" ({event.detail})" if event.detail else ""
-    return f"{_some(event.episodes)} aborted: {event.reason}{detail}"
+    return f"{_some(event.episodes)} aborted: {event.failure or event.reason}{detail}"
 
 
 def _group_dropped(event: ev.GroupDropped) -> str:

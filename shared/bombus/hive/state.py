@@ -14,6 +14,7 @@ import msgspec
 from bombus.hive import events as ev
 from bombus.hive.checkpoints import LeftRun, leave
 from bombus.hive.events import AbortReason, Collection, ConversationFormat, EpisodeType, NotedCall
+from bombus.hive.failures import FailureKind
 from bombus.hive.operations.state import TrainingClients
 from bombus.hive.pauses import Pause
 from bombus.hive.pins import StoredCalls, why_no_share
@@ -25,7 +26,7 @@ from bombus.hive.trajectories import queue as queues
 from bombus.hive.trajectories.queue import QueuedGroup
 from bombus.hive.trajectories.state import Trajectories
 
-FOLD = 14  # incremented whenever `evolve` folds an old log into a different state, so that older snapshots are not used
+FOLD = 15  # incremented whenever `evolve` folds an old log into a different state, so that older snapshots are not used
 OUTCOMES_KEPT = 100_000  # closed episodes of a run whose outcomes are kept
 COMMANDS_KEPT = 1_000
 EVALS_KEPT = 256
@@ -176,7 +177,10 @@ class EvalStats(EvalFigures):
 
 
 class Counters(msgspec.Struct):
-    """Totals since the run began. `calls_merged` does not include `calls_masked`, which are auxiliary calls."""
+    """Totals since the run began. `calls_merged` does not include `calls_masked`, which are auxiliary calls.
+
+    `aborted_by` counts the failures of aborted episodes, `ended_by` the budgets that ended ones had used up.
+    """
 
     claimed: int = 0
     ended: int = 0
@@ -191,6 +195,8 @@ class Counters(msgspec.Struct):
     calls_masked: int = 0
     taken: int = 0  # episodes taken by training clients, or for rollout groups
     calls_incomplete: int = 0  # calls whose prompt lacks a part of the conversation, such as an image
+    aborted_by: dict[FailureKind, int] = {}
+    ended_by: dict[FailureKind, int] = {}
 
 
 class EngineState(msgspec.Struct, kw_only=True):

@@ -9,6 +9,7 @@ from bombus.hive import events as ev
 from bombus.hive.bounded import portions
 from bombus.hive.episodes import METADATA_BYTES_MAX, REWARD_MAX
 from bombus.hive.events import AbortReason, EpisodeType, NotedCall, Outcome
+from bombus.hive.failures import FailureKind
 from bombus.hive.inbox import Abort, CallRecorded, Done, End, EpisodeResult, Found, Lookup, Take
 from bombus.hive.records import digest
 from bombus.hive.state import EngineState, Episode, Hive
@@ -54,8 +55,14 @@ def _check_reward(episode: Episode, result: EpisodeResult, call_rewards: tuple[f
     """Return the episode's reward, or the mean if each of its calls has one. Auxiliary calls that are not trained on
     have none.
 
-    Raises `Refused` if there is no reward, if one is not finite or too large, or if there is not one for each call.
+    Raises `Refused` if there is no reward, if one is not finite or too large, if there is not one for each call, or if
+    the episode has failed in a way that has no reward.
     """
+    if result.failure is not None and not result.failure.is_trained:
+        raise Refused(
+            Code.BAD_REWARD,
+            f"Episode {result.episode} has failed ({result.failure}), so it cannot end with a reward: abort it.",
+        )
     if call_rewards is None:
         if result.reward is None:
             raise Refused(Code.BAD_REWARD, f"Episode {result.episode} has no reward: report one, or abort it.")
@@ -156,6 +163,7 @@ def outcome_of(
         completion_tokens=sum(call.completion_tokens for call in episode.complete_calls()),
         oldest=min((call.oldest for call in episode.trainable_calls()), default=episode.version),
         data_set=result.data_set,
+        failure=result.failure,
     )
 
 
@@ -222,8 +230,13 @@ def ended(
     )
 
 
-def aborted(
-    engine: EngineState, live: Live, episodes: Sequence[str], reason: AbortReason, detail: str = ""
+def aborted(  # noqa: PLR0913 - the parts of an event
+    engine: EngineState,
+    live: Live,
+    episodes: Sequence[str],
+    reason: AbortReason,
+    detail: str = "",
+    failure: FailureKind | None = None,
 ) -> tuple[ev.EpisodeAborted, ...]:
     """Return the events that abort episodes: several for very many, so that each fits into a message."""
     return tuple(
@@ -234,6 +247,7 @@ def aborted(
             episodes=some,
             reason=reason,
             detail=detail,
+            failure=failure,
         )
         for some in portions(episodes, NAMES_PER_EVENT)
     )
@@ -246,9 +260,10 @@ def abort(engine: EngineState, live: Live, message: Abort) -> Decisions:
     still_open = [engine.open[episode] for episode in dict.fromkeys(message.episodes) if episode in engine.open]
     if any(episode.client != message.client for episode in still_open):
         raise Refused(Code.NOT_YOUR_EPISODE, "An episode can be aborted only by the client that claimed it.")
-    reason = AbortReason.INFRA if message.infra else AbortReason.CLIENT
+    failure = message.failure
+    reason = AbortReason.INFRA if (failure.is_infra if failure else message.infra) else AbortReason.CLIENT
     ids = tuple(episode.id for episode in still_open)
-    events = aborted(engine, live, ids, reason, message.detail[:1000]) if ids else ()
+    events = aborted(engine, live, ids, reason, message.detail[:1000], failure) if ids else ()
     yield Decision(events=events, replies=(CommandReply(message.id, Done(run=engine.run)),))
 
 

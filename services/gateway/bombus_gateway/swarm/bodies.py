@@ -7,10 +7,12 @@ import json
 import sys
 from typing import Annotated, Any, Literal, TypeVar
 
+import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from bombus.errors import Code, Refused
 from bombus.hive.episodes import reward_forms_of
+from bombus.hive.failures import FailureKind
 from bombus.hive.inbox import EpisodeResult
 from bombus.sdk.reports import read_report
 from bombus.sdk.types import ThrottlePolicy
@@ -19,6 +21,7 @@ from bombus_gateway import limits
 Identifier = Annotated[str, Field(min_length=1, max_length=limits.ID_CHARACTERS)]
 TaskId = Annotated[str, Field(max_length=limits.TASK_CHARACTERS)]
 DataSet = Annotated[str, Field(max_length=limits.DATA_SET_CHARACTERS)]
+Failure = Annotated[FailureKind | None, Field(strict=False)]  # by its name, in a body decoded by `json` too
 # Any value: `read_report` interprets it.
 Verdict = Annotated[Any, WithJsonSchema({"type": ["boolean", "null"]})]
 Metadata = Annotated[Any, WithJsonSchema({"type": "object"})]
@@ -158,12 +161,16 @@ class OwnWorkflowOutputBody(OwnBody, WorkflowOutputBody):
 
 
 class EpisodeEndBody(OwnBody):
-    """The result of an episode. Evaluations are counted by `data_set`, the name of the task's data set."""
+    """The result of an episode. Evaluations are counted by `data_set`, the name of the task's data set.
+
+    `failure` is the budget that the episode used up, if any: `time`, `tokens` or `turns`.
+    """
 
     episode_uuid: Identifier
     task_id: TaskId = ""
     workflow_output: OwnWorkflowOutputBody
     data_set: DataSet = ""
+    failure: Failure = None
 
 
 class EndEpisodes(OwnBody):
@@ -191,10 +198,12 @@ class NamedEpisodes(OwnBody):
 
 
 class AbortEpisodes(NamedEpisodes):
-    """Aborts episodes. `infra`: no model is to blame, so they do not count in the statistics of their groups."""
+    """Aborts episodes. `failure` is the kind of failure, if any. `infra` counts only without it: no model is to blame,
+    so the episodes do not count in the statistics of their groups."""
 
     infra: bool = False
     detail: Annotated[str, Field(max_length=1000)] = ""
+    failure: Failure = None
 
 
 class TouchClient(OwnBody):
@@ -256,7 +265,13 @@ def throttle_policy(wanted: ThrottlePolicyBody) -> ThrottlePolicy | None:
     )
 
 
-def result_of(episode: str, task: str, output: WorkflowOutputBody, data_set: str = "") -> EpisodeResult:
+def result_of_end(episode: str, end: EpisodeEndBody) -> EpisodeResult:
+    """Return the result of an episode, with what AgentJet's clients do not report."""
+    result = result_of(episode, end.task_id, end.workflow_output)
+    return msgspec.structs.replace(result, data_set=end.data_set, failure=end.failure)
+
+
+def result_of(episode: str, task: str, output: WorkflowOutputBody) -> EpisodeResult:
     """Return the result of an episode in the coordinator's format."""
     reward = output.reward
     report = read_report(output.metadata, output.log_metrics, output.is_success)
@@ -269,5 +284,4 @@ def result_of(episode: str, task: str, output: WorkflowOutputBody, data_set: str
         is_success=report.is_success,
         metadata=report.metadata,
         log_metrics=report.log_metrics,
-        data_set=data_set,
     )

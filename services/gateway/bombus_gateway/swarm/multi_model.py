@@ -13,7 +13,7 @@ from bombus.hive.state import EngineState, Phase, engine_of
 from bombus.hive.steps import idle_limit_s
 from bombus_gateway.plain_routes import JsonResponse
 from bombus_gateway.swarm import bodies, views
-from bombus_gateway.swarm.bodies import result_of
+from bombus_gateway.swarm.bodies import result_of_end
 from bombus_gateway.swarm.claims import CLAIM_OVER, Confirmed, SlicedClaims
 from bombus_gateway.swarm.context import EngineContext
 
@@ -90,6 +90,7 @@ class MultiModelRoutes:
                     episodes=tuple(names),
                     infra=body.infra,
                     detail=body.detail,
+                    failure=body.failure,
                 ),
             )
         return JsonResponse({"success": True})
@@ -123,10 +124,7 @@ class MultiModelRoutes:
     def _results(self, ends: Sequence[bodies.EpisodeEndBody]) -> dict[str, EpisodeResult]:
         """Return the results of a multi-model episode by engine. Raises `Refused` for several on one engine."""
         names = [self._context.gateway.keys.episode_of(end.episode_uuid) for end in ends]
-        found = {
-            engine_of(name): result_of(name, end.task_id, end.workflow_output, end.data_set)
-            for name, end in zip(names, ends, strict=True)
-        }
+        found = {engine_of(name): result_of_end(name, end) for name, end in zip(names, ends, strict=True)}
         if len(found) < len(ends):
             why = "a multi-model episode must have one episode on each of its engines, but this one has several on one"
             raise Refused(Code.MALFORMED, f"multi_model_episodes: {why}.")

@@ -20,7 +20,7 @@ from bombus_gateway.bodies import SIGN
 from bombus_gateway.context import Gateway
 from bombus_gateway.plain_routes import Handler, JsonResponse, PlainRoute, checked
 from bombus_gateway.swarm import bodies, views
-from bombus_gateway.swarm.bodies import result_of
+from bombus_gateway.swarm.bodies import result_of, result_of_end
 from bombus_gateway.swarm.claims import ClaimRoutes
 from bombus_gateway.swarm.context import EngineContext
 from bombus_gateway.swarm.ended import EndedEpisodes
@@ -127,9 +127,7 @@ class EpisodeRoutes:
         """End a group of episodes, all or none."""
         raw, body = await self._context.read(request, bodies.EndEpisodes)
         name = self._context.gateway.keys.episode_of
-        results = tuple(
-            result_of(name(end.episode_uuid), end.task_id, end.workflow_output, end.data_set) for end in body.episodes
-        )
+        results = tuple(result_of_end(name(end.episode_uuid), end) for end in body.episodes)
         await self._end(request, raw, body.client_uuid, results)
         return JsonResponse({"success": True})
 
@@ -167,6 +165,7 @@ class EpisodeRoutes:
             episodes=tuple(map(self._context.gateway.keys.episode_of, body.episode_uuids)),
             infra=body.infra,
             detail=body.detail,
+            failure=body.failure,
         )
         await self._context.execute(request, command)
         return JsonResponse({"success": True})

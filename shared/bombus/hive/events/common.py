@@ -4,6 +4,8 @@ from enum import StrEnum
 
 import msgspec
 
+from bombus.hive.failures import FailureKind
+
 HIVE = "_hive"  # the engine token of events that belong to no engine
 
 
@@ -22,6 +24,19 @@ class AbortReason(StrEnum):
     MULTI_MODEL = "joint"  # another episode of its multi-model episode was aborted
     SILENT = "silent"  # its client sends heartbeats, and was silent for too long
     CROWDED = "crowded"  # its key pinned more than its share of a full stream of calls
+
+    @property
+    def failure(self) -> FailureKind | None:
+        """The kind of failure of an abort that names none, such as one by the hive itself. None: nothing failed."""
+        match self:
+            case AbortReason.IDLE | AbortReason.UNCONFIRMED | AbortReason.SILENT:
+                return FailureKind.CLIENT
+            case AbortReason.ENGINE_STOPPED | AbortReason.SUPERSEDED | AbortReason.CROWDED:
+                return FailureKind.HIVE
+            case AbortReason.INFRA:  # from a client that knows no kinds
+                return FailureKind.ENVIRONMENT
+            case AbortReason.CLIENT | AbortReason.MULTI_MODEL:
+                return None
 
 
 class DropReason(StrEnum):

@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 
 from bombus.hive.events.common import AbortReason, DropReason, EpisodeType, Event
+from bombus.hive.failures import FailureKind
 from bombus.hive.records import CallRef, CallStatus
 from bombus.hive.trajectories.queue import QueuedGroup
 
@@ -72,7 +73,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     On the log it has no `calls`, except in events of older versions: the fold adds the calls that were noted as
     complete before it. `call_rewards`, if given, holds a reward for each call that is not masked, in order; `reward` is
     then their mean. `digest` is the digest of the report; for a multi-model episode, of the results of all its
-    episodes. `data_set` is the name of the task's data set, "" if the client does not give one.
+    episodes. `data_set` is the name of the task's data set, "" if the client does not give one. `failure` is the budget
+    that the episode used up, None if it used up none.
     """
 
     episode: str
@@ -87,6 +89,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     completion_tokens: int = 0
     oldest: int = 0
     data_set: str = ""
+    failure: FailureKind | None = None
 
 
 class EpisodeEnded(Event, frozen=True, kw_only=True, omit_defaults=True, tag="episode.ended"):
@@ -98,10 +101,18 @@ class EpisodeEnded(Event, frozen=True, kw_only=True, omit_defaults=True, tag="ep
 
 
 class EpisodeAborted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="episode.aborted"):
+    """Episodes ended without a reward. `failure` is what the client reports; see `failed_by`."""
+
     run: int
     episodes: tuple[str, ...]
     reason: AbortReason
     detail: str = ""
+    failure: FailureKind | None = None
+
+    @property
+    def failed_by(self) -> FailureKind | None:
+        """What made the episodes fail, None if nothing did: a client may also have no use for an episode."""
+        return self.failure or self.reason.failure
 
 
 class GroupDropped(Event, frozen=True, kw_only=True, omit_defaults=True, tag="group.dropped"):

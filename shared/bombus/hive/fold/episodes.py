@@ -1,6 +1,7 @@
 """The fold of events of episodes: claims, calls, ends, the pool, and batches."""
 
 from collections.abc import Iterable
+from typing import TypeVar
 
 import msgspec
 
@@ -26,6 +27,7 @@ from bombus.hive.steps import SealedStep, episodes_of
 from bombus.hive.trajectories import state as trajectories_state
 
 HANDLERS = Handlers()
+NameT = TypeVar("NameT", bound=str)
 
 
 def ended_calls(outcome: ev.Outcome, episode: Episode | None) -> tuple[CallRef, ...]:
@@ -90,7 +92,7 @@ def _calls_noted(engine: EngineState, event: ev.CallsNoted) -> None:
         engine.newest_call = call.ref.seq
 
 
-def _count(counts: dict[str, int], name: str, more: int) -> None:
+def _count(counts: dict[NameT, int], name: NameT, more: int) -> None:
     left = counts.get(name, 0) + more
     if left:
         counts[name] = left
@@ -129,6 +131,8 @@ def _ended(engine: EngineState, event: ev.EpisodeEnded) -> None:
     _note_reward(engine, event.client, event.at_ns)
     is_eval = event.type == EpisodeType.EVAL
     for outcome in event.outcomes:
+        if outcome.failure is not None:
+            _count(engine.counters.ended_by, outcome.failure, 1)
         episode = _close(engine, outcome.episode, Closed(event.client, outcome.digest))
         if is_eval and (episode is None or episode.sampler is None):
             _count_evaluation(engine, event.version, outcome, episode)
@@ -190,6 +194,8 @@ def _note_reward(engine: EngineState, client: str, at_ns: int) -> None:
 @HANDLERS.on(ev.EpisodeAborted)
 def _aborted(engine: EngineState, event: ev.EpisodeAborted) -> None:
     engine.counters.aborted += len(event.episodes)
+    if (failure := event.failed_by) is not None:
+        _count(engine.counters.aborted_by, failure, len(event.episodes))
     engine.calls.release(event.episodes)
     for episode_id in event.episodes:
         episode = engine.open.get(episode_id)

@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 
 from bombus.hive.events import Collection, EpisodeType
+from bombus.hive.failures import FailureKind
 from bombus.hive.inbox.common import Message
 from bombus.hive.records import BodyRef
 from bombus.hive.shares import share_name
@@ -75,7 +76,7 @@ class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """The outcome of one episode as a client reports it.
 
     It has a `reward`, `call_rewards` in the order of the calls, or `rewards_by_call`, by the calls' ids. `data_set` is
-    the name of the task's data set.
+    the name of the task's data set. `failure` is the budget that the episode used up.
     """
 
     episode: str
@@ -87,6 +88,7 @@ class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     log_metrics: dict[str, float] = {}
     rewards_by_call: dict[str, float] | None = None
     data_set: str = ""
+    failure: FailureKind | None = None
 
 
 class End(Message, frozen=True, kw_only=True, omit_defaults=True, tag="end"):
@@ -108,12 +110,16 @@ class MultiModelEnd(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class Abort(Message, frozen=True, kw_only=True, omit_defaults=True, tag="abort"):
-    """Abort episodes. The partners of an episode of a multi-model episode are aborted too."""
+    """Abort episodes. The partners of an episode of a multi-model episode are aborted too.
+
+    `failure` says why, None if nothing failed. Older clients report only `infra`: whether no model is to blame.
+    """
 
     client: str
     episodes: tuple[str, ...]
     infra: bool = False
     detail: str = ""
+    failure: FailureKind | None = None
 
 
 class Take(Message, frozen=True, kw_only=True, omit_defaults=True, tag="take"):

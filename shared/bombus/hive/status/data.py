@@ -210,6 +210,8 @@ def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> Engin
         rollout_groups=rollout_group_status(engine.trajectories, engine.queues_groups and engine.makes_steps),
         rollouts=tuple(_rollout(each) for each in engine.rollouts if each.rewards.count),
         silent=silence_of(engine),
+        aborted_by=engine.counters.aborted_by,
+        ended_by=engine.counters.ended_by,
     )
 
 

@@ -1,10 +1,11 @@
 """The sentences of a status: what an engine waits for, and which problems its run has."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from bombus.figures import counted, duration, seconds_between
 from bombus.hive.collection import Measure, measures
 from bombus.hive.events import ConversationFormat, StreamWentBack, TrainerStalled
+from bombus.hive.failures import FailureKind
 from bombus.hive.pacing import last_chances, pace
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.status.rows import EngineStatus, FormatStatus
@@ -135,6 +136,17 @@ def silence_of(engine: EngineState) -> str:
         "solves, or partial rewards; raise num_repeat or rollout.temperature; or use the collection method "
         "rollout_until_finish_enough_non_dummy_tasks, which leaves such tasks out"
     )
+
+
+def failures_text(status: EngineStatus) -> str:
+    """Return how many episodes of the run have failed, by kind, or "" if none has."""
+
+    def counts(by_kind: Mapping[FailureKind, int]) -> str:
+        return ", ".join(f"{count} {kind}" for kind, count in sorted(by_kind.items(), key=lambda each: -each[1]))
+
+    aborted = f"{counts(status.aborted_by)} (aborted, no reward)" if status.aborted_by else ""
+    ended = f"{counts(status.ended_by)} (at a budget, with a reward)" if status.ended_by else ""
+    return "; ".join(filter(None, (aborted, ended)))
 
 
 def incomplete_text(status: EngineStatus) -> str:

@@ -4,6 +4,7 @@ import msgspec
 
 from bombus.hive.collection import Measure
 from bombus.hive.events import AdapterShape, ConversationFormat, EpisodeType, Method
+from bombus.hive.failures import FailureKind
 from bombus.hive.pacing import Pace
 from bombus.hive.state import Phase
 from bombus.hive.trajectories.status import RolloutGroupStatus
@@ -191,6 +192,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     rollout_groups: RolloutGroupStatus | None = None  # None: it has no rollout groups, and no trainer for them
     rollouts: tuple[StepRollouts, ...] = ()  # of the newest sealed batches, oldest first
     silent: str = ""  # why nothing was learned in the newest steps
+    aborted_by: dict[FailureKind, int] = {}  # episodes of this run that failed, and have no reward
+    ended_by: dict[FailureKind, int] = {}  # episodes of this run that used up a budget, and have a reward
 
 
 class HiveStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ from bombus.hive.operations.state import mean_loss
 from bombus.hive.pacing import Pace
 from bombus.hive.state import Hive
 from bombus.hive.status.data import hive_status
-from bombus.hive.status.detail import format_text, incomplete_text, way_on
+from bombus.hive.status.detail import failures_text, format_text, incomplete_text, way_on
 from bombus.hive.status.rows import (
     DataSetStatus,
     EngineStatus,
@@ -100,6 +100,8 @@ def _head_lines(status: EngineStatus) -> list[str]:
         lines.append(f"  warning: {one_line(status.disagreement)}")
     elif status.formats:
         lines.append(f"  {one_line(format_text(status.formats[0].format))}")
+    if failures := failures_text(status):
+        lines.append(f"  failed episodes: {failures}")
     if incomplete := incomplete_text(status):
         lines.append(f"  warning: {incomplete}")
     return lines

@@ -54,6 +54,7 @@ def _partners_aborted(hive: Hive, event: ev.EpisodeAborted, gone: set[str]) -> I
                 episodes=some,
                 reason=AbortReason.MULTI_MODEL,
                 detail=f"the partner on engine {event.engine} was aborted: {event.reason}",
+                failure=event.failed_by,
             )
 
 
