@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from bombus.environments.pools.blocking import EnvPool
     from bombus.environments.pools.session import EnvSession
     from bombus.environments.rollout import Rollout
+    from bombus.hive.failures import FailureKind
     from bombus.sdk.aio import AsyncSwarmClient
     from bombus.sdk.client import SwarmClient, start_engines
     from bombus.sdk.errors import EpisodesFailed, InfraError, SwarmError
@@ -40,6 +41,7 @@ __all__ = [
     "EpisodeDatum",
     "EpisodeUsage",
     "EpisodesFailed",
+    "FailureKind",
     "InfraError",
     "Job",
     "MultiModelEpisode",
@@ -71,6 +73,7 @@ _HOMES = {
     "EpisodeDatum": "bombus.datums.episodes",
     "EpisodeUsage": "bombus.sdk.types",
     "EpisodesFailed": "bombus.sdk.errors",
+    "FailureKind": "bombus.hive.failures",
     "InfraError": "bombus.sdk.errors",
     "Job": "bombus.sdk.job",
     "MultiModelEpisode": "bombus.sdk.types",

@@ -10,6 +10,7 @@ import httpx
 from openai import AsyncOpenAI, OpenAIError
 
 from bombus import MultiModelEpisode, Task, WorkflowOutput
+from bombus.hive.failures import FailureKind
 from bombus.sdk.aio import AsyncSwarmClient
 from bombus.sdk.errors import BadReward, EngineOffline, SwarmError
 from bombus.sdk.types import Credentials, EpisodeKind
@@ -145,7 +146,7 @@ class _Agent:
         """Abort the episode, if it is not over, or let it become idle, as an agent that has died would."""
         if self.pick.random() < 0.5:
             with contextlib.suppress(SwarmError):
-                await self.client.abort_episode(credentials.episode_uuid, infra=True)
+                await self.client.abort_episode(credentials.episode_uuid, failure=FailureKind.ENVIRONMENT)
 
     async def _play(self, credentials: Credentials, kind: EpisodeKind) -> None:
         task = self.pick.choice(TASKS)

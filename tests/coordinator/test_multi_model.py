@@ -13,6 +13,7 @@ from bombus.errors import Code
 from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.events import AbortReason, EpisodeType
+from bombus.hive.failures import FailureKind
 from bombus.hive.fold.evolve import evolve
 from bombus.hive.inbox import Done, EpisodeResult, Granted, MultiModelGranted, Refusal
 from bombus.hive.records import CallRef
@@ -475,6 +476,14 @@ def test_episodes_that_are_aborted_together_are_aborted_once(harness: MultiModel
         ("small-1-1", "small-1-2"),
     ]
     assert reasons(events) == {BIG: AbortReason.INFRA, SMALL: AbortReason.MULTI_MODEL}
+
+
+def test_the_partners_of_an_episode_that_failed_have_the_kind_of_its_failure(harness: MultiModelHarness) -> None:
+    (multi,) = harness.claim_multi_model()
+    names, kind = (multi[BIG],), FailureKind.GRADER
+    events = harness.send(inbox.Abort(id="a", engine=BIG, client="c1", episodes=names, failure=kind))
+    assert [event.failed_by for event in events if isinstance(event, ev.EpisodeAborted)] == [kind, kind]
+    assert harness.core.hive.engine(SMALL).counters.aborted_by == {kind: 1}
 
 
 def test_a_run_that_is_stopped_takes_the_partners_with_it(harness: MultiModelHarness) -> None:

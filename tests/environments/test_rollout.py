@@ -644,8 +644,10 @@ async def test_a_timeout_of_the_environments_own_is_no_limit_of_the_rollout() ->
 
         async def close(self) -> None: ...
 
-    with pytest.raises(TimeoutError, match="the judge is late"):
-        await played(ScriptedModel(), Judged)
+    result = await played(ScriptedModel(), Judged)
+    assert isinstance(result.error, MethodFailed)
+    assert "the judge is late" in str(result.error)
+    assert isinstance(result.error.__cause__, TimeoutError)
 
 
 async def test_an_environment_that_does_not_close_in_order_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -26,6 +26,7 @@ from bombus import Credentials, Job, SwarmClient, Task, WorkflowOutput
 from bombus.bus import Bus
 from bombus.bus.follow import Follower
 from bombus.hive.events import AnyEvent, EpochOpened
+from bombus.hive.failures import FailureKind
 from bombus.machine.process import free_port
 from bombus.replay.archive import FileSource
 from tests.logs.facts import FOLDER, facts_of
@@ -101,7 +102,7 @@ def play(url: str, nats: str, up: psutil.Process) -> None:
         second.run_group(Task(task_id="tree", main_query="b="), Player(0.25, 0.75).branching, NUM_REPEAT)
         given_up, lost = (each.episode_uuid for each in second.begin_episodes(2))
         second.abort_episode(given_up, detail="not needed")
-        second.abort_episode(lost, infra=True, detail="the tool's server was away")
+        second.abort_episode(lost, failure=FailureKind.ENVIRONMENT, detail="the tool's server was away")
         episode, credentials = first.begin_episode(episode_type="eval")
         chat(credentials, [{"role": "user", "content": "a="}], temperature=0.0)
         first.end_episode(Task(task_id="held-out"), episode, WorkflowOutput(reward=0.5, is_success=True))

@@ -3,6 +3,7 @@
 import io
 from pathlib import Path
 
+from bombus.hive.failures import FailureKind
 from bombus.rollout.display import ProgressDisplay, described
 from bombus.rollout.process import StopReason
 from bombus.rollout.records import (
@@ -23,7 +24,12 @@ PLAYED = PlayedEpisode(episode="main-1-1", reward=0.5, seconds=12.4, exit_code=0
 STOPPED = PlayedEpisode(
     episode="main-1-2", reward=0.0, seconds=60, exit_code=-15, used=USED, stopped=StopReason.TIMEOUT
 )
-LOST = LostEpisode(loss=LossReason.INFRA, why="the reward command\x1b[31m could not start", episode="main-1-3")
+LOST = LostEpisode(
+    loss=LossReason.INFRA,
+    why="the reward command\x1b[31m could not start",
+    failure=FailureKind.GRADER,
+    episode="main-1-3",
+)
 
 
 def test_a_line_says_how_an_episode_went() -> None:
@@ -117,7 +123,7 @@ def test_failures_of_one_task_among_others_say_nothing_of_these() -> None:
 def test_episodes_that_the_hive_took_back_or_that_met_a_limit_are_no_failures() -> None:
     failures = FailuresInARow(tasks=1)
     for loss in (LossReason.TAKEN_BACK, LossReason.LIMIT):
-        lost = LostEpisode(loss=loss, why="w")
+        lost = LostEpisode(loss=loss, why="w", failure=FailureKind.HIVE)
         assert not any(failures.add(TASK, lost) for _ in range(2 * FAILURES_IN_A_ROW))
 
 

@@ -19,6 +19,7 @@ from bombus import AsyncSwarmClient, Credentials, EpisodesFailed, InfraError, Jo
 from bombus.bus import Bus
 from bombus.hive.episodes import without_secret
 from bombus.hive.events import AbortReason
+from bombus.hive.failures import FailureKind
 from bombus.hive.inbox import AnyMessage, Claim, Touch
 from bombus.hive.state import Phase
 from bombus.machine.hive_keys import HiveKeys
@@ -355,7 +356,7 @@ async def test_an_episode_that_the_hive_takes_back_costs_its_group_that_episode(
 ) -> None:
     async def agent(client: AnyClient, credentials: Credentials) -> float:
         if credentials.episode == "main-1-2":  # as the hive does with one that is idle
-            aborting = client.abort_episode(credentials.episode_uuid, infra=True)
+            aborting = client.abort_episode(credentials.episode_uuid, failure=FailureKind.ENVIRONMENT)
             if aborting is not None:
                 await aborting
         return 1.0
@@ -380,7 +381,8 @@ async def test_a_reward_that_the_hive_refuses_costs_its_group_one_episode(
     assert lost == {"BadReward": 1}
     assert len(played.engine.pool) == 2
     assert not played.engine.open
-    assert played.engine.closed["main-1-2"].aborted == AbortReason.CLIENT
+    assert played.engine.closed["main-1-2"].aborted == AbortReason.INFRA
+    assert played.engine.counters.aborted_by == {FailureKind.GRADER: 1}
 
 
 async def let_a_cancellation_out() -> None:

@@ -11,6 +11,7 @@ import pytest
 from bombus import AsyncSwarmClient, EpisodesFailed, InfraError, MultiModelEpisode, SwarmClient, Task, WorkflowOutput
 from bombus.bus import Bus
 from bombus.hive.events import AbortReason
+from bombus.hive.failures import FailureKind
 from bombus.hive.inbox import MultiModelClaim, Touch
 from bombus.hive.state import EngineState
 from bombus.sdk.errors import EngineOffline, EpisodeGone, NoEpisode, OtherOutcome
@@ -74,7 +75,7 @@ async def test_the_async_client_does_the_same(played: PlayedHive, small: PlayedH
         async with client.keep_multi_model_alive(first, every_s=0.01):
             await played.until_received(lambda message: isinstance(message, Touch) and "main-1-1" in message.episodes)
         await client.end_multi_model_episodes([(TASK, first, {"planner": 0.0, "worker": 0.0})])
-        await client.abort_multi_model_episode(second, infra=True, detail="the sandbox is gone")
+        await client.abort_multi_model_episode(second, failure=FailureKind.SANDBOX, detail="the sandbox is gone")
         assert await client.touch_multi_model_episodes([first, second]) == [first, second]
         with pytest.raises(EpisodeGone):
             await client.end_multi_model_episode(TASK, second, {"planner": 0.0, "worker": 0.0})
@@ -145,7 +146,7 @@ async def test_multi_model_episodes_that_are_lost_are_replaced_and_counted(
         if number == "1":
             raise InfraError("the sandbox is gone")
         if number == "2":  # as the hive does where a part of it is taken back
-            aborting = client.abort_multi_model_episode(multi, infra=True)
+            aborting = client.abort_multi_model_episode(multi, failure=FailureKind.SANDBOX)
             if aborting is not None:
                 await aborting
         return {"planner": 1.0, "worker": 1e10 if number == "3" else 0.5}

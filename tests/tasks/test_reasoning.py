@@ -2,9 +2,10 @@
 
 import pytest
 
-from bombus.environments.kinds import RolloutScores, Transcript
+from bombus.environments.kinds import MethodFailed, RolloutScores, Transcript
 from bombus.environments.plain.environment import PlainEnvironment
 from bombus.errors import Refused
+from bombus.hive.failures import FailureKind
 from bombus.sdk.types import Task
 from bombus.tasks.entries import entry_of
 from bombus.tasks.kinds import TaskDraw, TaskSplit
@@ -84,6 +85,13 @@ async def test_an_answer_that_a_verifier_cannot_read_is_wrong() -> None:
     await environment.open(task)
     scores = await environment.score(Transcript(messages=[{"role": "assistant", "content": "no idea"}]))
     assert scores.reward == 0.0
+
+
+def test_a_verifier_that_cannot_judge_the_correct_answer_either_has_not_judged() -> None:
+    entry = {**entry_of("word_sorting", 0, 0), "metadata": None}
+    with pytest.raises(MethodFailed, match="cannot judge the correct answer either") as failed:
+        score_of("word_sorting", "no idea", entry)
+    assert failed.value.failure == FailureKind.GRADER
 
 
 async def test_a_reply_that_only_repeats_the_question_is_worth_nothing() -> None:

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from bombus.cli import main
-from bombus.environments.backends.shell import ShellSandbox
-from bombus.environments.kinds import ResetFailed
+from bombus.environments.backends.shell import ShellResult, ShellSandbox
+from bombus.environments.kinds import BackendLost, ResetFailed, Transcript
+from bombus.environments.plain.environment import PlainEnvironment
 from bombus.errors import Refused
+from bombus.hive.failures import FailureKind
 from bombus.sdk.types import Task
 from bombus.tasks.kinds import TaskDraw, TaskSplit
 from bombus.tasks.shell import JOBS, ShellEnvironment, ShellTasks, job_of
@@ -80,6 +82,31 @@ async def test_a_folder_that_only_looks_so_or_lost_what_it_had_is_not_paid(job: 
         assert await environment.is_left_so() == 0.0
     finally:
         await environment.close()
+
+
+@pytest.mark.usefixtures("sandboxes")
+async def test_a_sandbox_that_runs_nothing_any_more_has_judged_nothing() -> None:
+    class Breaking(ShellSandbox):
+        is_broken = False
+
+        async def run(self, command: str, timeout_s: float = 1.0) -> ShellResult:
+            if self.is_broken:  # as where the kernel has no processes left
+                return ShellResult(output="unshare: fork failed", code=1)
+            return await super().run(command, timeout_s)
+
+    sandbox = Breaking()
+    await sandbox.start()
+    try:
+        environment = PlainEnvironment(ShellEnvironment(sandbox))
+        await environment.open(next(each for each in DRAWN if each.metadata["job"] == "count-lines"))
+        await sandbox.run("rm -f log.txt; mkfifo log.txt")  # the check hangs at what the model has left
+        assert (await environment.score(Transcript())).reward == 0.0
+        sandbox.is_broken = True
+        with pytest.raises(BackendLost, match="runs no command any more: unshare: fork failed") as lost:
+            await environment.score(Transcript())
+        assert lost.value.failure == FailureKind.SANDBOX
+    finally:
+        await sandbox.stop()
 
 
 @pytest.mark.usefixtures("sandboxes")

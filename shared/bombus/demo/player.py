@@ -8,6 +8,7 @@ import aiohttp
 import msgspec
 
 from bombus.demo.games import CallRefused, Game, GameTask, Messages, ModelReply, Played
+from bombus.hive.failures import FailureKind
 from bombus.sdk.aio import AsyncSwarmClient
 from bombus.sdk.types import Credentials, Task, WorkflowOutput
 
@@ -55,7 +56,7 @@ class Player:
             output = WorkflowOutput(reward=reward, is_success=result.exact)
             ends.append((Task(task_id=task.id, main_query=task.prompt), credentials.episode_uuid, output))
         if lost:
-            await self.client.abort_episodes(lost, infra=True, detail="the model could not be reached")
+            await self.client.abort_episodes(lost, failure=FailureKind.MODEL, detail="the model could not be reached")
         if ends:
             await self.client.end_episodes(ends)
         return played

@@ -13,6 +13,7 @@ import msgspec
 
 from bombus.environments.kinds import MessageDict, ToolCall, ToolSchema
 from bombus.errors import FOREIGN_TEXT_MAX, Code, in_one_line
+from bombus.hive.failures import FailureKind
 from bombus.machine.certificates import certificates
 from bombus.machine.host_names import is_loopback
 from bombus.sdk.errors import InfraError
@@ -35,6 +36,8 @@ ECHOED = ("role", "content", "tool_calls", "reasoning_content", "reasoning")
 class NoModelAnswer(InfraError):
     """The server gave no answer, or none that can be read."""
 
+    failure = FailureKind.MODEL
+
 
 class ModelRefused(InfraError):
     """The server refused a request.
@@ -43,7 +46,8 @@ class ModelRefused(InfraError):
     """
 
     def __init__(self, why: str, is_too_long: bool = False, is_over: bool = False) -> None:
-        super().__init__(why)
+        refused = FailureKind.TOKENS if is_too_long else FailureKind.MODEL
+        super().__init__(why, FailureKind.HIVE if is_over else refused)
         self.is_too_long = is_too_long
         self.is_over = is_over
 

@@ -4,12 +4,14 @@ A plain class and a session at an environment server both become an `AgentEnviro
 """
 
 import inspect
+import math
 from enum import StrEnum
 from typing import Any, Protocol
 
 import msgspec
 
 from bombus.hive.episodes import reward_number
+from bombus.hive.failures import FailureKind
 from bombus.sdk.errors import InfraError
 from bombus.sdk.reports import read_report
 from bombus.sdk.types import Task
@@ -65,7 +67,7 @@ class RolloutScores(msgspec.Struct, frozen=True, kw_only=True):
     """An environment's scores for a rollout. `reward` is the weighted sum of `rewards`. `rewards` and `metrics` are
     only reported: entries that are not numbers are left out with a warning.
 
-    Raises `ValueError` for a reward that is not a number.
+    Raises `ValueError` for a reward that is not a finite number.
     """
 
     reward: float
@@ -74,7 +76,10 @@ class RolloutScores(msgspec.Struct, frozen=True, kw_only=True):
     is_success: bool | None = None
 
     def __post_init__(self) -> None:
-        msgspec.structs.force_setattr(self, "reward", reward_number(self.reward))
+        number = reward_number(self.reward)
+        if not math.isfinite(number):
+            raise ValueError(f"the reward is {number}, which is not a finite number")
+        msgspec.structs.force_setattr(self, "reward", number)
         said = read_report(None, self.metrics, self.is_success)
         parts = read_report(None, self.rewards, None).log_metrics
         for name, value in (("metrics", said.log_metrics), ("is_success", said.is_success), ("rewards", parts)):
@@ -91,6 +96,7 @@ class Transcript(msgspec.Struct, kw_only=True):
     tool_calls: int = 0
     tool_failures: int = 0
     status: RolloutStatus | None = None  # None while the rollout is running
+    failure: FailureKind | None = None  # the budget that was used up, if the rollout is truncated
 
 
 def task_of_its_own(task: Task) -> Task:
@@ -149,22 +155,38 @@ class EnvironmentLost(InfraError):
     """The session is dead: its server is gone, a step took too long, or its lease has lapsed. It cannot be
     recovered."""
 
+    failure = FailureKind.ENVIRONMENT
+
+
+class BackendLost(EnvironmentLost):
+    """What the environment runs on, such as its sandbox, has failed."""
+
+    failure = FailureKind.SANDBOX
+
 
 class EnvironmentsBusy(InfraError):
     """All environments of a server are taken, and none became free in time."""
+
+    failure = FailureKind.ENVIRONMENT
 
 
 class ResetFailed(InfraError):
     """The environment could not be reset for a task."""
 
+    failure = FailureKind.ENVIRONMENT
+
 
 class MethodFailed(InfraError):
-    """One of the environment's own methods that is not a tool failed, such as a reward."""
+    """One of the environment's own methods that is not a tool failed, by default a reward."""
+
+    failure = FailureKind.GRADER
 
 
-def went_on(name: str) -> EnvironmentLost:
-    """Return the error for a coroutine that was still running some seconds after it was cancelled."""
+def went_on(name: str, kind: FailureKind = FailureKind.TOOL) -> EnvironmentLost:
+    """Return the error for a coroutine that was still running some seconds after it was cancelled: by default a
+    tool."""
     return EnvironmentLost(
         f"`{name}` kept running after it was cancelled, so the environment is given up. Let the CancelledError that "
-        "ends it propagate: `except Exception` does, `except:` does not"
+        "ends it propagate: `except Exception` does, `except:` does not",
+        kind,
     )

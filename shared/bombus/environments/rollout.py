@@ -24,6 +24,7 @@ from bombus.environments.kinds import (
     AgentEnvironment,
     EnvironmentLost,
     MessageDict,
+    MethodFailed,
     RolloutScores,
     RolloutStatus,
     ToolCall,
@@ -36,10 +37,11 @@ from bombus.environments.kinds import (
 from bombus.environments.plain.description import describe
 from bombus.environments.plain.environment import PlainEnvironment
 from bombus.environments.plain.play import Play, RewardedCall
-from bombus.errors import BombusError, in_one_line, without_surrogates
+from bombus.errors import BombusError, in_one_line, with_place, without_surrogates
+from bombus.hive.failures import FailureKind
 from bombus.sdk import running
 from bombus.sdk.errors import InfraError
-from bombus.sdk.running import contained
+from bombus.sdk.running import contained, contained_here
 from bombus.sdk.types import Credentials, Task, WorkflowOutput
 from bombus.task_groups import first_failure
 
@@ -103,6 +105,7 @@ class RolloutResult(msgspec.Struct, kw_only=True):
             is_success=self.scores.is_success,
             metadata={"status": self.status.value, "turns": transcript.turns},
             log_metrics=metrics,
+            failure=transcript.failure,
         )
 
 
@@ -252,7 +255,7 @@ class Rollout:
             )
 
         transcript.status = await play.run(ask)
-        scores, calls = await limits.within(budgets.setup_s, play.score(), "scoring the environment")
+        scores, calls = await limits.scored(budgets.setup_s, play.score())
         return RolloutResult(transcript=transcript, scores=scores, calls=calls)
 
     def _model(self, credentials: Credentials) -> ChatModel:
@@ -294,9 +297,19 @@ class _MethodLimits:
         self.mistake: Exception | None = None  # the exception that the episode raises instead of returning a result
         self.given_up: asyncio.Future[RolloutResult] = asyncio.get_running_loop().create_future()
 
-    async def within(self, limit_s: float, work: Awaitable[T], what: str) -> T:
-        """Await a method of the environment. Raises `EnvironmentLost` if it takes too long."""
-        error = EnvironmentLost(f"{what} took longer than {limit_s:g} s")
+    async def scored(self, limit_s: float, scores: Awaitable[T]) -> T:
+        """Await the scores of the environment. Whatever they raise is an `InfraError`: then there is no reward."""
+        try:
+            return await self.within(limit_s, contained_here(scores), "scoring the environment", FailureKind.GRADER)
+        except InfraError as error:
+            error.attribute_to(FailureKind.GRADER)
+            raise
+        except Exception as error:  # the environment's own code
+            raise MethodFailed(f"scoring the environment failed: {with_place(error)}") from error
+
+    async def within(self, limit_s: float, work: Awaitable[T], what: str, kind: FailureKind | None = None) -> T:
+        """Await a method of the environment. Raises `EnvironmentLost` if it takes too long, of this kind."""
+        error = EnvironmentLost(f"{what} took longer than {limit_s:g} s", kind)
         giving_up = asyncio.get_running_loop().call_later(limit_s + running.CANCELLED_S, self._give_up, error)
         try:
             async with asyncio.timeout(limit_s) as limit:
@@ -349,36 +362,38 @@ class _ToolLoop:
         self._tools = list(named.values())
         self._say(opening.messages)
         self._over_at = _now() + budgets.episode_s
-        transcript.status = await self._turns()
+        transcript.failure = await self._turns()
+        transcript.status = RolloutStatus.COMPLETED if transcript.failure is None else RolloutStatus.TRUNCATED
         if not transcript.turns:
             raise never_answered(budgets.episode_s)
-        return await self._within(self._environment.score(transcript), "scoring the environment")
+        return await self._limits.scored(budgets.setup_s, self._environment.score(transcript))
 
-    async def _turns(self) -> RolloutStatus:
+    async def _turns(self) -> FailureKind | None:
+        """Play turn after turn. Return the budget that is used up, or None if the episode has ended before."""
         transcript, budgets = self._transcript, self._budgets
         while transcript.turns < budgets.turns_max and _now() < self._over_at:
             over_at = min(_now() + budgets.turn_s, self._over_at)
             room = budgets.tokens_max - self._used - _tokens_guessed(self._uncounted)
             if room < 1 and transcript.turns:
-                break
+                return FailureKind.TOKENS
             try:
                 async with asyncio.timeout_at(self._over_at) as limit:
                     answer = await self._ask(max(1, room))
             except TimeoutError:
                 if not limit.expired():
                     raise
-                break
+                return FailureKind.TIME
             except ModelRefused as error:
                 if error.is_too_long and transcript.turns:
-                    break
+                    return FailureKind.TOKENS
                 raise
             if answer.is_cut or self._used > budgets.tokens_max:
-                break
+                return FailureKind.TOKENS
             if answer.tool_calls:
                 await self._use_tools(answer.tool_calls, over_at)
             if await self._is_over() or not answer.tool_calls:
-                return RolloutStatus.COMPLETED
-        return RolloutStatus.TRUNCATED
+                return None
+        return FailureKind.TURNS if transcript.turns >= budgets.turns_max else FailureKind.TIME
 
     async def _ask(self, max_tokens: int) -> ChatAnswer:
         answer = await self._model.ask(

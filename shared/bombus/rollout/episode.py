@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bombus.errors import BombusError
+from bombus.hive.failures import FailureKind
 from bombus.rollout.commands import CommandTemplate
 from bombus.rollout.environment import (
     ModelAccess,
@@ -20,16 +21,17 @@ from bombus.rollout.harbor.verdict import verdict_of
 from bombus.rollout.plan import RolloutPlan
 from bombus.rollout.process import CannotStart, EndedProgram, OutputFile, Program, StopReason, run_program
 from bombus.rollout.records import LossReason, LostEpisode, PlayedEpisode, RecordFolder
-from bombus.rollout.reward import Judgement, judgement_of
+from bombus.rollout.reward import Judgement, has_raised, judgement_of
 from bombus.rollout.tasks import AgentTask
 from bombus.rollout.watch import EpisodeWatch, WatchedEpisode
 from bombus.rollout.workspace import EpisodeFolder, check_room, episode_folder
 from bombus.sdk.aio import AsyncSwarmClient
-from bombus.sdk.errors import EpisodeGone, InfraError
+from bombus.sdk.errors import EpisodeGone, InfraError, failure_of
 from bombus.sdk.types import Credentials, EpisodeUsage, Task, WorkflowOutput
 
 LOOKS_FOR_CALLS = 4  # of two seconds each: after a failover, the new coordinator counts calls late
 SILENT_AGENTS = 3
+TRACEBACK_BYTES = 64 << 10  # the longest end of a reward command's errors that is read
 SHOWN_CHARACTERS = 2000  # of an agent's output, in its episode's metadata and in the message when it made no call
 
 
@@ -88,7 +90,7 @@ class EpisodePlayer:
                 with self._watch.watching(credentials.episode_uuid) as watched:
                     return await self._claimed(_OpenEpisode(task, folder, credentials, watched, printed))
         except (InfraError, OSError) as error:
-            return LostEpisode(loss=LossReason.INFRA, why=str(error))
+            return LostEpisode(loss=LossReason.INFRA, why=str(error), failure=_failure_of(error))
         finally:
             self.reporting.discard(asyncio.current_task())
 
@@ -107,11 +109,11 @@ class EpisodePlayer:
             with OutputFile(one.printed) as output:
                 return await self._played(one, output)
         except (InfraError, OSError) as error:
-            return await self._lost(one, LossReason.INFRA, str(error))
+            return await self._lost(one, LossReason.INFRA, str(error), _failure_of(error))
         except (EpisodeGone, TakenBack):
             self.unfinished.discard(one.uuid)
             why = "it was open for longer than the hive waits"
-            return LostEpisode(loss=LossReason.TAKEN_BACK, why=why, episode=one.name, output=self._kept_output(one))
+            return self._lost_episode(one, LossReason.TAKEN_BACK, why, FailureKind.HIVE)
 
     async def _played(self, one: _OpenEpisode, output: OutputFile) -> PlayedEpisode | LostEpisode:
         began = time.monotonic()
@@ -122,7 +124,7 @@ class EpisodePlayer:
         if not used.calls:
             self._check_silence(ended, output)
         if ended.stopped is not None and self._plan.options.on_limit == "abort":
-            return await self._lost(one, LossReason.LIMIT, ended.stopped)
+            return await self._lost(one, LossReason.LIMIT, ended.stopped, ended.stopped.failure)
         for folder in {one.folder.outputs, one.printed.parent}:
             check_room(folder)
         judged = await self._judge(one, ended)
@@ -145,11 +147,13 @@ class EpisodePlayer:
         """Raise `InfraError` for an agent that may have failed because its calls were not answered."""
         if self._client.missed_at > began:
             raise InfraError(
-                f"the hive was unreachable while the agent ran, and the agent failed (exit code {ended.exit_code})"
+                f"the hive was unreachable while the agent ran, and the agent failed (exit code {ended.exit_code})",
+                FailureKind.HIVE,
             )
         _, status = await self._client.get_engine_status()
         if status.get("serving_replicas") == 0:
-            raise InfraError(f"no replica serves the model, and the agent failed (exit code {ended.exit_code})")
+            why = f"no replica serves the model, and the agent failed (exit code {ended.exit_code})"
+            raise InfraError(why, FailureKind.MODEL)
 
     def _kept_output(self, one: _OpenEpisode) -> str:
         return str(one.printed) if self._kept is not None else ""
@@ -206,14 +210,20 @@ class EpisodePlayer:
         """
         self._silent += 1
         if self._watch.has_seen_calls or (self._watch.count > 1 and self._silent < SILENT_AGENTS):
-            raise InfraError(f"the agent made no model call (exit code {ended.exit_code})")
+            raise InfraError(f"the agent made no model call (exit code {ended.exit_code})", FailureKind.CLIENT)
         raise Pointless(_no_call(ended, output))
 
     # ---- its end ------------------------------------------------------------------------------------------------
 
     async def _judge(self, one: _OpenEpisode, ended: EndedProgram) -> Judgement:
         """Run the reward command, or the task's tests. Raises `InfraError` if they give no reward."""
+        try:
+            return await self._judgement(one, ended)
+        except InfraError as error:
+            error.attribute_to(FailureKind.GRADER)
+            raise
 
+    async def _judgement(self, one: _OpenEpisode, ended: EndedProgram) -> Judgement:
         def beside(name: str) -> OutputFile:
             return OutputFile(one.printed.with_name(f"{one.printed.stem}-{name}.txt"))
 
@@ -228,7 +238,8 @@ class EpisodePlayer:
             judged = await self._judged(program, self._plan.reward_timeout_s(one.task))
             if self._plan.reward is None:
                 return verdict_of(judged.exit_code, verifier_folder(one.folder), errors.tail())
-            return judgement_of(judged.exit_code, printed.tail(), errors.tail())
+            raised = has_raised(errors.tail(TRACEBACK_BYTES), program.words, one.folder.workspace)
+            return judgement_of(judged.exit_code, printed.tail(), errors.tail(), raised)
 
     async def _judge_words(self, one: _OpenEpisode) -> list[str]:
         if one.task.package is not None:
@@ -264,15 +275,19 @@ class EpisodePlayer:
             "truncated": float(played.stopped is not None),
             **{f"reward/{name}": value for name, value in played.parts.items()},
         }
-        output = WorkflowOutput(reward=played.reward, metadata=metadata, log_metrics=metrics)
+        failure = played.stopped.failure if played.stopped is not None else None
+        output = WorkflowOutput(reward=played.reward, metadata=metadata, log_metrics=metrics, failure=failure)
         self.reporting.add(asyncio.current_task())
         await self._client.end_episode(Task(task_id=one.task.task_id), one.uuid, output)
         self.unfinished.discard(one.uuid)
 
-    async def _lost(self, one: _OpenEpisode, loss: LossReason, why: str) -> LostEpisode:
-        await self._client.abort_episode(one.uuid, infra=loss == LossReason.INFRA, detail=why)
+    async def _lost(self, one: _OpenEpisode, loss: LossReason, why: str, failure: FailureKind) -> LostEpisode:
+        await self._client.abort_episode(one.uuid, failure=failure, detail=why)
         self.unfinished.discard(one.uuid)
-        return LostEpisode(loss=loss, why=why, episode=one.name, output=self._kept_output(one))
+        return self._lost_episode(one, loss, why, failure)
+
+    def _lost_episode(self, one: _OpenEpisode, loss: LossReason, why: str, failure: FailureKind) -> LostEpisode:
+        return LostEpisode(loss=loss, why=why, failure=failure, episode=one.name, output=self._kept_output(one))
 
 
 def _judge_variables(one: _OpenEpisode, ended: EndedProgram) -> dict[str, str]:
@@ -284,6 +299,11 @@ def _judge_variables(one: _OpenEpisode, ended: EndedProgram) -> dict[str, str]:
         "BOMBUS_OUTPUT": str(one.printed.absolute()),
         "TMPDIR": str(one.folder.temporary),
     }
+
+
+def _failure_of(error: InfraError | OSError) -> FailureKind:
+    """Return the kind of an episode's failure: an `OSError` is one of its folders, such as of a full disk."""
+    return FailureKind.SANDBOX if isinstance(error, OSError) else failure_of(error)
 
 
 def _has_failed(ended: EndedProgram) -> bool:

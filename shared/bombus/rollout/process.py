@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from bombus.errors import BombusError
+from bombus.hive.failures import FailureKind
 from bombus.machine.process import die_with_this_process
 
 GRACE_S = 5.0  # between the request to end and the kill
@@ -32,6 +33,19 @@ class StopReason(StrEnum):
     TOKENS = "tokens"
     OUTPUT = "output"
     OVER = "over"  # the hive has taken the episode back
+
+    @property
+    def failure(self) -> FailureKind:
+        """The kind of failure of an episode whose agent was stopped. What it printed counts as its tokens."""
+        match self:
+            case StopReason.TIMEOUT:
+                return FailureKind.TIME
+            case StopReason.TURNS:
+                return FailureKind.TURNS
+            case StopReason.TOKENS | StopReason.OUTPUT:
+                return FailureKind.TOKENS
+            case StopReason.OVER:
+                return FailureKind.HIVE
 
 
 class OutputFile:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from bombus.hive.failures import FailureKind
 from bombus.private import private_folder
 from bombus.rollout.process import StopReason
 from bombus.rollout.tasks import AgentTask
@@ -44,10 +45,11 @@ class PlayedEpisode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LostEpisode(msgspec.Struct, frozen=True, kw_only=True):
-    """An episode that was aborted, or could not be claimed: then `episode` is ""."""
+    """An episode that was aborted, or could not be claimed: then `episode` is "". `failure` is as on the log."""
 
     loss: LossReason
     why: str
+    failure: FailureKind
     episode: str = ""
     output: str = ""
 
@@ -56,7 +58,8 @@ def record_of(task: AgentTask, result: PlayedEpisode | LostEpisode) -> dict[str,
     """Return the record of an episode, a line of `episodes.jsonl`."""
     record: dict[str, object] = {"task_id": task.task_id, "episode": result.episode}
     if isinstance(result, LostEpisode):
-        return {**record, "reward": None, "lost": result.loss, "why": result.why, "output": result.output}
+        why = {"lost": result.loss, "failure": result.failure, "why": result.why}
+        return {**record, "reward": None, **why, "output": result.output}
     return {
         **record,
         "reward": result.reward,

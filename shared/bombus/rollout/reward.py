@@ -1,7 +1,9 @@
 """Turn a reward command's exit code and output into a reward."""
 
+import os
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -20,6 +22,9 @@ _FIGURE = r"[+-]?(\d+([.,_]\d+)*|[.,]\d+)(e[+-]?\d+)?"
 _VALUE = (
     rf"[\"'(\[]*{_FIGURE}\s*(%|/\s*{_FIGURE})?[\"')\],]*|true|false|none|null|[a-z_][\w.]*\([\"'\[]*{_FIGURE}\b.*\)"
 )
+TRACEBACK = "Traceback (most recent call last):\n"
+_FRAME = re.compile(r'^  File "(.*)", line \d+', re.MULTILINE)
+_EXCEPTION = re.compile(r"(?!AssertionError\b)[A-Za-z_][\w.]*(: .*)?")
 _NEARLY = re.compile(
     rf"(\W*(\w+ ){{0,2}}(reward|score)\W{{1,4}}(is )?)?({_VALUE})\W?|\{{.*[\"'](reward|score)[\"']\s*:.*\}}",
     re.IGNORECASE,
@@ -37,32 +42,49 @@ class Judgement(msgspec.Struct, frozen=True):
     parts: Mapping[str, float] = {}
 
 
-def judgement_of(exit_code: int, output: str, errors: str) -> Judgement:
+def judgement_of(exit_code: int, output: str, errors: str, raised: bool = False) -> Judgement:
     """Return the result of a reward command. Raises `InfraError` as `reward_of` does, with its last line of errors."""
     lines = errors.strip().splitlines()
     said = lines[-1] if lines else ""
     try:
-        reward = reward_of(exit_code, output)
+        reward = reward_of(exit_code, output, raised)
     except InfraError as error:
         raise InfraError(f"{error}: {said}" if said else str(error)) from error
     return Judgement(reward, said if exit_code and not reward else "")
 
 
-def reward_of(exit_code: int, output: str) -> float:
+def reward_of(exit_code: int, output: str, raised: bool = False) -> float:
     """Return the reward: the last line of the output if it is a number, else 1 for exit code 0 and 0 for any other.
 
-    Raises `InfraError` if the command did not judge: a signal ended it, its program could not start, one of its last
-    two lines looks like a malformed reward, or the hive does not accept its number.
+    Raises `InfraError` if the command did not judge: a signal ended it, it has `raised` (see `has_raised`), its program
+    could not start, one of its last two lines looks like a malformed reward, or the hive does not accept its number.
     """
     check_signal(exit_code)
     lines = [line.strip() for line in _UNSEEN.sub("", output).splitlines() if line.strip()]
     last = lines[-1] if lines else ""
     if not _NUMBER.fullmatch(last):
         _check_intended(lines[-2:])
+        if exit_code and raised:
+            raise InfraError("the reward command raised an exception: let it print 0 for work that it finds wrong")
         return _reward_of_code(exit_code)
     if not is_reward(float(last)):
         raise InfraError(f"the reward command's last line is {last}, but must be at most {REWARD_MAX:.0e} in size")
     return float(last)
+
+
+def has_raised(errors: str, words: Sequence[str], workspace: Path) -> bool:
+    """Return whether a command's errors end with an exception of its own Python program, which is among its `words`.
+
+    A failed `assert` is a verdict. An exception of the agent's work is not the command's own: one of a program that the
+    command runs, or one with a frame in the workspace, in a relative path, or in a text that was executed.
+    """
+    _, _, traced = errors.rstrip().rpartition(TRACEBACK)
+    works = (str(workspace), str(workspace.resolve()))
+    for file in _FRAME.findall(errors):
+        if file.startswith(works) or not (os.path.isabs(file) or file.startswith("<frozen ")):
+            return False
+    first, last = _FRAME.match(traced), traced.rpartition("\n")[2]
+    return first is not None and first[1] in words and _EXCEPTION.fullmatch(last) is not None
 
 
 def is_reward(number: float) -> bool:

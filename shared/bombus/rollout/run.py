@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from bombus.hive.failures import FailureKind
 from bombus.rollout.episode import EpisodePlayer, Pointless
 from bombus.rollout.plan import RolloutPlan
 from bombus.rollout.records import FailuresInARow, LossReason, LostEpisode, PlayedEpisode, RecordFolder, RolloutTally
@@ -143,7 +144,7 @@ class RolloutRun:
                 try:
                     async with asyncio.timeout(ABORT_S):
                         await self._client.abort_episodes(
-                            list(self._player.unfinished), detail="the rollout was stopped"
+                            list(self._player.unfinished), failure=FailureKind.CLIENT, detail="the rollout was stopped"
                         )
                 except (SwarmError, TimeoutError) as error:
                     log.warning("open episodes could not be aborted; the hive will end them once idle: %s", error)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from bombus.hive.failures import FailureKind
 from bombus.machine.process import is_heeded
 from bombus.private import private_folder
 from bombus.rollout.environment import ModelAccess, agent_variables
@@ -40,7 +41,7 @@ def open_session(client: SwarmClient, kind: EpisodeKind) -> Iterator[Credentials
         with _signals_raised(), client.keep_alive(claimed.episode_uuid, every_s=KEEP_ALIVE_S):
             yield claimed
     except BaseException:
-        client.abort_episode(claimed.episode_uuid, detail="the session was interrupted")
+        client.abort_episode(claimed.episode_uuid, failure=FailureKind.CLIENT, detail="the session was interrupted")
         raise
 
 

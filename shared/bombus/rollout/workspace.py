@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from bombus.errors import Code, Refused
+from bombus.hive.failures import FailureKind
 from bombus.private import private_folder
 from bombus.rollout.process import CannotStart, OutputFile, Program, run_program
 from bombus.sdk.errors import InfraError
@@ -204,9 +205,9 @@ async def _copy(source: Path, folder: EpisodeFolder) -> None:
         try:
             ended = await run_program(copying, inf)
         except CannotStart as error:
-            raise InfraError(f"the workspace could not be copied: {error}") from error
+            raise InfraError(f"the workspace could not be copied: {error}", FailureKind.SANDBOX) from error
         if ended.exit_code:
-            raise InfraError(f"the workspace could not be copied: {printed.tail().strip()[-300:]}")
+            raise InfraError(f"the workspace could not be copied: {printed.tail().strip()[-300:]}", FailureKind.SANDBOX)
 
 
 def remove_folder(path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from bombus.hive.bounded import trim
+from bombus.hive.failures import FailureKind
 from bombus.sdk.requests import NoReply, ServerReply, ServerRequest, is_success, posted
 
 log = logging.getLogger("bombus")
@@ -142,20 +143,21 @@ class ClaimedEpisodes:
     async def _abort_once(self, path: str, episodes: Sequence[str], send: Send) -> None:
         for first in range(0, len(episodes), ABORTED_AT_ONCE):
             some = episodes[first : first + ABORTED_AT_ONCE]
-            body = self.abort_body(some, False, "the client was interrupted")
+            body = self.abort_body(some, FailureKind.CLIENT, "the client was interrupted")
             if not is_success(await send(posted(path, body, GIVE_BACK_S))):
                 left = len(episodes) - first
                 log.warning("%d open episodes could not be aborted, and will end once idle for too long", left)
                 break
         self.over(episodes)
 
-    def abort_body(self, episodes: Sequence[str], infra: bool, detail: str) -> dict[str, Any]:
-        return {
+    def abort_body(self, episodes: Sequence[str], failure: FailureKind | None, detail: str) -> dict[str, Any]:
+        body = {
             "client_uuid": self.client_uuid,
             "episode_uuids": list(episodes),
-            "infra": infra,
+            "infra": failure is not None and failure.is_infra,  # for hives that know no kinds
             "detail": detail[:1000],
         }
+        return body if failure is None else {**body, "failure": failure}
 
     def multi_model_path(self, what: str) -> str:
         """Return a route for multi-model episodes. These routes are at the hive's root, even if the client's URL has an

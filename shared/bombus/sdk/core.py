@@ -22,6 +22,7 @@ from bombus.config.documents import no_effect
 from bombus.datums.episodes import EndedEpisode, EpisodeDatum, datums_of, read_ended
 from bombus.errors import Code
 from bombus.hive.episodes import without_secret
+from bombus.hive.failures import FailureKind
 from bombus.hive.steps import IDLE_S
 from bombus.sdk.claimed import GIVE_BACK_S, ClaimedEpisodes
 from bombus.sdk.errors import (
@@ -341,7 +342,7 @@ class ClientCore:
         send = self._exchange.send
         reply = await send(posted(path, body | {"wait_s": 0.0, "waited_s": 0.0}, GIVE_BACK_S))
         if is_success(reply) and (episodes := _granted_ids(reply)):
-            aborted = self.claimed.abort_body(episodes, False, "interrupted in its claim")
+            aborted = self.claimed.abort_body(episodes, None, "interrupted in its claim")
             await send(posted(abort_path, aborted, GIVE_BACK_S))
 
     def _credentials(
@@ -397,23 +398,36 @@ class ClientCore:
         late = [episode for _, episode, _ in ends if self.claimed.is_late(episode)]
         if late:
             warn_of_late(map(without_secret, late))
-            await self.abort_episodes(late, detail="over max_episode_time")
+            await self.abort_episodes(late, failure=FailureKind.TIME, detail="over max_episode_time")
         body = [end_body(task, episode, output) for task, episode, output in ends if episode not in late]
         if body:
-            await self._post("/end_episodes", {"episodes": body})
+            await self._report("/end_episodes", {"episodes": body}, body)
         self.claimed.over([episode for _, episode, _ in ends])
         self.claimed.ended([episode for _, episode, _ in ends if episode not in late])
 
-    async def abort_episode(self, episode_uuid: str, *, infra: bool = False, detail: str = "") -> None:
-        """Abort an episode. `infra` says that the model is not to blame."""
-        await self.abort_episodes([episode_uuid], infra=infra, detail=detail)
+    async def abort_episode(self, episode_uuid: str, *, failure: FailureKind | None = None, detail: str = "") -> None:
+        """Abort an episode. `failure` says what failed; without it nothing has, and the episode is not needed."""
+        await self.abort_episodes([episode_uuid], failure=failure, detail=detail)
 
-    async def abort_episodes(self, episode_uuids: Sequence[str], *, infra: bool = False, detail: str = "") -> None:
+    async def abort_episodes(
+        self, episode_uuids: Sequence[str], *, failure: FailureKind | None = None, detail: str = ""
+    ) -> None:
         """Abort episodes. Nothing changes for those that are already over."""
         if not episode_uuids:
             return
-        await self._request("POST", "/abort_episodes", self.claimed.abort_body(episode_uuids, infra, detail))
+        body = self.claimed.abort_body(episode_uuids, failure, detail)
+        await self._report("/abort_episodes", body, [body])
         self.claimed.over(episode_uuids)
+
+    async def _report(self, path: str, body: dict[str, Any], ends: Sequence[dict[str, Any]]) -> None:
+        """Report the `ends` in a body. A hive that is older than this client does not get their kinds of failure."""
+        try:
+            await self._post(path, body)
+        except SwarmError as error:
+            kinds = [end.pop("failure", None) for end in ends]
+            if error.code != Code.UNKNOWN_FIELD or not any(kinds):
+                raise
+            await self._post(path, body)
 
     # ---- data of ended episodes --------------------------------------------------------------------------------
 
@@ -688,7 +702,11 @@ def end_body(task: Task, episode: str, output: WorkflowOutput | BaseModel) -> di
         "task_id": task.task_id,
         "workflow_output": {"reward": getattr(output, "reward", None), **report},
     }
-    return {**body, "data_set": task.data_set} if task.data_set else body
+    if task.data_set:
+        body["data_set"] = task.data_set
+    if (failure := getattr(output, "failure", None)) is not None:
+        body["failure"] = failure
+    return body
 
 
 def warn_of_late(episodes: Iterable[str]) -> None:

@@ -16,6 +16,7 @@ EpisodesFailed some of many runs failed for good; the error contains the results
 from typing import Any
 
 from bombus.errors import BombusError, Code
+from bombus.hive.failures import FailureKind
 
 
 class SwarmError(BombusError):
@@ -87,7 +88,22 @@ class ServerFault(SwarmError):
 
 
 class InfraError(BombusError):
-    """An agent raises this if its environment broke: the episode is then aborted instead of being scored."""
+    """An agent raises this if something broke and the model is not to blame: the episode is aborted, not scored.
+
+    `kind` says what broke. By default it is the tool or the reward of a plain class that raises this, or else the
+    environment.
+    """
+
+    failure: FailureKind | None = None
+
+    def __init__(self, why: str = "", kind: FailureKind | None = None) -> None:
+        super().__init__(why)
+        if kind is not None:
+            self.failure = FailureKind(kind)
+
+    def attribute_to(self, kind: FailureKind) -> None:
+        """Give this error a kind, unless it has one."""
+        self.failure = self.failure or kind
 
 
 class EpisodesFailed(BombusError):
@@ -114,6 +130,19 @@ _BY_CODE: dict[str, type[SwarmError]] = {
     Code.NOT_YOUR_EPISODE: NotYourEpisode,
     Code.OTHER_OUTCOME: OtherOutcome,
 }
+
+
+def failure_of(error: BaseException) -> FailureKind:
+    """Return the kind of failure that an agent's error stands for."""
+    match error:
+        case InfraError():
+            return error.failure or FailureKind.ENVIRONMENT
+        case BadReward():
+            return FailureKind.GRADER
+        case EpisodeGone() | ServerUnreachable() | ServerBusy() | ServerFault():
+            return FailureKind.HIVE
+        case _:
+            return FailureKind.CLIENT
 
 
 def error_for(status: int, code: str, why: str) -> SwarmError:

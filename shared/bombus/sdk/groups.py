@@ -21,6 +21,7 @@ from bombus.sdk.errors import (
     NotYourEpisode,
     OtherOutcome,
     SwarmError,
+    failure_of,
 )
 from bombus.sdk.multi_model import HiveCore, MultiModelResult, check_roles
 from bombus.sdk.running import AgentResult, checked_output, infra_of
@@ -224,8 +225,8 @@ class SingleGroup(GroupRun[Credentials, AgentResult, WorkflowOutput]):
 
     async def _abort(self, index: int) -> None:
         error = self.failures[index]
-        episode, infra = self._claimed[index].episode_uuid, isinstance(error, InfraError)
-        await self._core.abort_episode(episode, infra=infra, detail=repr(error))
+        episode = self._claimed[index].episode_uuid
+        await self._core.abort_episode(episode, failure=failure_of(error), detail=repr(error))
 
     async def _touch(self, places: Sequence[int]) -> list[int]:
         over = await self._core.touch_episodes([self._claimed[place].episode_uuid for place in places])
@@ -252,8 +253,8 @@ class MultiModelGroup(GroupRun[MultiModelEpisode, MultiModelResult, MultiModelRe
 
     async def _abort(self, index: int) -> None:
         error = self.failures[index]
-        infra = isinstance(error, InfraError)
-        await self._core.abort_multi_model_episode(self._claimed[index], infra=infra, detail=repr(error))
+        episode = self._claimed[index]
+        await self._core.abort_multi_model_episode(episode, failure=failure_of(error), detail=repr(error))
 
     async def _touch(self, places: Sequence[int]) -> list[int]:
         over = await self._core.touch_multi_model_episodes([self._claimed[place] for place in places])

@@ -4,6 +4,7 @@ hive."""
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from bombus.hive.failures import FailureKind
 from bombus.sdk.core import ClientCore, end_body, warn_of_late
 from bombus.sdk.running import AgentResult, output_of
 from bombus.sdk.types import EpisodeKind, MultiModelEpisode, Task
@@ -94,27 +95,28 @@ class HiveCore(ClientCore):
         late = [episode for _, episode, _ in ends if any(map(self.claimed.is_late, episode.episode_uuids))]
         if late:
             warn_of_late(episode.episode for episode in late)
-            await self._abort_multi_model(late, detail="over max_episode_time")
+            await self._abort_multi_model(late, FailureKind.TIME, "over max_episode_time")
         on_time = [parts for parts, (_, episode, _) in zip(body, ends, strict=True) if episode not in late]
         if on_time:
-            await self._post(self.claimed.multi_model_path("end"), {"multi_model_episodes": on_time})
+            reports = [report for parts in on_time for report in parts]
+            await self._report(self.claimed.multi_model_path("end"), {"multi_model_episodes": on_time}, reports)
         self._multi_model_over([episode for _, episode, _ in ends])
 
     async def abort_multi_model_episode(
-        self, episode: MultiModelEpisode, *, infra: bool = False, detail: str = ""
+        self, episode: MultiModelEpisode, *, failure: FailureKind | None = None, detail: str = ""
     ) -> None:
-        """Abort a multi-model episode on all of its engines. `infra` says that no model is to blame.
+        """Abort a multi-model episode on all of its engines. `failure` says what failed, if anything has.
 
         If it is already over, nothing changes.
         """
-        await self._abort_multi_model([episode], infra, detail)
+        await self._abort_multi_model([episode], failure, detail)
 
     async def _abort_multi_model(
-        self, episodes: Sequence[MultiModelEpisode], infra: bool = False, detail: str = ""
+        self, episodes: Sequence[MultiModelEpisode], failure: FailureKind | None = None, detail: str = ""
     ) -> None:
         first = [episode.episode_uuids[0] for episode in episodes]  # the others are aborted with it
-        body = self.claimed.abort_body(first, infra, detail)
-        await self._request("POST", self.claimed.multi_model_path("abort"), body)
+        body = self.claimed.abort_body(first, failure, detail)
+        await self._report(self.claimed.multi_model_path("abort"), body, [body])
         self._multi_model_over(episodes)
 
     def _multi_model_over(self, episodes: Sequence[MultiModelEpisode]) -> None:

@@ -47,8 +47,13 @@ def output_of(result: AgentResult) -> WorkflowOutput:
 
 
 def checked_output(result: AgentResult) -> WorkflowOutput:
-    """Return an agent's result as an outcome. Raises `BadReward` if the hive would refuse it."""
+    """Return an agent's result as an outcome.
+
+    Raises `BadReward` if the hive would refuse it, and `InfraError` if the outcome is a failure that has no reward.
+    """
     output = output_of(result)
+    if output.failure is not None and not output.failure.is_trained:
+        raise InfraError(f"the agent returned an outcome with the failure {output.failure}", output.failure)
     match output.reward:
         case list() as rewards:
             numbers = rewards

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation
 
 from bombus.hive.episodes import reward_forms_of, without_secret
+from bombus.hive.failures import FailureKind
 
 EpisodeKind = Literal["train", "eval"]
 
@@ -30,8 +31,9 @@ class WorkflowOutput(BaseModel):
     """The outcome of an episode. `reward` is one number, or one for each completed model call, in order or by call id.
 
     A call's id is that of its answer, without `chatcmpl-`. A harness's auxiliary calls have no reward unless the job
-    trains on them. The other fields may hold anything: values that JSON lacks, such as NumPy numbers, are converted
-    when the episode is ended, and values that cannot be converted are left out with a warning.
+    trains on them. `failure` is the budget that the episode used up, if any; an episode with any other failure is
+    aborted and has no reward. The other fields may hold anything: values that JSON lacks, such as NumPy numbers, are
+    converted when the episode is ended, and values that cannot be converted are left out with a warning.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -40,6 +42,7 @@ class WorkflowOutput(BaseModel):
     is_success: SkipValidation[bool | None] = None
     metadata: SkipValidation[dict[str, Any]] = Field(default_factory=dict)
     log_metrics: SkipValidation[dict[str, float | list[float]]] = Field(default_factory=dict)
+    failure: FailureKind | None = None
 
 
 class Credentials(BaseModel):

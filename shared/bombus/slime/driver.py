@@ -8,15 +8,17 @@ import traceback
 import uuid
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 
 from bombus.errors import BombusError, Code, Refused, in_one_line
+from bombus.hive.failures import FailureKind
 from bombus.sdk.aio import AsyncSwarmClient
 from bombus.sdk.core import OFFLINE
-from bombus.sdk.errors import BadReward, EpisodeGone, InfraError, SwarmError
+from bombus.sdk.errors import BadReward, EpisodeGone, InfraError, SwarmError, failure_of
 from bombus.sdk.running import contained, is_mistake, reports
 from bombus.sdk.types import Credentials, EpisodeKind, Task, WorkflowOutput
 from bombus.slime import generation
@@ -44,6 +46,12 @@ Notify = Callable[[str], None]
 
 class SampleAborted(InfraError):
     """Raised for a sample that its generate function aborted. This is not the model's fault."""
+
+
+class RewardFailed(InfraError):
+    """Raised from what a reward function has raised, or for a reward that no episode can have."""
+
+    failure = FailureKind.GRADER
 
 
 class GroupLost(BombusError):
@@ -143,7 +151,7 @@ class SlimeDriver:
         assert self._beating is not None
         self._beating.cancel()
         await asyncio.gather(self._beating, return_exceptions=True)
-        await self._abort(sorted(self._open), "the driver stopped")
+        await self._abort(sorted(self._open), "the driver stopped", FailureKind.CLIENT)
         await self._relay.__aexit__()
 
     async def run(self) -> list[RolloutReport]:
@@ -300,17 +308,19 @@ class SlimeDriver:
             found = PlayedGroup(number, task, played)
             if self._options.group_rm:
                 await self._reward([one.returned for one in played])
-            for one in played:
-                output_of(one.samples, one.calls, self.args)  # raises for rewards that no episode can have
-        except (SwarmError, Refused):
-            await self._abort(sorted(mine & self._open), "refused")
+            with _grading():
+                for one in played:
+                    output_of(one.samples, one.calls, self.args)  # raises for rewards that no episode can have
+        except (SwarmError, Refused) as error:
+            await self._abort(sorted(mine & self._open), "refused", failure_of(error))
             raise
         except asyncio.CancelledError:
             await self._abort(sorted(mine & self._open), "not needed")
             raise
         except Exception as error:  # the hook's code: whatever it raises must not stop the other groups
-            await self._abort(sorted(mine & self._open), repr(error))
-            raise GroupLost(f"the group of prompt {number} is lost: {_said(error)}") from error
+            cause = _cause(error)
+            await self._abort(sorted(mine & self._open), repr(cause), failure_of(error))
+            raise GroupLost(f"the group of prompt {number} is lost: {_said(cause)}") from cause
         return found
 
     async def _claim(self, task: Task, count: int, mine: set[str]) -> list[Credentials]:
@@ -328,11 +338,11 @@ class SlimeDriver:
             except Refused:  # raised by bombus, and says what to do: another attempt would fail too
                 raise
             except Exception as error:  # the hook's code: another attempt may succeed
-                reports.report(error, f"sample {prompt.index}, attempt {attempt} of {ATTEMPTS}")
-                if attempt == ATTEMPTS or is_mistake(error):
+                cause = _cause(error)
+                reports.report(cause, f"sample {prompt.index}, attempt {attempt} of {ATTEMPTS}")
+                if attempt == ATTEMPTS or is_mistake(cause):
                     raise
-                infra = isinstance(error, InfraError)
-                await self._abort([claimed.episode_uuid], repr(error), infra=infra)
+                await self._abort([claimed.episode_uuid], repr(cause), failure_of(error))
             (claimed,) = await self._claim(task, 1, mine)
         raise AssertionError("the last attempt returns or raises")
 
@@ -363,7 +373,14 @@ class SlimeDriver:
         return await contained(function(args, sample, dict(self._state.sampling_params), **more))
 
     async def _reward(self, returned: Sequence[Any]) -> None:
-        """Reward the results of generate functions: one sample, a list of samples, or a whole group."""
+        """Reward the results of generate functions: one sample, a list of samples, or a whole group.
+
+        Raises `RewardFailed`.
+        """
+        with _grading():
+            await self._set_rewards(returned)
+
+    async def _set_rewards(self, returned: Sequence[Any]) -> None:
         if not self._options.group_rm and not isinstance(returned[0], list):
             if returned[0].reward is None:
                 returned[0].reward = await contained(async_rm(self.args, returned[0]))
@@ -403,10 +420,11 @@ class SlimeDriver:
         except EpisodeGone as error:
             report.lost["EpisodeGone"] += 1
             log.warning("the group of %s is lost: %s", group.task.task_id, error)
-            await self._abort([episode for _, episode, _ in ends], "another episode of the group is over")
+            why = "another episode of the group is over"
+            await self._abort([episode for _, episode, _ in ends], why, FailureKind.HIVE)
             return False
         except BadReward as error:
-            await self._abort([episode for _, episode, _ in ends], "the rewards were refused")
+            await self._abort([episode for _, episode, _ in ends], "the rewards were refused", FailureKind.GRADER)
             hint = "calls below /v1/ cannot be told apart: give all samples of an attempt the same reward"
             self._lose(report, "ended", "BadReward", f"the group of prompt {group.number} is lost: {error} ({hint})")
             return False
@@ -419,12 +437,12 @@ class SlimeDriver:
     async def _drop(self, group: PlayedGroup, why: str) -> None:
         await self._abort([one.credentials.episode_uuid for one in group.played], why)
 
-    async def _abort(self, episodes: Sequence[str], why: str, *, infra: bool = False) -> None:
+    async def _abort(self, episodes: Sequence[str], why: str, failure: FailureKind | None = None) -> None:
         self._open -= set(episodes)
         for start in range(0, len(episodes), TOUCHED_MAX):
             try:
                 some = episodes[start : start + TOUCHED_MAX]
-                await self._client.abort_episodes(some, infra=infra, detail=why[:300])
+                await self._client.abort_episodes(some, failure=failure, detail=why[:300])
             except SwarmError as error:
                 log.warning("%d episodes could not be aborted and will go idle: %s", len(some), error)
 
@@ -437,6 +455,23 @@ class SlimeDriver:
                     await self._client.touch_episodes(episodes[start : start + TOUCHED_MAX])
                 except SwarmError as error:
                     log.warning("could not keep the episodes alive: %s", error)
+
+
+@contextmanager
+def _grading() -> Iterator[None]:
+    """Raise `RewardFailed` from what the code of a reward raises, except for an error of bombus."""
+    try:
+        yield
+    except BombusError:
+        raise
+    except Exception as error:  # the hook's code
+        raise RewardFailed(repr(error)) from error
+
+
+def _cause(error: Exception) -> Exception:
+    """Return what a reward function has raised, or the error itself if it is another one."""
+    raised = error.__cause__ if isinstance(error, RewardFailed) else None
+    return raised if isinstance(raised, Exception) else error
 
 
 def _said(error: Exception) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bombus.hive.episodes import reward_number
+from bombus.hive.failures import FailureKind
 from bombus.sdk.types import WorkflowOutput
 from bombus.slime.relay import SampledCall
 
@@ -23,15 +24,17 @@ def output_of(samples: Sequence[Any], calls: Sequence[SampledCall], args: Namesp
     rewards = [reward_of(sample, args) for sample in samples]
     elsewhere = sum(all(not _has(sample, call) for sample in samples) for call in calls)
     masked = sum(_is_masked(sample, call) for call in calls for sample in samples if _has(sample, call))
+    is_truncated = any(_status(sample) == "truncated" for sample in samples)
     return WorkflowOutput(
         reward=rewards[0] if len(set(rewards)) == 1 else _by_call(samples, rewards, calls),
         metadata={"slime_status": [_status(sample) for sample in samples]},
         log_metrics={
             "response_length": float(sum(sample.response_length for sample in samples)),
-            "truncated": float(any(_status(sample) == "truncated" for sample in samples)),
+            "truncated": float(is_truncated),
             "calls_not_in_samples": float(elsewhere),
             "sampled_tokens_masked": float(masked),
         },
+        failure=FailureKind.TOKENS if is_truncated else None,
     )
 
 

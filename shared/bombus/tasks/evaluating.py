@@ -13,8 +13,9 @@ from bombus.environments.chat_model import ModelRefused
 from bombus.environments.kinds import RolloutStatus
 from bombus.environments.rollout import Rollout
 from bombus.errors import in_one_line
+from bombus.hive.failures import FailureKind
 from bombus.sdk.aio import AsyncSwarmClient
-from bombus.sdk.errors import EpisodeGone, InfraError, SwarmError
+from bombus.sdk.errors import EpisodeGone, InfraError, SwarmError, failure_of
 from bombus.sdk.types import Credentials, Task
 from bombus.task_groups import first_failure
 from bombus.tasks.playing import FAILURES_IN_A_ROW_MAX, EpisodeScore, ServerFailed, score_of_rollout
@@ -139,7 +140,8 @@ class Evaluation:
         if isinstance(result.error, ModelRefused) and result.error.is_over:
             return await self._closed_by_the_hive(score, credentials, result.error)
         if result.error is not None:
-            await self._client.abort_episode(credentials.episode_uuid, infra=True, detail=score.error)
+            failure = failure_of(result.error)
+            await self._client.abort_episode(credentials.episode_uuid, failure=failure, detail=score.error)
             return _without_reward(score, credentials, result.error)
         try:
             await self._client.end_episodes([(task, credentials.episode_uuid, result.output())])
@@ -167,7 +169,9 @@ class Evaluation:
             if self._open:
                 try:
                     async with asyncio.timeout(ABORT_S):
-                        await self._client.abort_episodes(list(self._open), detail="the evaluation was stopped")
+                        await self._client.abort_episodes(
+                            list(self._open), failure=FailureKind.CLIENT, detail="the evaluation was stopped"
+                        )
                 except (SwarmError, TimeoutError) as error:
                     log.warning("open episodes could not be aborted, and will end once idle for too long: %s", error)
                 self._open.clear()

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bombus.environments.budgets import RolloutBudgets
-from bombus.environments.kinds import Transcript
+from bombus.environments.kinds import MethodFailed, Transcript
 from bombus.environments.plain.marks import metric, reward, success
 from bombus.errors import Code, Refused, in_one_line
 from bombus.sdk.types import Task
@@ -114,7 +114,7 @@ def answer_in(text: str) -> str:
 
 def score_of(generator: str, answer: str, entry: dict[str, Any]) -> float:
     """Return the verifier's score, from 0 to 1. The score is 0 for an answer that it cannot read or does not finish
-    judging.
+    judging, if it can judge the correct answer. Raises `MethodFailed` if it cannot: then the verifier is to blame.
 
     An answer that contains the whole question is wrong, because some verifiers would find the solution in the question.
     So is one that contains "nan", unless the correct answer does too: some verifiers accept it as any number.
@@ -122,6 +122,8 @@ def score_of(generator: str, answer: str, entry: dict[str, Any]) -> float:
     if entry["question"].strip() in answer or (_has_nan(answer) and not _has_nan(str(entry["answer"]))):
         return 0.0
     score = verifying.judge.score(generator, answer, entry)
+    if score is None and verifying.judge.score(generator, str(entry["answer"]), entry) is None:
+        raise MethodFailed(f"the verifier of {generator} cannot judge the correct answer either")
     return 0.0 if score is None else min(1.0, max(0.0, score))
 
 

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 from bombus.environments.kinds import EnvironmentLost
 from bombus.errors import in_one_line
+from bombus.hive.failures import FailureKind
 from bombus.tasks.entries import HASH_SEED, dataset_of
 from bombus.tasks.isolation import HOME, import_path, isolated, why_no_isolation
 
@@ -83,7 +84,7 @@ class AnswerJudge:
                         return _judged(ours, self._verify_s)
                     except OSError as error:
                         why = in_one_line(error)
-        raise EnvironmentLost(f"an answer was not judged: {why}")
+        raise EnvironmentLost(f"an answer was not judged: {why}", FailureKind.GRADER)
 
     def start(self) -> None:
         """Start the process without waiting for it, so that the first answer does not have to wait for its imports."""
@@ -115,8 +116,9 @@ class AnswerJudge:
                         self._end()
             except OSError as error:
                 self._end()
-                raise EnvironmentLost(f"answers cannot be judged: {error}") from error
-        raise EnvironmentLost("answers cannot be judged: the process that judges them keeps ending at once")
+                raise EnvironmentLost(f"answers cannot be judged: {error}", FailureKind.GRADER) from error
+        why = "answers cannot be judged: the process that judges them keeps ending at once"
+        raise EnvironmentLost(why, FailureKind.GRADER)
 
     def _ready(self) -> socket.socket:
         """Return the channel of a process that is ready to receive answers."""

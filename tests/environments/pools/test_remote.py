@@ -11,9 +11,10 @@ import pytest
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.http11 import Request, Response
 
-from bombus.environments.kinds import ToolCall, ToolOutcome, Transcript
+from bombus.environments.kinds import EnvironmentLost, ToolCall, ToolOutcome, Transcript
 from bombus.environments.pools.remote import RemoteEnvironment, arguments_of
 from bombus.environments.pools.session import EnvSession, SessionSettings, StepRefused
+from bombus.hive.failures import FailureKind
 from bombus.sdk.types import Task
 
 MOVE = {"$defs": {"Way": {"enum": ["up", "down"]}}, "type": "object", "required": ["way"], "title": "Move"}
@@ -155,7 +156,7 @@ async def test_of_a_tool_of_mcp_its_text_is_shown_and_of_other_parts_all_that_th
             assert await called(environment, "greet") == ToolOutcome(text="no such name", failed=True)
 
 
-@pytest.mark.parametrize(("reward", "worth"), [(True, 1.0), (False, 0.0), (2, 2.0), (0.5, 0.5), (None, 0.0)])
+@pytest.mark.parametrize(("reward", "worth"), [(True, 1.0), (False, 0.0), (2, 2.0), (0.5, 0.5)])
 async def test_a_reward_of_openenvs_may_be_a_truth_value(reward: object, worth: float) -> None:
     step = {"type": "observation", "data": {"observation": {}, "reward": reward, "done": True}}
     async with openenv(step, "", []) as environment:
@@ -163,6 +164,17 @@ async def test_a_reward_of_openenvs_may_be_a_truth_value(reward: object, worth: 
         await called(environment, "step")
         assert await environment.is_over(Transcript())
         assert (await environment.score(Transcript())).reward == worth
+
+
+async def test_an_environment_of_openenvs_that_ends_without_any_reward_has_not_judged() -> None:
+    step = {"type": "observation", "data": {"observation": {}, "reward": None, "done": True}}
+    async with openenv(step, "", []) as environment:
+        await environment.open(Task())
+        assert (await environment.score(Transcript())).reward == 0.0  # the model has done nothing
+        await called(environment, "step")
+        with pytest.raises(EnvironmentLost, match="no step had a reward") as lost:
+            await environment.score(Transcript())
+        assert lost.value.failure == FailureKind.GRADER
 
 
 async def test_a_first_observation_of_zeros_is_shown_where_a_model_would_be_sent_no_message_at_all() -> None:

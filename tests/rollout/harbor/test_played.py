@@ -17,6 +17,7 @@ import pytest
 from bombus import AsyncSwarmClient
 from bombus.bus import Bus
 from bombus.errors import Refused
+from bombus.hive.failures import FailureKind
 from bombus.rollout.harbor.folders import read_task_folders
 from bombus.rollout.harbor.sandbox import agent_prefix, check_sandbox, hides, judge_words, verifier_folder
 from bombus.rollout.plan import RolloutOptions, plan_of
@@ -456,3 +457,28 @@ def test_a_typed_time_limit_only_shortens_that_of_a_task(tmp_path: Path) -> None
     shutil.rmtree(tmp_path / "tasks")
     task_folder(tmp_path / "tasks", "[verifier]\ntimeout_sec = 50")
     assert (limits(), limits(timeout_s=3000)) == ((1800.0, 2450.0), (3000.0, 3650.0)), "it names no limit of its own"
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "exit 1",
+        "kill -9 $$",
+        "python3 -c 'raise KeyError(1)'",
+        "echo good > /logs/verifier/reward.txt",
+        "echo '[1]' > /logs/verifier/reward.json",
+        "echo nan > /logs/verifier/reward.txt",
+    ],
+)
+async def test_a_verifier_that_crashes_is_a_failure_of_the_grader_and_no_zero(
+    tmp_path: Path, served: GatewayHive, client: AsyncSwarmClient, test: str
+) -> None:
+    task_folder(tmp_path / "tasks/one", test=test)
+    rollout = rolled(tmp_path, client)
+    await rollout.run()
+    (result,) = rollout.heard.results
+    assert isinstance(result, LostEpisode)
+    assert result.failure == FailureKind.GRADER
+    await served.until(lambda engine: not engine.open)
+    assert served.engine.counters.aborted_by == {FailureKind.GRADER: 1}
+    assert (served.engine.counters.ended, served.engine.pool) == (0, {})

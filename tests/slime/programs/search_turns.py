@@ -201,3 +201,34 @@ async def asks_for_what_is_not_there(args, sample, **kwargs):
 
 async def seven(args, sample, **kwargs):
     return 7.0
+
+
+async def raises(args, sample, sampling_params):
+    raise OSError("the search server is away")
+
+
+async def raises_after_an_answer(args, sample, sampling_params):
+    await generate(args, sample, sampling_params)
+    raise OSError("the search server is away")
+
+
+async def reward_that_raises(args, sample, **kwargs):
+    raise OSError("the judge is away")
+
+
+async def group_reward_that_raises(args, samples, **kwargs):
+    raise KeyError("answer")
+
+
+async def reward_of_nonsense(args, sample, **kwargs):
+    return {"score": "good"}
+
+
+async def no_reward(args, sample, **kwargs):
+    return None
+
+
+async def is_cut(args, sample, sampling_params):
+    await generate(args, sample, sampling_params)
+    sample.status = Sample.Status.TRUNCATED
+    return sample

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from bombus.errors import in_one_line
+from bombus.hive.failures import FailureKind
 
 MESSAGE_BYTES_MAX = 16 << 20  # an observation may contain an image
 SESSION_HEADER = "x-bombus-session"  # in the handshake's response: a server of ours, and the session has a slot
@@ -156,8 +157,10 @@ def decode_rpc(body: bytes) -> RpcRequest:
         raise NotARequest(RpcError.INVALID_REQUEST, why) from error
 
 
-def error_message(code: WireError, why: str) -> WireMessage:
-    return WireMessage(type="error", data={"message": why, "code": code.value})
+def error_message(code: WireError, why: str, failure: FailureKind | None = None) -> WireMessage:
+    """Return an error. `failure` is a field of our servers alone: what ended the session."""
+    data = {"message": why, "code": code.value}
+    return WireMessage(type="error", data=data if failure is None else {**data, "failure": failure.value})
 
 
 def observation_message(result: StepResult) -> WireMessage:

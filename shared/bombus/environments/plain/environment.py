@@ -28,9 +28,11 @@ from bombus.environments.kinds import (
 )
 from bombus.environments.plain.description import MarkedMethod, PlainClass, WrongClass, describe
 from bombus.environments.plain.instance_thread import InstanceThread
+from bombus.environments.plain.marks import MethodKind
 from bombus.environments.plain.tools import BadArguments, text_of
 from bombus.errors import in_one_line, with_place, without_surrogates
 from bombus.hive import episodes
+from bombus.hive.failures import FailureKind
 from bombus.sdk.errors import InfraError
 from bombus.sdk.running import contained, contained_here
 from bombus.sdk.types import Task
@@ -62,7 +64,7 @@ class PlainInstance:
         if is_made or inspect.isclass(made):
             self._description = describe(made if inspect.isclass(made) else type(made), is_made=is_made)
         self._is_stopped = is_stopped
-        self._lost = ""
+        self._lost: EnvironmentLost | None = None  # why the environment is given up
         self._closed = False
         self._used = asyncio.Lock()
         self._idle: list[InstanceThread] = []
@@ -127,8 +129,8 @@ class PlainInstance:
 
     def check_alive(self) -> None:
         """Raise `EnvironmentLost` if the environment is lost or closed."""
-        if self._lost or self._closed:
-            raise EnvironmentLost(self._lost or "the environment was closed already")
+        if self._lost is not None or self._closed:
+            raise self._lost or EnvironmentLost("the environment was closed already")
 
     async def call(self, name: str, arguments: Mapping[str, Any], *, together: bool = False) -> Any:
         """Call a method by its name, and return its result or raise its exception."""
@@ -148,7 +150,7 @@ class PlainInstance:
 
     def give_up(self, name: str) -> None:
         """Mark the environment as lost, because a coroutine of it keeps running although it was cancelled."""
-        self._lost = str(went_on(name))
+        self._lost = went_on(name)
 
     def can_cancel(self, name: str) -> bool:
         """Whether a call of this tool can be cancelled: only if it is a coroutine, since a thread cannot be
@@ -159,15 +161,17 @@ class PlainInstance:
     async def asked(self, method: MarkedMethod, values: Mapping[str, object]) -> Any:
         """Call a decorated method with the arguments that it names. Raises `MethodFailed` if it fails."""
         named = f"{self.description.name}.{method.name}"
+        kind = _failure_of(method)
         try:
             if "state" in method.names:
                 values = {**values, "state": self._state(method)}
             named_values: dict[str, Any] = {name: values[name] for name in method.names}
             return await self.call(method.name, named_values)
-        except InfraError:
+        except InfraError as error:
+            error.attribute_to(kind)
             raise
         except Exception as error:  # the class's own code: an episode that cannot be scored has no reward
-            raise MethodFailed(f"{named} failed: {with_place(error)}") from error
+            raise MethodFailed(f"{named} failed: {with_place(error)}", kind) from error
 
     async def tells(self, method: MarkedMethod, values: Mapping[str, object]) -> bool:
         """Call a decorated method that returns true or false. Raises `MethodFailed` if the result is neither, such as
@@ -178,14 +182,16 @@ class PlainInstance:
         except Exception as error:  # from the code of the returned value
             raise MethodFailed(
                 f"{self.description.name}.{method.name} returned {_shown(found)}, which is neither true nor false: "
-                f"{in_one_line(error)}"
+                f"{in_one_line(error)}",
+                _failure_of(method),
             ) from error
 
     def _state(self, method: MarkedMethod) -> object:
         if not hasattr(self._instance, "state"):
             raise MethodFailed(
                 f"{self.description.name}.{method.name} takes `state`, but the environment has no attribute `state`: "
-                "set it in `reset`"
+                "set it in `reset`",
+                _failure_of(method),
             )
         return self._instance.state
 
@@ -201,9 +207,11 @@ class PlainInstance:
             yield thread
         finally:
             if thread.is_stuck:
-                self._lost = (
+                is_tool = self._description is not None and name in self._description.tools
+                self._lost = EnvironmentLost(
                     f"`{name}` did not end in time, and a thread cannot be cancelled, so the environment is given up. "
-                    "Make it `async def`, or give it its own time limit"
+                    "Make it `async def`, or give it its own time limit",
+                    FailureKind.TOOL if is_tool else None,
                 )
                 log.warning("%s", self._lost)
                 self._stuck.append(thread)
@@ -333,7 +341,8 @@ class PlainEnvironment:
                 work = contained(work, partial(self.plain.give_up, tool.name))
             result = await work
             return ToolOutcome(text=text_of(result))
-        except InfraError:
+        except InfraError as error:
+            error.attribute_to(FailureKind.TOOL)
             raise
         except Exception as error:  # any error of the tool's own code is shown to the model, which continues
             return ToolOutcome(text=in_one_line(error), failed=True)
@@ -365,6 +374,10 @@ class PlainEnvironment:
 
     async def close(self) -> None:
         await self.plain.close()
+
+
+def _failure_of(method: MarkedMethod) -> FailureKind:
+    return FailureKind.ENVIRONMENT if method.mark.kind == MethodKind.STOP else FailureKind.GRADER
 
 
 def _has_close(instance: object) -> bool:

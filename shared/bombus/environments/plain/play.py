@@ -21,6 +21,7 @@ from bombus.environments.kinds import (
 from bombus.environments.plain.description import MarkedMethod
 from bombus.environments.plain.environment import PlainInstance, metrics_of, number_of
 from bombus.errors import BombusError, with_place
+from bombus.hive.failures import FailureKind
 from bombus.sdk.errors import InfraError
 from bombus.sdk.running import contained
 from bombus.sdk.types import Task
@@ -29,10 +30,14 @@ ROLE_CHARACTERS = 64  # the longest role name that a hive stores
 
 
 class BudgetSpent(BombusError):
-    """The calls of the episode's agents have used up its turns or its tokens.
+    """The calls of the episode's agents have used up its turns or its tokens, as `kind` says.
 
     The episode is truncated, unless `play` catches this.
     """
+
+    def __init__(self, why: str, kind: FailureKind = FailureKind.TURNS) -> None:
+        super().__init__(why)
+        self.kind = kind
 
 
 class AgentCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,12 +133,14 @@ class Play:
         except (InfraError, BudgetSpent, ExceptionGroup, TimeoutError) as error:
             if isinstance(error, TimeoutError) and limit.expired():
                 if left:
-                    raise went_on("play") from error
+                    raise went_on("play", FailureKind.ENVIRONMENT) from error
                 if self._asked and not self._answers:
                     raise never_answered(self._budgets.episode_s) from error
+                self._transcript.failure = FailureKind.TIME
                 return RolloutStatus.TRUNCATED
             found = _first(error)
             if isinstance(found, BudgetSpent):
+                self._transcript.failure = found.kind
                 return RolloutStatus.TRUNCATED
             raise (found if isinstance(found, InfraError) else _failed(name, found)) from error
         except Exception as error:  # the class's own code: an episode whose `play` failed has no reward
@@ -157,7 +164,8 @@ class Play:
         """Ask in a separate task, which can be cancelled. Raises `BudgetSpent`, `InfraError`."""
         if self._asked >= self._budgets.turns_max:
             raise BudgetSpent(
-                f"the agents have made {self._asked} calls, which is the limit turns_max: end the episode"
+                f"the agents have made {self._asked} calls, which is the limit turns_max: end the episode",
+                FailureKind.TURNS,
             )
         self._asked += 1
         asking = asyncio.create_task(self._answered(ask, role, messages, tools, max_tokens))
@@ -172,7 +180,8 @@ class Play:
             answer = await ask(role, messages, tools, max_tokens)
         except ModelRefused as error:
             if error.is_too_long and self._answers:
-                raise BudgetSpent(f"the prompt of {role} has become too long: {error}") from error
+                why = f"the prompt of {role} has become too long: {error}"
+                raise BudgetSpent(why, FailureKind.TOKENS) from error
             raise
         self._answers.append(AgentCall(role=role, messages=messages, answer=answer))
         self._transcript.turns += 1
@@ -234,7 +243,7 @@ class Play:
 
 
 def _failed(name: str, error: BaseException) -> MethodFailed:
-    return MethodFailed(f"{name}.play failed: {with_place(error)}")
+    return MethodFailed(f"{name}.play failed: {with_place(error)}", FailureKind.ENVIRONMENT)
 
 
 def _first(error: BaseException) -> BaseException:

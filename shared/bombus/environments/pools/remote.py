@@ -18,6 +18,7 @@ from bombus.environments.kinds import (
 )
 from bombus.environments.openenv.messages import Rpc, StepResult
 from bombus.environments.pools.session import EnvSession, StepRefused
+from bombus.hive.failures import FailureKind
 from bombus.sdk.types import Task
 
 ACTION_TOOL = "step"  # acts in an environment whose actions are not tool calls
@@ -40,12 +41,12 @@ class RemoteEnvironment:
         self._has_tools = False  # of MCP
         self._steps_call_tools = False
         self._is_over = False
-        self._reward = 0.0
+        self._reward: float | None = None  # of the steps so far, None if no step had one
         self._turn = asyncio.Lock()  # one step at a time, so that each sees whether the one before it ended the episode
 
     async def open(self, task: Task) -> Opening:
         """Reset the environment for a task. Raises `ResetFailed` and `EnvironmentLost`."""
-        self._is_over, self._reward = False, 0.0
+        self._is_over, self._reward = False, None
         if not self.session.is_ours:
             return await self._open_other(task)
         result = await self.session.reset({"task": task.model_dump(mode="json")})
@@ -72,11 +73,13 @@ class RemoteEnvironment:
     async def score(self, transcript: Transcript) -> RolloutScores:
         """Return the scores of a rollout. Raises `EnvironmentLost` if the server gives none."""
         if not self.session.is_ours:
-            return RolloutScores(reward=self._reward)
+            if self._is_over and self._reward is None:
+                raise EnvironmentLost("the environment ended the episode, but no step had a reward", FailureKind.GRADER)
+            return RolloutScores(reward=self._reward or 0.0)
         try:
             return msgspec.convert(await self._call(Rpc.SCORE, transcript), RolloutScores)
         except msgspec.ValidationError as error:
-            raise EnvironmentLost(f"the server's scores cannot be read: {error}") from error
+            raise EnvironmentLost(f"the server's scores cannot be read: {error}", FailureKind.GRADER) from error
 
     async def close(self) -> None:
         await self.session.close()
@@ -85,7 +88,8 @@ class RemoteEnvironment:
         try:
             return await self.session.rpc(method, {"transcript": msgspec.to_builtins(transcript)})
         except StepRefused as error:
-            raise EnvironmentLost(f"the environment does not answer {method}: {error}") from error
+            kind = FailureKind.GRADER if method == Rpc.SCORE else None
+            raise EnvironmentLost(f"the environment does not answer {method}: {error}", kind) from error
 
     # ---- servers that are not ours --------------------------------------------------------------------------------
 
@@ -153,7 +157,8 @@ class RemoteEnvironment:
 
     def _note(self, result: StepResult) -> None:
         self._is_over = result.done
-        self._reward += result.reward or 0.0
+        if result.reward is not None:
+            self._reward = (self._reward or 0.0) + result.reward
 
 
 def _is_described(action: dict[str, Any]) -> bool:

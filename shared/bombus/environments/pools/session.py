@@ -29,6 +29,7 @@ from bombus.environments.openenv.messages import (
 )
 from bombus.errors import FOREIGN_TEXT_MAX, BombusError, Code, Refused, in_one_line
 from bombus.hive.episodes import reward_number
+from bombus.hive.failures import FailureKind
 from bombus.machine.certificates import certificates
 
 log = logging.getLogger("bombus")
@@ -257,7 +258,10 @@ class EnvSession:
         code, why = str(answer.data.get("code", "")), str(answer.data.get("message", ""))[:FOREIGN_TEXT_MAX]
         if code in FATAL:
             self._die(why)
-            return EnvironmentsBusy(why) if code == WireError.CAPACITY_REACHED else EnvironmentLost(self._sentence())
+            if code == WireError.CAPACITY_REACHED:
+                return EnvironmentsBusy(why)
+            named = answer.data.get("failure")
+            return EnvironmentLost(self._sentence(), next((kind for kind in FailureKind if kind == named), None))
         return StepRefused(code, "; ".join((why, *_details(answer.data.get("errors")))))
 
     # ---- its end --------------------------------------------------------------------------------------------------

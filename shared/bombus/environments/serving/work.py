@@ -6,7 +6,7 @@ from typing import Any
 from bombus.environments.kinds import AgentEnvironment
 from bombus.environments.openenv.messages import WireError, WireMessage, error_message
 from bombus.environments.serving.served_session import EnvironmentSource, ServedSession
-from bombus.sdk.errors import InfraError
+from bombus.sdk.errors import InfraError, failure_of
 
 
 class SessionWork:
@@ -46,7 +46,7 @@ class SessionWork:
                 answer = await self._session.answer(message, is_posted)
             except InfraError as error:
                 why = f"the environment failed, so the session has ended: {error}"
-                answer = error_message(WireError.SESSION_ERROR, why)
+                answer = error_message(WireError.SESSION_ERROR, why, failure_of(error))
             finally:
                 limit.cancel()
                 self.step = None

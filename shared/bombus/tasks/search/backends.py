@@ -9,6 +9,7 @@ import httpx
 import msgspec
 
 from bombus.errors import Code, Refused, in_one_line
+from bombus.hive.failures import FailureKind
 from bombus.sdk.errors import InfraError
 from bombus.tasks.search.corpus import SearchDocument
 from bombus.tasks.search.index import LocalIndex
@@ -21,6 +22,8 @@ GOOGLE_COUNT_MAX = 10  # results of one request
 
 class SearchFailed(InfraError):
     """The search engine gave no answer: the episode is aborted, and the model is not to blame."""
+
+    failure = FailureKind.TOOL
 
 
 class SearchBackend(Protocol):
