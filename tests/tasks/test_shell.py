@@ -8,7 +8,7 @@ import pytest
 
 from bombus.cli import main
 from bombus.environments.backends.shell import ShellResult, ShellSandbox
-from bombus.environments.kinds import BackendLost, ResetFailed, Transcript
+from bombus.environments.kinds import ResetFailed, SandboxLost, Transcript
 from bombus.environments.plain.environment import PlainEnvironment
 from bombus.errors import Refused
 from bombus.hive.failures import FailureKind
@@ -102,7 +102,7 @@ async def test_a_sandbox_that_runs_nothing_any_more_has_judged_nothing() -> None
         await sandbox.run("rm -f log.txt; mkfifo log.txt")  # the check hangs at what the model has left
         assert (await environment.score(Transcript())).reward == 0.0
         sandbox.is_broken = True
-        with pytest.raises(BackendLost, match="runs no command any more: unshare: fork failed") as lost:
+        with pytest.raises(SandboxLost, match="runs no command any more: unshare: fork failed") as lost:
             await environment.score(Transcript())
         assert lost.value.failure == FailureKind.SANDBOX
     finally:

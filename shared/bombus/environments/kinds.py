@@ -158,7 +158,7 @@ class EnvironmentLost(InfraError):
     failure = FailureKind.ENVIRONMENT
 
 
-class BackendLost(EnvironmentLost):
+class SandboxLost(EnvironmentLost):
     """What the environment runs on, such as its sandbox, has failed."""
 
     failure = FailureKind.SANDBOX

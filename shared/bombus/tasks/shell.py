@@ -10,7 +10,7 @@ import msgspec
 
 from bombus.environments.backends.shell import COMMAND_S, ShellSandbox
 from bombus.environments.budgets import RolloutBudgets
-from bombus.environments.kinds import BackendLost, ResetFailed
+from bombus.environments.kinds import ResetFailed, SandboxLost
 from bombus.environments.plain.marks import metric, reward, success
 from bombus.sdk.types import Task
 from bombus.tasks.kinds import NoOptions, TaskDraw, TaskFamily, TaskSplit, options_of
@@ -205,7 +205,7 @@ class ShellEnvironment:
         """Return whether the folder is as the job demands."""
         result = await self._sandbox().run(self._job.check())
         if result.code and (await self._sandbox().run("true")).code:
-            raise BackendLost(f"the sandbox runs no command any more: {result.output[:200]}")
+            raise SandboxLost(f"the sandbox runs no command any more: {result.output[:200]}")
         return result.code == 0 and self._job.is_right(result.output)
 
     @metric

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from bombus.environments.backends.kinds import Backend
-from bombus.environments.kinds import BackendLost, EnvironmentsBusy
+from bombus.environments.kinds import EnvironmentsBusy, SandboxLost
 from bombus.errors import Refused, in_one_line
 from bombus.sdk.errors import InfraError
 
@@ -73,7 +73,7 @@ class BackendPool:
     async def take(self, session: str) -> Backend:
         """Bind a healthy backend to a session. If the session already has one, return that.
 
-        Raises `EnvironmentsBusy` if all are in use, and `BackendLost` if none works. If all free ones are being
+        Raises `EnvironmentsBusy` if all are in use, and `SandboxLost` if none works. If all free ones are being
         replaced, waits for one.
         """
         if session in self._bound:
@@ -90,7 +90,7 @@ class BackendPool:
             del self._bound[session]
             log.warning("backend %d at %s does not respond, and is replaced", number, backend.address)
             self._replace(number)
-        raise BackendLost(f"none of the {self.size} backends works: see the server's log for the reason")
+        raise SandboxLost(f"none of the {self.size} backends works: see the server's log for the reason")
 
     async def renew(self, session: str) -> None:
         """Scrub the backend of a session, which keeps it. Raises `InfraError` if that fails.
@@ -99,7 +99,7 @@ class BackendPool:
         """
         number, backend = self._bound.get(session, (0, None))
         if backend is None:
-            raise BackendLost("this session has no backend left")
+            raise SandboxLost("this session has no backend left")
         try:
             async with asyncio.timeout(CALL_S):
                 await backend.scrub()
@@ -107,13 +107,13 @@ class BackendPool:
             self._unscrubbed.add(session)
             if isinstance(error, InfraError):
                 raise
-            raise BackendLost(f"backend {number} could not be scrubbed: {in_one_line(error)}") from error
+            raise SandboxLost(f"backend {number} could not be scrubbed: {in_one_line(error)}") from error
 
     async def check(self, session: str) -> None:
-        """Raise `BackendLost` if the backend of a session no longer responds."""
+        """Raise `SandboxLost` if the backend of a session no longer responds."""
         number, backend = self._bound.get(session, (0, None))
         if backend is None or not await self._answers(backend):
-            raise BackendLost(f"backend {number} of this session has died")
+            raise SandboxLost(f"backend {number} of this session has died")
 
     async def give_back(self, session: str, in_use: bool = False) -> None:
         """Release a session's backend, even if it cannot be scrubbed. Repeating this does nothing.

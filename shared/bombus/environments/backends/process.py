@@ -11,7 +11,7 @@ import httpx
 
 from bombus.environments.backends.folders import BackendFolder
 from bombus.environments.backends.listening import listens
-from bombus.environments.kinds import BackendLost
+from bombus.environments.kinds import SandboxLost
 from bombus.errors import in_one_line
 from bombus.machine.certificates import certificates
 from bombus.machine.process import die_with_this_process, free_port, kill
@@ -45,11 +45,11 @@ class SimulatorProcess:
         return self._process.pid if self._process is not None else None
 
     async def start(self) -> None:
-        """Start the process, and wait until it is healthy. Raises `BackendLost`."""
+        """Start the process, and wait until it is healthy. Raises `SandboxLost`."""
         port = self._port or free_port()
         self.address = f"http://{HOST}:{port}"
         if self._port and not is_free(port):
-            raise BackendLost(f"port {port} is in use: stop the program that uses it, or choose another base port")
+            raise SandboxLost(f"port {port} is in use: stop the program that uses it, or choose another base port")
         self._folder = BackendFolder("simulator")
         checks = certificates(False)
         self._http = httpx.AsyncClient(base_url=self.address, timeout=CALL_S, trust_env=False, verify=checks)
@@ -68,10 +68,10 @@ class SimulatorProcess:
                 # Another program may have bound the port by now, and may answer the health check as well.
                 while not (await self.is_healthy() and listens(self._process.pid, port)):
                     if self._process.returncode is not None:
-                        raise BackendLost(f"{self._named()} exited with code {self._process.returncode} while starting")
+                        raise SandboxLost(f"{self._named()} exited with code {self._process.returncode} while starting")
                     await asyncio.sleep(POLL_S)
         except TimeoutError as error:
-            raise BackendLost(f"{self._named()} was not healthy after {START_S:.0f} s") from error
+            raise SandboxLost(f"{self._named()} was not healthy after {START_S:.0f} s") from error
 
     async def is_healthy(self) -> bool:
         if self._http is None or self._process is None or self._process.returncode is not None:
@@ -82,13 +82,13 @@ class SimulatorProcess:
             return False
 
     async def scrub(self) -> None:
-        """Make the process discard all its state. Raises `BackendLost`."""
+        """Make the process discard all its state. Raises `SandboxLost`."""
         if self._http is None:
-            raise BackendLost(f"{self._named()} is not running")
+            raise SandboxLost(f"{self._named()} is not running")
         try:
             (await self._http.post(self._reset)).raise_for_status()
         except httpx.HTTPError as error:
-            raise BackendLost(f"{self._named()} could not be reset: {in_one_line(error)}") from error
+            raise SandboxLost(f"{self._named()} could not be reset: {in_one_line(error)}") from error
 
     async def stop(self) -> None:
         process, self._process = self._process, None

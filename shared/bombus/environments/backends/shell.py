@@ -12,7 +12,7 @@ import msgspec
 
 from bombus.environments.backends.folders import BackendFolder, FolderUse, empty_folder, use_of
 from bombus.environments.backends.memory import memory_of
-from bombus.environments.kinds import BackendLost
+from bombus.environments.kinds import SandboxLost
 from bombus.errors import Code, Refused
 
 SETUP = Path(__file__).with_name("sandbox.sh")
@@ -80,7 +80,7 @@ class ShellSandbox:
         if not 0 < timeout_s <= COMMAND_S_MAX:
             raise ValueError(f"timeout_s is {timeout_s:g}: it must be above 0 and at most {COMMAND_S_MAX:.0f} s")
         if self._folder is None:
-            raise BackendLost("the sandbox has been closed")
+            raise SandboxLost("the sandbox has been closed")
         process = await asyncio.create_subprocess_exec(
             *DIES_WITH_US,
             *(AS_NOBODY if os.geteuid() == 0 else ()),
@@ -143,11 +143,11 @@ class ShellSandbox:
         return self._folder is not None and os.path.isdir(f"{self.address}/work")
 
     async def scrub(self) -> None:
-        """Empty the folder. Raises `BackendLost` if something in it cannot be removed."""
+        """Empty the folder. Raises `SandboxLost` if something in it cannot be removed."""
         try:
             await empty_folder(f"{self.address}/work")
         except OSError as error:
-            raise BackendLost(f"the folder of a sandbox could not be emptied: {error}") from error
+            raise SandboxLost(f"the folder of a sandbox could not be emptied: {error}") from error
         self._use = FolderUse(0, 0)
 
     async def stop(self) -> None:

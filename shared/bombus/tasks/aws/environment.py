@@ -4,7 +4,7 @@ import msgspec
 
 from bombus.environments.backends.kinds import Backend
 from bombus.environments.backends.process import ministack
-from bombus.environments.kinds import BackendLost, ResetFailed
+from bombus.environments.kinds import ResetFailed, SandboxLost
 from bombus.environments.plain.marks import metric, reward, success
 from bombus.sdk.types import Task
 from bombus.tasks.aws.catalogue import ENDPOINT, TASKS, AwsTask, StateCheck
@@ -133,11 +133,11 @@ class AwsEnvironment:
         return [await self._console_there().run(self._words(command)) for command in self._task.unchanged]
 
     async def _check_simulator(self) -> None:
-        """Raise `BackendLost` if the simulator is gone: a failure caused by that is not the model's."""
+        """Raise `SandboxLost` if the simulator is gone: a failure caused by that is not the model's."""
         backend = self._backend or self._own
         if backend is None or not await backend.is_healthy():
             self._holds = None
-            raise BackendLost("the simulator of this account no longer answers")
+            raise SandboxLost("the simulator of this account no longer answers")
 
     async def _is_so(self, check: StateCheck) -> bool:
         code, text = await self._console_there().run(self._words(check.command))
