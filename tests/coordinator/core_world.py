@@ -21,6 +21,7 @@ from bombus.hive.events import (
     NotedCall,
     Weights,
 )
+from bombus.hive.failures import FailureKind
 from bombus.hive.fold.evolve import evolve
 from bombus.hive.records import CallRef
 from bombus.hive.state import FORMATS_MAX, EngineState, Hive, Phase
@@ -262,7 +263,9 @@ class World:
             self._send(inbox.End(id=self._id(), engine=ENGINE, client=who, results=results))
         elif roll < 0.9:
             ids = tuple(each.id for each in mine[:2])
-            self._send(inbox.Abort(id=self._id(), engine=ENGINE, client=client, episodes=ids, infra=roll < 0.87))
+            kinds = [None, *FailureKind]
+            kind = kinds[int(roll * 1e6) % len(kinds)]
+            self._send(inbox.Abort(id=self._id(), engine=ENGINE, client=client, episodes=ids, failure=kind))
         elif roll < 0.95:
             self._send(inbox.AgreeSync(id=self._id(), engine=ENGINE, client=client))
         else:

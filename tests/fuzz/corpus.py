@@ -266,10 +266,12 @@ SWARM: dict[str, list[Tree]] = {
         {"client_uuid": CLIENT, "claim_id": "e", "wait_s": 0.0, "touches": True},
     ],
     "/end_episodes": [
-        {"client_uuid": CLIENT, "episodes": [END, {**END, "episode_uuid": "@other@"}]},
+        {"client_uuid": CLIENT, "episodes": [END, {**END, "episode_uuid": "@other@", "failure": "turns"}]},
         {"client_uuid": CLIENT, "episodes": [{**END, "workflow_output": {**OUTPUT, "reward": {"0" * 32: 0.5}}}]},
     ],
-    "/abort_episodes": [{"client_uuid": CLIENT, "episode_uuids": EPISODES, "infra": True, "detail": "d"}],
+    "/abort_episodes": [
+        {"client_uuid": CLIENT, "episode_uuids": EPISODES, "infra": True, "detail": "d", "failure": "grader"}
+    ],
     "/touch_episodes": [{"client_uuid": CLIENT, "episode_uuids": EPISODES}],
     "/touch_client": [{"client_uuid": CLIENT}],
     "/claim_multi_model_episodes": [

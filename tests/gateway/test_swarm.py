@@ -13,12 +13,13 @@ from bombus.bus.follow import Follower
 from bombus.hive import inbox
 from bombus.hive.episodes import without_secret
 from bombus.hive.events import AbortReason
+from bombus.hive.failures import FailureKind
 from bombus.hive.inbox import Claim, Touch
 from bombus.hive.state import Phase
 from bombus_gateway.context import Gateway
 from bombus_gateway.keys import Keys
 from bombus_gateway.settings import GatewaySettings
-from bombus_gateway.swarm import views
+from bombus_gateway.swarm import bodies, views
 from tests.gateway.swarm_hive import JOB, PlayedHive, played_hive
 from tests.patience import PATIENCE_S
 
@@ -355,6 +356,27 @@ async def test_ending_needs_a_known_claimed_episode_of_ones_own(rolling: PlayedH
     over = await rolling.end(episode, 1.0)
     assert over.status_code == 400
     assert "not in claimed status" in over.json()["detail"]
+
+
+async def test_kinds_of_failure_are_counted_and_all_but_budgets_are_refused_beside_a_reward(
+    rolling: PlayedHive,
+) -> None:
+    lost, cut = [(await rolling.claim())["episode_uuid"] for _ in range(2)]
+    end = {"episode_uuid": cut, "task_id": "t1", "workflow_output": OUTPUT}
+    for kind in ("grader", "client", "nonsense"):
+        refused = await rolling.post("/end_episodes", {"client_uuid": "c1", "episodes": [{**end, "failure": kind}]})
+        assert refused.status_code == 400
+    body = {"client_uuid": "c1", "episodes": [{**end, "failure": "turns"}]}
+    assert (await rolling.post("/end_episodes", body)).json() == {"success": True}
+    body = {"client_uuid": "c1", "episode_uuids": [lost], "failure": "grader"}
+    assert (await rolling.post("/abort_episodes", body)).json() == {"success": True}
+    counters = rolling.engine.counters
+    assert (counters.ended_by, counters.aborted_by) == ({"turns": 1}, {"grader": 1})
+
+
+def test_a_body_that_only_json_can_read_may_have_a_kind_of_failure() -> None:
+    body = {"client_uuid": "c1", "episode_uuids": ["e1"], "failure": "tool"}
+    assert bodies.AbortEpisodes.model_validate(body).failure == FailureKind.TOOL
 
 
 async def test_an_end_outside_of_rolling_names_the_status(rolling: PlayedHive) -> None:

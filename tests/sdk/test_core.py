@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from bombus.errors import Code
+from bombus.hive.failures import FailureKind
 from bombus.sdk.claimed import ClaimedEpisodes
 from bombus.sdk.core import BACKOFF_MAX_S, CLAIM_WAIT_S, ClientCore, finished
 from bombus.sdk.errors import (
     BadConfig,
+    BadRequest,
     BadReward,
     EngineOffline,
     EpisodeGone,
@@ -112,6 +114,23 @@ def test_a_data_set_is_named_at_the_end_of_an_episode_only_where_a_task_has_one(
     for task in (Task(task_id="t1", data_set="legs"), Task(task_id="t1")):
         driver.run(driver.core.end_episodes([(task, "e1", WorkflowOutput(reward=1.0))]))
     assert [driver.body(index)["episodes"][0].get("data_set") for index in (0, 1)] == ["legs", None]
+
+
+def test_a_kind_of_failure_is_left_out_for_an_older_hive_which_learns_only_whether_no_model_is_to_blame() -> None:
+    older = no(400, "unknown_field", "failure: Extra inputs are not permitted")
+    driver = Driver([older, ok({"success": True}), older, ok({"success": True})])
+    driver.run(driver.core.abort_episodes(["e1"], failure=FailureKind.GRADER))
+    output = WorkflowOutput(reward=1.0, failure=FailureKind.TURNS)
+    driver.run(driver.core.end_episodes([(Task(task_id="t1"), "e2", output)]))
+    assert [driver.body(index).get("failure") for index in (0, 1)] == ["grader", None]
+    assert [driver.body(index)["infra"] for index in (0, 1)] == [True, True]
+    assert [driver.body(index)["episodes"][0].get("failure") for index in (2, 3)] == ["turns", None]
+
+
+def test_another_field_that_a_hive_does_not_know_is_refused_as_before() -> None:
+    driver = Driver([no(400, "unknown_field", "detail: Extra inputs are not permitted")])
+    with pytest.raises(BadRequest):
+        driver.run(driver.core.abort_episodes(["e1"]))
 
 
 def test_an_operation_that_waits_for_an_event_loop_where_there_is_none_is_a_mistake() -> None:

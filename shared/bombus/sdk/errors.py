@@ -9,7 +9,7 @@ OtherModel the engine is running, but trains a different model than the job name
 in time ├── EpisodeGone the episode is over, or never existed ├── NotYourEpisode another client holds the episode ├──
 OtherOutcome the episode has already ended with another outcome └── ServerFault the server failed; its log says more
 
-NoTaskId a task has no id InfraError raised by an agent's code: its environment broke, and the model is not to blame
+NoTaskId a task has no id InfraError raised by an agent's code: something broke, and the model is not to blame
 EpisodesFailed some of many runs failed for good; the error contains the results of the others
 """
 
@@ -139,7 +139,7 @@ def failure_of(error: BaseException) -> FailureKind:
             return error.failure or FailureKind.ENVIRONMENT
         case BadReward():
             return FailureKind.GRADER
-        case EpisodeGone() | ServerUnreachable() | ServerBusy() | ServerFault():
+        case EpisodeGone() | WrongPhase() | ServerUnreachable() | ServerBusy() | ServerFault():
             return FailureKind.HIVE
         case _:
             return FailureKind.CLIENT

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from bombus.environments.budgets import RolloutBudgets
-from bombus.environments.kinds import EnvironmentLost, ResetFailed
+from bombus.environments.kinds import EnvironmentLost, MethodFailed, ResetFailed
 from bombus.environments.plain.marks import metric, reward, success
 from bombus.environments.plain.play import AgentCall, PlayAgents
 from bombus.errors import Code, Refused, in_one_line
@@ -121,6 +121,8 @@ class ArenaMatch:
             talk.append(answer.message)
             over, _ = await self._goes_on(known["game"], partial(game.step, answer.text))
         self._rewards, about = await self._goes_on(known["game"], lambda: _ended(game))
+        if not self._rewards:
+            raise MethodFailed(f"{known['game']} has ended the match without a reward for any player")
         self._invalid = sum(bool(each.get("invalid_move")) for each in about.values())
 
     async def _goes_on(self, name: str, step: Callable[[], ResultT]) -> ResultT:
