@@ -20,6 +20,7 @@ __all__ = ["imports", "model", "served"]  # fixtures
         ({"custom_generate_function_path": "raises_after_an_answer"}, FailureKind.CLIENT),
         ({"custom_generate_function_path": "generate_and_give_up"}, FailureKind.ENVIRONMENT),
         ({"custom_rm_path": "reward_that_raises"}, FailureKind.GRADER),
+        ({"custom_rm_path": "reward_of_a_judge_that_is_away"}, FailureKind.GRADER),
         ({"custom_rm_path": "group_reward_that_raises", "group_rm": True}, FailureKind.GRADER),
         ({"custom_rm_path": "reward_of_nonsense"}, FailureKind.GRADER),
         ({"custom_rm_path": "no_reward"}, FailureKind.GRADER),

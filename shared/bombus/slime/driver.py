@@ -462,6 +462,9 @@ def _grading() -> Iterator[None]:
     """Raise `RewardFailed` from what the code of a reward raises, except for an error of bombus."""
     try:
         yield
+    except InfraError as error:
+        error.attribute_to(FailureKind.GRADER)
+        raise
     except BombusError:
         raise
     except Exception as error:  # the hook's code

@@ -8,6 +8,8 @@ from slime.rollout.sglang_rollout import generate as generate_once
 from slime.utils.http_utils import post
 from slime.utils.types import Sample
 
+from bombus import InfraError
+
 TURNS_MAX = 2
 both = asyncio.Barrier(2)
 told = asyncio.Event()
@@ -214,6 +216,10 @@ async def raises_after_an_answer(args, sample, sampling_params):
 
 async def reward_that_raises(args, sample, **kwargs):
     raise OSError("the judge is away")
+
+
+async def reward_of_a_judge_that_is_away(args, sample, **kwargs):
+    raise InfraError("the judge is away")
 
 
 async def group_reward_that_raises(args, samples, **kwargs):
