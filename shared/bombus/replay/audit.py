@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from bombus.hive import events as ev
-from bombus.hive.events import AbortReason, EpisodeType, Event
+from bombus.hive.events import EpisodeType, Event
 from bombus.hive.fates import Fate, StepTokens
 from bombus.hive.fold.evolve import evolve
 from bombus.hive.records import CallStatus
@@ -215,12 +215,14 @@ class Audit:
                 books.pool[outcome.episode] = episode
 
     def aborted(self, books: _Books, event: ev.EpisodeAborted) -> None:
+        kind = event.failed_by
+        fate = "dropped: episode aborted by its client" if kind is None else f"dropped: episode failed ({kind})"
         for name in event.episodes:
             episode = books.open.pop(name, None)
             if episode is None:
                 self._differ(event.engine, name, "was aborted, but was not open")
             else:
-                self._all_to(f"dropped: episode aborted ({_ABORTED.get(event.reason, event.reason)})", episode)
+                self._all_to(fate, episode)
 
     def dropped(self, books: _Books, event: ev.GroupDropped) -> None:
         self._leave_pool(books, event, event.episodes, f"dropped: {event.reason.replace('_', ' ')}")
@@ -521,7 +523,6 @@ class Audit:
             self._differences.append(Difference(self._seq, engine, episode, why))
 
 
-_ABORTED = {AbortReason.MULTI_MODEL: "another episode of its multi-model episode was"}
 _HANDLERS: dict[type, Callable[..., None]] = {
     ev.EpisodeClaimed: Audit.claimed,
     ev.CallsNoted: Audit.noted,
