@@ -44,11 +44,10 @@ class TokenSource(NamedTuple):
 class _Episode:
     """An episode that is open, in the pool, in a rollout group or in a batch. `known`: it was claimed on this log."""
 
-    __slots__ = ("auxiliary", "calls", "is_evaluation", "known", "source", "tokens")
+    __slots__ = ("auxiliary", "calls", "known", "source", "tokens")
 
-    def __init__(self, source: TokenSource, is_evaluation: bool, known: bool = True) -> None:
+    def __init__(self, source: TokenSource, known: bool = True) -> None:
         self.source = source
-        self.is_evaluation = is_evaluation
         self.known = known
         self.calls: set[str] = set()
         self.tokens = 0  # of complete calls that may be trained on
@@ -56,7 +55,6 @@ class _Episode:
 
 
 class _Group(NamedTuple):
-    run: int
     tokens: int
     episodes: tuple[_Episode, ...]
 
@@ -84,7 +82,6 @@ class _Books:
     """What an engine has outstanding."""
 
     def __init__(self) -> None:
-        self.run = 0
         self.open: dict[str, _Episode] = {}
         self.pool: dict[str, _Episode] = {}
         self.batch: _Step | None = None
@@ -173,7 +170,7 @@ class Audit:
         for name in event.episodes:
             if name in books.open or name in books.pool:
                 self._differ(event.engine, name, "was claimed twice")
-            books.open[name] = _Episode(source, event.type == EpisodeType.EVAL)
+            books.open[name] = _Episode(source)
 
     def noted(self, books: _Books, event: ev.CallsNoted) -> None:
         for call in event.calls:
@@ -314,7 +311,7 @@ class Audit:
         self._abandon(books, Fate.DROPPED_RUN_OVER)
         for episode in (*books.open.values(), *books.pool.values()):
             self._all_to(Fate.DROPPED_RUN_OVER, episode)
-        books.run, books.open, books.pool, books.published = event.run, {}, {}, {}
+        books.open, books.pool, books.published = {}, {}, {}
 
     def published(self, books: _Books, event: ev.WeightsReady) -> None:
         books.published[event.version] = event.weights.sha256
@@ -344,7 +341,7 @@ class Audit:
         episodes = tuple(self._from_pool(books, event, event.episodes).values())
         for group in event.groups:
             books.arrived += 1
-            books.queue[books.arrived] = _Group(books.run, group.tokens, episodes)
+            books.queue[books.arrived] = _Group(group.tokens, episodes)
             episodes = ()
         self._groups["pushed"] += len(event.groups)
 
@@ -496,23 +493,23 @@ class Audit:
     def _take_over(self, engine: EngineState) -> None:
         """Begin with what a compacted log had outstanding. What ended before is not known in tokens."""
         books = self._of(engine.name)
-        books.run, books.arrived = engine.run, engine.trajectories.queue.arrived
+        books.arrived = engine.trajectories.queue.arrived
         for name, episode in engine.open.items():
             source = TokenSource(engine.name, engine.run, episode.client)
-            entry = books.open[name] = _Episode(source, episode.type == EpisodeType.EVAL)
+            entry = books.open[name] = _Episode(source)
             for call in episode.complete_calls():
                 entry.calls.add(call.ref.id)
                 entry.auxiliary += call.completion_tokens if call.masked else 0
                 entry.tokens += 0 if call.masked else call.completion_tokens
             self._sampled[source] += entry.tokens + entry.auxiliary
         for name, completed in engine.pool.items():
-            books.pool[name] = _Episode(TokenSource(engine.name, engine.run, completed.client), False, known=False)
+            books.pool[name] = _Episode(TokenSource(engine.name, engine.run, completed.client), known=False)
         if engine.batch is not None:
             names = [episode.episode for group in engine.batch.groups for episode in group.episodes]
             source = TokenSource(engine.name, engine.run, "")
-            books.batch = _Step(engine.batch.step, {name: _Episode(source, False, known=False) for name in names}, {})
+            books.batch = _Step(engine.batch.step, {name: _Episode(source, known=False) for name in names}, {})
         for number, group in engine.trajectories.queue.groups.items():
-            books.queue[number] = _Group(engine.run, group.tokens, ())
+            books.queue[number] = _Group(group.tokens, ())
 
     def _all_to(self, fate: str, episode: _Episode) -> None:
         self._tokens[episode.source, fate] += episode.tokens + episode.auxiliary

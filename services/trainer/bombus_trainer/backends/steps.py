@@ -92,7 +92,8 @@ class StepBackend(ABC, Generic[P]):
                 for items in mini_batches(batch, self.settings, step, epoch):
                     if self._update(items, rate, old, tally, interrupted):
                         terms.note(items)
-        account(step_tokens(groups, batch, terms, self.settings))
+        if self.ranks.leads:
+            account(step_tokens(groups, batch, terms, self.settings))
         first, *others = self.ranks.gather(tally)
         for other in others:
             first.add(other)

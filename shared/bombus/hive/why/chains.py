@@ -6,12 +6,11 @@ from bombus.figures import counted
 from bombus.hive import events as ev
 from bombus.hive.collection import BATCH_METHODS, enough, measures, progress
 from bombus.hive.pacing import held_since_ns, last_chances
-from bombus.hive.pauses import LATE_NS, TICK_NS
 from bombus.hive.state import BOOTED, NO_TRAINER, EngineState, Hive, Phase, engine_of
 from bombus.hive.status.detail import way_on
 from bombus.hive.why import episodes, serving
 from bombus.hive.why.episodes import WaitEnd, idlest, of_episode
-from bombus.hive.why.links import CLIENT, COORDINATOR, NOBODY, OPERATOR, TIME, ChainLink, LastEvents, View
+from bombus.hive.why.links import CLIENT, COORDINATOR, NOBODY, OPERATOR, OVERDUE_NS, TIME, ChainLink, LastEvents, View
 from bombus.hive.why.operations import of_model, operations
 from bombus.hive.why.rollouts import rollout_groups
 from bombus.hive.why.serving import trainer_of
@@ -23,7 +22,7 @@ def chain(hive: Hive, now_ns: int, last: LastEvents, name: str, led_ns: int = 0)
     The chain goes from what a user sees to the cause, and is empty for what waits for nothing. `led_ns` is when a
     leader was last at work, 0 if that is unknown.
     """
-    is_led = not led_ns or now_ns - led_ns <= LATE_NS + TICK_NS
+    is_led = not led_ns or now_ns - led_ns <= OVERDUE_NS
     view = View(hive, now_ns, last, now_ns if is_led else led_ns)
     found = _chain(view, name)
     if is_led or not found:

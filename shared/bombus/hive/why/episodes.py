@@ -11,9 +11,8 @@ from bombus.hive.events import EpisodeType
 from bombus.hive.pacing import fitting, pace
 from bombus.hive.state import ACTIVE_S, EngineState, Episode
 from bombus.hive.why import serving
-from bombus.hive.why.links import CLIENT, OPERATOR, SECOND, ChainLink, View
+from bombus.hive.why.links import CLIENT, OPERATOR, OVERDUE_NS, SECOND, ChainLink, View
 
-LATE_NS = 3 * SECOND  # a leader acts on a deadline within two ticks
 CLIENTS_SHOWN = 3
 
 
@@ -60,10 +59,10 @@ def _end_of(view: View, episode: Episode, client: str, end: WaitEnd | None) -> C
     active_ns = max(each.active_ns for each in (episode, *view.hive.partners(episode)))
     idle_ns = max(active_ns, view.last.anew_ns) + int(episode.discard_timeout_s * SECOND)
     alive = "; its process sends heartbeats, so it is alive" if episode.touches else ""
-    if end is not None and (end.until_ns < idle_ns or idle_ns + LATE_NS < view.now_ns):
+    if end is not None and (end.until_ns < idle_ns or idle_ns + OVERDUE_NS < view.now_ns):
         what = f"{end.then} {view.left(end.until_ns)} unless {client} reports its reward{alive}"
         return ChainLink(what, client, active_ns, end.until_ns)
-    if idle_ns + LATE_NS < view.now_ns:
+    if idle_ns + OVERDUE_NS < view.now_ns:
         limit = duration(episode.discard_timeout_s)
         what = (
             f"no call of it was recorded for longer than its idle limit of {limit}, so one must be in progress; after "

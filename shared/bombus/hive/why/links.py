@@ -6,10 +6,11 @@ from bombus.figures import duration, seconds_between
 from bombus.hive.events import EpochOpened, Event, LeadingPaused
 from bombus.hive.events.common import HIVE
 from bombus.hive.fold.handlers import EventT
-from bombus.hive.pauses import led_ns
+from bombus.hive.pauses import LATE_NS, TICK_NS, led_ns
 from bombus.hive.state import Hive
 
 SECOND = 1_000_000_000
+OVERDUE_NS = LATE_NS + TICK_NS  # within which a leader acts on a deadline
 AWAY_NS = 4 * SECOND  # a longer pause means more than 5 s between two ticks, of which the first stands for one second
 OPERATOR, CLIENT, COORDINATOR, TIME, NOBODY = "the operator", "a client", "a coordinator", "time", "nobody"
 
