@@ -9,7 +9,7 @@ from bombus.config.algorithms import Correction, Loss
 from bombus_trainer.algorithms.losses import LossInputs, policy_loss
 from bombus_trainer.backends.torch.attention import plan
 from bombus_trainer.backends.torch.transfer import join_arrays, split_buffer
-from bombus_trainer.data.packing import Bin, Segment, TrainingItem, pack
+from bombus_trainer.data.packing import Bin, Segment, TrainingItem, pack, shard_bins
 from tests.trainer.small_batches import item, tiny_settings
 
 
@@ -64,6 +64,26 @@ def test_sequences_that_share_nothing_are_packed_in_their_order() -> None:
     filled = [packed.terms.ids_N.tolist() for packed in pack(items, 10, share_prefixes=False)]
     assert filled == [[0, 1], [2], [3, 4], [5], [6]]
     assert [packed.terms.ids_N.tolist() for packed in pack(items, 1, share_prefixes=False)] == [[n] for n in range(7)]
+
+
+def term_ids(shards: list[list[Bin]]) -> list[list[list[int]]]:
+    return [[packed.terms.ids_N.tolist() for packed in of_rank] for of_rank in shards]
+
+
+def test_bins_are_smaller_rather_than_leave_a_rank_without_any() -> None:
+    items = [item([number] * 9, [1], first_id=number) for number in range(5)]  # 8 computed tokens each
+    unshared = tiny_settings(bin_tokens=16, share_prefixes=False)
+    assert term_ids(shard_bins(items, unshared, 1)) == [[[0, 1], [2, 3], [4]]]
+    assert term_ids(shard_bins(items, unshared, 2)) == [[[0, 1], [4]], [[2, 3]]]
+    assert term_ids(shard_bins(items, unshared, 4)) == [[[0], [4]], [[1]], [[2]], [[3]]]
+    assert term_ids(shard_bins(items[:1], unshared, 2)) == [[[0]], []]
+    assert shard_bins([], unshared, 2) == [[], []]
+
+
+def test_without_packing_each_sequence_gets_its_own_bin() -> None:
+    items = [item([7, 7], [1], first_id=number) for number in range(3)]
+    assert term_ids(shard_bins(items, tiny_settings(), 1)) == [[[0, 1, 2]]]
+    assert term_ids(shard_bins(items, tiny_settings(enable_packing=False), 2)) == [[[0], [2]], [[1]]]
 
 
 lines = st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=12), min_size=1, max_size=12)

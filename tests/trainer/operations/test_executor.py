@@ -178,7 +178,13 @@ def test_gradients_of_several_operations_are_added(base: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize(
     "changes",
-    [{"gradient_checkpointing": True}, {"share_prefixes": False}, {"bin_tokens": 16}, {"logits_bytes_max": 1 << 16}],
+    [
+        {"gradient_checkpointing": True},
+        {"share_prefixes": False},
+        {"enable_packing": False},
+        {"bin_tokens": 16},
+        {"logits_bytes_max": 1 << 16},
+    ],
 )
 def test_how_a_job_spends_memory_changes_no_gradient(base: Path, tmp_path: Path, changes: dict[str, object]) -> None:
     norms = []

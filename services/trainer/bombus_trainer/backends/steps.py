@@ -44,8 +44,11 @@ class StepBackend(ABC, Generic[P]):
         """The peak FLOPs per second of one rank's device, None if unknown."""
 
     @abstractmethod
-    def micro_batches(self, items: list[TrainingItem], tally: Tally, backward: bool) -> Sequence[P]:
-        """Return this rank's micro-batches of these sequences; all ranks get the same number of them."""
+    def micro_batches(self, items: list[TrainingItem], tally: Tally, backward: bool) -> Sequence[P | None]:
+        """Return this rank's micro-batches of these sequences, as many as every other rank's.
+
+        None stands for a micro-batch that this rank lacks and need not compute.
+        """
 
     @abstractmethod
     def logprobs(self, micro_batch: P, tally: Tally) -> tuple[Ints, Floats]:
@@ -153,13 +156,14 @@ class StepBackend(ABC, Generic[P]):
     def _in_turn(
         self, items: list[TrainingItem], tally: Tally, interrupted: Callable[[], bool], backward: bool = True
     ) -> Iterator[P]:
-        """Yield the micro-batches one by one. Raises `Interrupted` before one if the leader was interrupted."""
+        """Yield this rank's micro-batches one by one. Raises `Interrupted` before one if the leader was interrupted."""
         micro_batches = self.micro_batches(items, tally, backward)
         for number, micro_batch in enumerate(micro_batches, 1):
             if self.ranks.agree(interrupted()):
                 raise Interrupted
             advanced(f"micro-batch {number} of {len(micro_batches)}")
-            yield micro_batch
+            if micro_batch is not None:
+                yield micro_batch
 
 
 def batch_metrics(groups: list[EpisodeGroup], batch: PreparedBatch) -> dict[str, float]:

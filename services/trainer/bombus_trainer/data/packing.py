@@ -13,6 +13,7 @@ import numpy as np
 
 from bombus_trainer.data.bins import greedy
 from bombus_trainer.data.sequences import Floats, Ints
+from bombus_trainer.settings import TrainerSettings
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,10 +152,18 @@ def common_prefix(left: Ints, right: Ints) -> int:
     return int(different[0]) if len(different) else length
 
 
-def bin_tokens_for(items: Sequence[TrainingItem], bin_tokens: int, parts: int) -> int:
-    """Return a bin size that gives at least `parts` bins, if there are that many sequences."""
-    tokens = sum(len(item.tokens_T) - 1 for item in items)
-    return bin_tokens if parts == 1 else max(1, min(bin_tokens, -(-tokens // parts)))
+def shard_bins(items: Sequence[TrainingItem], settings: TrainerSettings, ranks: int) -> list[list[Bin]]:
+    """Return the micro-batches of each rank. The first rank has the most, and none has two fewer than another.
+
+    Bins are smaller than `settings.bin_tokens` if some rank would otherwise have none. Without `enable_packing`, each
+    sequence gets its own bin.
+    """
+    if settings.config.enable_packing:
+        even = -(-sum(len(item.tokens_T) - 1 for item in items) // ranks)
+        bins = pack(items, min(settings.bin_tokens, max(1, even)), settings.config.share_prefixes)
+    else:
+        bins = pack(items, 1, share_prefixes=False)
+    return [bins[rank::ranks] for rank in range(ranks)]
 
 
 def pack(

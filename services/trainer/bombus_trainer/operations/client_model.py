@@ -15,7 +15,7 @@ from bombus.operations import AdamParams, AdapterSpec, Reduction, Scores, StepTa
 from bombus_trainer.backends.torch.base import Base
 from bombus_trainer.backends.torch.optim import scheduled
 from bombus_trainer.backends.torch.trained import TrainedModel
-from bombus_trainer.data.packing import Bin, bin_tokens_for, pack
+from bombus_trainer.data.packing import Bin, shard_bins
 from bombus_trainer.data.sequences import Floats, Ints
 from bombus_trainer.operations.adam import check_adam
 from bombus_trainer.operations.batches import TokenBatch
@@ -95,11 +95,10 @@ class TrainedClientModel(TrainedModel):
         self, batch: TokenBatch, loss: ClientLoss, forward_only: bool, logprobs_M: Floats, terms_M: Floats
     ) -> _Part:
         """Compute this rank's part, and write its logprobs and loss terms into the arrays."""
-        total, metrics, settings, ranks = 0.0, dict[str, float](), self.base.settings, self.base.ranks
-        bin_tokens = bin_tokens_for(batch.items, settings.bin_tokens, ranks.size)
-        bins = pack(batch.items, bin_tokens, settings.config.share_prefixes)
+        total, metrics, ranks = 0.0, dict[str, float](), self.base.ranks
+        shards = shard_bins(batch.items, self.base.settings, ranks.size)
         with self.base.switched_on(self.adapters), torch.no_grad() if forward_only else nullcontext():
-            for packed in bins[ranks.rank :: ranks.size]:
+            for packed in shards[ranks.rank]:
                 found = self._score(packed, batch, loss, forward_only)
                 logprobs_M[found.ids_N], terms_M[found.ids_N] = found.logprobs_N, found.terms_N
                 total += found.loss

@@ -8,7 +8,6 @@ from math import isfinite
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,7 +20,7 @@ from bombus_trainer.backends.torch.base import Base
 from bombus_trainer.backends.torch.metrics import Tally
 from bombus_trainer.backends.torch.model import ScoredTerms
 from bombus_trainer.backends.torch.trained import TrainedModel
-from bombus_trainer.data.packing import Bin, TrainingItem, bin_tokens_for, pack
+from bombus_trainer.data.packing import Bin, TrainingItem, shard_bins
 from bombus_trainer.data.sequences import Floats, Ints
 from bombus_trainer.publish import checkpoint
 from bombus_trainer.publish.checkpoint import Facts, Saved
@@ -62,11 +61,8 @@ def loss_of_terms(
     return policy_loss(inputs, settings)
 
 
-class Executor(StepBackend[Bin | None]):
-    """The torch backend: the whole model on each rank, and each micro-batch on one rank. See `TrainerBackend`.
-
-    A rank that has fewer micro-batches than others gets None in place of the missing ones.
-    """
+class Executor(StepBackend[Bin]):
+    """The torch backend: the whole model on each rank, and each micro-batch on one rank. See `TrainerBackend`."""
 
     def __init__(
         self,
@@ -101,28 +97,19 @@ class Executor(StepBackend[Bin | None]):
     # ---- steps ------------------------------------------------------------------------------------------------
 
     def micro_batches(self, items: list[TrainingItem], tally: Tally, backward: bool) -> list[Bin | None]:
-        settings = self.settings
-        packing = settings.config.enable_packing
-        tokens_max = 1  # one sequence per bin: no two fit into one
-        if packing:
-            tokens_max = bin_tokens_for(items, settings.bin_tokens, self.ranks.size)
-        bins = pack(items, tokens_max, packing and settings.config.share_prefixes)
+        shards = shard_bins(items, self.settings, self.ranks.size)
         if backward and self.ranks.leads:
-            tally.note_bins(bins, max((len(item.tokens_T) - 1 for item in items), default=0))
-        each = -(-len(bins) // self.ranks.size)
-        mine = bins[self.ranks.rank :: self.ranks.size]
-        return [*mine, *[None] * (each - len(mine))]
+            everywhere = [packed for of_rank in shards for packed in of_rank]
+            tally.note_bins(everywhere, max((len(item.tokens_T) - 1 for item in items), default=0))
+        mine = shards[self.ranks.rank]
+        return [*mine, *[None] * (len(shards[0]) - len(mine))]
 
-    def logprobs(self, micro_batch: Bin | None, tally: Tally) -> tuple[Ints, Floats]:
-        if micro_batch is None:
-            return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
+    def logprobs(self, micro_batch: Bin, tally: Tally) -> tuple[Ints, Floats]:
         tally.note_flops(self.policy.flops(micro_batch, backward=False))
         with torch.no_grad():
             return micro_batch.terms.ids_N, self.policy.score(micro_batch).logprobs_N.cpu().numpy()
 
-    def forward_backward(self, micro_batch: Bin | None, old: Floats | None, tally: Tally) -> float:
-        if micro_batch is None:
-            return 0.0
+    def forward_backward(self, micro_batch: Bin, old: Floats | None, tally: Tally) -> float:
         settings, device = self.settings, self.policy.device
         scored = self.policy.score(micro_batch)
         old_N = scored.logprobs_N.detach() if old is None else torch.from_numpy(old[micro_batch.terms.ids_N]).to(device)
