@@ -72,6 +72,11 @@ class RatioBounds:
     low: float | Tensor
     high: float | Tensor
 
+    @classmethod
+    def around_one(cls, below: float, above: float) -> "RatioBounds":
+        """Return the bounds 1 - below and 1 + above."""
+        return cls(1.0 - below, 1.0 + above)
+
     def of(self, ratio_N: Tensor) -> Tensor:
         """Return the ratios, clamped to the bounds. Outside the bounds there is no gradient."""
         if not isinstance(self.low, Tensor) and not isinstance(self.high, Tensor):
@@ -121,6 +126,11 @@ def sequence_ratio(
     return torch.exp((logprobs_N - logprobs_N.detach() + mean_S[sequences_N]).clamp(-LOG_BOUND, LOG_BOUND))
 
 
+def unclipped_surrogate(ratio_N: Tensor, advantages_N: Tensor) -> Tensor:
+    """Compute -r A for each token [N]: the off-policy policy gradient (Degris et al. 2012, arXiv:1205.4839)."""
+    return -ratio_N * advantages_N
+
+
 def clipped_surrogate(ratio_N: Tensor, advantages_N: Tensor, bounds: RatioBounds, dual_clip: float = 0.0) -> Tensor:
     """Compute -min(r A, clip(r, low, high) A) for each token [N], and at most -dual_clip A if A < 0.
 
@@ -144,7 +154,7 @@ def cispo_surrogate(logprobs_N: Tensor, ratio_N: Tensor, advantages_N: Tensor, b
 
 def changed(terms_N: Tensor, ratio_N: Tensor, advantages_N: Tensor) -> Tensor:
     """Return whether bounds have changed a term [N], so that it is not -r A."""
-    return terms_N.detach() != (-ratio_N * advantages_N).detach()
+    return terms_N.detach() != unclipped_surrogate(ratio_N, advantages_N).detach()
 
 
 def clipped_terms(ratio_N: Tensor, advantages_N: Tensor, bounds: RatioBounds, dual_clip: float = 0.0) -> TokenTerms:
@@ -210,19 +220,18 @@ def cispo(inputs: LossInputs, settings: TrainerSettings) -> TokenTerms:
 
 
 def importance_sampling(inputs: LossInputs, settings: TrainerSettings) -> TokenTerms:
-    """Off-policy policy gradient: -r A without a bound, r = current / sampler.
+    """`unclipped_surrogate` of r = current / sampler, as Tinker's loss of that name.
 
-    Degris et al. 2012, arXiv:1205.4839, per token, and Tinker's loss of that name. If a correction is configured, it
-    applies the factor old / sampler, within its bounds, and r = current / old.
+    If a correction is configured, it applies the factor old / sampler, within its bounds, and r = current / old.
     """
     old_N = inputs.old_logprobs_N if settings.corrects else inputs.sampler_logprobs_N
     ratio_N = token_ratio(inputs.logprobs_N, old_N)
-    terms_N = -ratio_N * inputs.advantages_N
+    terms_N = unclipped_surrogate(ratio_N, inputs.advantages_N)
     return TokenTerms(terms_N, ratio_N, torch.zeros_like(terms_N, dtype=torch.bool))
 
 
 def _bounds(settings: TrainerSettings) -> RatioBounds:
-    return RatioBounds(1.0 - settings.config.clip_low, 1.0 + settings.config.clip_high)
+    return RatioBounds.around_one(settings.config.clip_low, settings.config.clip_high)
 
 
 SURROGATES: dict[Loss, Callable[[LossInputs, TrainerSettings], TokenTerms]] = {

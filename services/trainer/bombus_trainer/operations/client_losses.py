@@ -25,6 +25,7 @@ from bombus_trainer.algorithms.losses import (
     icepop,
     sequence_ratio,
     token_ratio,
+    unclipped_surrogate,
     z_loss,
 )
 
@@ -130,9 +131,9 @@ class ImportanceSamplingLoss(ClientLoss, frozen=True):
     def of(self, tokens: ScoredTokens) -> TokenTerms:
         advantages_N, ratio_N = tokens.inputs[ADVANTAGES], ratio_of(tokens)
         if self.eps_clip is None:
-            return TokenTerms(-ratio_N * advantages_N, ratio_N)
+            return TokenTerms(unclipped_surrogate(ratio_N, advantages_N), ratio_N)
         high = self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
-        return clipped_terms(ratio_N, advantages_N, RatioBounds(1.0 - self.eps_clip, 1.0 + high))
+        return clipped_terms(ratio_N, advantages_N, RatioBounds.around_one(self.eps_clip, high))
 
 
 class ThresholdLoss(ClientLoss, frozen=True):
@@ -220,7 +221,7 @@ class ClippedPolicyLoss(ClientLoss, frozen=True):
 
     def of(self, tokens: ScoredTokens) -> TokenTerms:
         advantages_N, ratio_N = tokens.inputs[ADVANTAGES], ratio_of(tokens)
-        bounds = RatioBounds(1.0 - self.eps_clip, 1.0 + self.eps_clip_high)
+        bounds = RatioBounds.around_one(self.eps_clip, self.eps_clip_high)
         terms_N = clipped_surrogate(ratio_N, advantages_N, bounds, self.eps_clip_c or 0.0)
         if self.icepop_beta is not None:
             terms_N = icepop(terms_N, ratio_N, self.icepop_beta)
@@ -256,7 +257,7 @@ class DrGrpoLoss(ClientLoss, frozen=True):
             ratio_N = sequence_ratio(
                 tokens.logprobs_N, given[LOGPROBS], tokens.counted_N, tokens.sequences_N, tokens.sequences
             )
-        found = clipped_terms(ratio_N, given[ADVANTAGES], RatioBounds(1.0 - self.clip_low, 1.0 + self.clip_high))
+        found = clipped_terms(ratio_N, given[ADVANTAGES], RatioBounds.around_one(self.clip_low, self.clip_high))
         if self.beta == 0.0:
             return found
         kl_N = KL_TYPES[self.kl_type](tokens.logprobs_N, given[REFERENCE])
