@@ -400,6 +400,14 @@ def test_a_job_that_was_accepted_before_it_could_be_known_to_learn_nothing_is_st
     assert RunConfig.from_json(job.to_json()) == job
 
 
+def test_the_command_that_gives_an_engine_a_job_says_what_the_log_needs_of_it() -> None:
+    job = parse_job({"bombus": {"model": {"path": "org/tiny"}, "collection": {"batch_size": 7}}})
+    command = job.to_command("c", "main")
+    assert (command.id, command.engine, command.model, command.config_digest) == ("c", "main", "org/tiny", job.digest)
+    assert RunConfig.from_json(command.config) == job
+    assert command.collection == Collection(batch_size=7, resume="auto")
+
+
 def test_lengths_that_do_not_fit_are_refused() -> None:
     why = refusal(
         {"ajet": {"data": {"max_prompt_length": 10, "max_response_length": 10}, "rollout": {"max_model_len": 15}}}

@@ -253,15 +253,7 @@ class GatewayHive:
     async def start(self, job: dict[str, Any], files: Mapping[str, bytes] = FILES) -> None:
         """Configure, start and boot the engine, until it is ROLLING with one replica. `files` are its model's."""
         config = parse_job(job)
-        configure = inbox.Configure(
-            id=new_id(),
-            engine=ENGINE,
-            config=config.to_json(),
-            config_digest=config.digest,
-            collection=config.to_collection(),
-            model=config.model.path,
-        )
-        await self.bus.inbox.request(configure)
+        await self.bus.inbox.request(config.to_command(new_id(), ENGINE))
         begins = REGISTERS if config.to_collection().episode_groups else inbox.Start(id=new_id(), engine=ENGINE)
         await self.bus.inbox.request(begins)
         await self.until(lambda engine: engine.run > 0)

@@ -57,16 +57,7 @@ def settings(nats_url: str, hive: str, free_tcp_port: int) -> GatewaySettings:
 
 async def boot(bus: Bus, follower: Follower, model: Path) -> int:
     """Act as the operator and the trainer until the engine is ROLLING; return the run."""
-    job = parse_job(JOB)
-    configure = inbox.Configure(
-        id=new_id(),
-        engine=ENGINE,
-        config=job.to_json(),
-        config_digest=job.digest,
-        collection=job.to_collection(),
-        model=job.model.path,
-    )
-    await bus.inbox.request(configure)
+    await bus.inbox.request(parse_job(JOB).to_command(new_id(), ENGINE))
     done = await bus.inbox.request(inbox.Start(id=new_id(), engine=ENGINE))
     assert isinstance(done, inbox.Done)
     opened = await bus.inbox.request(inbox.TrainerOpens(id=new_id(), engine=ENGINE, run=done.run, trainer="t1"))

@@ -72,15 +72,7 @@ class Stage:
         await self.restart()
 
     async def configure(self, job: RunConfig) -> None:
-        configure = inbox.Configure(
-            id=self.id(),
-            engine=ENGINE,
-            config=job.to_json(),
-            config_digest=job.digest,
-            collection=job.to_collection(),
-            model=job.model.path,
-        )
-        await self.bus.inbox.request(configure)
+        await self.bus.inbox.request(job.to_command(self.id(), ENGINE))
 
     async def restart(self) -> None:
         answer = await self.bus.inbox.request(inbox.Start(id=self.id(), engine=ENGINE))

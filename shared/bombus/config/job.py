@@ -13,6 +13,7 @@ from bombus.config.template_variables import VARIABLES_MAX, problem_of
 from bombus.config.trainer import TrainerConfig
 from bombus.hive.checkpoints import UNNAMED
 from bombus.hive.events import Collection, Method
+from bombus.hive.inbox import Configure
 from bombus.hive.records import TEMPERATURE_MIN, digest
 
 SHORT_METHOD_PREFIX = "rollout_until_"
@@ -241,6 +242,17 @@ class RunConfig(ConfigGroup):
             episode_groups=rules.episode_groups,
             resume=self.trainer.resume,
             checkpoints_kept=self.trainer.checkpoints_kept,
+        )
+
+    def to_command(self, command: str, engine: str) -> Configure:
+        """Return the command, of this id, that gives an engine this job."""
+        return Configure(
+            id=command,
+            engine=engine,
+            config=self.to_json(),
+            config_digest=self.digest,
+            collection=self.to_collection(),
+            model=self.model.path,
         )
 
     def to_yaml_mapping(self) -> Tree:

@@ -315,16 +315,7 @@ def _is_ready(host: str, port: int) -> bool:
 async def _start_job(bus: Bus, engine: str, job: RunConfig) -> None:
     """Configure and start an engine that is offline."""
     try:
-        await bus.inbox.request(
-            inbox.Configure(
-                id=uuid.uuid4().hex,
-                engine=engine,
-                config=job.to_json(),
-                config_digest=job.digest,
-                collection=job.to_collection(),
-                model=job.model.path,
-            )
-        )
+        await bus.inbox.request(job.to_command(uuid.uuid4().hex, engine))
         await bus.inbox.request(inbox.Start(id=uuid.uuid4().hex, engine=engine))
     except BombusError as error:
         log.warning("the job of engine %s was not started: %s", engine, error, extra={"engine": engine})

@@ -7,7 +7,6 @@ import httpx
 
 from bombus.bus import Bus
 from bombus.config.job import RunConfig
-from bombus.hive import inbox
 from bombus.hive.state import Phase
 from bombus.machine.hive_keys import HiveKeys
 from bombus.operations import (
@@ -268,15 +267,7 @@ async def create_on(client: httpx.AsyncClient, base: str) -> dict[str, Any]:
 
 async def configure(hive: OperationHive, **more: object) -> None:
     job = RunConfig.model_validate({"model": {"path": BASE}, **more})
-    configured = inbox.Configure(
-        id=new_id(),
-        engine=ENGINE,
-        config=job.to_json(),
-        config_digest=job.digest,
-        collection=job.to_collection(),
-        model=BASE,
-    )
-    await hive.bus.inbox.request(configured)
+    await hive.bus.inbox.request(job.to_command(new_id(), ENGINE))
     await hive.follower.wait_for(
         lambda _: (now := hive.engine.configured) is not None and now.config_digest == job.digest
     )

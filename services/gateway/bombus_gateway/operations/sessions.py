@@ -174,16 +174,7 @@ class Sessions:
             may_configure = self._bases.leads_to(wanted) or self.may_configure(headers)
             if not may_configure or not is_replaceable(engine.configured):
                 raise Refused(Code.UNKNOWN_MODEL, _other_base(engine, wanted, may_configure))
-            config = plain_job(wanted)
-            configure = inbox.Configure(
-                id=uuid.uuid4().hex,
-                engine=engine.name,
-                config=config.to_json(),
-                config_digest=config.digest,
-                collection=config.to_collection(),
-                model=config.model.path,
-            )
-            await self._gateway.carry_out(configure)
+            await self._gateway.carry_out(plain_job(wanted).to_command(uuid.uuid4().hex, engine.name))
             return wanted
         return names[0] if wanted in names else wanted
 

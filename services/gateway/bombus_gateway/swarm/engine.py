@@ -40,15 +40,8 @@ class EngineRoutes:
         """Set the engine's job, which is possible only while it is OFFLINE. The latest job is used."""
         raw, body = await self._context.read(request, bodies.SyncTrainConfig)
         config = await asyncio.to_thread(parse_job, body.yaml_as_string)
-        command = inbox.Configure(
-            id=self._context.command_id(request, "configure", "", raw),
-            engine=self._context.engine,
-            config=config.to_json(),
-            config_digest=config.digest,
-            collection=config.to_collection(),
-            model=config.model.path,
-        )
-        await self._context.execute(request, command)
+        command = self._context.command_id(request, "configure", "", raw)
+        await self._context.execute(request, config.to_command(command, self._context.engine))
         if config.ignored:
             log.info("keys of the job that are ignored here: %s", ", ".join(config.ignored))
         return JsonResponse({"success": True, "config_digest": config.digest, "ignored": config.ignored})
