@@ -400,6 +400,12 @@ def test_a_job_that_was_accepted_before_it_could_be_known_to_learn_nothing_is_st
     assert RunConfig.from_json(job.to_json()) == job
 
 
+def test_a_job_of_the_log_is_parsed_once() -> None:
+    texts = [parse_job({}).to_json() for _ in range(2)]
+    assert texts[0] is not texts[1]
+    assert RunConfig.from_json(texts[0]) is RunConfig.from_json(texts[1])
+
+
 def test_the_command_that_gives_an_engine_a_job_says_what_the_log_needs_of_it() -> None:
     job = parse_job({"bombus": {"model": {"path": "org/tiny"}, "collection": {"batch_size": 7}}})
     command = job.to_command("c", "main")

@@ -39,33 +39,27 @@ class EpisodeGrouper:
         self._hive = hive
         self._calls = BusCallReader(bus)
         self._parts = Parts(bus, bus.subjects.trajectories_stream)
-        self._jobs: dict[str, tuple[str, RunConfig | None]] = {}  # by engine: the job's text on the log, and the job
         self._made: dict[str, float] = {}  # by the first episode of each group: when the group was last made
 
     async def make(self, now_s: float) -> None:
         """Make the groups that are complete. Raises `BusUnavailable`."""
         self._made = {episode: at_s for episode, at_s in self._made.items() if at_s > now_s - AGAIN_S}
         for engine in list(self._hive().engines.values()):
-            if engine.groups_episodes and not self._hive().refusing_groups and (job := self._job(engine)) is not None:
+            if engine.groups_episodes and not self._hive().refusing_groups:
                 for episodes in list(_complete(engine)):
                     is_made = episodes[0].episode in self._made
                     if not is_made and not self._hive().why_no_groups(_holder(engine, episodes)):
                         self._made[episodes[0].episode] = now_s
-                        await self._make(engine, job, episodes)
+                        await self._make(engine, episodes)
 
-    def _job(self, engine: EngineState) -> RunConfig | None:
-        """Return the active job of an engine, None if this release cannot read it."""
-        text = "" if engine.active is None else engine.active.config
-        if self._jobs.get(engine.name, ("",))[0] != text:
-            try:
-                job = RunConfig.from_json(text)
-            except Refused as refusal:
-                log.error("cannot group the episodes of engine %s: cannot read its job: %s", engine.name, refusal.why)
-                job = None
-            self._jobs[engine.name] = (text, job)
-        return self._jobs.get(engine.name, ("", None))[1]
-
-    async def _make(self, engine: EngineState, job: RunConfig, episodes: Sequence[Completed]) -> None:
+    async def _make(self, engine: EngineState, episodes: Sequence[Completed]) -> None:
+        """Make a group and report it, unless this release cannot read the engine's job."""
+        assert engine.active is not None, "an engine that groups episodes runs a job"
+        try:
+            job = RunConfig.from_json(engine.active.config)
+        except Refused as refusal:
+            log.error("cannot group the episodes of engine %s: cannot read its job: %s", engine.name, refusal.why)
+            return
         run, names = engine.run, tuple(each.episode for each in episodes)
         group, why = await self._group(engine, job, episodes)
         queued = None

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from bombus.bus import Bus
 from bombus.bus.follow import Follower
 from bombus.bus.wire import ReceivedMessage
-from bombus.errors import BusUnavailable, Refused
+from bombus.config.job import RunConfig
+from bombus.errors import BusUnavailable, EngineFault, Refused
 from bombus.faults import Point, reached
 from bombus.hive.events import AnyEvent, BatchReady, WeightsRemoved
 from bombus.hive.inbox import Done, Message, TrainerOpens
@@ -56,6 +57,17 @@ class RunOwnership:
     @property
     def engine(self) -> EngineState:
         return self._follower.hive.engine(self._options.engine)
+
+    @property
+    def job(self) -> RunConfig:
+        """Return the job of the run. Raises `EngineFault` if it has none."""
+        active = self.engine.active
+        if active is None:
+            raise EngineFault(
+                "the engine runs without a configuration, so there is no model to load: configure it with a job whose "
+                "model.path names one"
+            )
+        return RunConfig.from_json(active.config)
 
     async def follow(self) -> None:
         await self._follower.run()

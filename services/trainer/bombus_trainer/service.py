@@ -14,9 +14,7 @@ from torch import AcceleratorError
 from bombus import telemetry
 from bombus.bus import Blobs, Bus
 from bombus.bus.large.parts import Parts
-from bombus.config.job import RunConfig
 from bombus.datums.reading import BusCallReader
-from bombus.errors import EngineFault
 from bombus.faults import Point, reached
 from bombus.hive.events import BatchReady, TrainerRegistered, WeightsReady
 from bombus.hive.fates import Fate, StepTokens
@@ -149,11 +147,8 @@ class Trainer:
 
     async def _check_finite(self) -> None:
         """Suspend the run if too many steps in a row, up to the newest on the log, had updates that were not finite."""
-        engine = self._ownership.engine
-        if engine.active is None:
-            return
-        bad = int(_metrics_before(engine).get(NONFINITE_STEPS, 0))
-        if bad >= RunConfig.from_json(engine.active.config).trainer.max_nonfinite_steps:
+        bad = int(_metrics_before(self._ownership.engine).get(NONFINITE_STEPS, 0))
+        if bad >= self._ownership.job.trainer.max_nonfinite_steps:
             await self._reports.suspend(
                 f"losses or gradients of the last {bad} steps were not finite, and these updates were left out. Look "
                 "for extreme rewards with `bombus replay batch`, fix them and resume the run; or stop it, and start "
@@ -183,11 +178,7 @@ class Trainer:
 
     async def _load(self) -> TrainerBackend:
         """Load the model from the newest checkpoint that can be read."""
-        engine = self._ownership.engine
-        if engine.active is None:
-            raise EngineFault("the engine runs without a configuration")
-        job = RunConfig.from_json(engine.active.config)
-        options = self._options
+        engine, job, options = self._ownership.engine, self._ownership.job, self._options
         wanted = job.trainer.save_debug_rollout_data
         template = wanted and allowed_template(wanted, self._directory("rollouts"), options.debug_root)
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Annotated, Literal, cast
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
@@ -20,6 +21,7 @@ SHORT_METHOD_PREFIX = "rollout_until_"
 METHODS = frozenset(method.value for method in Method)
 IGNORED_MAX = 200  # the most keys without effect that a job lists
 LIST_MAX = 64
+PARSED_MAX = 64  # the most jobs of the log that a process keeps parsed
 NO_CHAT_TEMPLATE = "none"  # the value of model.chat_template for no template
 MAPPINGS = ("model.chat_template_kwargs",)  # the fields that accept a mapping of scalars
 
@@ -265,8 +267,12 @@ class RunConfig(ConfigGroup):
 
     @staticmethod
     def from_json(text: str) -> "RunConfig":
-        """Parse the result of `to_json`, including that of an earlier version. Raises `Refused(BAD_CONFIG)`."""
-        return _validated_json(in_todays_fields(text), {})
+        """Parse the result of `to_json`, including that of an earlier version. Raises `Refused(BAD_CONFIG)`.
+
+        A process parses each text once: the job can be read from its event whenever it is needed. The fold holds only
+        the text, and what it needs itself as `Collection`: it must not depend on what a release reads from a job.
+        """
+        return _parsed(text)
 
     @property
     def digest(self) -> str:
@@ -287,6 +293,11 @@ def validated(given: Tree, names: Mapping[str, str]) -> RunConfig:
             items = list(value.values()) if path in MAPPINGS and isinstance(value, Mapping) else value
             _check_plain(_name(path, names), items)
     return _validated_json(json.dumps(given), names)
+
+
+@lru_cache(PARSED_MAX)
+def _parsed(text: str) -> RunConfig:
+    return _validated_json(in_todays_fields(text), {})
 
 
 def _validated_json(text: str, names: Mapping[str, str]) -> RunConfig:

@@ -7,6 +7,7 @@ import httpx
 
 from bombus.bus import Bus
 from bombus.config.job import RunConfig
+from bombus.hive import inbox
 from bombus.hive.state import Phase
 from bombus.machine.hive_keys import HiveKeys
 from bombus.operations import (
@@ -293,6 +294,19 @@ async def test_a_job_that_says_nothing_but_a_base_is_replaced_by_that_of_the_nex
     assert "model_id" in await create_on(client, "org/other")
     assert hive.engine.active is not None
     assert hive.engine.active.model == "org/other"
+
+
+async def test_the_longest_context_is_that_of_the_job_with_which_a_stopped_engine_would_start(
+    hive: OperationHive, client: httpx.AsyncClient
+) -> None:
+    await configure(hive)
+    assert "model_id" in await create_on(client, BASE)
+    await hive.bus.inbox.request(inbox.Stop(id=new_id(), engine=ENGINE))
+    await hive.follower.wait_for(lambda _: hive.engine.phase is Phase.OFFLINE)
+    short = {"max_prompt_length": 10, "max_response_length": 10, "max_response_length_in_one_turn": 10}
+    await configure(hive, rollout={**short, "max_model_len": 20})
+    (first, *_) = (await client.get("get_server_capabilities")).json()["supported_models"]
+    assert first["max_context_length"] == 20
 
 
 async def test_where_there_is_an_admin_key_only_who_has_it_gives_the_engine_a_job(

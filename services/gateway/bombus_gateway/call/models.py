@@ -1,9 +1,8 @@
-"""The configuration and the text model of each engine's running job, each read once."""
+"""The text model of each engine's running job, read once."""
 
 import asyncio
 import logging
 from collections import OrderedDict
-from typing import TypeVar
 
 import msgspec
 
@@ -17,24 +16,16 @@ from bombus_gateway.text.rendering import TextModel, TextOptions
 
 log = logging.getLogger(__name__)
 
-JOBS_MAX = 64
 TEXT_MODELS_MAX = 16
-
-_Key = TypeVar("_Key")
-_Value = TypeVar("_Value")
 
 _files = msgspec.msgpack.Decoder(dict[str, bytes])
 
 
 class EngineModels:
-    """Caches configurations by their digest, and text models by their tokenizer's blob and their options.
-
-    The least recently used ones are dropped.
-    """
+    """Caches text models by their tokenizer's blob and their options. The least recently used ones are dropped."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
-        self._jobs: OrderedDict[str, RunConfig] = OrderedDict()
         self._models: OrderedDict[tuple[str, bytes], TextModel] = OrderedDict()
         self._loading = asyncio.Lock()
         # By engine: the two events from which the key of its text model was derived, and the key.
@@ -43,12 +34,9 @@ class EngineModels:
 
     def job(self, engine: EngineState) -> RunConfig:
         """Return the configuration of the run. Raises `Refused` NO_CONFIG if there is none."""
-        active = engine.active
-        if active is None:
+        if engine.active is None:
             raise Refused(Code.NO_CONFIG, f"Engine {engine.name} runs no job.")
-        job = self._jobs.get(active.config_digest) or RunConfig.from_json(active.config)
-        _keep(self._jobs, active.config_digest, job, JOBS_MAX)
-        return job
+        return RunConfig.from_json(engine.active.config)
 
     async def text_model(self, engine: EngineState) -> TextModel:
         """Return the tokenizer and renderer of the run.
@@ -70,8 +58,10 @@ class EngineModels:
             config = self.job(engine)
             async with self._loading:  # an engine's first calls come together: one of them loads for all
                 model = self._models.get(key) or await self._load(key[0], config.model.path, _options(config))
-                self._models[key] = model
-        _keep(self._models, key, model, TEXT_MODELS_MAX)
+        self._models[key] = model
+        self._models.move_to_end(key)
+        while len(self._models) > TEXT_MODELS_MAX:
+            self._models.popitem(last=False)
         self.formats[engine.name] = run, model.format
         return model
 
@@ -104,10 +94,3 @@ def _loaded(files: dict[str, bytes], name: str, options: TextOptions) -> TextMod
         model.renderer.thinking,
     )  # slow to compute, and cached when they are first read
     return model
-
-
-def _keep(kept: OrderedDict[_Key, _Value], key: _Key, value: _Value, count_max: int) -> None:
-    kept[key] = value
-    kept.move_to_end(key)
-    while len(kept) > count_max:
-        kept.popitem(last=False)

@@ -48,12 +48,17 @@ class Bases:
 
 def base_names(engine: EngineState) -> tuple[str, ...]:
     """Return the names of the base that an engine serves, or would if started: its job's model, then its own name."""
-    job = job_of(engine)
-    return () if job is None else (job.model, engine.name)
+    configured = _configured(engine)
+    return () if configured is None else (configured.model, engine.name)
 
 
-def job_of(engine: EngineState) -> EngineConfigured | None:
+def job_of(engine: EngineState) -> RunConfig | None:
     """Return the job that an engine runs, or would run if started."""
+    configured = _configured(engine)
+    return None if configured is None else RunConfig.from_json(configured.config)
+
+
+def _configured(engine: EngineState) -> EngineConfigured | None:
     return engine.configured if engine.phase == Phase.OFFLINE else engine.active or engine.configured
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 
-from bombus.config.job import RunConfig
 from bombus.hive.operations.owners import is_anothers_name, seen_by, seen_model
 from bombus.hive.operations.state import ClientModel
 from bombus.hive.state import EngineState
@@ -21,14 +20,13 @@ def adapter_defaults(engine: EngineState) -> AdapterDefaults:
     job = job_of(engine)
     if job is None:
         return AdapterDefaults()
-    full_weights = RunConfig.from_json(job.config).trainer.enable_lora is False
-    return AdapterDefaults(full_weights=full_weights, base=base_names(engine)[0])
+    return AdapterDefaults(full_weights=job.trainer.enable_lora is False, base=base_names(engine)[0])
 
 
 def rate_defaults(engine: EngineState) -> RateDefaults:
     """Return the learning rate, and its schedule if any, of steps whose clients name no rate."""
     job = job_of(engine)
-    trainer = None if job is None else RunConfig.from_json(job.config).trainer
+    trainer = None if job is None else job.trainer
     if trainer is None or (trainer.lr_schedule == "constant" and not trainer.warmup_steps):
         return NO_SCHEDULE
     schedule = RateSchedule(

@@ -13,7 +13,6 @@ from typing import TypeVar
 import msgspec
 from fastapi import Request, Response
 
-from bombus.config.job import RunConfig
 from bombus.errors import Code, Refused
 from bombus.hive import inbox
 from bombus.hive.operations.owners import is_anothers_name, seen_by, seen_session
@@ -24,7 +23,7 @@ from bombus_gateway.bodies import SIGN, TRAINING
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.context import Gateway
 from bombus_gateway.decoding.json_body import decode_body
-from bombus_gateway.operations.bases import Bases, base_names
+from bombus_gateway.operations.bases import Bases, base_names, job_of
 from bombus_gateway.operations.bodies import answered, names_in
 from bombus_gateway.operations.catching_up import found
 from bombus_gateway.operations.endpoints.routes import EndpointRoutes
@@ -169,9 +168,9 @@ class TrainingRoutes:
     def _context(self) -> int | None:
         """Return the longest sequence that the job and the replicas allow; None if there is no job and no replica."""
         engine = self._operations.state
-        job = engine.active or engine.configured
+        job = job_of(engine)
         lengths = [replica.sequence_tokens for replica in engine.usable.values() if replica.sequence_tokens]
-        configured = [] if job is None else [RunConfig.from_json(job.config).rollout.max_model_len]
+        configured = [] if job is None else [job.rollout.max_model_len]
         return min([*lengths, *configured], default=None)
 
     async def create_session(self, request: Request) -> Response:

@@ -117,8 +117,9 @@ async def read_transcript(source: Source, story: EpisodeStory, prompts: bool = F
             records[ref] = (await source.records([ref]))[0]
         except LogCorrupted as error:
             lost.append(str(error))
-    decoder = _TurnDecoder(story, records, await _token_text(source, story, notes))
-    advantages = await _advantages(source, story, notes)
+    job = None if story.config is None else RunConfig.from_json(story.config.config)
+    decoder = _TurnDecoder(story, job, records, await _token_text(source, story, notes))
+    advantages = await _advantages(source, story, job, notes)
     turns = tuple(decoder.turn(ref, advantages.get(ref)) for ref in records)
     if prompts:
         turns = tuple(msgspec.structs.replace(turn, seen=decoder.seen(ref)) for turn, ref in zip(turns, records))
@@ -144,10 +145,12 @@ class IdsAsText:
         return "".join(map(self, tokens))
 
 
-async def _advantages(source: Source, story: EpisodeStory, notes: list[str]) -> dict[CallRef, float]:
+async def _advantages(
+    source: Source, story: EpisodeStory, job: RunConfig | None, notes: list[str]
+) -> dict[CallRef, float]:
     """Return the advantage of each call, as the trainer computes it from the group. An episode that cannot be read is
     left out of its group, as it is in the trainer."""
-    if story.group is None or story.config is None:
+    if story.group is None or job is None:
         return {}
     members = []
     for member in story.group.episodes:
@@ -158,7 +161,7 @@ async def _advantages(source: Source, story: EpisodeStory, notes: list[str]) -> 
             continue
         members.append((member, records))
     try:
-        found = providers.call_advantages()(members, RunConfig.from_json(story.config.config))
+        found = providers.call_advantages()(members, job)
     except (NotInstalled, EngineFault, ValueError) as error:
         notes.append(f"no advantages: {error}")
         return {}
@@ -170,13 +173,19 @@ async def _advantages(source: Source, story: EpisodeStory, notes: list[str]) -> 
 class _TurnDecoder:
     """Decodes the records of an episode's calls into turns."""
 
-    def __init__(self, story: EpisodeStory, records: Mapping[CallRef, CallRecord], token_text: TokenText) -> None:
+    def __init__(
+        self,
+        story: EpisodeStory,
+        job: RunConfig | None,
+        records: Mapping[CallRef, CallRecord],
+        token_text: TokenText,
+    ) -> None:
         self._story = story
         self._records = records
         self._token_text = token_text
         self._numbers = {ref.id: number for number, ref in enumerate(records, 1)}
-        self._job = None if story.config is None else RunConfig.from_json(story.config.config)
-        self._masked = _is_masked(story, records, self._job)
+        self._job = job
+        self._masked = _is_masked(story, records, job)
 
     def turn(self, ref: CallRef, advantage: float | None) -> Turn:
         record = self._records[ref]

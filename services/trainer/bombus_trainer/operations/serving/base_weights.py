@@ -45,10 +45,9 @@ async def publish_base(bus: Bus, options: TrainerOptions, ownership: RunOwnershi
     If no replica could load it, because it has no tokenizer or is too large for the object store, the run trains
     without replicas.
     """
-    engine = ownership.engine
-    if engine.version >= 0 or engine.active is None:
+    if ownership.engine.version >= 0:
         return
-    job = RunConfig.from_json(engine.active.config)
+    job = ownership.job
     bases = options.folder / "bases" / bus.subjects.hive / options.engine
     remove_earlier(bases, ownership.run, ownership.epoch)
     versions = Versions(bus, options, bases / f"run-{ownership.run}", ownership.run, ownership.epoch)

@@ -14,8 +14,7 @@ from torch import AcceleratorError
 
 from bombus.bus import Bus
 from bombus.bus.large.parts import Parts
-from bombus.config.job import RunConfig
-from bombus.errors import BusUnavailable, Code, EngineFault, Refused
+from bombus.errors import BusUnavailable, Code, Refused
 from bombus.faults import Point, reached
 from bombus.hive.inbox import (
     CheckpointWritten,
@@ -244,13 +243,8 @@ class OperationServer:
 
     async def _load(self) -> ServedModels:
         ownership, options = self._ownership, self._options
-        engine = ownership.engine
-        if engine.active is None or engine.started is None:
-            raise EngineFault(
-                "the engine runs without a configuration, so there is no base model: configure it with a job whose "
-                "model.path names one"
-            )
-        job = RunConfig.from_json(engine.active.config)
+        engine, job = ownership.engine, ownership.job
+        assert engine.started is not None, "a run that serves operations has started"
         base = engine.started.base
 
         def load() -> ServedModels:
