@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from bombus.bus import Bus
+from bombus.config.algorithms import Correction
 from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.events import AnyEvent
@@ -40,10 +41,10 @@ def audited(events: Sequence[AnyEvent]) -> AuditReport:
     return audit.report()
 
 
-async def played(stage: Stage) -> Events:
+async def played(stage: Stage, **trainer: object) -> Events:
     """Train two steps, leave a batch untrained, and abort an episode; return all events."""
     stage.train()
-    await stage.start(stage.job())
+    await stage.start(stage.job(**trainer))
     for step in (1, 2):
         await stage.until(Phase.ROLLING, step - 1)
         await stage.play_batch(shift=step)
@@ -65,6 +66,20 @@ async def test_every_token_of_a_run_is_accounted_for(stage: Stage) -> None:
     assert [(step.step, step.tokens) for step in report.steps] == [(1, 20), (2, 20)]
     assert all(step.data and step.weights for step in report.steps)
     assert len({step.data for step in report.steps}) == 2
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [{"correction": Correction.ICEPOP, "tis_clip_low": 1e-6, "tis_clip": 0.5}, {"use_opsm": True, "opsm_delta": 0.0}],
+)
+async def test_tokens_that_the_loss_leaves_out_are_masked(stage: Stage, rule: dict[str, object]) -> None:
+    events = await played(stage, **rule)
+    report = audited(events)
+    assert not report.differences
+    shares = [event.metrics["masked_share"] for event in events if isinstance(event, ev.StepCompleted)]
+    masked = round(20 * sum(shares))
+    assert 0 < masked < 40
+    assert report.tokens == {Fate.TRAINED: 40 - masked, Fate.MASKED_OFF_POLICY: masked}
 
 
 # ---- planted mistakes ------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ class Fate(StrEnum):
     MASKED_FIRST = "masked: first token without a prompt"
     MASKED_OVERLONG = "masked: overlong episode"
     MASKED_NO_SIGNAL = "masked: group without signal"
+    MASKED_OFF_POLICY = "masked: off-policy"  # by the correction or OPSM, in every update
 
     DROPPED_CUT_OFF = "dropped: call cut off"
     DROPPED_LATE = "dropped: call after its episode"

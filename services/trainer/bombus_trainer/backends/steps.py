@@ -93,8 +93,10 @@ class StepBackend(ABC, Generic[P]):
             old = self._old_logprobs(batch, step, tally, interrupted)
             for epoch in range(self.settings.config.ppo_epochs):
                 for items in mini_batches(batch, self.settings, step, epoch):
-                    if self._update(items, rate, old, tally, interrupted):
-                        terms.note(items)
+                    updated, masked_ids = self._update(items, rate, old, tally, interrupted), tally.masked_ids()
+                    if updated:
+                        terms.note(items, masked_ids)
+        terms.masked_N = self.ranks.total(terms.masked_N)
         if self.ranks.leads:
             account(step_tokens(groups, batch, terms, self.settings))
         first, *others = self.ranks.gather(tally)

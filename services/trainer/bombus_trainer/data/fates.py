@@ -12,23 +12,28 @@ from bombus.hive.records import DIGEST_BYTES, CallRecord
 from bombus_trainer.algorithms.overlong import is_masked
 from bombus_trainer.data.batch import NOT_FINITE, EpisodeCalls, EpisodeGroup, PreparedBatch, PreparedSequence
 from bombus_trainer.data.packing import TrainingItem
-from bombus_trainer.data.sequences import Flags, Floats
+from bombus_trainer.data.sequences import Floats, Ints
 from bombus_trainer.settings import TrainerSettings
 
 
 class TrainedTerms:
-    """The terms [N] of a batch: whether an update was made with them, and their weights in the first one."""
+    """The terms [N] of a batch: how many updates had them, how many masked them, and their weights in the first one.
+
+    Each rank knows the masks of its own micro-batches: `masked_N` has to be summed over the ranks.
+    """
 
     def __init__(self, batch: PreparedBatch) -> None:
-        self.trained_N: Flags = np.zeros(batch.terms, dtype=np.bool_)
+        self.updates_N: Floats = np.zeros(batch.terms, dtype=np.float32)
+        self.masked_N: Floats = np.zeros(batch.terms, dtype=np.float32)
         self.weights_N: Floats = np.zeros(batch.terms, dtype=np.float32)
 
-    def note(self, items: Iterable[TrainingItem]) -> None:
-        """Note an update that was made with these sequences."""
+    def note(self, items: Iterable[TrainingItem], masked_ids: Ints) -> None:
+        """Note an update that was made with these sequences, without the surrogates of the terms `masked_ids`."""
         for item in items:
             ids = item.terms.ids_N
-            self.weights_N[ids] = np.where(self.trained_N[ids], self.weights_N[ids], item.terms.weights_N)
-            self.trained_N[ids] = True
+            self.weights_N[ids] = np.where(self.updates_N[ids] > 0.0, self.weights_N[ids], item.terms.weights_N)
+            self.updates_N[ids] += 1.0
+        self.masked_N[masked_ids] += 1.0
 
 
 def step_tokens(
@@ -63,9 +68,11 @@ def step_tokens(
                 for entry in sequences.get(episode.episode, ()):
                     count = int(entry.sequence.loss_mask_T.sum())
                     own = slice(entry.first_id, entry.first_id + count)
-                    trained = int(terms.trained_N[own].sum())
+                    updates, masks = terms.updates_N[own], terms.masked_N[own]
+                    updated, trained = int((updates > 0.0).sum()), int((updates > masks).sum())
                     fates[Fate.TRAINED] += trained
-                    fates[untrained] += count - trained
+                    fates[Fate.MASKED_OFF_POLICY] += updated - trained
+                    fates[untrained] += count - updated
                     if trained:
                         weights[episode.episode] = float(terms.weights_N[own].max())
     data.update(terms.weights_N.data)

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from math import isfinite
 from time import perf_counter
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from bombus_trainer.algorithms.kl import kl_k3
 from bombus_trainer.algorithms.losses import PolicyLoss
 from bombus_trainer.data.batch import EpisodeGroup
 from bombus_trainer.data.packing import Bin
+from bombus_trainer.data.sequences import Ints
 
 LEFT_OUT = "updates_left_out"
 
@@ -26,6 +28,7 @@ class Tally:
         self._terms: Counter[str] = Counter()  # how many tokens are in each sum
         self._updates: list[tuple[float, float]] = []  # loss, norm
         self._left_out = 0
+        self._masked_ids: list[Ints] = []
         self._tokens = [0, 0, 0]  # computed, without sharing, padded
         self._sequences = 0
         self._bins = 0
@@ -55,8 +58,9 @@ class Tally:
     def note_flops(self, flops: float) -> None:
         self._flops += flops
 
-    def note_terms(self, loss: PolicyLoss, old_N: Tensor, sampler_N: Tensor, entropy_N: Tensor) -> None:
-        """Count N tokens. `sampler_N` is NaN for tokens whose sampler's logprobs are not known."""
+    def note_terms(self, ids_N: Ints, loss: PolicyLoss, old_N: Tensor, sampler_N: Tensor, entropy_N: Tensor) -> None:
+        """Count N tokens, the terms `ids_N` of the batch. `sampler_N` is NaN if the sampler's are not known."""
+        self._masked_ids.append(ids_N[loss.masked_N.cpu().numpy()])
         known_N = ~sampler_N.isnan()
         of_old, of_sampler = old_N[known_N], sampler_N[known_N]
         columns = {
@@ -72,6 +76,12 @@ class Tally:
             if values_N is not None and len(values_N):
                 self._sums[name] = self._sums.get(name, 0.0) + float(values_N.float().sum())
                 self._terms[name] += len(values_N)
+
+    def masked_ids(self) -> Ints:
+        """Return which terms of the batch were masked since the last time that this was called."""
+        found = np.concatenate([np.zeros(0, dtype=np.int64), *self._masked_ids])
+        self._masked_ids.clear()
+        return found
 
     def note_update(self, loss: float, norm: float) -> None:
         """Count an update. If its loss or norm is not finite, it was left out, and it does not enter the means."""
