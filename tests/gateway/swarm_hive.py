@@ -16,6 +16,7 @@ import httpx
 
 from bombus.bus import Bus, Reader
 from bombus.bus.follow import Follower
+from bombus.commands.audit import audited
 from bombus.hive import inbox
 from bombus.hive.episodes import without_secret
 from bombus.hive.events import NotedCall, Weights
@@ -32,6 +33,7 @@ from bombus.hive.records import (
 )
 from bombus.hive.state import EngineState, Phase
 from bombus.machine.http_server import http_server
+from bombus.replay.source import BusSource
 from bombus_coordinator.shell import Coordinator
 from bombus_gateway.app import create_app
 from bombus_gateway.context import Gateway
@@ -207,7 +209,7 @@ def _id() -> str:
 
 @asynccontextmanager
 async def played_hive(bus: Bus, **settings: Any) -> AsyncIterator[PlayedHive]:
-    """Run a hive while the block runs."""
+    """Run a hive while the block runs, and audit its log after it."""
     coordinator = Coordinator(bus)
     follower = Follower(bus)
     gateway = Gateway(
@@ -226,6 +228,8 @@ async def played_hive(bus: Bus, **settings: Any) -> AsyncIterator[PlayedHive]:
     try:
         await asyncio.wait_for(coordinator.leading.wait(), PATIENCE_S)
         yield hive
+        report = await audited(BusSource(bus, "the log of this test"))
+        assert not report.differences
     finally:
         await hive.http.aclose()
         for task in running:

@@ -21,6 +21,7 @@ from bombus.hive.state import EngineState, Hive, Phase
 
 DIFFERENCES_KEPT = 100
 NOT_REPORTED = "trained or masked: an older trainer did not report which"
+DELIVERED = "delivered to an outside trainer"
 TRAINING_OPERATIONS = ("forward_backward", "optim_step")
 
 
@@ -90,6 +91,15 @@ class _Books:
         self.arrived = 0
         self.published: dict[int, str] = {}  # the hash of each version's weights
         self.models: dict[str, _Model] = {}
+
+    def handed_groups(self) -> list[_Group]:
+        return [group for batch in self.handed.values() for group in batch.values()]
+
+    def take_groups(self) -> list[_Group]:
+        """Remove all rollout groups that are queued or handed out, and return them."""
+        groups = [*self.queue.values(), *self.handed_groups()]
+        self.queue, self.handed = {}, {}
+        return groups
 
 
 class TrainedStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -276,9 +286,8 @@ class Audit:
             if batch.episodes and name not in batch.episodes:
                 self._differ(event.engine, name, f"step {event.step} accounts for it, but it is not in its batch")
         for group in batch.groups.values():
-            self._groups["trained" if group.tokens else "empty"] += 1
-            for episode in group.episodes:
-                self._all_to("trained or masked: as part of a rollout group", episode)
+            what = "trained" if group.tokens else "empty"
+            self._end_groups([group], what, "trained or masked: as part of a rollout group")
         trained = sum(
             count for row in given.episodes.values() for fate, count in zip(given.fates, row) if fate == Fate.TRAINED
         )
@@ -320,13 +329,7 @@ class Audit:
             self._steps[key] = msgspec.structs.replace(self._steps[key], weights=event.weights.sha256)
 
     def over(self, books: _Books, event: ev.EngineStopped | ev.EngineFailed) -> None:
-        if books.queue:
-            self._groups["dropped: run over"] += len(books.queue)
-        for group in books.queue.values():
-            for episode in group.episodes:
-                self._all_to(Fate.DROPPED_RUN_OVER, episode)
-        if self.hive.engines[event.engine].queues_groups:
-            books.queue, books.handed = {}, {}
+        self._end_groups(books.take_groups(), Fate.DROPPED_RUN_OVER, Fate.DROPPED_RUN_OVER)
 
     def _abandon(self, books: _Books, fate: str) -> None:
         batch, books.batch = books.batch, None
@@ -351,7 +354,7 @@ class Audit:
         books.handed[event.number] = {number: books.queue.pop(number) for number in numbers if number in books.queue}
 
     def delivered(self, books: _Books, event: ev.BatchDelivered) -> None:
-        self._groups["delivered to an outside trainer"] += len(books.handed.pop(event.number, {}))
+        self._end_groups(books.handed.pop(event.number, {}).values(), DELIVERED, DELIVERED)
 
     def given_up(self, books: _Books, event: ev.GroupsGivenUp) -> None:
         places = [books.queue, *books.handed.values(), *([] if books.batch is None else [books.batch.groups])]
@@ -362,15 +365,19 @@ class Audit:
                     event.engine, "", f"rollout group {number} was given up, but was neither queued nor in a batch"
                 )
                 continue
-            self._groups["dropped: given up"] += 1
-            for episode in found.episodes:
-                self._all_to("dropped: rollout group given up", episode)
+            self._end_groups([found], "dropped: given up", "dropped: rollout group given up")
         for number, group in books.handed.pop(event.number, {}).items():
             books.queue[number] = group
 
     def reset(self, books: _Books, event: ev.GroupsReset) -> None:
-        self._groups["dropped: reset"] += len(books.queue) + sum(map(len, books.handed.values()))
-        books.queue, books.handed = {}, {}
+        self._end_groups(books.take_groups(), "dropped: reset", "dropped: rollout group reset")
+
+    def _end_groups(self, groups: Iterable[_Group], what: str, fate: str) -> None:
+        """Count groups as `what`, and the tokens of their episodes as `fate`."""
+        for group in groups:
+            self._groups[what] += 1
+            for episode in group.episodes:
+                self._all_to(fate, episode)
 
     # ---- training operations ------------------------------------------------------------------------------------
 
@@ -446,6 +453,7 @@ class Audit:
         over = self.hive.engines[name].phase == Phase.OFFLINE
         in_queue = [episode for group in books.queue.values() for episode in group.episodes]
         in_batch = [] if books.batch is None else books.batch.all_episodes()
+        in_batch += [episode for group in books.handed_groups() for episode in group.episodes]
         for episodes, fate in (
             (books.open.values(), Fate.OPEN),
             ((*books.pool.values(), *in_queue), Fate.DROPPED_RUN_OVER if over else Fate.QUEUED),
@@ -454,7 +462,7 @@ class Audit:
             for episode in episodes:
                 self._all_to(fate, episode)
         self._groups["queued"] += len(books.queue)
-        self._groups["in a batch"] += sum(map(len, books.handed.values()))
+        self._groups["in a batch"] += len(books.handed_groups())
         self._groups["in a batch"] += 0 if books.batch is None else len(books.batch.groups)
         for model in books.models.values():
             self._operations["forward_backward that waits for a step"] += model.accumulated
