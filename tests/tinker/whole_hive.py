@@ -34,7 +34,7 @@ class Hive:
 
 @contextmanager
 def running(folder: Path, *others: str) -> Iterator[Hive]:
-    """Run `bombus up` while the block runs, with these `others` of its options."""
+    """Run `bombus up` while the block runs, with these `others` of its options, and audit its log after it."""
     options = ("--port", str(free_port()), "--data-dir", str(folder / "data"), "--threads", "1")
     with (folder / "up.log").open("wb") as log:
         command = [PYTHON, "-m", "bombus", "up", *options, *others]
@@ -44,6 +44,8 @@ def running(folder: Path, *others: str) -> Iterator[Hive]:
     finally:
         up.terminate()
         up.wait(60)
+    audit = subprocess.run([PYTHON, "-m", "bombus", "audit", "--data", folder / "data"], capture_output=True, text=True)
+    assert audit.returncode == 0, audit.stdout + audit.stderr
 
 
 def ready_url(up: "subprocess.Popen[str]", log: Path) -> str:

@@ -10,6 +10,7 @@ import msgspec
 from bombus.bus import Blobs, Bus
 from bombus.bus.follow import Follower
 from bombus.bus.large.parts import Parts
+from bombus.commands.audit import audited
 from bombus.hive import inbox
 from bombus.hive.events import AdapterShape, ModelShape, SavedWeights, Weights
 from bombus.hive.operations.state import ClientModel, Queued
@@ -40,6 +41,7 @@ from bombus.operations import (
     decode_operation,
     encode_result,
 )
+from bombus.replay.source import BusSource
 from bombus_coordinator.shell import Coordinator
 from bombus_gateway.context import Gateway
 from tests.gateway.openai_hive import ENGINE, FILES, ScriptedReplica, gateway_of, new_id
@@ -217,6 +219,7 @@ def _shape(ready: ModelReady) -> ModelShape:
 
 @asynccontextmanager
 async def operation_hive(bus: Bus, **settings: Any) -> AsyncIterator[OperationHive]:
+    """Run a hive while the block runs, and audit its log after it."""
     hive = OperationHive(bus)
     coordinator = Coordinator(bus)
     running = [asyncio.create_task(coordinator.lead()), asyncio.create_task(hive.follower.run())]
@@ -226,6 +229,8 @@ async def operation_hive(bus: Bus, **settings: Any) -> AsyncIterator[OperationHi
         async with gateway_of(bus, **settings) as (gateway, url):
             hive.gateway, hive.url = gateway, url
             yield hive
+        report = await audited(BusSource(bus, "the log of this test"))
+        assert not report.differences
     finally:
         await hive.replica.stop()
         for task in running:
