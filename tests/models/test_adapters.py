@@ -28,7 +28,7 @@ from tests.models.test_families import COMPUTED, EVERY
 
 A_FEW = ("cohere2", "deepseek_v3", "gemma3_text", "gpt_oss", "longcat_flash", "phimoe")
 CONVOLUTIONS = ("gpt-sw3", "gpt2")  # their layers are not linear ones to torch, and an adapter on them is refused
-A_FEW_NAMES = ("afmoe", "beam", "ctrl", "gemma3n_text", "llama")
+A_FEW_NAMES = ("afmoe", "beam", "ctrl", "gemma2", "gemma3n_text", "llama")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 SETTINGS = ComputeSettings(kv_cache_bytes=4 << 20, max_model_len=64)
 PROMPT = [(7 * number + 3) % 90 for number in range(24)]
@@ -75,7 +75,7 @@ def test_peft_loads_an_adapter_on_the_layers_that_were_trained(
     family: str, targets: tuple[str, ...], tmp_path: Path
 ) -> None:
     write_miniature(full_config(family), tmp_path)
-    model = load_model(tmp_path)
+    model = load_model(tmp_path, attn="eager")
     try:
         layers = layers_to_adapt(model, targets)
     except EngineFault as fault:
@@ -88,7 +88,7 @@ def test_peft_loads_an_adapter_on_the_layers_that_were_trained(
     save_file(weights, folder / ADAPTER_FILE)
     config = AdapterConfig(r=2, lora_alpha=4.0, target_modules=target_modules(model, layers))
     (folder / ADAPTER_CONFIG).write_text(config.to_json())
-    theirs = PeftModel.from_pretrained(load_model(tmp_path), folder)
+    theirs = PeftModel.from_pretrained(load_model(tmp_path, attn="eager"), folder)
     adapted = {name for name, module in theirs.named_modules() if isinstance(module, LoraLayer)}
     assert adapted == {PREFIX + layer for layer in layers}
     for name, value in theirs.named_parameters():

@@ -9,7 +9,19 @@ from tests.models.table import AGREES, PAGE, listed, reason
 
 COMPUTED, REFUSED = listed(PAGE.read_text())
 EVERY = bool(os.environ.get("BOMBUS_EVERY_FAMILY"))
-A_FEW = ("cohere2", "deepseek_v3", "gemma2", "gemma3_text", "gemma4", "gpt_oss", "granite", "mistral", "phi", "phi3")
+A_FEW = (
+    "afmoe",
+    "cohere2",
+    "deepseek_v3",
+    "gemma2",
+    "gemma3_text",
+    "gemma4",
+    "gpt_oss",
+    "granite",
+    "mistral",
+    "phi",
+    "phi3",
+)
 A_FEW_WITH_BUFFERS = ("apertus", "deepseek_v3")
 A_FEW_REFUSED = ("bert", "diffllama", "gemma4_assistant", "lfm2", "mamba", "musicgen", "qwen3_next")
 

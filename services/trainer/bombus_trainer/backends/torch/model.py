@@ -224,7 +224,7 @@ class PolicyModel:
         return [part[-compared(sequence) :] for sequence, part in zip(sequences, parts, strict=True)]
 
     def _gradients(self, logprobs: list[Tensor]) -> list[Tensor]:
-        parameters = list(self._model.parameters())
+        parameters = list(self.trainable().values())
         return list(torch.autograd.grad(torch.cat(logprobs).sum(), parameters, materialize_grads=True))
 
     # ---- weights ----------------------------------------------------------------------------------------------
