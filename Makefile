@@ -41,7 +41,7 @@ OUT ?=
 # Where it is set, as in many images, each process of a hive would compile torch and all else that it imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup setup-dev help demo demo-tiny test test-long test-vllm test-verl test-models test-templates test-tinker test-atropos test-environments test-harnesses check bench bench-compare sim chaos fuzz histories clean
+.PHONY: setup setup-dev help demo demo-tiny test test-long test-vllm test-verl test-models test-templates test-tinker test-atropos test-environments test-harnesses check bench bench-compare diagnose-bench sim chaos fuzz histories clean
 
 setup: $(STAMP)  ## make .venv, with bombus and all that it and the demo need (TORCH=cpu or cuda: by default what the machine has)
 
@@ -176,6 +176,10 @@ bench: $(DEV_STAMP)  ## measure; bench/RESULTS.md has the figures
 # Another commit and this tree in turn, in this environment.
 bench-compare: $(DEV_STAMP)  ## ratios of figures to those of a commit (REV=18063d94 PARTS="gateway turns" TIMES=3)
 	$(BIN)/python -m bench.compare $(REV) $(PARTS) --times $(TIMES)
+
+# Simulated runs, healthy and with one fault each. The table is for seeds on which the rules were not tuned.
+diagnose-bench: $(DEV_STAMP)  ## how often `bombus diagnose` finds faults and raises false alarms: docs/diagnose.md
+	$(BIN)/python -m bench.diagnose
 
 # Whole hives in virtual time, one for each seed.
 sim: $(DEV_STAMP)  ## whole hives in virtual time (SEEDS=10000)

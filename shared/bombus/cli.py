@@ -47,6 +47,7 @@ COMMANDS = {
     "status": Command("bombus.commands.status", "print what a hive is doing", "bus"),
     "why": Command("bombus.commands.why", "explain what waits for what, and who could end it", "server"),
     "export": Command("bombus.commands.export", "write trained weights as a model that other tools load", "all"),
+    "diagnose": Command("bombus.commands.diagnose", "say what is wrong with the learning of a run", "server"),
     "overwatch": Command("bombus_overwatch.cli", "watch a hive in the terminal", "overwatch"),
     "replay": Command("bombus.commands.replay", "inspect a hive's log: what happened, and why", "server"),
     "audit": Command("bombus.commands.audit", "account for every sampled token of a hive's log", "server"),

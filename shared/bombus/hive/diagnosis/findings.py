@@ -1,0 +1,140 @@
+"""What a diagnosis can find, and the part of a run that a rule looks at."""
+
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+
+import msgspec
+
+from bombus.hive.diagnosis.run import JobSettings, StepFigures
+from bombus.hive.diagnosis.statistics import mean
+
+WINDOW = (
+    5  # the newest steps, which are compared with those before; half of the ten within which a fault is to be found
+)
+BEFORE = 20  # steps before the window that it is compared with
+BEFORE_MIN = 8  # with fewer, rules about changes find nothing
+
+
+class FaultKind(StrEnum):
+    """What can be wrong with the learning."""
+
+    TOO_HARD = "too_hard"
+    TOO_EASY = "too_easy"
+    GROUPS_OF_ONE = "groups_of_one"
+    REWARD_OUT_OF_RANGE = "reward_out_of_range"
+    REWARD_INVERTED = "reward_inverted"
+    FAILURES_REWARDED = "failures_rewarded"
+    EPISODES_ABORTED = "episodes_aborted"
+    CLIENT_FAILS = "client_fails"
+    SOURCE_DOMINATES = "source_dominates"
+    TOOLS_FAIL = "tools_fail"
+    TRUNCATED = "truncated"
+    EVALUATED_ON_TRAINED = "evaluated_on_trained"
+    LR_TOO_HIGH = "lr_too_high"
+    LR_TOO_LOW = "lr_too_low"
+    NOT_FINITE = "not_finite"
+    GRADIENT_CLIPPED = "gradient_clipped"
+    KL_RUNAWAY = "kl_runaway"
+    ENTROPY_COLLAPSE = "entropy_collapse"
+    ENTROPY_RISES = "entropy_rises"
+    SAMPLER_MISMATCH = "sampler_mismatch"
+    STALE = "stale"
+    FOLLOWS_LENGTH = "follows_length"
+    ANSWERS_SHRINK = "answers_shrink"
+    ANSWERS_GROW = "answers_grow"
+    ONE_PART_RISES = "one_part_rises"
+    ALWAYS_YES = "always_yes"
+    EVALUATION_FALLS = "evaluation_falls"
+    REWARD_JUMPS = "reward_jumps"
+    DUPLICATE_ANSWERS = "duplicate_answers"
+    CONSTANT_ANSWER = "constant_answer"
+    LEAKED_ANSWER = "leaked_answer"
+    REWARDED_PHRASE = "rewarded_phrase"
+    TRAINER_WAITS = "trainer_waits"
+    SAMPLER_WAITS = "sampler_waits"
+    STRAGGLERS = "stragglers"
+
+
+class RunFinding(msgspec.Struct, frozen=True, kw_only=True):
+    """Something wrong with the learning: a `figure` in words, where it began and was last seen, and what to try.
+
+    `seq` is the event that sealed the batch of `step`. `consequences` are findings that this one explains.
+    """
+
+    kind: FaultKind
+    figure: str
+    advice: str
+    step: int
+    seq: int
+    until: int = 0
+    consequences: tuple["RunFinding", ...] = ()
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """What a rule looks at: the newest steps and those before them, oldest first, and the job's settings."""
+
+    before: Sequence[StepFigures]
+    recent: Sequence[StepFigures]
+    settings: JobSettings
+
+    @property
+    def comparable(self) -> bool:
+        """Return whether there is enough to tell a change."""
+        return len(self.before) >= BEFORE_MIN and len(self.recent) == WINDOW
+
+    @property
+    def rows(self) -> list[StepFigures]:
+        return [*self.before, *self.recent]
+
+    def metric(self, name: str) -> tuple[list[float], list[float]]:
+        """Return a metric of the trainer before and recently, of the steps that have it."""
+        return self.means(lambda row: row.trainer.get(name))
+
+    def means(self, of: Callable[[StepFigures], float | None]) -> tuple[list[float], list[float]]:
+        """Return a figure before and recently, of the steps that have it."""
+        before = [value for row in self.before if (value := of(row)) is not None]
+        return before, [value for row in self.recent if (value := of(row)) is not None]
+
+    def found(
+        self, kind: FaultKind, figure: str, advice: str, shows: Callable[[StepFigures], bool] | None = None
+    ) -> RunFinding:
+        """Return a finding, which began at the oldest of the newest steps that all show it."""
+        rows = self.rows if shows is not None else list(self.recent)
+        start = len(rows) - 1
+        while start > 0 and (shows is None or shows(rows[start - 1])):
+            start -= 1
+        return RunFinding(kind=kind, figure=figure, advice=advice, step=rows[start].step, seq=rows[start].seq)
+
+
+def reward_bounds(rows: Sequence[StepFigures]) -> tuple[float, float]:
+    """Return the lowest and the highest reward of some steps, 0 for steps without groups."""
+    known = [row for row in rows if row.groups]
+    return min((row.lowest for row in known), default=0.0), max((row.highest for row in known), default=0.0)
+
+
+Rule = Callable[[Seen], RunFinding | None]
+
+
+def reward_of(row: StepFigures) -> float | None:
+    return row.rewards.mean if row.rewards.count else None
+
+
+def tokens_of(row: StepFigures) -> float | None:
+    return row.tokens.mean if row.tokens.count else None
+
+
+def success_of(row: StepFigures) -> float | None:
+    return row.successes.mean if row.successes.count else None
+
+
+def metric_of(name: str) -> Callable[[StepFigures], float | None]:
+    """Return the function that gives the mean of a metric that episodes report."""
+    return lambda row: row.metrics[name].mean if name in row.metrics else None
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %" if share >= 0.01 or share == 0 else f"{100 * share:.2f} %"
+
+
+def average(rows: Sequence[StepFigures], of: Callable[[StepFigures], float | None]) -> float:
+    return mean([value for row in rows if (value := of(row)) is not None])

@@ -1,0 +1,157 @@
+"""The statistics by which rules decide, all over a few numbers: one for each step, or counts of episodes."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from math import inf, sqrt
+
+import msgspec
+
+# A change is certain beyond so many standard errors. About 40 rules look at each step: with normal noise, 3.4e-6 for
+# each makes one false alarm in 7,000 steps. Noise is estimated from a few steps, so its tails are heavier, and every
+# rule also demands a change that matters.
+CERTAIN = 4.5
+VISIBLE = 2.0  # the same for a rise that speaks against a fault
+FEW = 3.0  # steps
+# Where the noise is that of episodes, which their number tells, and the change is large: 2.3e-4.
+EPISODES_CERTAIN = 3.5
+SHARE_CERTAIN = 3.0  # for shares: their bound is that of the binomial distribution, and needs no estimate of the noise
+
+
+class Spread(msgspec.Struct, array_like=True):
+    """The count, the sum and the sum of squares of numbers."""
+
+    count: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        self.total += value
+        self.squares += value * value
+
+    def include(self, other: "Spread") -> None:
+        self.count += other.count
+        self.total += other.total
+        self.squares += other.squares
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count if self.count else 0.0
+
+    @property
+    def variance(self) -> float:
+        return max(0.0, self.squares / self.count - self.mean * self.mean) if self.count else 0.0
+
+    @property
+    def deviation(self) -> float:
+        return sqrt(self.variance)
+
+
+class Moments(msgspec.Struct, array_like=True):
+    """Sums over pairs (x, y), each less the mean of its group, from which their correlation within groups follows."""
+
+    degrees: int = 0  # pairs less groups
+    xx: float = 0.0
+    xy: float = 0.0
+    yy: float = 0.0
+
+    def add_group(self, pairs: Sequence[tuple[float, float]]) -> None:
+        """Add a group of pairs; groups in which x or y never differs say nothing about their correlation."""
+        x_mean, y_mean = mean([x for x, _ in pairs]), mean([y for _, y in pairs])
+        xx = sum((x - x_mean) * (x - x_mean) for x, _ in pairs)
+        yy = sum((y - y_mean) * (y - y_mean) for _, y in pairs)
+        if xx > 0 and yy > 0:
+            self.degrees += len(pairs) - 1
+            self.xx += xx
+            self.yy += yy
+            self.xy += sum((x - x_mean) * (y - y_mean) for x, y in pairs)
+
+    def include(self, other: "Moments") -> None:
+        self.degrees += other.degrees
+        self.xx += other.xx
+        self.xy += other.xy
+        self.yy += other.yy
+
+    @property
+    def correlation(self) -> float:
+        scale = sqrt(self.xx * self.yy)
+        return self.xy / scale if scale > 0 else 0.0
+
+    @property
+    def errors(self) -> float:
+        """Return by how many standard errors the correlation differs from 0 (that of independent pairs)."""
+        return self.correlation * sqrt(self.degrees)
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def median(values: Sequence[float]) -> float:
+    """Return the median, 0 of no values."""
+    ordered, middle = sorted(values), len(values) // 2
+    if not ordered:
+        return 0.0
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def noise(values: Sequence[float]) -> float:
+    """Return the standard deviation around a slow trend, from the differences of neighbours (von Neumann 1941)."""
+    if len(values) < 2:
+        return 0.0
+    return sqrt(mean([(b - a) * (b - a) for a, b in pairwise(values)]) / 2)
+
+
+def change(before: Sequence[float], recent: Sequence[float]) -> float:
+    """Return by how many standard errors the mean has changed. Without any noise, a change is infinitely certain.
+
+    The noise of a few steps may be far too small by chance, so fewer steps count as noisier.
+    """
+    if not before or not recent:
+        return 0.0
+    difference = mean(recent) - mean(before)
+    error = noise(before) * sqrt(1 / len(before) + 1 / len(recent)) * (1 + FEW / len(before))
+    if error > 0:
+        return difference / error
+    return 0.0 if difference == 0 else inf if difference > 0 else -inf
+
+
+def drift(before: Sequence[float], recent: Sequence[float]) -> float:
+    """Return by how much the mean changes if the trend of the values before goes on (least squares)."""
+    middle, level = (len(before) - 1) / 2, mean(before)
+    scale = sum((at - middle) ** 2 for at in range(len(before)))
+    slope = sum((at - middle) * (value - level) for at, value in enumerate(before)) / scale if scale else 0.0
+    return slope * (len(before) + len(recent)) / 2
+
+
+def surprise(before: Sequence[float], recent: Sequence[float]) -> float:
+    """Return by how many standard errors the mean differs from where the trend before has led to."""
+    count = len(before)
+    if count < 3 or not recent:
+        return 0.0
+    scale = count * (count**2 - 1) / 12
+    error = noise(before) * sqrt(1 / count + 1 / len(recent) + ((count + len(recent)) / 2) ** 2 / scale)
+    difference = mean(recent) - mean(before) - drift(before, recent)
+    return difference / error if error > 0 else 0.0
+
+
+def rises(before: Sequence[float], recent: Sequence[float]) -> bool:
+    """Return whether the mean has visibly risen, and no more slowly than its trend before."""
+    return change(before, recent) > VISIBLE and surprise(before, recent) > -VISIBLE / 2
+
+
+def ratio(before: Sequence[float], recent: Sequence[float]) -> float:
+    """Return the recent median divided by the median before; 1 if there is nothing to compare."""
+    base, now = median(before), median(recent)
+    if base <= 0:
+        return 1.0 if now <= 0 or not before else inf
+    return now / base
+
+
+def share_at_least(hits: float, of: float, errors: float = SHARE_CERTAIN) -> float:
+    """Return a share that the true one exceeds almost certainly: the lower end of its interval (Wilson 1927)."""
+    if of <= 0:
+        return 0.0
+    share, weight = min(1.0, max(0.0, hits / of)), errors**2 / of
+    center = share + weight / 2
+    return max(0.0, (center - errors * sqrt(share * (1 - share) / of + weight / of / 4)) / (1 + weight))

@@ -1,0 +1,207 @@
+"""Each rule with a planted fault, and with a healthy run next to it that it must not mistake for one."""
+
+from collections.abc import Sequence
+from math import inf, nan
+from random import Random
+from typing import Any
+
+import pytest
+
+from bombus.hive.diagnosis.answers import AnswerFigures
+from bombus.hive.diagnosis.diagnose import EXPLAINS, at_step, diagnose, explained
+from bombus.hive.diagnosis.findings import FaultKind, RunFinding
+from bombus.hive.diagnosis.run import JobSettings, StepFigures
+from bombus.hive.diagnosis.statistics import Moments, Spread
+from tests.hive.diagnosis.rows import FAULTY, STEPS, correlated, row, run_of, spread
+
+JOB = JobSettings(kl_coef=0.01)
+Fields = dict[str, Any]
+
+
+def metrics(**changes: Spread) -> Fields:
+    named = {name.replace("reward_", "reward/"): each for name, each in changes.items()}
+    return {"metrics": row(1).metrics | named}
+
+
+def answers(**changes: Any) -> Fields:
+    return {"answers": AnswerFigures(**({"count": 32, "tasks": 4, "best": 12} | changes))}
+
+
+# By kind: what the newest steps have, what a healthy neighbour has there, and what the steps before have in both.
+CASES: dict[FaultKind, tuple[Fields, Fields, Fields]] = {
+    FaultKind.TOO_HARD: ({"groups_silent": 15, "silent_rewards": spread(0, 0, 15)}, {"groups_silent": 9}, {}),
+    FaultKind.TOO_EASY: ({"groups_silent": 15, "silent_rewards": spread(1, 0, 15)}, {"groups_silent": 9}, {}),
+    FaultKind.GROUPS_OF_ONE: ({"groups_of_one": 12}, {"groups_of_one": 3}, {}),
+    FaultKind.REWARD_OUT_OF_RANGE: ({"highest": 50.0}, {"highest": 3.0}, {}),
+    FaultKind.REWARD_INVERTED: ({"verdicts": correlated(-0.9)}, {"verdicts": correlated(0.1)}, {}),
+    FaultKind.FAILURES_REWARDED: ({"failed": spread(0, 0, 20)}, {"failed": spread(0, 0, 1)}, {}),
+    FaultKind.EPISODES_ABORTED: ({"aborted": {"infra": 90}}, {"aborted": {"infra": 8, "engine_stopped": 90}}, {}),
+    FaultKind.CLIENT_FAILS: (
+        {"clients": {"a": spread(0.02, 0.05, 8), "b": spread(0.5, 0.3, 8)}},
+        {"clients": {"a": spread(0.02, 0.05, 8), "b": spread(0.05, 0.3, 8)}},  # both: the tasks are harder
+        {},
+    ),
+    FaultKind.SOURCE_DOMINATES: (
+        {"clients": {"a": spread(0.5, 0.3, 16)}},
+        {"clients": {"a": spread(0.5, 0.3, 11), "b": spread(0.5, 0.3, 5)}},
+        {},
+    ),
+    FaultKind.TOOLS_FAIL: (metrics(tool_failures=spread(3.0)), metrics(tool_failures=spread(0.7)), {}),
+    FaultKind.TRUNCATED: ({"episodes_cut": 50.0}, {"episodes_cut": 15.0}, {}),
+    FaultKind.EVALUATED_ON_TRAINED: (
+        {"evaluated": spread(0.5, 0.5, 40), "evaluated_known": 30},
+        {"evaluated": spread(0.5, 0.5, 40), "evaluated_known": 2},
+        {},
+    ),
+    FaultKind.LR_TOO_HIGH: (
+        {"rewards": spread(0.1), "grad_norm": 4.0, "entropy": 2.0},
+        {"rewards": spread(0.1)},  # without turbulence the tasks are harder
+        {},
+    ),
+    FaultKind.LR_TOO_LOW: ({"lr": 1e-9}, {"lr": 2e-7}, {"lr": 1e-9}),
+    FaultKind.NOT_FINITE: ({"updates_left_out": 1.0}, {"updates_left_out": 0.0}, {}),
+    FaultKind.GRADIENT_CLIPPED: ({"grad_norm": 9.0}, {"grad_norm": 1.2}, {"grad_norm": 9.0}),
+    FaultKind.KL_RUNAWAY: ({"kl_reference": 0.5}, {"kl_reference": 0.02}, {}),
+    FaultKind.ENTROPY_COLLAPSE: ({"entropy": 0.05}, {"entropy": 0.05, "rewards": spread(0.9)}, {}),
+    FaultKind.ENTROPY_RISES: ({"entropy": 1.5}, {"entropy": 0.6}, {}),
+    FaultKind.SAMPLER_MISMATCH: ({"kl_sampler": 0.05}, {"kl_sampler": 0.005}, {}),
+    FaultKind.STALE: ({"dropped": {"stale": 40}}, {"dropped": {"no_signal": 40}}, {}),
+    FaultKind.FOLLOWS_LENGTH: (
+        {"lengths": correlated(0.7), "tokens": spread(700, 100)}, {"lengths": correlated(0.7)}, {},
+    ),
+    FaultKind.ANSWERS_GROW: ({"tokens": spread(900, 100)}, {"tokens": spread(900, 100), "rewards": spread(0.9)}, {}),
+    FaultKind.ANSWERS_SHRINK: ({"tokens": spread(60, 20)}, {"tokens": spread(60, 20), "successes": spread(0.9)}, {}),
+    FaultKind.ONE_PART_RISES: (
+        metrics(reward_form=spread(0.95), reward_answer=spread(0.5)),
+        metrics(reward_form=spread(0.95), reward_answer=spread(0.8)),
+        {},
+    ),
+    FaultKind.ALWAYS_YES: (metrics(reward_form=spread(1, 0)), metrics(reward_form=spread(0.99, 0.1)), {}),
+    FaultKind.EVALUATION_FALLS: (
+        {"evaluated": spread(0.1, 0.3, 100)},
+        {"evaluated": spread(0.45, 0.5, 100)},
+        {"evaluated": spread(0.5, 0.5, 100)},
+    ),
+    FaultKind.REWARD_JUMPS: ({"rewards": spread(0.95, 0.2)}, {"rewards": spread(0.56)}, {}),
+    FaultKind.DUPLICATE_ANSWERS: (answers(duplicates=0.95), answers(duplicates=0.3), {}),
+    FaultKind.CONSTANT_ANSWER: (answers(constant=1.0, constant_text=7), answers(constant=0.5, constant_text=7), {}),
+    FaultKind.LEAKED_ANSWER: (answers(leaked=0.9), answers(leaked=0.9), {}),
+    FaultKind.REWARDED_PHRASE: (
+        answers(phrases={7: (0.5, 0.9, 0.1)}) | {"rewards": spread(0.6)}, answers(phrases={7: (0.5, 0.5, 0.5)}), {},
+    ),
+    FaultKind.TRAINER_WAITS: ({"collecting_s": 2000.0}, {"collecting_s": 300.0}, {}),
+    FaultKind.SAMPLER_WAITS: ({"training_s": 2000.0}, {"training_s": 300.0}, {}),
+    FaultKind.STRAGGLERS: ({"slowest_s": 900.0, "collecting_s": 910.0}, {"slowest_s": 90.0, "collecting_s": 110.0}, {}),
+}  # fmt: skip
+
+
+def kinds_of(steps: list[StepFigures], job: JobSettings = JOB) -> set[FaultKind]:
+    return {finding.kind for finding in at_step(steps, len(steps), job)}
+
+
+def test_an_ordinary_run_has_no_finding() -> None:
+    assert diagnose(run_of({}), JOB) == []
+
+
+def test_every_kind_has_a_case() -> None:
+    assert set(CASES) == set(FaultKind)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_fault_is_found_and_its_healthy_neighbour_is_not(kind: FaultKind) -> None:
+    fault, neighbour, before = CASES[kind]
+    steps = run_of(fault, before)
+    assert kind in kinds_of(steps)
+    (finding,) = (each for each in at_step(steps, STEPS, JOB) if each.kind == kind)
+    assert finding.figure
+    assert finding.advice
+    assert finding.seq == 10 * finding.step
+    assert finding.step == STEPS - FAULTY + 1 or before
+    calm = {FaultKind.LR_TOO_LOW, FaultKind.GRADIENT_CLIPPED}  # what they look at lasts longer than the newest steps
+    healthy = run_of(neighbour, neighbour if kind in calm | {FaultKind.LEAKED_ANSWER} else before)
+    assert kind not in kinds_of(healthy)
+
+
+def test_what_a_job_does_on_purpose_is_no_fault() -> None:
+    alone = run_of({"groups_of_one": 16}, {"groups_of_one": 16})
+    assert FaultKind.GROUPS_OF_ONE not in kinds_of(alone, JobSettings(compares_over_batch=True))
+    summed = run_of({"grad_norm": 900.0}, {"grad_norm": 900.0})
+    assert FaultKind.GRADIENT_CLIPPED not in kinds_of(summed, JobSettings(sums_gradients=True))
+    warm = run_of({"lr": 1e-9}, {"lr": 1e-9})
+    assert FaultKind.LR_TOO_LOW not in kinds_of(warm, JobSettings(warmup_steps=STEPS))
+    stale = run_of({"kl_sampler": 0.02, "staleness_mean": 1.0}, {"staleness_mean": 1.0})
+    assert FaultKind.SAMPLER_MISMATCH not in kinds_of(stale)
+
+
+def test_a_cause_is_told_from_its_consequences_and_from_what_began_long_before() -> None:
+    def finding(kind: FaultKind, step: int) -> RunFinding:
+        return RunFinding(kind=kind, figure="", advice="", step=step, seq=step)
+
+    cause, effect = finding(FaultKind.FAILURES_REWARDED, 20), finding(FaultKind.TOO_HARD, 22)
+    (shown,) = explained([effect, cause])
+    assert (shown.kind, shown.consequences) == (FaultKind.FAILURES_REWARDED, (effect,))
+    before = finding(FaultKind.TOO_HARD, 3)
+    assert [each.kind for each in explained([cause, before])] == [FaultKind.TOO_HARD, FaultKind.FAILURES_REWARDED]
+
+
+def test_no_two_kinds_explain_each_other() -> None:
+    assert not [
+        (kind, other) for kind, others in EXPLAINS.items() for other in others if kind in EXPLAINS.get(other, ())
+    ]
+
+
+def test_a_finding_has_the_step_at_which_it_began_and_was_last_seen() -> None:
+    healthy = run_of({})
+    steps = [row(step, updates_left_out=1.0) if 10 <= step <= 14 else healthy[step - 1] for step in range(1, STEPS + 1)]
+    (finding,) = diagnose(steps, JOB)
+    assert (finding.kind, finding.step) == (FaultKind.NOT_FINITE, 10)
+    assert 14 <= finding.until < STEPS
+
+
+NUMBERS = (0.0, 1.0, -1.0, 0.5, 1e-9, 3e8, 1e300, -1e300, inf, -inf, nan)
+TRAINER = ("entropy", "grad_norm", "clip_fraction", "kl_reference", "kl_sampler", "staleness_mean", "lr", "episodes",
+           "importance_capped", "episodes_cut", "episodes_stale", "updates_left_out")  # fmt: skip
+METRICS = ("reward/a", "reward/b", "tool_calls", "tool_failures", "truncated", "x")
+
+
+def any_step(chance: Random) -> StepFigures:
+    """Return a step of which nothing is certain but the types."""
+
+    def number() -> float:
+        return chance.choice(NUMBERS) if chance.random() < 0.3 else chance.expovariate(1.0)
+
+    def count() -> int:
+        return chance.choice((0, 1, chance.randrange(200)))
+
+    def some() -> Spread:
+        return Spread(count(), number(), number())
+
+    def named(names: Sequence[str]) -> dict[str, Spread]:
+        return {name: some() for name in names if chance.random() < 0.6}
+
+    def pairs() -> Moments:
+        return Moments(count(), abs(number()), number(), abs(number()))
+
+    read = AnswerFigures(
+        count=count(), tasks=count(), duplicates=number(), constant=number(), best=count(), leaked=number(),
+        phrases={count(): (number(), number(), number())},
+    )  # fmt: skip
+    return StepFigures(
+        step=count(), rewards=some(), lowest=number(), highest=number(), groups=count(), groups_of_one=count(),
+        groups_silent=count(), silent_rewards=some(), lengths=pairs(), verdicts=pairs(), tokens=some(),
+        successes=some(),
+        clients=named("ab"), data_sets=named("ab"), metrics=named(METRICS), failed=some(), ended=count(),
+        aborted={chance.choice(("infra", "idle", "not known")): count()}, dropped={"stale": count()}, evaluated=some(),
+        evaluated_known=count(), median_s=number(), slowest_s=number(), collecting_s=number(), training_s=number(),
+        trainer={name: number() for name in TRAINER if chance.random() < 0.7},
+        answers=read if chance.random() < 0.7 else None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_rule_raises_on_any_prefix_of_any_run(seed: int) -> None:
+    chance = Random(seed)
+    steps = [any_step(chance) for _ in range(30)]
+    for end in range(len(steps) + 1):
+        at_step(steps, end, JOB)
+    diagnose(steps, JOB)
