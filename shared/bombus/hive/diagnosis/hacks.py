@@ -170,7 +170,7 @@ def reward_jumps(seen: Seen) -> RunFinding | None:
     if not seen.comparable or len(recent) < len(seen.recent) or not before:
         return None
     row = seen.recent[0]
-    error = sqrt(row.rewards.variance / max(1, row.groups))
+    error = sqrt(row.rewards.variance / sqrt(max(1, row.rewards.count) * max(1, row.groups)))  # groups are partly alike
     deviation = max(noise(before) * (1 + FEW / len(before)), error, 1e-3 * (most - least))
     jump = recent[0] - before[-1]
     if (

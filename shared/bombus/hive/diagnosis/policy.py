@@ -9,6 +9,7 @@ from bombus.hive.events import DropReason
 
 LOST = 0.25  # of the mean reward, with turbulence: more than the ups and downs of a healthy run
 TURBULENCE = 2.0  # of gradient, clipping or KL, by which a high learning rate is told from harder tasks
+SHAKEN = 1.6  # the same for an entropy that falls, faster than its trend
 LR_LOW = 20.0  # times below the default: a factor of ten is within what schedules end at
 CLIPPED = 2.5  # times the bound of the gradient's norm: Adam does not feel a constant factor, but this is none
 CLIPPED_STEPS = 8
@@ -30,8 +31,10 @@ def lr_too_high(seen: Seen) -> RunFinding | None:
     both = {name: seen.metric(name) for name in names}
     rough = {name: ratio(*each) for name, each in both.items() if all(each) and change(*each) > CERTAIN}
     rough = {name: times for name, times in rough.items() if times >= TURBULENCE}
+    if all(both["entropy"]) and surprise(*both["entropy"]) < -CERTAIN and ratio(*both["entropy"]) < 1 / SHAKEN:
+        rough["entropy"] = ratio(*both["entropy"])
     fell = then - now > LOST * abs(then) and moved < -CERTAIN
-    if not rough or (not fell and (len(rough) < 2 or moved > 0)):
+    if not rough or (not fell and (len(rough) < 2 or rises(before, recent))):
         return None
     name, times = max(rough.items(), key=lambda item: item[1])
     return seen.found(
