@@ -41,7 +41,7 @@ def failures_rewarded(seen: Seen) -> RunFinding | None:
         FaultKind.FAILURES_REWARDED,
         f"{percent(failed / episodes)} of the episodes made no call, or their agent failed, and were ended with a "
         f"reward of {reward:.3g} on average",
-        "abort such episodes (abort_episode with infra, or raise InfraError) instead of ending them with a reward",
+        "abort such episodes (abort_episode, or raise InfraError) instead of ending them with a reward",
         lambda row: row.failed.count > FAILED * row.rewards.count,
     )
 
