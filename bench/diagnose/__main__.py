@@ -13,14 +13,14 @@ from bench.diagnose.baseline import THRESHOLDS, alarms
 from bench.diagnose.faults import FAULTS
 from bench.diagnose.recipes import RECIPES
 from bench.diagnose.simulation import Simulation
-from bombus.hive.diagnosis.diagnose import at_step, diagnose
-from bombus.hive.diagnosis.findings import FaultKind
-from bombus.hive.diagnosis.run import RunSeries
-from bombus.hive.diagnosis.statistics import median
+from bombus.replay.diagnosis.diagnose import at_step, diagnose
+from bombus.replay.diagnosis.findings import FaultKind
+from bombus.replay.diagnosis.statistics import median
+from bombus.replay.diagnosis.steps import RunSeries
 
 PAGE = Path(__file__).parents[2] / "docs/diagnose.md"
 MARK = "<!-- measured by `make diagnose-bench` -->\n"
-TUNING, PUBLISHED = 0, 2_000_000  # the first seeds; those from 1_000_000 on were published once
+TUNING, PUBLISHED = 0, 3_000_000  # the first seeds; those from 1_000_000 and from 2_000_000 on were published before
 RUNS, HEALTHY = 10, 120  # of each kind, and without a fault
 SOON = 10  # steps within which a fault is to be found
 ONSET = 10  # the earliest
@@ -64,7 +64,7 @@ def measure(first_seed: int, runs: int, healthy: int, only: list[str]) -> Measur
         run = Simulation(recipe, seed).play()
         measured.healthy += 1
         measured.alarmed_baseline += bool(alarms(run))
-        for finding in diagnose(run.steps, run.settings):
+        for finding in diagnose(run.steps, run.job):
             measured.kinds[finding.kind].wrong += 1
             measured.alarmed.append((recipe.name, seed, finding.kind, finding.step))
     for kind in FAULTS:
@@ -82,7 +82,7 @@ def _measure_fault(measured: Measured, kind: FaultKind, seed: int) -> None:
     run = Simulation(recipe, seed, fault, onset, strength).play()
     tally = measured.kinds[kind]
     tally.runs += 1
-    causes = diagnose(run.steps, run.settings)
+    causes = diagnose(run.steps, run.job)
     found_at = first_found(run, kind, onset)
     is_cause = any(finding.kind == kind for finding in causes) and found_at is not None
     tally.found += is_cause
@@ -101,7 +101,7 @@ def _measure_fault(measured: Measured, kind: FaultKind, seed: int) -> None:
 def first_found(run: RunSeries, kind: FaultKind, onset: int) -> int | None:
     """Return the first step from the onset on at which a kind is found."""
     ends = range(onset, len(run.steps) + 1)
-    return next((end for end in ends if any(each.kind == kind for each in at_step(run.steps, end, run.settings))), None)
+    return next((end for end in ends if any(each.kind == kind for each in at_step(run.steps, end, run.job))), None)
 
 
 # ---- the page -----------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ bounds of its checks in CI (docs/developer/debug.md). Where a page has words and
 
 from collections.abc import Callable, Sequence
 
-from bombus.hive.diagnosis.findings import FaultKind
-from bombus.hive.diagnosis.run import RunSeries, StepFigures
+from bombus.replay.diagnosis.findings import FaultKind
+from bombus.replay.diagnosis.steps import RunSeries, StepFigures
 
 Steps = Sequence[StepFigures]
 IN_A_ROW = 5
@@ -28,7 +28,7 @@ def loss_spikes(steps: Steps, run: RunSeries) -> bool:
 
 
 def reward_is_one_value(steps: Steps, run: RunSeries) -> bool:
-    return len(steps) >= IN_A_ROW and all(row.rewards.deviation < 0.05 for row in steps[-IN_A_ROW:])
+    return len(steps) >= IN_A_ROW and all(row.rewards.variance < 0.05**2 for row in steps[-IN_A_ROW:])
 
 
 def kl_jumps(steps: Steps, run: RunSeries) -> bool:
@@ -46,7 +46,7 @@ def entropy_near_zero(steps: Steps, run: RunSeries) -> bool:
 
 def gradient_at_its_bound(steps: Steps, run: RunSeries) -> bool:
     newest = _series(steps, "grad_norm")[-IN_A_ROW:]
-    return len(newest) == IN_A_ROW and min(newest) >= run.settings.grad_clip
+    return len(newest) == IN_A_ROW and min(newest) >= run.job.trainer.grad_clip
 
 
 def one_side_is_slower(steps: Steps, run: RunSeries) -> bool:

@@ -5,7 +5,7 @@ from math import exp
 
 from bench.diagnose.recipes import Recipe, StepPlan
 from bench.diagnose.simulation import Change
-from bombus.hive.diagnosis.findings import FaultKind
+from bombus.replay.diagnosis.findings import FaultKind
 
 
 def every(recipe: Recipe) -> bool:

@@ -5,12 +5,11 @@ from math import exp, log
 from random import Random
 
 from bench.diagnose.recipes import Recipe, StepPlan
-from bombus.commands.diagnose import settings_of
 from bombus.config.job import RunConfig
 from bombus.hive import events as ev
-from bombus.hive.diagnosis.answers import SampledAnswer
-from bombus.hive.diagnosis.run import SAMPLED_GROUPS, RunSeries
 from bombus.hive.events import AbortReason, DropReason, EpisodeType
+from bombus.replay.diagnosis.answers import SampledAnswer, figures_of
+from bombus.replay.diagnosis.steps import SAMPLED_GROUPS, RunSeries
 
 ENGINE, RUN = "main", 1
 SECOND = 1_000_000_000
@@ -23,12 +22,11 @@ CONSTANT = tuple(range(7001, 7031))
 Change = Callable[[StepPlan, int, float], None]  # a fault: changes the plan of a step, given its age and strength
 
 
-def job_of(recipe: Recipe) -> str:
-    """Return the recipe's job as canonical JSON."""
+def job_of(recipe: Recipe) -> RunConfig:
     trainer = {"loss_aggregation": "token", **recipe.trainer}
     collection = {"batch_size": recipe.groups, **recipe.collection}
     rollout = {"num_repeat": recipe.repeat}
-    return RunConfig.model_validate({"trainer": trainer, "collection": collection, "rollout": rollout}).to_json()
+    return RunConfig.model_validate({"trainer": trainer, "collection": collection, "rollout": rollout})
 
 
 class Simulation:
@@ -39,7 +37,7 @@ class Simulation:
     ) -> None:
         self.recipe = recipe
         self.chance = Random(f"{recipe.name} {seed}")
-        self.series = RunSeries(ENGINE, RUN, settings_of(job_of(recipe)))
+        self.series = RunSeries(ENGINE, RUN, job_of(recipe))
         self._fault, self._onset, self._strength = fault, onset, strength
         self._progress = 0.0
         self._seq = 0
@@ -95,7 +93,7 @@ class Simulation:
         )  # fmt: skip
         self._note(done)
         answers = [self._answer(plan, outcome) for group in groups[:SAMPLED_GROUPS] for outcome, _ in group]
-        self.series.note_answers(self.series.steps[-1], self._grouped(plan, answers))
+        self.series.steps[-1].answers = figures_of(self._grouped(plan, answers))
 
     # ---- episodes -------------------------------------------------------------------------------------------------
 
@@ -215,7 +213,7 @@ class Simulation:
         metrics = dict(plan.metrics)
         cut = self._binomial(len(members), min(1.0, metrics.pop("cut_share")))
         silent = sum(len({each.reward for each in group.episodes}) == 1 for group in groups)
-        rate = self.series.settings.lr * metrics.pop("lr_times", 1.0)
+        rate = self.series.job.trainer.lr * metrics.pop("lr_times", 1.0)
         if silent == len(groups) and self.recipe.repeat > 1:
             metrics.pop("grad_norm")
         return metrics | {

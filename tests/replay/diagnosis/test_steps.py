@@ -1,16 +1,20 @@
 """What is folded of a run's events, against numbers worked out by hand; and the figures of answers."""
 
+from random import Random
 from typing import Any
 
 import pytest
 
+from bombus.config.job import RunConfig
 from bombus.hive import events as ev
-from bombus.hive.diagnosis import run as series_module
-from bombus.hive.diagnosis.answers import PHRASE_TOKENS, SampledAnswer, figures_of
-from bombus.hive.diagnosis.run import JobSettings, RunSeries
-from bombus.hive.diagnosis.statistics import change, drift, noise, ratio, share_at_least, surprise
 from bombus.hive.events import AbortReason, DropReason, EpisodeType
+from bombus.hive.failures import FailureKind
 from bombus.hive.records import CallRef
+from bombus.replay.diagnosis import steps as series_module
+from bombus.replay.diagnosis.answers import PHRASE_TOKENS, SampledAnswer, figures_of
+from bombus.replay.diagnosis.diagnose import diagnose
+from bombus.replay.diagnosis.statistics import change, drift, noise, ratio, share_at_least, surprise
+from bombus.replay.diagnosis.steps import RunSeries
 
 SECOND = 1_000_000_000
 
@@ -45,7 +49,7 @@ def completed(step: int, **metrics: float) -> ev.StepCompleted:
 
 
 def folded(*events: ev.AnyEvent) -> RunSeries:
-    series = RunSeries("main", 1, JobSettings())
+    series = RunSeries("main", 1, RunConfig())
     for seq, event in enumerate(events, 1):
         series.note(seq, event)
     return series
@@ -84,18 +88,18 @@ def one_step() -> RunSeries:
 
 def test_a_step_has_the_figures_of_its_batch_and_of_what_ended_before_it() -> None:
     first, second = one_step().steps
-    assert (first.step, first.seq, first.groups, first.groups_silent, first.groups_of_one) == (1, 9, 2, 1, 0)
+    assert (first.step, first.seq, first.groups, first.silent.count, first.groups_of_one) == (1, 9, 2, 1, 0)
     assert (first.rewards.count, first.rewards.mean, first.lowest, first.highest) == (4, 0.375, 0.0, 1.0)
-    assert first.silent_rewards.mean == 0.25
-    assert (first.ended, first.aborted, first.dropped) == (4, {"infra": 1}, {"stale": 2})
-    assert (first.tokens.total, first.failed.count, first.failed.mean) == (45, 1, 0.25)
+    assert first.silent.mean == 0.25
+    assert (first.ended, first.aborted, first.stale) == (4, {"environment": 1}, 2)
+    assert (first.tokens.total, first.failed) == (45, 1)
     assert {name: (each.count, each.mean) for name, each in first.clients.items()} == {"x": (1, 0.5), "y": (1, 0.25)}
     assert set(first.data_sets) == {"", "set"}
-    assert first.parts()["reward/form"].mean == 1.0
+    assert first.metrics["reward/form"].mean == 1.0
     assert [first.lengths.correlation, first.verdicts.correlation] == pytest.approx([1.0, 1.0])
     assert (first.median_s, first.slowest_s, first.collecting_s, first.training_s) == (4.0, 6.0, 8.0, 5.0)
     assert first.trainer == {"entropy": 0.5}
-    assert [(each.task, each.call.seq) for each in first.sampled] == [("t1", 7)]
+    assert [(task, reward, call.seq) for task, reward, call in first.sampled] == [("t1", 1.0, 7)]
     assert (second.evaluated.count, second.evaluated_known, second.groups_of_one) == (1, 1, 1)
     assert second.tokens.count == 0, "an episode that ended before a compacted log has its reward alone"
 
@@ -136,9 +140,9 @@ def answer(task: str, reward: float, tokens: tuple[int, ...], prompt: tuple[int,
 def test_answers_that_repeat_are_counted_in_their_group_and_over_tasks() -> None:
     same, other = WORDS[:10], WORDS[10:20]
     found = figures_of([answer("a", 1, same), answer("a", 0, same), answer("a", 0, other), answer("b", 1, same)])
-    assert (found.count, found.tasks, found.duplicates, found.constant) == (4, 2, 0.5, 1.0)
+    assert (found.count, found.tasks, found.duplicates, found.constant) == (4, 2, 2, 2)
     short = figures_of([answer("a", 1, (1, 2)), answer("a", 0, (1, 2))])
-    assert short.duplicates == 0.0, "short answers are equal by chance"
+    assert short.duplicates == 0, "short answers are equal by chance"
     assert figures_of([]).count == 0
 
 
@@ -146,7 +150,7 @@ def test_a_best_answer_that_stands_in_its_prompt_is_leaked() -> None:
     text = WORDS[:12]
     group = [answer("a", 1, text, (1, *text, 2)), answer("a", 1, text, (1, 2)), answer("a", 0, WORDS[:9], WORDS)]
     found = figures_of(group)
-    assert (found.best, found.leaked) == (2, 0.5)
+    assert (found.best, found.leaked) == (2, 1)
 
 
 def test_a_phrase_has_its_shares_among_better_and_worse_answers() -> None:
@@ -155,3 +159,77 @@ def test_a_phrase_has_its_shares_among_better_and_worse_answers() -> None:
     every += [answer(task, 0, WORDS[at : at + 9]) for at, task in enumerate("ab")]
     found = figures_of(every)
     assert found.phrases[hash(phrase)] == (0.5, 1.0, 0.0)
+
+
+def test_a_batch_of_rollout_groups_has_the_figures_of_the_trainer() -> None:
+    (row,) = folded(
+        ev.BatchReady(engine="main", run=1, step=1, groups=(), config_digest="", taken=(1, 2, 3)),
+        completed(1, groups=3.0, groups_without_signal=2.0, episodes=12.0, reward_mean=0.25, reward_std=0.5),
+    ).steps
+    assert (row.groups, row.silent.count, row.silent.mean) == (3, 2, 0.25)
+    assert (row.rewards.count, row.rewards.mean, row.rewards.variance) == (12, 0.25, 0.25)
+
+
+def test_metrics_that_are_not_finite_do_not_count() -> None:
+    (row,) = folded(batch(1, ("t", {"a": 1.0})), completed(1, entropy=float("nan"), lr=1e-6)).steps
+    assert row.trainer == {"lr": 1e-6}
+
+
+def test_rewards_of_calls_give_a_group_its_signal_and_a_budget_that_is_used_up_truncates() -> None:
+    calls = tuple(ev.NotedCall(name, CallRef(1, "c", b""), 5, 5, 0, 0) for name in "aabb")
+    ends = (
+        outcome("a", "t", 0.5, call_rewards=(1.0, 0.0), failure=FailureKind.TURNS),
+        outcome("b", "t", 0.5, call_rewards=(0.0, 1.0)),
+    )
+    (row,) = folded(
+        ev.EpisodeClaimed(engine="main", run=1, claim="c", client="x", episodes=("a", "b"), version=0),
+        ev.CallsNoted(engine="main", run=1, calls=calls),
+        ev.EpisodeEnded(engine="main", run=1, client="x", outcomes=ends),
+        batch(1, ("t", {"a": 0.5, "b": 0.5})),
+        completed(1),
+    ).steps
+    assert (row.silent.count, row.truncated) == (0, 1)
+
+
+def any_event(chance: Random) -> ev.AnyEvent:
+    """Return an event of an engine that has few episodes and tasks, which need not fit to those before it."""
+
+    def name() -> str:
+        return chance.choice("abcdef")
+
+    reward, at_ns = chance.choice((0.0, 1.0, -1e9, 1e9, 0.5)), chance.randrange(100) * SECOND
+    match chance.randrange(8):
+        case 0:
+            return ev.EpisodeClaimed(
+                engine="main", at_ns=at_ns, run=1, claim="c", client="x", episodes=(name(), name()), version=0
+            )
+        case 1:
+            return ev.CallsNoted(engine="main", run=1, calls=(ev.NotedCall(name(), CallRef(1, "c", b""), 5, 5, 0, 0),))
+        case 2:
+            kind = chance.choice(list(EpisodeType))
+            ends = (outcome(name(), name(), reward, chance.randrange(99), log_metrics={"reward/a": reward}),)
+            return ev.EpisodeEnded(engine="main", at_ns=at_ns, run=1, client=name(), type=kind, outcomes=ends)
+        case 3:
+            return ev.EpisodeAborted(engine="main", run=1, episodes=(name(),), reason=chance.choice(list(AbortReason)))
+        case 4:
+            return ev.GroupDropped(
+                engine="main", run=1, reason=chance.choice(list(DropReason)), tasks=(), episodes=(name(),)
+            )
+        case 5:
+            return ev.RollingStarted(engine="main", at_ns=at_ns, run=1, version=0)
+        case 6:
+            groups = [
+                (name(), dict.fromkeys(chance.choices("abcdef", k=chance.randrange(4)), reward)) for _ in range(3)
+            ]
+            return batch(chance.randrange(3), *groups)
+    return completed(chance.randrange(3), entropy=reward, kl_sampler=reward, groups=reward, episodes=reward)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_order_of_events_raises(seed: int) -> None:
+    chance = Random(seed)
+    series = RunSeries("main", 1, RunConfig())
+    for seq in range(600):
+        series.note(seq, any_event(chance))
+    assert series.steps
+    diagnose(series.steps, series.job)

@@ -1,5 +1,6 @@
 """Each rule with a planted fault, and with a healthy run next to it that it must not mistake for one."""
 
+from collections import Counter
 from collections.abc import Sequence
 from math import inf, nan
 from random import Random
@@ -7,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from bombus.hive.diagnosis.answers import AnswerFigures
-from bombus.hive.diagnosis.diagnose import EXPLAINS, at_step, diagnose, explained
-from bombus.hive.diagnosis.findings import FaultKind, RunFinding
-from bombus.hive.diagnosis.run import JobSettings, StepFigures
-from bombus.hive.diagnosis.statistics import Moments, Spread
-from tests.hive.diagnosis.rows import FAULTY, STEPS, correlated, row, run_of, spread
+from bombus.config.job import RunConfig
+from bombus.replay.diagnosis.answers import AnswerFigures
+from bombus.replay.diagnosis.diagnose import EXPLAINS, at_step, diagnose, explained
+from bombus.replay.diagnosis.findings import FaultKind, RunFinding
+from bombus.replay.diagnosis.statistics import Moments, Spread
+from bombus.replay.diagnosis.steps import StepFigures
+from tests.replay.diagnosis.rows import FAULTY, STEPS, correlated, row, run_of, spread
 
-JOB = JobSettings(kl_coef=0.01)
+JOB = RunConfig.model_validate({"trainer": {"kl_coef": 0.01, "lr": 1e-6}})
 Fields = dict[str, Any]
 
 
@@ -29,13 +31,13 @@ def answers(**changes: Any) -> Fields:
 
 # By kind: what the newest steps have, what a healthy neighbour has there, and what the steps before have in both.
 CASES: dict[FaultKind, tuple[Fields, Fields, Fields]] = {
-    FaultKind.TOO_HARD: ({"groups_silent": 15, "silent_rewards": spread(0, 0, 15)}, {"groups_silent": 9}, {}),
-    FaultKind.TOO_EASY: ({"groups_silent": 15, "silent_rewards": spread(1, 0, 15)}, {"groups_silent": 9}, {}),
+    FaultKind.TOO_HARD: ({"silent": spread(0, 0, 15)}, {"silent": spread(0, 0, 9)}, {}),
+    FaultKind.TOO_EASY: ({"silent": spread(1, 0, 15)}, {"silent": spread(1, 0, 9)}, {}),
     FaultKind.GROUPS_OF_ONE: ({"groups_of_one": 12}, {"groups_of_one": 3}, {}),
     FaultKind.REWARD_OUT_OF_RANGE: ({"highest": 50.0}, {"highest": 3.0}, {}),
     FaultKind.REWARD_INVERTED: ({"verdicts": correlated(-0.9)}, {"verdicts": correlated(0.1)}, {}),
-    FaultKind.FAILURES_REWARDED: ({"failed": spread(0, 0, 20)}, {"failed": spread(0, 0, 1)}, {}),
-    FaultKind.EPISODES_ABORTED: ({"aborted": {"infra": 90}}, {"aborted": {"infra": 8, "engine_stopped": 90}}, {}),
+    FaultKind.FAILURES_REWARDED: ({"failed": 20}, {"failed": 1}, {}),
+    FaultKind.EPISODES_ABORTED: ({"aborted": Counter(sandbox=90)}, {"aborted": Counter(sandbox=8)}, {}),
     FaultKind.CLIENT_FAILS: (
         {"clients": {"a": spread(0.02, 0.05, 8), "b": spread(0.5, 0.3, 8)}},
         {"clients": {"a": spread(0.02, 0.05, 8), "b": spread(0.05, 0.3, 8)}},  # both: the tasks are harder
@@ -62,14 +64,14 @@ CASES: dict[FaultKind, tuple[Fields, Fields, Fields]] = {
     FaultKind.NOT_FINITE: ({"updates_left_out": 1.0}, {"updates_left_out": 0.0}, {}),
     FaultKind.GRADIENT_CLIPPED: ({"grad_norm": 9.0}, {"grad_norm": 1.2}, {"grad_norm": 9.0}),
     FaultKind.KL_RUNAWAY: ({"kl_reference": 0.5}, {"kl_reference": 0.02}, {}),
-    FaultKind.ENTROPY_COLLAPSE: ({"entropy": 0.05}, {"entropy": 0.05, "rewards": spread(0.9)}, {}),
+    FaultKind.ENTROPY_COLLAPSE: ({"entropy": 0.05}, {"entropy": 0.05, "successes": spread(0.9)}, {}),
     FaultKind.ENTROPY_RISES: ({"entropy": 1.5}, {"entropy": 0.6}, {}),
     FaultKind.SAMPLER_MISMATCH: ({"kl_sampler": 0.05}, {"kl_sampler": 0.005}, {}),
-    FaultKind.STALE: ({"dropped": {"stale": 40}}, {"dropped": {"no_signal": 40}}, {}),
+    FaultKind.STALE: ({"stale": 40}, {"stale": 4}, {}),
     FaultKind.FOLLOWS_LENGTH: (
         {"lengths": correlated(0.7), "tokens": spread(700, 100)}, {"lengths": correlated(0.7)}, {},
     ),
-    FaultKind.ANSWERS_GROW: ({"tokens": spread(900, 100)}, {"tokens": spread(900, 100), "rewards": spread(0.9)}, {}),
+    FaultKind.ANSWERS_GROW: ({"tokens": spread(900, 100)}, {"tokens": spread(900, 100), "successes": spread(0.9)}, {}),
     FaultKind.ANSWERS_SHRINK: ({"tokens": spread(60, 20)}, {"tokens": spread(60, 20), "successes": spread(0.9)}, {}),
     FaultKind.ONE_PART_RISES: (
         metrics(reward_form=spread(0.95), reward_answer=spread(0.5)),
@@ -83,9 +85,9 @@ CASES: dict[FaultKind, tuple[Fields, Fields, Fields]] = {
         {"evaluated": spread(0.5, 0.5, 100)},
     ),
     FaultKind.REWARD_JUMPS: ({"rewards": spread(0.95, 0.2)}, {"rewards": spread(0.56)}, {}),
-    FaultKind.DUPLICATE_ANSWERS: (answers(duplicates=0.95), answers(duplicates=0.3), {}),
-    FaultKind.CONSTANT_ANSWER: (answers(constant=1.0, constant_text=7), answers(constant=0.5, constant_text=7), {}),
-    FaultKind.LEAKED_ANSWER: (answers(leaked=0.9), answers(leaked=0.9), {}),
+    FaultKind.DUPLICATE_ANSWERS: (answers(duplicates=30), answers(duplicates=10), {}),
+    FaultKind.CONSTANT_ANSWER: (answers(constant=4), answers(constant=2), {}),
+    FaultKind.LEAKED_ANSWER: (answers(leaked=11), answers(leaked=11), {}),
     FaultKind.REWARDED_PHRASE: (
         answers(phrases={7: (0.5, 0.9, 0.1)}) | {"rewards": spread(0.6)}, answers(phrases={7: (0.5, 0.5, 0.5)}), {},
     ),
@@ -95,7 +97,11 @@ CASES: dict[FaultKind, tuple[Fields, Fields, Fields]] = {
 }  # fmt: skip
 
 
-def kinds_of(steps: list[StepFigures], job: JobSettings = JOB) -> set[FaultKind]:
+def trainer(**settings: Any) -> RunConfig:
+    return RunConfig.model_validate({"trainer": {"lr": 1e-6} | settings})
+
+
+def kinds_of(steps: list[StepFigures], job: RunConfig = JOB) -> set[FaultKind]:
     return {finding.kind for finding in at_step(steps, len(steps), job)}
 
 
@@ -124,24 +130,25 @@ def test_a_fault_is_found_and_its_healthy_neighbour_is_not(kind: FaultKind) -> N
 
 def test_what_a_job_does_on_purpose_is_no_fault() -> None:
     alone = run_of({"groups_of_one": 16}, {"groups_of_one": 16})
-    assert FaultKind.GROUPS_OF_ONE not in kinds_of(alone, JobSettings(compares_over_batch=True))
+    assert FaultKind.GROUPS_OF_ONE not in kinds_of(alone, trainer(adv_estimator="reinforce_plus_plus"))
     summed = run_of({"grad_norm": 900.0}, {"grad_norm": 900.0})
-    assert FaultKind.GRADIENT_CLIPPED not in kinds_of(summed, JobSettings(sums_gradients=True))
+    assert FaultKind.GRADIENT_CLIPPED not in kinds_of(summed, trainer(loss_aggregation="token_sum"))
     warm = run_of({"lr": 1e-9}, {"lr": 1e-9})
-    assert FaultKind.LR_TOO_LOW not in kinds_of(warm, JobSettings(warmup_steps=STEPS))
+    assert FaultKind.LR_TOO_LOW not in kinds_of(warm, trainer(warmup_steps=STEPS))
     stale = run_of({"kl_sampler": 0.02, "staleness_mean": 1.0}, {"staleness_mean": 1.0})
     assert FaultKind.SAMPLER_MISMATCH not in kinds_of(stale)
 
 
 def test_a_cause_is_told_from_its_consequences_and_from_what_began_long_before() -> None:
     def finding(kind: FaultKind, step: int) -> RunFinding:
-        return RunFinding(kind=kind, figure="", advice="", step=step, seq=step)
+        return RunFinding(kind=kind, figure="", advice="", step=step, seq=step, until=step + 5)
 
     cause, effect = finding(FaultKind.FAILURES_REWARDED, 20), finding(FaultKind.TOO_HARD, 22)
     (shown,) = explained([effect, cause])
     assert (shown.kind, shown.consequences) == (FaultKind.FAILURES_REWARDED, (effect,))
-    before = finding(FaultKind.TOO_HARD, 3)
+    before, after = finding(FaultKind.TOO_HARD, 3), finding(FaultKind.TOO_HARD, 60)
     assert [each.kind for each in explained([cause, before])] == [FaultKind.TOO_HARD, FaultKind.FAILURES_REWARDED]
+    assert [each.kind for each in explained([cause, after])] == [FaultKind.FAILURES_REWARDED, FaultKind.TOO_HARD]
 
 
 def test_no_two_kinds_explain_each_other() -> None:
@@ -174,7 +181,7 @@ def any_step(chance: Random) -> StepFigures:
         return chance.choice((0, 1, chance.randrange(200)))
 
     def some() -> Spread:
-        return Spread(count(), number(), number())
+        return Spread(number(), count(), number())
 
     def named(names: Sequence[str]) -> dict[str, Spread]:
         return {name: some() for name in names if chance.random() < 0.6}
@@ -183,18 +190,19 @@ def any_step(chance: Random) -> StepFigures:
         return Moments(count(), abs(number()), number(), abs(number()))
 
     read = AnswerFigures(
-        count=count(), tasks=count(), duplicates=number(), constant=number(), best=count(), leaked=number(),
+        count=count(), tasks=count(), duplicates=count(), constant=count(), best=count(), leaked=count(),
         phrases={count(): (number(), number(), number())},
     )  # fmt: skip
     return StepFigures(
         step=count(), rewards=some(), lowest=number(), highest=number(), groups=count(), groups_of_one=count(),
-        groups_silent=count(), silent_rewards=some(), lengths=pairs(), verdicts=pairs(), tokens=some(),
+        silent=some(), lengths=pairs(), verdicts=pairs(), tokens=some(),
         successes=some(),
-        clients=named("ab"), data_sets=named("ab"), metrics=named(METRICS), failed=some(), ended=count(),
-        aborted={chance.choice(("infra", "idle", "not known")): count()}, dropped={"stale": count()}, evaluated=some(),
+        clients=named("ab"), data_sets=named("ab"), metrics=named(METRICS), failed=count(),
+        truncated=count(), ended=count(),
+        aborted=Counter({chance.choice(("", "sandbox", "client")): count()}), stale=count(), evaluated=some(),
         evaluated_known=count(), median_s=number(), slowest_s=number(), collecting_s=number(), training_s=number(),
         trainer={name: number() for name in TRAINER if chance.random() < 0.7},
-        answers=read if chance.random() < 0.7 else None,
+        answers=read if chance.random() < 0.7 else AnswerFigures(),
     )  # fmt: skip
 
 

@@ -1,10 +1,14 @@
 """The statistics by which rules decide, all over a few numbers: one for each step, or counts of episodes."""
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from math import inf, sqrt
+from typing import TypeVar
 
 import msgspec
+
+from bombus.hive.rollouts import MetricSum
 
 # A change is certain beyond so many standard errors. About 40 rules look at each step: with normal noise, 3.4e-6 for
 # each makes one false alarm in 7,000 steps. Noise is estimated from a few steps, so its tails are heavier, and every
@@ -12,39 +16,23 @@ import msgspec
 CERTAIN = 4.5
 VISIBLE = 2.0  # the same for a rise that speaks against a fault
 FEW = 3.0  # steps
-# Where the noise is that of episodes, which their number tells, and the change is large: 2.3e-4.
+# If the noise is that of episodes, which their number tells, and the change is large: 2.3e-4.
 EPISODES_CERTAIN = 3.5
 SHARE_CERTAIN = 3.0  # for shares: their bound is that of the binomial distribution, and needs no estimate of the noise
 
 
-class Spread(msgspec.Struct, array_like=True):
-    """The count, the sum and the sum of squares of numbers."""
+class Spread(MetricSum, array_like=True):
+    """The sum, the count and the sum of squares of numbers."""
 
-    count: int = 0
-    total: float = 0.0
     squares: float = 0.0
 
     def add(self, value: float) -> None:
-        self.count += 1
-        self.total += value
+        super().add(value)
         self.squares += value * value
-
-    def include(self, other: "Spread") -> None:
-        self.count += other.count
-        self.total += other.total
-        self.squares += other.squares
-
-    @property
-    def mean(self) -> float:
-        return self.total / self.count if self.count else 0.0
 
     @property
     def variance(self) -> float:
         return max(0.0, self.squares / self.count - self.mean * self.mean) if self.count else 0.0
-
-    @property
-    def deviation(self) -> float:
-        return sqrt(self.variance)
 
 
 class Moments(msgspec.Struct, array_like=True):
@@ -66,12 +54,6 @@ class Moments(msgspec.Struct, array_like=True):
             self.yy += yy
             self.xy += sum((x - x_mean) * (y - y_mean) for x, y in pairs)
 
-    def include(self, other: "Moments") -> None:
-        self.degrees += other.degrees
-        self.xx += other.xx
-        self.xy += other.xy
-        self.yy += other.yy
-
     @property
     def correlation(self) -> float:
         scale = sqrt(self.xx * self.yy)
@@ -83,22 +65,25 @@ class Moments(msgspec.Struct, array_like=True):
         return self.correlation * sqrt(self.degrees)
 
 
+SumsT = TypeVar("SumsT", Spread, Moments)
+
+
+def total(parts: Iterable[SumsT], of: type[SumsT]) -> SumsT:
+    """Add up sums, field by field."""
+    return of(*map(sum, zip(*map(msgspec.structs.astuple, parts), strict=True)))
+
+
 def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
 def median(values: Sequence[float]) -> float:
     """Return the median, 0 of no values."""
-    ordered, middle = sorted(values), len(values) // 2
-    if not ordered:
-        return 0.0
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+    return statistics.median(values) if values else 0.0
 
 
 def noise(values: Sequence[float]) -> float:
     """Return the standard deviation around a slow trend, from the differences of neighbours (von Neumann 1941)."""
-    if len(values) < 2:
-        return 0.0
     return sqrt(mean([(b - a) * (b - a) for a, b in pairwise(values)]) / 2)
 
 

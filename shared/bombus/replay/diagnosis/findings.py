@@ -5,14 +5,15 @@ from enum import StrEnum
 
 import msgspec
 
-from bombus.hive.diagnosis.run import JobSettings, StepFigures
-from bombus.hive.diagnosis.statistics import mean
+from bombus.config.job import RunConfig
+from bombus.replay.diagnosis.statistics import rises
+from bombus.replay.diagnosis.steps import StepFigures
 
-WINDOW = (
-    5  # the newest steps, which are compared with those before; half of the ten within which a fault is to be found
-)
+WINDOW = 5  # the newest steps, which are compared with those before: half of the ten within which to find a fault
 BEFORE = 20  # steps before the window that it is compared with
 BEFORE_MIN = 8  # with fewer, rules about changes find nothing
+
+Value = Callable[[StepFigures], float | None]
 
 
 class FaultKind(StrEnum):
@@ -54,6 +55,10 @@ class FaultKind(StrEnum):
     SAMPLER_WAITS = "sampler_waits"
     STRAGGLERS = "stragglers"
 
+    @property
+    def in_words(self) -> str:
+        return self.replace("_", " ")
+
 
 class RunFinding(msgspec.Struct, frozen=True, kw_only=True):
     """Something wrong with the learning: a `figure` in words, where it began and was last seen, and what to try.
@@ -71,11 +76,11 @@ class RunFinding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """What a rule looks at: the newest steps and those before them, oldest first, and the job's settings."""
+    """What a rule looks at: the newest steps and those before them, oldest first, and the job."""
 
     before: Sequence[StepFigures]
     recent: Sequence[StepFigures]
-    settings: JobSettings
+    job: RunConfig
 
     @property
     def comparable(self) -> bool:
@@ -86,30 +91,33 @@ class Seen(msgspec.Struct, frozen=True):
     def rows(self) -> list[StepFigures]:
         return [*self.before, *self.recent]
 
-    def metric(self, name: str) -> tuple[list[float], list[float]]:
-        """Return a metric of the trainer before and recently, of the steps that have it."""
-        return self.means(lambda row: row.trainer.get(name))
+    @property
+    def better(self) -> bool:
+        """Return whether the model has visibly become better: more successes or, if none are reported, reward."""
+        successes = self.both(success_of)
+        return rises(*(successes if all(successes) else self.both(reward_of)))
 
-    def means(self, of: Callable[[StepFigures], float | None]) -> tuple[list[float], list[float]]:
+    def both(self, of: Value) -> tuple[list[float], list[float]]:
         """Return a figure before and recently, of the steps that have it."""
         before = [value for row in self.before if (value := of(row)) is not None]
         return before, [value for row in self.recent if (value := of(row)) is not None]
 
+    def newest(self, name: str, count: int) -> list[float]:
+        """Return the trainer's metric of the newest steps, none if fewer than `count` steps have it."""
+        values = [row.trainer[name] for row in self.rows if name in row.trainer]
+        return values[-count:] if len(values) >= count else []
+
     def found(
-        self, kind: FaultKind, figure: str, advice: str, shows: Callable[[StepFigures], bool] | None = None
+        self, kind: FaultKind, figure: str, advice: str, shows: Callable[[StepFigures], bool | None] | None = None
     ) -> RunFinding:
-        """Return a finding, which began at the oldest of the newest steps that all show it."""
-        rows = self.rows if shows is not None else list(self.recent)
-        start = len(rows) - 1
-        while start > 0 and (shows is None or shows(rows[start - 1])):
-            start -= 1
-        return RunFinding(kind=kind, figure=figure, advice=advice, step=rows[start].step, seq=rows[start].seq)
-
-
-def reward_bounds(rows: Sequence[StepFigures]) -> tuple[float, float]:
-    """Return the lowest and the highest reward of some steps, 0 for steps without groups."""
-    known = [row for row in rows if row.groups]
-    return min((row.lowest for row in known), default=0.0), max((row.highest for row in known), default=0.0)
+        """Return a finding, which began at the oldest of the newest steps that all show it, or do not say (None)."""
+        start = self.recent[-1]
+        for row in reversed(self.recent if shows is None else self.rows):
+            shown = True if shows is None else shows(row)
+            if shown is False:
+                break
+            start = row if shown else start
+        return RunFinding(kind=kind, figure=figure, advice=advice, step=start.step, seq=start.seq)
 
 
 Rule = Callable[[Seen], RunFinding | None]
@@ -127,14 +135,15 @@ def success_of(row: StepFigures) -> float | None:
     return row.successes.mean if row.successes.count else None
 
 
-def metric_of(name: str) -> Callable[[StepFigures], float | None]:
+def metric_of(name: str) -> Value:
     """Return the function that gives the mean of a metric that episodes report."""
     return lambda row: row.metrics[name].mean if name in row.metrics else None
 
 
-def percent(share: float) -> str:
-    return f"{100 * share:.0f} %" if share >= 0.01 or share == 0 else f"{100 * share:.2f} %"
+def trainer_metric(name: str) -> Value:
+    return lambda row: row.trainer.get(name)
 
 
-def average(rows: Sequence[StepFigures], of: Callable[[StepFigures], float | None]) -> float:
-    return mean([value for row in rows if (value := of(row)) is not None])
+def reward_bounds(rows: Sequence[StepFigures]) -> tuple[float, float]:
+    """Return the lowest and the highest reward of some steps."""
+    return min((row.lowest for row in rows), default=0.0), max((row.highest for row in rows), default=0.0)

@@ -1,0 +1,96 @@
+"""Faults that are a change of one figure: the newest steps against those before."""
+
+import msgspec
+
+from bombus.replay.diagnosis.findings import FaultKind, RunFinding, Seen, Value, tokens_of, trainer_metric
+from bombus.replay.diagnosis.statistics import CERTAIN, change, median, ratio, surprise
+from bombus.replay.diagnosis.steps import StepFigures
+
+WORTH_S = 1.0  # shorter waits matter to nobody
+
+
+class ChangeRule(msgspec.Struct, frozen=True):
+    """Finds a figure that has become `times` what it was, or less than that if `times` is below 1.
+
+    Its median must be at least `level`, and no step below half of that. `is_bought`: it is no fault if the model has
+    become better. `may_drift`: nor if it follows its trend.
+
+    The texts can name `before` and `recent` (medians), `newest` (the step) and `job`.
+    """
+
+    kind: FaultKind
+    of: Value
+    times: float
+    figure: str
+    advice: str
+    level: float = 0.0
+    is_bought: bool = False
+    may_drift: bool = False
+
+    def __call__(self, seen: Seen) -> RunFinding | None:
+        before, recent = seen.both(self.of)
+        if not seen.comparable or not before or len(recent) < len(seen.recent):
+            return None
+        sign, grown = 1 if self.times > 1 else -1, ratio(before, recent)
+        errors = (surprise if self.may_drift else change)(before, recent)
+        moved = sign * grown >= sign * self.times and sign * errors >= CERTAIN
+        if not moved or median(recent) < self.level or min(recent) < self.level / 2 or (self.is_bought and seen.better):
+            return None
+        limit = median(before) * (1 + self.times) / 2
+        words = {"before": median(before), "recent": median(recent), "job": seen.job}
+        figure, advice = (text.format(**words, newest=seen.recent[-1]) for text in (self.figure, self.advice))
+
+        def shows(row: StepFigures) -> bool | None:
+            value = self.of(row)
+            return None if value is None else sign * value > sign * limit
+
+        return seen.found(self.kind, figure, advice, shows)
+
+
+def _times_longer(one_s: float, other_s: float) -> float:
+    """Return how many times as long one side takes as the other, 1 if that is too short to matter."""
+    return one_s / max(other_s, 1e-3) if max(one_s, other_s) >= WORTH_S else 1.0
+
+
+def _straggling(row: StepFigures) -> float:
+    """Return how many times as long the slowest episode takes as half of them, 1 if the batch does not wait for it."""
+    return row.slowest_s / row.median_s if row.median_s > 0 and 2 * row.slowest_s > row.collecting_s else 1.0
+
+
+_ENTROPY = "the entropy went from {before:.2g} to {recent:.2g}, and the model did not become better"
+_LENGTH = "answers went from {before:.0f} to {recent:.0f} tokens, and the model did not become better"
+_TIMES = "a batch is collected in {newest.collecting_s:.1f} s and trained in {newest.training_s:.1f} s: the "
+# A side that takes ten times as long as the other leaves the other's machine idle for 90 % of the time. A job may be
+# lopsided from its start, which its owner knows.
+RULES = (
+    ChangeRule(FaultKind.ENTROPY_COLLAPSE, trainer_metric("entropy"), 0.35, _ENTROPY,
+        "set trainer.clip_high to 0.28, or trainer.entropy_coef to 0.001; keep the temperature at 1",
+        is_bought=True, may_drift=True),
+    ChangeRule(FaultKind.ENTROPY_RISES, trainer_metric("entropy"), 1.5, _ENTROPY,
+        "set trainer.entropy_coef (now {job.trainer.entropy_coef:g}) to 0, or trainer.lr (now {job.trainer.lr:.2g}) to "
+        "a third, and read an episode: the policy drifts towards noise", is_bought=True),
+    # Per token, this leaves the reference behind; healthy runs stay below for hundreds of steps.
+    ChangeRule(FaultKind.KL_RUNAWAY, trainer_metric("kl_reference"), 3.0,
+        "the KL to the reference is {recent:.2g} for each token, {before:.2g} before",
+        "set trainer.kl_coef (now {job.trainer.kl_coef:g}) to 0.01 or five times its value, or lower trainer.lr",
+        level=0.1),
+    ChangeRule(FaultKind.ANSWERS_GROW, tokens_of, 1.7, _LENGTH,
+        "set trainer.overlong to penalty with an overlong_buffer, or trainer.loss_aggregation to token",
+        is_bought=True),
+    ChangeRule(FaultKind.ANSWERS_SHRINK, tokens_of, 0.4, _LENGTH,
+        "read the best episodes (`bombus replay episodes --sort reward --reverse`): giving up early may pay",
+        is_bought=True),
+    ChangeRule(FaultKind.TRAINER_WAITS, lambda row: _times_longer(row.collecting_s, row.training_s), 3.0,
+        f"{_TIMES}trainer waits",
+        "add replicas or clients, or raise collection.max_staleness (now {job.collection.max_staleness}) by 1",
+        level=10.0),
+    ChangeRule(FaultKind.SAMPLER_WAITS, lambda row: _times_longer(row.training_s, row.collecting_s), 3.0,
+        f"{_TIMES}replicas wait",
+        "look at seconds_forward_backward and seconds_read; add trainer.processes, or raise max_tokens_per_bin",
+        level=10.0),
+    # The largest of 250 with a deviation of a half (log) is four times the median.
+    ChangeRule(FaultKind.STRAGGLERS, _straggling, 2.0,
+        "the slowest episode of a batch takes {newest.slowest_s:.1f} s, {recent:.0f} times as long as half of them",
+        "limit the time of episodes in the environment, or set collection.max_staleness to 1, so others go on",
+        level=8.0),
+)  # fmt: skip

@@ -1,0 +1,119 @@
+"""Faults of the optimizer and the policy: whether it moves too much, too little, or away from the sampler."""
+
+from bombus.config.algorithms import Aggregation
+from bombus.config.trainer import FULL_LR, LORA_LR
+from bombus.replay.diagnosis.findings import WINDOW, FaultKind, RunFinding, Seen, reward_of, trainer_metric
+from bombus.replay.diagnosis.statistics import CERTAIN, change, mean, median, ratio, surprise
+from bombus.replay.diagnosis.steps import StepFigures
+
+LOST = 0.25  # of the mean reward, with turbulence: more than the ups and downs of a healthy run
+TURBULENCE = 2.0  # of gradient, clipping or entropy, by which a high learning rate is told from harder tasks
+SHAKEN = 1.6  # the same for an entropy that falls, faster than its trend
+LR_LOW = 20.0  # times below the default: a factor of ten is within what schedules end at
+CLIPPED = 2.5  # times the bound of the gradient's norm: Adam does not feel a constant factor, but this is none
+LASTING = 8  # steps
+MISMATCH = 0.01  # of kl_sampler, if sampler and policy have one version (docs/reward.md)
+MISMATCH_STALE, MISMATCH_GROWN = 0.05, 3.0  # if samples are older than the policy: also so many times that before
+CAPPED = 0.1  # of the weights, which reach their bound
+
+
+def lr_too_high(seen: Seen) -> RunFinding | None:
+    before, recent = seen.both(reward_of)
+    if not seen.comparable or not before or not recent:
+        return None
+    then, now = mean(before), mean(recent)
+    both = {name: seen.both(trainer_metric(name)) for name in ("grad_norm", "clip_fraction", "entropy")}
+    rough = {name: ratio(*each) for name, each in both.items() if all(each) and change(*each) > CERTAIN}
+    rough = {name: times for name, times in rough.items() if times >= TURBULENCE}
+    if all(both["entropy"]) and surprise(*both["entropy"]) < -CERTAIN and ratio(*both["entropy"]) < 1 / SHAKEN:
+        rough["entropy"] = ratio(*both["entropy"])
+    fell = then - now > LOST * abs(then) and change(before, recent) < -CERTAIN
+    if not rough or (not fell and (len(rough) < 2 or seen.better)):
+        return None
+    name, times = max(rough.items(), key=lambda item: item[1])
+    return seen.found(
+        FaultKind.LR_TOO_HIGH,
+        f"the mean reward went from {then:.3g} to {now:.3g}, and {name} to {min(times, 1e6):.3g} times its value",
+        f"go back to the checkpoint before, and set trainer.lr to {seen.job.trainer.lr / 3:.2g}",
+    )
+
+
+def lr_too_low(seen: Seen) -> RunFinding | None:
+    trainer = seen.job.trainer
+    usual = LORA_LR if trainer.lora_rank else FULL_LR
+    limit = max(usual / LR_LOW, trainer.lr / LR_LOW**2)
+    rates = seen.newest("lr", LASTING)
+    warm = seen.recent[-1].step >= trainer.warmup_steps + LASTING
+    if not rates or not warm or max(rates) > limit or seen.better:
+        return None
+    return seen.found(
+        FaultKind.LR_TOO_LOW,
+        f"the learning rate is {rates[-1]:.2g}, the usual one {usual:.2g}; the model does not become better",
+        f"set trainer.lr to {usual:.2g}, or look at lr_schedule, total_steps and min_lr_ratio",
+        lambda row: row.trainer["lr"] <= limit if "lr" in row.trainer else None,
+    )
+
+
+def _lost_update(row: StepFigures) -> bool:
+    return row.trainer.get("updates_left_out", 0.0) > 0
+
+
+def not_finite(seen: Seen) -> RunFinding | None:
+    lost = [row.trainer["updates_left_out"] for row in seen.recent if _lost_update(row)]
+    if len(lost) < 2:  # one such update can be an accident of low precision
+        return None
+    return seen.found(
+        FaultKind.NOT_FINITE,
+        f"{sum(lost):.0f} updates in {len(lost)} of {len(seen.recent)} steps had a loss or gradient that is not "
+        "finite, and were left out",
+        f"set trainer.lr to {seen.job.trainer.lr / 3:.2g}; if it stays, compute in float32 (model.dtype)",
+        _lost_update,
+    )
+
+
+def gradient_clipped(seen: Seen) -> RunFinding | None:
+    trainer, norms = seen.job.trainer, seen.newest("grad_norm", LASTING)
+    limit = CLIPPED * trainer.grad_clip
+    if trainer.loss_aggregation in (Aggregation.EPISODE_SUM, Aggregation.TOKEN_SUM) or not norms or min(norms) < limit:
+        return None
+    return seen.found(
+        FaultKind.GRADIENT_CLIPPED,
+        f"grad_norm was between {min(norms):.3g} and {max(norms):.3g} for {len(norms)} steps, and is clipped at "
+        f"{trainer.grad_clip:.3g}",
+        f"set trainer.grad_clip to {2 * median(norms):.2g}, or look for what makes gradients so large: very few "
+        "trained tokens, or rewards on a large scale",
+        lambda row: row.trainer["grad_norm"] >= limit if "grad_norm" in row.trainer else None,
+    )
+
+
+def sampler_mismatch(seen: Seen) -> RunFinding | None:
+    before, _ = seen.both(trainer_metric("kl_sampler"))
+    recent, ages = seen.newest("kl_sampler", WINDOW), seen.newest("staleness_mean", WINDOW)
+    limit = MISMATCH if max(ages, default=0.0) < 0.05 else max(MISMATCH_STALE, MISMATCH_GROWN * median(before))
+    if not recent or min(recent) < limit:
+        return None
+    return seen.found(
+        FaultKind.SAMPLER_MISMATCH,
+        f"kl_sampler is {median(recent):.2g}: sampler and trainer give the same tokens different probabilities",
+        "look for quantized or low-precision inference, or a mixture of experts; set trainer.correction to icepop with "
+        "tis_clip_low 0.5 and tis_clip 5",
+        lambda row: row.trainer.get("kl_sampler", 0.0) >= limit,
+    )
+
+
+def weights_capped(seen: Seen) -> RunFinding | None:
+    """Find samples so old that their weights reach the bound of the correction."""
+    capped, ages = seen.newest("importance_capped", WINDOW), seen.newest("staleness_mean", WINDOW)
+    if not capped or not ages or min(ages) <= 0.5 or min(capped) <= CAPPED:
+        return None
+    return seen.found(
+        FaultKind.STALE,
+        f"tokens are {mean(ages):.1f} versions old on average, and the correction bounds {median(capped):.0%} of "
+        "their weights",
+        f"set collection.max_staleness to {max(1, seen.job.collection.max_staleness // 2)}, or give the trainer more "
+        "speed",
+        lambda row: row.trainer.get("importance_capped", 0.0) > CAPPED,
+    )
+
+
+RULES = (lr_too_high, lr_too_low, not_finite, gradient_clipped, sampler_mismatch, weights_capped)

@@ -1,0 +1,201 @@
+"""Faults of the reward: on a wrong scale, inverted, or rising for another reason than better answers."""
+
+from math import sqrt
+
+from bombus.replay.diagnosis.findings import (
+    FaultKind,
+    RunFinding,
+    Seen,
+    metric_of,
+    reward_bounds,
+    reward_of,
+    success_of,
+    tokens_of,
+)
+from bombus.replay.diagnosis.statistics import (
+    CERTAIN,
+    EPISODES_CERTAIN,
+    FEW,
+    VISIBLE,
+    Moments,
+    Spread,
+    change,
+    drift,
+    mean,
+    noise,
+    ratio,
+    total,
+)
+from bombus.replay.diagnosis.steps import StepFigures
+
+BEYOND = 3.0  # ranges of the rewards seen before: games may double theirs, other scales are ten times as large
+INVERTED = -0.2  # correlation of rewards with success
+FOLLOWS = 0.4  # correlation of rewards with tokens within groups: 0.2 to 0.3 is usual if long answers are better
+LONGER = 1.25  # times the tokens of the steps before
+PART = "reward/"  # the prefix of metrics that are parts of the reward
+PART_GAIN = 0.08  # of a part of the reward, beyond ...
+STEEPER = 1.5  # ... times its trend before: form is learned first in healthy runs too
+OTHERS_GAIN = 0.3  # of that gain
+JUMP = 4.5  # deviations of the reward from step to step, in one step that makes up half of the change
+EVALUATION = 0.1  # of the mean evaluation reward
+NEARLY_ALL = 0.9
+PHRASE = 0.5  # of the better answers
+EPISODES_MIN = 20
+
+
+def reward_out_of_range(seen: Seen) -> RunFinding | None:
+    """Find rewards far outside all earlier ones, such as the raw score of one environment among normalized ones."""
+    least, most = reward_bounds(seen.before)
+    if not seen.comparable or most <= least:
+        return None
+    low, high = least - BEYOND * (most - least), most + BEYOND * (most - least)
+
+    def is_outside(row: StepFigures) -> bool:
+        return row.lowest < low or high < row.highest
+
+    outside = [row for row in seen.recent if row.groups and is_outside(row)]
+    if len(outside) < 2:
+        return None
+    worst = max((value for row in outside for value in (row.lowest, row.highest)), key=abs)
+    return seen.found(
+        FaultKind.REWARD_OUT_OF_RANGE,
+        f"a reward of {worst:.3g}; those of the {len(seen.before)} steps before are from {least:.3g} to {most:.3g}",
+        "normalize the reward in the environment to one scale, or clamp it before the episode is ended",
+        is_outside,
+    )
+
+
+def reward_inverted(seen: Seen) -> RunFinding | None:
+    pairs = total([row.verdicts for row in seen.recent], Moments)
+    if pairs.correlation > INVERTED or pairs.errors > -CERTAIN:
+        return None
+    return seen.found(
+        FaultKind.REWARD_INVERTED,
+        f"within groups, rewards and is_success correlate by {pairs.correlation:.2f}: successes get the lower reward",
+        "check the sign of the reward: it must be higher for the better episode",
+        lambda row: row.verdicts.correlation < INVERTED,
+    )
+
+
+def follows_length(seen: Seen) -> RunFinding | None:
+    pairs = total([row.lengths for row in seen.recent], Moments)
+    longer = ratio(*seen.both(tokens_of))
+    if not seen.comparable or pairs.correlation < FOLLOWS or pairs.errors < CERTAIN or longer < LONGER:
+        return None
+    return seen.found(
+        FaultKind.FOLLOWS_LENGTH,
+        f"within groups, rewards and answer lengths correlate by {pairs.correlation:.2f}, and answers are {longer:.1f} "
+        "times as long as before",
+        "make the reward independent of length; set trainer.overlong to penalty, or trainer.loss_aggregation to token",
+        lambda row: row.lengths.correlation > FOLLOWS,
+    )
+
+
+def _parts(seen: Seen) -> list[str]:
+    """Return the metrics that are parts of the reward."""
+    return sorted({name for row in seen.recent for name in row.metrics if name.startswith(PART)})
+
+
+def one_part_rises(seen: Seen) -> RunFinding | None:
+    """Find a part of the reward, such as that for the form, that has risen while all others have not moved up."""
+    gains = {name: seen.both(metric_of(name)) for name in _parts(seen)} | {"": seen.both(success_of)}
+    gains = {name: both for name, both in gains.items() if all(both)}
+    for name, (before, recent) in gains.items() if seen.comparable else ():
+        highest = max(abs(value) for value in before + recent)
+        gain = mean(recent) - mean(before) - STEEPER * max(0.0, drift(before, recent))
+        others = [both for other, both in gains.items() if other != name]
+        if not name or not others or gain < PART_GAIN * highest or change(before, recent) < CERTAIN:
+            continue
+        if all(change(*both) < VISIBLE / 2 and mean(both[1]) - mean(both[0]) < OTHERS_GAIN * gain for both in others):
+            return seen.found(
+                FaultKind.ONE_PART_RISES,
+                f"{name} rose from {mean(before):.2f} to {mean(recent):.2f}, and the other parts of the reward did not",
+                f"give {name.removeprefix(PART)} less weight, or count it only if the answer is right",
+            )
+    return None
+
+
+def always_yes(seen: Seen) -> RunFinding | None:
+    """Find a check whose verdicts varied, and which has said the best to every episode from one step on."""
+    for name in _parts(seen) if seen.comparable else ():
+        before, _ = seen.both(metric_of(name))
+        recent = [row.metrics[name] for row in seen.recent if name in row.metrics]
+        count, highest = sum(spread.count for spread in recent), max(spread.mean for spread in recent)
+        same = all(spread.mean == highest and spread.variance < 1e-18 for spread in recent)
+        if same and count >= 2 * EPISODES_MIN and before and mean(before[-3:]) < NEARLY_ALL * highest:
+            return seen.found(
+                FaultKind.ALWAYS_YES,
+                f"{name} is {highest:.3g} in all of {count} episodes, and was {mean(before[-3:]):.2f} on average just "
+                "before",
+                f"test what computes {name.removeprefix(PART)} with a wrong answer: it may accept everything",
+            )
+    return None
+
+
+def evaluation_falls(seen: Seen) -> RunFinding | None:
+    """Find a training reward that holds or rises while that of evaluation falls."""
+    then = total([row.evaluated for row in seen.before if row.evaluated.count][-3:], Spread)
+    now = total([row.evaluated for row in seen.recent], Spread)
+    held = change(*seen.both(reward_of)) >= -VISIBLE
+    if not seen.comparable or min(then.count, now.count) < EPISODES_MIN or not held:
+        return None
+    error = sqrt(then.variance / then.count + now.variance / now.count)
+    if then.mean - now.mean < max(EPISODES_CERTAIN * error, EVALUATION * abs(then.mean)):
+        return None
+    return seen.found(
+        FaultKind.EVALUATION_FALLS,
+        f"the evaluation reward fell from {then.mean:.3g} to {now.mean:.3g}, and the training reward did not",
+        "the policy learns the training tasks, or a weakness of their reward: use more tasks, and read the best "
+        "episodes",
+    )
+
+
+def reward_jumps(seen: Seen) -> RunFinding | None:
+    before, recent = seen.both(reward_of)
+    least, most = reward_bounds(seen.before)
+    if not seen.comparable or len(recent) < len(seen.recent) or not before:
+        return None
+    row = seen.recent[0]
+    error = sqrt(row.rewards.variance / sqrt(max(1, row.rewards.count) * max(1, row.groups)))  # groups are partly alike
+    deviation = max(noise(before) * (1 + FEW / len(before)), error, 1e-3 * (most - least))
+    needed = max(JUMP * deviation, (mean(recent) - mean(before)) / 2)
+    if recent[0] - before[-1] < needed or min(recent) < max(before) + JUMP / 4 * deviation:
+        return None
+    return seen.found(
+        FaultKind.REWARD_JUMPS,
+        f"the mean reward jumped from {before[-1]:.3g} to {recent[0]:.3g} in one step and stayed there",
+        "read the best episodes of this step: an answer that leaked, tests that can be changed, or a judge that obeys",
+    )
+
+
+def rewarded_phrase(seen: Seen) -> RunFinding | None:
+    """Find words that are new, common to answers of many tasks, and rewarded: such as orders to a judge."""
+    before = [row.answers for row in seen.before if row.answers.count]
+    recent = [row.answers for row in seen.recent if row.answers.count]
+    if not seen.comparable or not before or sum(each.count for each in recent) < EPISODES_MIN:
+        return None
+    known = {phrase for each in before[: len(before) // 2 + 1] for phrase in each.phrases}
+    for phrase in {phrase for each in recent for phrase in each.phrases} - known:
+        shares = [each.phrases[phrase] for each in recent if phrase in each.phrases]
+        every, better, others = (mean(each) for each in zip(*shares, strict=True))
+        is_rewarded = better > PHRASE and (better - others > PHRASE / 2 or every > NEARLY_ALL)
+        if len(shares) >= 3 and is_rewarded and change(*seen.both(reward_of)) > VISIBLE:
+            return seen.found(
+                FaultKind.REWARDED_PHRASE,
+                f"a phrase that was new {len(shares)} steps ago stands in {better:.0%} of the better answers to "
+                f"different tasks, and in {others:.0%} of the others",
+                "read the best episodes: if the phrase speaks to the judge, show the judge the answer as quoted data",
+            )
+    return None
+
+
+RULES = (
+    reward_out_of_range,
+    reward_inverted,
+    follows_length,
+    one_part_rises,
+    always_yes,
+    evaluation_falls,
+    reward_jumps,
+    rewarded_phrase,
+)

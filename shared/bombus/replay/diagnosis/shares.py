@@ -1,0 +1,145 @@
+"""Faults that are a share: of episodes, groups or answers."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from bombus.config.algorithms import Estimator, named
+from bombus.hive.failures import FAILURES, FailureKind
+from bombus.replay.diagnosis.findings import FaultKind, RunFinding, Seen, reward_bounds
+from bombus.replay.diagnosis.statistics import median, share_at_least
+from bombus.replay.diagnosis.steps import StepFigures
+
+SILENT = 0.6  # of groups, surely: what is played is then mostly wasted. Half of them is usual in healthy runs
+
+
+class ShareRule(msgspec.Struct, frozen=True):
+    """Finds a share that is surely above `least`, and with `compared` also above twice that of enough steps before.
+
+    `of` returns a step's hits, and of how many they are. The texts can name `hits`, `count`, `share`, `before` (the
+    share) and `job`.
+    """
+
+    kind: FaultKind
+    of: Callable[[StepFigures], tuple[float, float]]
+    least: float
+    figure: str
+    advice: str
+    compared: bool = False
+    count_min: int = 1
+
+    def __call__(self, seen: Seen) -> RunFinding | None:
+        hits, count = self._total(seen.recent)
+        hits_before, count_before = self._total(seen.before)
+        before = hits_before / count_before if count_before else 0.0
+        limit = max(self.least, 2 * before) if self.compared else self.least
+        if count < self.count_min or share_at_least(hits, count) < limit or (self.compared and not seen.comparable):
+            return None
+        words = {"hits": hits, "count": count, "share": hits / count, "before": before, "job": seen.job}
+        return seen.found(self.kind, self.figure.format(**words), self.advice.format(**words), self._shows)
+
+    def _total(self, rows: Sequence[StepFigures]) -> tuple[float, float]:
+        both = [self.of(row) for row in rows]
+        return sum(hits for hits, _ in both), sum(count for _, count in both)
+
+    def _shows(self, row: StepFigures) -> bool | None:
+        hits, count = self.of(row)
+        return hits > self.least * count if count else None
+
+
+def _tools(row: StepFigures) -> tuple[float, float]:
+    calls, failures = row.metrics.get("tool_calls"), row.metrics.get("tool_failures")
+    return (failures.total, calls.total) if calls is not None and failures is not None else (0, 0)
+
+
+def _cut(row: StepFigures) -> tuple[float, float]:
+    return row.trainer.get("episodes_cut", 0), row.trainer.get("episodes", 0)
+
+
+def _constant(row: StepFigures) -> tuple[float, float]:
+    return (row.answers.constant, row.answers.tasks) if row.answers.tasks > 1 else (0, 0)
+
+
+def _silent(row: StepFigures) -> tuple[float, float]:
+    return row.silent.count, row.groups - row.groups_of_one
+
+
+def _aborted(row: StepFigures) -> tuple[float, float]:
+    return row.aborted.total(), row.aborted.total() + row.ended
+
+
+_STALE = "collect less ahead: collection.max_staleness (now {job.collection.max_staleness}) of 1, or a faster trainer"
+SHARES = (
+    ShareRule(FaultKind.FAILURES_REWARDED, lambda row: (row.failed, row.tokens.count), 0.02,  # usual are fewer
+        "{share:.0%} of the episodes made no call, or their agent failed, and were ended with a reward",
+        "abort such episodes (abort_episode, or raise InfraError) instead of ending them with a reward"),
+    ShareRule(FaultKind.TOOLS_FAIL, _tools, 0.2,
+        "{share:.0%} of the tool calls fail, {before:.0%} before",
+        "read an episode (`bombus replay episode ID`): the tool is down, or the model calls it in another form",
+        compared=True),
+    ShareRule(FaultKind.TRUNCATED, _cut, 0.15,  # usual are below 0.1 if answers have enough room
+        "{share:.0%} of the episodes have an answer that was cut at a limit of the job or the model",
+        "raise rollout.max_response_length (now {job.rollout.max_response_length}), or set trainer.overlong to mask"),
+    ShareRule(FaultKind.TRUNCATED, lambda row: (row.truncated, row.tokens.count), 0.15,
+        "{share:.0%} of the episodes ran out of turns, tokens or time, {before:.0%} before",
+        "raise the budget of turns, tokens or time of the environment, or the limit of the reward's program",
+        compared=True),
+    ShareRule(FaultKind.STALE, lambda row: (row.stale + row.trainer.get("episodes_stale", 0), row.ended), 0.1,
+        "{share:.0%} of the episodes are dropped as too old", _STALE),
+    ShareRule(FaultKind.EVALUATED_ON_TRAINED, lambda row: (row.evaluated_known, row.evaluated.count), 0.1,
+        "{share:.0%} of {count} evaluation episodes have a task that was trained on",
+        "evaluate on tasks that are held out: their ids must not occur in training"),
+    ShareRule(FaultKind.DUPLICATE_ANSWERS, lambda row: (row.answers.duplicates, row.answers.count), 0.6,
+        "{share:.0%} of {count} answers that were read have an equal one in their group",
+        "sample with temperature 1 and no fixed seed; if the entropy is low, set trainer.clip_high to 0.28",
+        count_min=20),
+    ShareRule(FaultKind.CONSTANT_ANSWER, _constant, 0.6,
+        "the same answer is given to {hits} of {count} tasks that were read",
+        "read one episode: what is rewarded does not depend on the task. Balance the tasks, or change the reward",
+        count_min=10),
+    ShareRule(FaultKind.LEAKED_ANSWER, lambda row: (row.answers.leaked, row.answers.best), 0.35,
+        "{share:.0%} of the best answers stand word for word in their prompt, {before:.0%} before",
+        "read one with `bombus replay episode ID --prompt`: a tool, a hint or an earlier turn shows the solution",
+        compared=True, count_min=20),
+)  # fmt: skip
+ALONE = ShareRule(FaultKind.GROUPS_OF_ONE, lambda row: (row.groups_of_one, row.groups), 0.4,
+    "{hits} of {count} groups have one episode, which cannot be compared with another",
+    "end all episodes of a task with the same task id, and claim num_repeat of them; or set trainer.adv_estimator to "
+    "reinforce_plus_plus")  # fmt: skip
+TOO_EASY = ShareRule(FaultKind.TOO_EASY, _silent, SILENT,
+    "in {hits} of {count} groups all episodes have the same reward",
+    "use harder tasks, or collection.method rollout_until_finish_enough_non_dummy_tasks")  # fmt: skip
+TOO_HARD = ShareRule(FaultKind.TOO_HARD, _silent, SILENT, TOO_EASY.figure,
+    "use easier tasks first (a curriculum), give partial reward, or raise rollout.num_repeat (now "
+    "{job.rollout.num_repeat})")  # fmt: skip
+ABORTED = ShareRule(FaultKind.EPISODES_ABORTED, _aborted, 0.2,
+    "{share:.0%} of the episodes were aborted",
+    "read the reasons with `bombus replay timeline --kind episode.aborted`")  # fmt: skip
+
+
+def groups_of_one(seen: Seen) -> RunFinding | None:
+    estimator = named(Estimator, seen.job.trainer.adv_estimator)
+    return None if estimator is not None and estimator.over_batch else ALONE(seen)
+
+
+def no_signal(seen: Seen) -> RunFinding | None:
+    """Find groups whose episodes all have the same reward, most of them a low one or most of them a high one."""
+    if len(seen.recent) < 3:
+        return None
+    level = median([row.silent.mean for row in seen.recent if row.silent.count])
+    least, most = reward_bounds(seen.rows)
+    found = (TOO_EASY if level > ((least + most) / 2 if most > least else 0.0) else TOO_HARD)(seen)
+    return found and msgspec.structs.replace(found, figure=f"{found.figure}, usually about {level:.3g}")
+
+
+def episodes_aborted(seen: Seen) -> RunFinding | None:
+    found = ABORTED(seen)
+    if found is None:
+        return None
+    ((reason, count),) = sum((row.aborted for row in seen.recent), Counter()).most_common(1)
+    meaning = FAILURES[FailureKind(reason)].meaning if reason else "their clients reported no failure"
+    return msgspec.structs.replace(found, figure=f"{found.figure}, {count} of them: {meaning}")
+
+
+RULES = (*SHARES, groups_of_one, no_signal, episodes_aborted)

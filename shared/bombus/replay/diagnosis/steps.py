@@ -1,0 +1,224 @@
+"""What a diagnosis knows of a run: figures of each step, folded from its events. Its memory is bounded. Pure."""
+
+from collections import Counter
+from collections.abc import Sequence
+from math import inf, isfinite
+
+import msgspec
+
+from bombus.config.job import RunConfig
+from bombus.figures import seconds_between
+from bombus.hive import events as ev
+from bombus.hive.bounded import trim
+from bombus.hive.events import AbortReason, DropReason, EpisodeType
+from bombus.hive.records import CallRef, CallStatus
+from bombus.hive.rewards import have_signal
+from bombus.hive.rollouts import SILENT
+from bombus.replay.diagnosis.answers import AnswerFigures
+from bombus.replay.diagnosis.statistics import Moments, Spread, mean, median
+
+STEPS_KEPT = 4096  # the newest; about 2 kB each
+EPISODES_KEPT = 50_000  # open, or ended and not in a batch yet
+TASKS_KEPT = 100_000  # that were trained on
+NAMES_MAX = 32  # of clients, of data sets, and of metrics of one step; more are counted together
+OTHERS = "(others)"
+SAMPLED_GROUPS = 4  # of each step, whose answers are read
+NO_FAULT = (AbortReason.ENGINE_STOPPED, AbortReason.SUPERSEDED)
+
+
+class SeenEpisode(msgspec.Struct):
+    """An episode that is open, or has ended and waits for a batch. A compacted log may lack its claim or its end."""
+
+    claimed_ns: int
+    calls: int = 0
+    last_call: CallRef | None = None
+    client: str = ""
+    seconds: float = 0.0
+    outcome: ev.Outcome | None = None
+
+
+class StepFigures(msgspec.Struct, kw_only=True):
+    """The figures of one step: of its batch, of what ended while it was collected, and of its training.
+
+    `seq` is the event that sealed its batch. `silent` has the mean reward of each group without a signal. `clients` and
+    `data_sets` have the mean rewards of the batch's groups, since the episodes of a group are alike; `metrics` has what
+    episodes report, such as parts of rewards. `lengths` and `verdicts` correlate rewards with completion tokens and
+    with `is_success`. Evaluation episodes count for the batch before which they ended. `sampled` has the task, the
+    reward and the last call of episodes whose answers can be read.
+    """
+
+    step: int = 0
+    seq: int = 0
+    rewards: Spread = msgspec.field(default_factory=Spread)
+    lowest: float = inf
+    highest: float = -inf
+    groups: int = 0
+    groups_of_one: int = 0
+    silent: Spread = msgspec.field(default_factory=Spread)
+    lengths: Moments = msgspec.field(default_factory=Moments)
+    verdicts: Moments = msgspec.field(default_factory=Moments)
+    tokens: Spread = msgspec.field(default_factory=Spread)
+    successes: Spread = msgspec.field(default_factory=Spread)
+    clients: dict[str, Spread] = {}
+    data_sets: dict[str, Spread] = {}
+    metrics: dict[str, Spread] = {}
+    failed: int = 0  # episodes with a reward although they failed
+    truncated: int = 0  # episodes that used up a budget
+    ended: int = 0
+    aborted: Counter[str] = msgspec.field(default_factory=Counter)  # by the kind of failure, "" if none is reported
+    stale: int = 0  # dropped as too old
+    evaluated: Spread = msgspec.field(default_factory=Spread)
+    evaluated_known: int = 0  # of those evaluated, whose task was trained on
+    median_s: float = 0.0  # of the batch's episodes, from claim to end
+    slowest_s: float = 0.0
+    collecting_s: float = 0.0  # from the moment at which claims were granted until the batch was sealed
+    training_s: float = 0.0  # from there until the step was completed
+    trainer: dict[str, float] = {}
+    sampled: list[tuple[str, float, CallRef]] = []
+    answers: AnswerFigures = AnswerFigures()
+
+
+class RunSeries:
+    """The steps of one run of an engine. `note` folds its events, in order; events of other engines are ignored."""
+
+    def __init__(self, engine: str, run: int, job: RunConfig) -> None:
+        self.engine = engine
+        self.run = run
+        self.job = job
+        self.steps: list[StepFigures] = []
+        self._collected = StepFigures()  # what ended since the last batch was sealed
+        self._sealed: StepFigures | None = None
+        self._episodes: dict[str, SeenEpisode] = {}
+        self._trained_tasks: set[str] = set()
+        self._sealed_ns = 0
+        self._rolling_ns = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.engine}-{self.run}"
+
+    def note(self, seq: int, event: ev.AnyEvent) -> None:
+        if event.engine != self.engine or getattr(event, "run", self.run) != self.run:
+            return
+        match event:
+            case ev.EpisodeClaimed():
+                self._episodes |= {name: SeenEpisode(event.at_ns) for name in event.episodes}
+                trim(self._episodes, EPISODES_KEPT)
+            case ev.CallsNoted():
+                self._note_calls(event)
+            case ev.EpisodeEnded():
+                self._end(event)
+            case ev.EpisodeAborted() | ev.GroupDropped() | ev.EpisodesTaken():
+                self._lose(event)
+            case ev.RollingStarted():
+                self._rolling_ns = event.at_ns
+            case ev.BatchReady():
+                self._seal(seq, event)
+            case ev.StepCompleted():
+                self._complete(seq, event)
+
+    def _note_calls(self, event: ev.CallsNoted) -> None:
+        for call in event.calls:
+            episode = self._episodes.get(call.episode)
+            if episode and call.status == CallStatus.COMPLETE and not call.late and not call.masked:
+                episode.last_call, episode.calls = call.ref, episode.calls + 1
+
+    def _end(self, event: ev.EpisodeEnded) -> None:
+        row = self._collected
+        for outcome in event.outcomes:
+            episode = self._episodes.setdefault(outcome.episode, SeenEpisode(event.at_ns))
+            if event.type == EpisodeType.EVAL:
+                row.evaluated.add(outcome.reward)
+                row.evaluated_known += outcome.task in self._trained_tasks
+                del self._episodes[outcome.episode]
+                continue
+            row.ended += 1
+            episode.outcome, episode.client = outcome, event.client
+            episode.seconds = seconds_between(episode.claimed_ns, event.at_ns)
+        trim(self._episodes, EPISODES_KEPT)
+
+    def _lose(self, event: ev.EpisodeAborted | ev.GroupDropped | ev.EpisodesTaken) -> None:
+        if isinstance(event, ev.EpisodeAborted) and event.reason not in NO_FAULT:
+            self._collected.aborted[event.failed_by or ""] += len(event.episodes)
+        elif isinstance(event, ev.GroupDropped) and event.reason == DropReason.STALE:
+            self._collected.stale += len(event.episodes)
+        for episode in event.episodes:
+            self._episodes.pop(episode, None)
+
+    def _seal(self, seq: int, event: ev.BatchReady) -> None:
+        row, self._collected = self._collected, StepFigures()
+        row.step, row.seq = event.step, seq
+        began = max(self._rolling_ns, self._sealed_ns)
+        row.collecting_s = seconds_between(began, event.at_ns) if began else 0.0
+        self._sealed_ns, self._sealed = event.at_ns, row
+        seconds: list[float] = []
+        for group in event.groups:
+            if len(self._trained_tasks) < TASKS_KEPT:
+                self._trained_tasks.add(group.task)
+            members = [self._episodes.pop(each.episode, SeenEpisode(0)) for each in group.episodes]
+            if row.groups < SAMPLED_GROUPS:
+                calls = [(each.reward, member.last_call) for each, member in zip(group.episodes, members, strict=True)]
+                row.sampled += [(group.task, reward, call) for reward, call in calls if call is not None]
+            _add_group(row, [each.reward for each in group.episodes], members)
+            seconds += [member.seconds for member in members if member.outcome is not None]
+        row.median_s, row.slowest_s = median(seconds), max(seconds, default=0.0)
+
+    def _complete(self, seq: int, event: ev.StepCompleted) -> None:
+        row, self._sealed = self._sealed, None
+        if row is None or row.step != event.step:
+            row = StepFigures(step=event.step, seq=seq)
+        else:
+            row.training_s = seconds_between(self._sealed_ns, event.at_ns)
+        row.trainer = {name: value for name, value in event.metrics.items() if isfinite(value)}
+        if not row.groups:
+            _add_groups_of_trainer(row)
+        self.steps.append(row)
+        del self.steps[:-STEPS_KEPT]
+
+
+def _add_group(row: StepFigures, rewards: Sequence[float], members: Sequence[SeenEpisode]) -> None:
+    """Add a group of a batch to the figures of its step."""
+    row.lowest, row.highest = min([row.lowest, *rewards]), max([row.highest, *rewards])
+    row.groups += 1
+    for reward in rewards:
+        row.rewards.add(reward)
+    known = [(member, member.outcome) for member in members if member.outcome is not None]
+    call_rewards = [None if member.outcome is None else member.outcome.call_rewards for member in members]
+    if len(rewards) < 2:
+        row.groups_of_one += 1
+    elif not have_signal(rewards, call_rewards, [member.calls for member in members]):
+        row.silent.add(mean(rewards))
+    row.lengths.add_group([(outcome.reward, outcome.completion_tokens) for _, outcome in known])
+    verdicts = [(outcome.reward, outcome.is_success) for _, outcome in known]
+    row.verdicts.add_group([(reward, float(success)) for reward, success in verdicts if success is not None])
+    _add_means(row.clients, [(member.client, outcome.reward) for member, outcome in known])
+    _add_means(row.data_sets, [(outcome.data_set, outcome.reward) for _, outcome in known])
+    for _, outcome in known:
+        reported = outcome.log_metrics
+        row.tokens.add(outcome.completion_tokens)
+        row.failed += outcome.completion_tokens == 0 or reported.get("agent_failed", 0.0) >= 0.5
+        row.truncated += outcome.failure is not None or reported.get("truncated", 0.0) >= 0.5
+        if outcome.is_success is not None:
+            row.successes.add(outcome.is_success)
+        for name, value in reported.items():
+            _add(row.metrics, name, value)
+
+
+def _add_groups_of_trainer(row: StepFigures) -> None:
+    """Take from the trainer's metrics what the log has of a batch of rollout groups."""
+    count, level, deviation = (row.trainer.get(name, 0.0) for name in ("episodes", "reward_mean", "reward_std"))
+    row.rewards = Spread(level * count, int(count), (level * level + deviation * deviation) * count)
+    row.groups, silent = (int(row.trainer.get(name, 0.0)) for name in ("groups", SILENT))
+    row.silent = Spread(level * silent, silent, level * level * silent)
+
+
+def _add_means(spreads: dict[str, Spread], rewards: Sequence[tuple[str, float]]) -> None:
+    """Add the mean reward of a group's episodes, by name."""
+    for name in {name for name, _ in rewards}:
+        _add(spreads, name, mean([reward for each, reward in rewards if each == name]))
+
+
+def _add(spreads: dict[str, Spread], name: str, value: float) -> None:
+    if name not in spreads and len(spreads) >= NAMES_MAX:
+        name = OTHERS
+    spreads.setdefault(name, Spread()).add(value)
