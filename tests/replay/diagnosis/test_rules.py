@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bombus.config.job import RunConfig
+from bombus.hive.failures import FAILURES, FailureKind
 from bombus.replay.diagnosis.answers import AnswerFigures
 from bombus.replay.diagnosis.diagnose import EXPLAINS, at_step, diagnose, explained
 from bombus.replay.diagnosis.findings import FaultKind, RunFinding
@@ -213,3 +214,29 @@ def test_no_rule_raises_on_any_prefix_of_any_run(seed: int) -> None:
     for end in range(len(steps) + 1):
         at_step(steps, end, JOB)
     diagnose(steps, JOB)
+
+
+@pytest.mark.parametrize(
+    ("reasons", "words"),
+    [
+        (
+            Counter({FailureKind.SANDBOX: 80, FailureKind.CLIENT: 10}),
+            f"80 of them: {FAILURES[FailureKind.SANDBOX].meaning}",
+        ),
+        (Counter({"": 90}), "90 of them: their clients reported no failure"),
+    ],
+)
+def test_aborts_are_shown_with_the_words_of_their_kind_of_failure(reasons: Counter[str], words: str) -> None:
+    steps = run_of({"aborted": reasons})
+    (finding,) = (each for each in at_step(steps, STEPS, JOB) if each.kind == FaultKind.EPISODES_ABORTED)
+    assert finding.figure == f"41% of the episodes were aborted, {words.replace('80', '400').replace('90', '450')}"
+
+
+@pytest.mark.parametrize(("norm", "is_found"), [(9.0, True), (1.2, False)])
+def test_a_noisy_fall_of_the_reward_is_enough_if_the_gradient_is_many_times_as_large(
+    norm: float, is_found: bool
+) -> None:
+    steps = run_of({"rewards": spread(0.05), "grad_norm": norm})
+    for each in steps[:-FAULTY]:
+        each.rewards = spread(0.5 + 0.2 * (-1) ** each.step)  # so that the fall is of 2.8 standard errors
+    assert (FaultKind.LR_TOO_HIGH in kinds_of(steps)) == is_found

@@ -3,11 +3,12 @@
 from bombus.config.algorithms import Aggregation
 from bombus.config.trainer import FULL_LR, LORA_LR
 from bombus.replay.diagnosis.findings import WINDOW, FaultKind, RunFinding, Seen, reward_of, trainer_metric
-from bombus.replay.diagnosis.statistics import CERTAIN, change, mean, median, ratio, surprise
+from bombus.replay.diagnosis.statistics import CERTAIN, VISIBLE, change, mean, median, ratio, surprise
 from bombus.replay.diagnosis.steps import StepFigures
 
 LOST = 0.25  # of the mean reward, with turbulence: more than the ups and downs of a healthy run
 TURBULENCE = 2.0  # of gradient, clipping or entropy, by which a high learning rate is told from harder tasks
+GROSS = 4.0  # turbulence with which a fall that is merely visible suffices
 SHAKEN = 1.6  # the same for an entropy that falls, faster than its trend
 LR_LOW = 20.0  # times below the default: a factor of ten is within what schedules end at
 CLIPPED = 2.5  # times the bound of the gradient's norm: Adam does not feel a constant factor, but this is none
@@ -27,7 +28,8 @@ def lr_too_high(seen: Seen) -> RunFinding | None:
     rough = {name: times for name, times in rough.items() if times >= TURBULENCE}
     if all(both["entropy"]) and surprise(*both["entropy"]) < -CERTAIN and ratio(*both["entropy"]) < 1 / SHAKEN:
         rough["entropy"] = ratio(*both["entropy"])
-    fell = then - now > LOST * abs(then) and change(before, recent) < -CERTAIN
+    certain = VISIBLE if max(rough.values(), default=0.0) >= GROSS else CERTAIN
+    fell = then - now > LOST * abs(then) and change(before, recent) < -certain
     if not rough or (not fell and (len(rough) < 2 or seen.better)):
         return None
     name, times = max(rough.items(), key=lambda item: item[1])
