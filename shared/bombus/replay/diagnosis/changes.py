@@ -12,8 +12,8 @@ WORTH_S = 1.0  # shorter waits matter to nobody
 class ChangeRule(msgspec.Struct, frozen=True):
     """Finds a figure that has become `times` what it was, or less than that if `times` is below 1.
 
-    Its median must be at least `level`, and no step below half of that. `is_bought`: it is no fault if the model has
-    become better. `may_drift`: nor if it follows its trend.
+    Its median must be at least `level`, and no step below half of that; without a level, the change must be certain by
+    its noise. `is_bought`: it is no fault if the model has become better. `may_drift`: nor if it follows its trend.
 
     The texts can name `before` and `recent` (medians), `newest` (the step) and `job`.
     """
@@ -33,7 +33,7 @@ class ChangeRule(msgspec.Struct, frozen=True):
             return None
         sign, grown = 1 if self.times > 1 else -1, ratio(before, recent)
         errors = (surprise if self.may_drift else change)(before, recent)
-        moved = sign * grown >= sign * self.times and sign * errors >= CERTAIN
+        moved = sign * grown >= sign * self.times and (self.level > 0 or sign * errors >= CERTAIN)
         if not moved or median(recent) < self.level or min(recent) < self.level / 2 or (self.is_bought and seen.better):
             return None
         limit = median(before) * (1 + self.times) / 2
