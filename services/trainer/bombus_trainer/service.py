@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from time import perf_counter
+from typing import NoReturn
 
 import msgspec
 from torch import AcceleratorError
@@ -38,9 +39,9 @@ from bombus_trainer.publish.checkpoint import Facts, Saved
 from bombus_trainer.publish.directories import remove_others
 from bombus_trainer.publish.export import digest_like
 from bombus_trainer.recovery.faults import lacks_room
-from bombus_trainer.recovery.progress import STALLS, Kind, in_thread, watch_here
-from bombus_trainer.recovery.reports import RunReports, reason_of
-from bombus_trainer.recovery.restoring import restored
+from bombus_trainer.recovery.progress import STALLS, Kind, advanced, in_thread, watch_here
+from bombus_trainer.recovery.reports import FailedAttempts, RunReports, check_lost, reason_of
+from bombus_trainer.recovery.restoring import restore_newest
 from bombus_trainer.recovery.watch import Watch
 from bombus_trainer.replay.debug_rollouts import DebugRollouts, allowed_template
 from bombus_trainer.replay.retraining import read_whole
@@ -123,22 +124,25 @@ class Trainer:
         async with Versions(self._bus, self._options, root, ownership.run, ownership.epoch) as versions:
             await self._make_steps(versions)
 
-    async def _make_steps(self, versions: Versions) -> None:
+    async def _make_steps(self, versions: Versions) -> NoReturn:
+        """Make outstanding steps until the run has ended. After a failure, reload the model."""
         executor: TrainerBackend | None = None
-
-        async def step() -> None:
-            nonlocal executor
-            executor = executor or await self._catch_up(await self._boot(versions))
-            await self._publish_missing_weights(executor, versions)
-            await self._check_finite()
-            await self._next_batch()
-            await self._step(executor, self._outstanding())
-
-        def let_go() -> None:
-            nonlocal executor
-            executor = None
-
-        await self._reports.repeated(step, self._report_failure, let_go)
+        failed = FailedAttempts()
+        while True:
+            try:
+                executor = executor or await self._catch_up(await self._boot(versions))
+                await self._publish_missing_weights(executor, versions)
+                await self._check_finite()
+                await self._next_batch()
+                await self._step(executor, self._outstanding())
+                failed.clear()
+                continue
+            except Exception as error:  # out of memory, a full disk, a bug: counted, and given up in the end
+                if self._reports.counts(error, failed):
+                    await self._report_failure(error, failed.failures)
+                    check_lost(error)
+            executor = None  # frees its memory for the next one
+            await self._reports.pause(failed)
 
     async def _next_batch(self) -> None:
         start = perf_counter()
@@ -165,7 +169,7 @@ class Trainer:
     async def _boot(self, versions: Versions) -> TrainerBackend:
         """Load the model and publish its tokenizer."""
         return await self._reports.booted(
-            lambda: self._load_and_check(versions), lambda: self._ownership.engine.version >= 0
+            lambda: self._load_and_check(versions), has_loaded=lambda: self._ownership.engine.version >= 0
         )
 
     async def _load_and_check(self, versions: Versions) -> TrainerBackend:
@@ -182,12 +186,14 @@ class Trainer:
         wanted = job.trainer.save_debug_rollout_data
         template = wanted and allowed_template(wanted, self._directory("rollouts"), options.debug_root)
 
-        executor, self._restored = await in_thread(
-            Kind.LOAD,
-            "loading the model",
-            lambda: restored(lambda: self._load_backend(job), engine),
-            limit_s=min(STALLS * options.stall_s, LOAD_SHARE * engine.collection.boot_s),
-        )
+        def load() -> tuple[TrainerBackend, int]:
+            reached(Point.TRAINER_MODEL_LOADING)
+            executor = self._load_backend(job)
+            advanced("loaded")
+            return executor, restore_newest(executor, engine)
+
+        limit_s = min(STALLS * options.stall_s, LOAD_SHARE * engine.collection.boot_s)
+        executor, self._restored = await in_thread(Kind.LOAD, "loading the model", load, limit_s)
         self._debug = DebugRollouts(template, executor) if template else None
         return executor
 
@@ -364,7 +370,7 @@ class Trainer:
 
     # ---- failures ---------------------------------------------------------------------------------------------
 
-    async def _report_failure(self, error: Exception, failures: int, attempts: int) -> None:
+    async def _report_failure(self, error: Exception, failures: int) -> None:
         """Report a failed step, which the coordinator counts; outside a step, suspend the run if failures persist."""
         ownership = self._ownership
         batch = ownership.engine.batch

@@ -4,6 +4,7 @@ import gc
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from time import perf_counter
 from typing import NoReturn, TypeVar
 
@@ -22,6 +23,17 @@ log = logging.getLogger(__name__)
 
 REASON_CHARS_MAX = 2000
 T = TypeVar("T")
+
+
+@dataclass
+class FailedAttempts:
+    """The attempts at some work that have failed in a row. `failures` does not count those that lacked disk space."""
+
+    attempts: int = 0
+    failures: int = 0
+
+    def clear(self) -> None:
+        self.attempts = self.failures = 0
 
 
 class RunReports:
@@ -64,46 +76,30 @@ class RunReports:
                 await self.until_resumed()
                 patience = self._patience()
 
-    async def repeated(
-        self,
-        work: Callable[[], Awaitable[None]],
-        failed: Callable[[Exception, int, int], Awaitable[None]],
-        let_go: Callable[[], None],
-    ) -> NoReturn:
-        """Do `work` repeatedly until the run has ended. After a failure, `let_go` frees the memory that it still holds.
+    def counts(self, error: Exception, failed: FailedAttempts) -> bool:
+        """Count a failed attempt, and return whether it is to be reported; one without the bus is neither.
 
-        `failed` is called with the error, the failures in a row, and the failed attempts in a row: a full disk counts
-        only as an attempt, and an unavailable bus as neither. Raises `RunOver`, or `BackendLost` if only a new process
-        can continue.
+        Raises `RunOver` if the attempt failed because the run has ended.
         """
+        run = self._ownership.run
+        if isinstance(error, Interrupted | RunOver):
+            raise RunOver from None
+        if isinstance(error, BusUnavailable):
+            log.warning("run %d waits for the bus: %s", run, error)
+            return False
+        failed.attempts += 1
+        failed.failures += not lacks_room(error)
+        if not isinstance(error, BackendLost | AcceleratorError):
+            log.exception("run %d: attempt %d failed", run, failed.attempts)
+        return True
+
+    async def pause(self, failed: FailedAttempts) -> None:
+        """Wait before the next attempt, longer after each failed one. A run that waits for its operator starts over."""
         ownership, options = self._ownership, self._options
-        failures = attempts = 0
-        while True:
-            try:
-                await work()
-                failures = attempts = 0
-                continue
-            except Interrupted:
-                raise RunOver from None
-            except RunOver:
-                raise
-            except BackendLost as error:
-                await failed(error, failures + 1, attempts + 1)
-                raise
-            except AcceleratorError as error:  # no later call to the device succeeds in this process
-                await failed(error, failures + 1, attempts + 1)
-                raise BackendLost(f"the device failed: {error}") from error
-            except BusUnavailable as error:
-                log.warning("run %d waits for the bus: %s", ownership.run, error)
-            except Exception as error:  # out of memory, a full disk, a bug: counted, and given up in the end
-                failures, attempts = failures + (not lacks_room(error)), attempts + 1
-                log.exception("run %d: attempt %d failed", ownership.run, attempts)
-                await failed(error, failures, attempts)
-            let_go()
-            if ownership.engine.waits_for_operator:
-                failures = attempts = 0
-            else:
-                await ownership.pause(backoff(attempts, options.retry_s, options.retry_s_max))
+        if ownership.engine.waits_for_operator:
+            failed.clear()
+        else:
+            await ownership.pause(backoff(failed.attempts, options.retry_s, options.retry_s_max))
 
     def _patience(self) -> LoadPatience:
         return LoadPatience(self._options.retry_s, self._options.retry_s_max, self._options.load_patience_s)
@@ -146,6 +142,14 @@ class RunReports:
             trainer_epoch=self._ownership.epoch,
             may_pass=may_pass,
         )
+
+
+def check_lost(error: Exception) -> None:
+    """Raise `BackendLost` after an error with which no later call can succeed in this process."""
+    if isinstance(error, BackendLost):
+        raise error
+    if isinstance(error, AcceleratorError):
+        raise BackendLost(f"the device failed: {error}") from error
 
 
 def reason_of(error: Exception) -> str:

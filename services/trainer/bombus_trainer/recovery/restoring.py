@@ -1,16 +1,13 @@
 """Continue a run from its newest readable checkpoint whose later steps can be retrained (R11)."""
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
 from bombus.errors import EngineFault
-from bombus.faults import Point, reached
 from bombus.hive.state import EngineState
 from bombus.hive.steps import checkpoints, steps_after
 from bombus_trainer.backend import TrainerBackend
 from bombus_trainer.publish.checkpoint import CheckpointLost
-from bombus_trainer.recovery.progress import advanced
 
 log = logging.getLogger(__name__)
 
@@ -20,18 +17,16 @@ ANEW = (
 )
 
 
-def restored(load: Callable[[], TrainerBackend], engine: EngineState) -> tuple[TrainerBackend, int]:
-    """Load a run's model from the newest checkpoint that can be read, and return it with that checkpoint's step.
+def restore_newest(executor: TrainerBackend, engine: EngineState) -> int:
+    """Bring a model, loaded at step 0, to the newest checkpoint of its run that can be read. Return the step of that.
 
-    A checkpoint is used only if the steps after it are kept, so that they can be retrained. Without any checkpoint,
-    return the model as loaded, at step 0, unless the run began at an earlier run's checkpoint. Raises `EngineFault` if
-    none can be used, and as `load` and `TrainerBackend.restore` do.
+    A checkpoint is used only if the steps after it are kept, so that they can be retrained. Without any checkpoint, the
+    model stays at step 0, unless the run began at an earlier run's checkpoint. Raises `EngineFault` if none can be
+    used, and as `TrainerBackend.restore` does.
     """
-    reached(Point.TRAINER_MODEL_LOADING)
-    executor, newest = load(), engine.step_done
-    advanced("loaded")
+    newest = engine.step_done
     if newest is None:
-        return executor, 0
+        return 0
     lost: CheckpointLost | None = None
     older = [newest] if newest.checkpoint else []  # an older snapshot has only the newest step
     for done in checkpoints(engine.steps) or older:
@@ -39,7 +34,7 @@ def restored(load: Callable[[], TrainerBackend], engine: EngineState) -> tuple[T
             continue
         try:
             executor.restore(Path(done.checkpoint), done.checkpoint_digest)
-            return executor, done.step
+            return done.step
         except CheckpointLost as error:
             log.warning("%s: going back further", error)
             lost = lost or error
@@ -52,4 +47,4 @@ def restored(load: Callable[[], TrainerBackend], engine: EngineState) -> tuple[T
         raise type(lost)(f"{lost}{began}: bring it back, {ANEW}") from lost
     if engine.begun or steps_after(engine.steps, 0, newest.step) is None:
         raise lost or EngineFault(f"step {newest.step} is on the log, but no checkpoint is left to resume from")
-    return executor, 0
+    return 0

@@ -8,7 +8,7 @@ from itertools import count
 from math import inf
 from pathlib import Path
 from time import perf_counter
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from torch import AcceleratorError
 
@@ -41,7 +41,7 @@ from bombus_trainer.operations.settings import ExecutorSettings
 from bombus_trainer.options import TrainerOptions
 from bombus_trainer.ownership import RunOwnership
 from bombus_trainer.recovery.progress import STALLS, Kind, in_thread
-from bombus_trainer.recovery.reports import RunReports, reason_of
+from bombus_trainer.recovery.reports import FailedAttempts, RunReports, check_lost, reason_of
 
 log = logging.getLogger(__name__)
 
@@ -79,26 +79,34 @@ class OperationServer:
         self._lived_through: set[str] = set()  # models that this trainer failed to rebuild, but survived trying to
         self._has_tried = False  # whether it has tried to rebuild one of them, and executed nothing since
 
-    async def run(self) -> None:
+    async def run(self) -> NoReturn:
         """Serve until the run ends, which raises `RunOver`. Start over after a failure.
 
         Raises `BackendLost` if only a new process can continue.
         """
+        failed = FailedAttempts()
         try:
-            await self._reports.repeated(self._round, self._failed, self._let_go)
+            while True:
+                try:
+                    if self._ownership.engine.rest_wanted:
+                        await self._sleep()
+                    await self._serve(await self._awake())
+                    failed.clear()
+                    continue
+                except Exception as error:  # out of memory, a full disk, a bug: counted, and given up in the end
+                    if self._reports.counts(error, failed):
+                        await self._report_failure(error, failed.attempts)
+                        check_lost(error)
+                self._let_go()
+                await self._reports.pause(failed)
         finally:
             self._let_go()
 
-    async def _failed(self, error: Exception, failures: int, attempts: int) -> None:
+    async def _report_failure(self, error: Exception, attempts: int) -> None:
         """Suspend the run after too many attempts in a row. A new process continues after a lost device or rank."""
         is_lost = isinstance(error, (AcceleratorError, BackendLost))
         if not is_lost and attempts >= self._ownership.engine.collection.max_step_failures:
             await self._reports.suspend(reason_of(error))
-
-    async def _round(self) -> None:
-        if self._ownership.engine.rest_wanted:
-            await self._sleep()
-        await self._serve(await self._awake())
 
     def _let_go(self) -> None:
         """Give back the memory of all models."""
@@ -152,7 +160,7 @@ class OperationServer:
     async def _boot(self) -> ServedModels:
         """Load the base, and rebuild the models of this run."""
         ownership = self._ownership
-        models = await self._reports.booted(self._load, lambda: ownership.engine.phase != Phase.BOOTING)
+        models = await self._reports.booted(self._load, has_loaded=lambda: ownership.engine.phase != Phase.BOOTING)
         serves = TrainerServes(
             id=ownership.id("serves"), engine=self._options.engine, run=ownership.run, trainer_epoch=ownership.epoch
         )
@@ -264,9 +272,9 @@ class OperationServer:
             return ServedModels(
                 executor,
                 RecoveryCheckpoints(recovery / run, ownership.epoch),
-                self._fetch,
-                (base, job.model.path),
-                options.stall_s,
+                fetch_body=self._fetch,
+                names=(base, job.model.path),
+                stall_s=options.stall_s,
             )
 
         limit_s = min(STALLS * options.stall_s, LOAD_SHARE * engine.collection.boot_s)
