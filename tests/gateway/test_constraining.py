@@ -14,6 +14,7 @@ from bombus.hive.records import pack_tokens
 from bombus.hive.state import EngineState
 from bombus_gateway.call.admission import Admitted
 from bombus_gateway.call.constraining import constraint_of, why_not_held
+from bombus_gateway.call.planning import answer_constraint
 from bombus_gateway.call.policy import why_unconstrained
 from bombus_gateway.call.request import CompletionRequest, Demand
 from bombus_gateway.text.rendering import TextModel
@@ -133,18 +134,22 @@ ADMITTED = Admitted(EngineState(name="main"), parse_job({}), TEXT, "main-1-1", E
 
 
 def test_a_demand_is_either_held_or_named_with_the_reason() -> None:
-    constraint, unmet = ADMITTED.constraint(request(AS_JSON), prompt_of("hi"))
+    constraint, unmet = answer_constraint(ADMITTED, request(AS_JSON), prompt_of("hi"))
     assert (constraint, unmet) == (Constraint(schema='{"enum": [1]}'), ())
-    constraint, unmet = replace(ADMITTED, constrains=False).constraint(with_tools(ANY_CALL, AS_JSON), prompt_of("hi"))
+    constraint, unmet = answer_constraint(
+        replace(ADMITTED, constrains=False), with_tools(ANY_CALL, AS_JSON), prompt_of("hi")
+    )
     assert constraint is None
     assert [each.field for each in unmet] == ["tool_choice", "response_format"]
-    assert ADMITTED.constraint(with_tools(), prompt_of("hi")) == (None, ())
+    assert answer_constraint(ADMITTED, with_tools(), prompt_of("hi")) == (None, ())
 
 
 def test_one_call_needs_no_engine_unless_calls_are_a_list() -> None:
     torch_engine = replace(ADMITTED, constrains=False)
-    assert torch_engine.constraint(with_tools(one_call="parallel_tool_calls"), b"") == (None, ())
+    assert answer_constraint(torch_engine, with_tools(one_call="parallel_tool_calls"), b"") == (None, ())
     unread = replace(torch_engine, model=NO_CALLS)
-    (unmet,) = unread.constraint(with_tools(one_call="parallel_tool_calls"), b"")[1]
+    (unmet,) = answer_constraint(unread, with_tools(one_call="parallel_tool_calls"), b"")[1]
     assert unmet.field == "parallel_tool_calls"
-    assert unread.constraint(request(one_call="parallel_tool_calls"), b"") == (None, ()), "without tools there is none"
+    assert answer_constraint(unread, request(one_call="parallel_tool_calls"), b"") == (None, ()), (
+        "without tools there is none"
+    )

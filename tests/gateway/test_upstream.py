@@ -15,7 +15,8 @@ from bombus.hive.generation import Generate
 from bombus.hive.pacing import fitting
 from bombus.hive.records import LengthLimit, SamplingParams
 from bombus.hive.state import EngineState, Replica
-from bombus_gateway.call.admission import Admitted, AnswerLimit, check_not_over, is_known
+from bombus_gateway.call.admission import Admitted, check_not_over, is_known
+from bombus_gateway.call.planning import AnswerLimit, answer_limit, sampling_params
 from bombus_gateway.call.replica_client import ReplicaClient, ReplicaGone
 from bombus_gateway.call.request import CompletionRequest, RequestedSampling
 from bombus_gateway.call.upstream import BUSIER_BY, LEFT_S, Upstream, best
@@ -107,46 +108,46 @@ def test_an_answer_gets_the_room_that_is_left_and_what_limits_it_is_named(
     wanted: int | None, prompt: int, answered: int, limit: AnswerLimit
 ) -> None:
     request = CompletionRequest(chat=True, sampling=RequestedSampling(max_tokens=wanted))
-    assert ADMITTED.answer_limit(request, prompt, answered, is_first=False) == limit
+    assert answer_limit(ADMITTED, request, prompt, answered, is_first=False) == limit
 
 
 def test_the_models_context_limits_an_answer_where_the_jobs_length_does_not() -> None:
     longer = parse_job({"bombus": {"rollout": {"max_model_len": 9000, "max_response_length_in_one_turn": 100}}})
     admitted = replace(ADMITTED, job=longer)
     assert TEXT.context_tokens == 2048
-    limit = admitted.answer_limit(CHAT, 2000, 0, is_first=False)
+    limit = answer_limit(admitted, CHAT, 2000, 0, is_first=False)
     assert limit == AnswerLimit(48, LengthLimit.CONTEXT)
     assert limit.reason_at(48) == LengthLimit.CONTEXT
     assert limit.reason_at(47) == LengthLimit.REPLICA
 
 
 def test_the_jobs_temperature_is_the_default() -> None:
-    sampling, overridden = ADMITTED.sampling(CHAT, AnswerLimit(50, LengthLimit.TURN))
+    sampling, overridden = sampling_params(ADMITTED, CHAT, AnswerLimit(50, LengthLimit.TURN))
     assert overridden == ()
     assert (sampling.max_tokens, sampling.temperature, sampling.seed) == (50, 0.9, None)
 
 
 def test_a_seed_gives_each_training_episode_its_own_and_an_evaluation_exactly_that_one() -> None:
     request, limit = CompletionRequest(chat=True, sampling=RequestedSampling(seed=3)), AnswerLimit(50, LengthLimit.TURN)
-    found, overridden = ADMITTED.sampling(request, limit)
+    found, overridden = sampling_params(ADMITTED, request, limit)
     assert overridden == ("seed",)
-    assert found == ADMITTED.sampling(request, limit)[0]
-    other, _ = replace(ADMITTED, episode="main-1-2").sampling(request, limit)
+    assert found == sampling_params(ADMITTED, request, limit)[0]
+    other, _ = sampling_params(replace(ADMITTED, episode="main-1-2"), request, limit)
     assert found.seed not in (None, 3, other.seed)
-    evaluated, overridden = replace(ADMITTED, type=EpisodeType.EVAL).sampling(request, limit)
+    evaluated, overridden = sampling_params(replace(ADMITTED, type=EpisodeType.EVAL), request, limit)
     assert (evaluated.seed, overridden) == (3, ())
 
 
 @pytest.mark.parametrize(("tokens", "is_first"), [(101, True), (1000, False)])
 def test_a_prompt_that_is_too_long_is_refused(tokens: int, is_first: bool) -> None:
     with pytest.raises(Refused) as refused:
-        ADMITTED.answer_limit(CHAT, tokens, 0, is_first)
+        answer_limit(ADMITTED, CHAT, tokens, 0, is_first)
     assert refused.value.code == Code.PROMPT_TOO_LONG
 
 
 def test_a_conversation_whose_answers_have_used_up_the_jobs_response_length_gets_no_more() -> None:
     with pytest.raises(Refused, match="have 900 tokens, but the job's max_response_length for all of them is 900"):
-        ADMITTED.answer_limit(CHAT, 950, 900, is_first=False)
+        answer_limit(ADMITTED, CHAT, 950, 900, is_first=False)
 
 
 def test_a_key_of_an_earlier_run_is_over_and_one_of_a_later_run_is_not_known_yet() -> None:

@@ -1,4 +1,4 @@
-"""Checks that a call may be made: its key and episode, room in the log, and the limits of the job."""
+"""Checks that a call may be made: its episode is open, the log has room, and the job allows what it asks for."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,24 +9,19 @@ from bombus.bus.follow import Follower
 from bombus.config.job import RunConfig
 from bombus.errors import Code, Refused
 from bombus.hive.events import EpisodeType, SamplerWeights
-from bombus.hive.generation import Constraint
-from bombus.hive.records import CallRef, LengthLimit, SamplingParams
+from bombus.hive.records import CallRef
 from bombus.hive.state import EngineState, Hive, Phase
-from bombus_gateway.call.constraining import constraint_of, why_not_held
 from bombus_gateway.call.models import EngineModels
-from bombus_gateway.call.policy import decide, why_unconstrained
 from bombus_gateway.call.request import (
     CallRequest,
     CompletionRequest,
     InvalidField,
     PromptTooLong,
     Unsupported,
-    check_sampled,
 )
 from bombus_gateway.keys import KeyClaims
 from bombus_gateway.limits import CHARACTERS_FOR_A_TOKEN
 from bombus_gateway.text.rendering import TextModel
-from bombus_gateway.text.stops import asked_stops, hidden_names
 from bombus_gateway.text.words import strings
 
 EPISODE_CATCH_UP_S = 2.0  # how long a call waits for the event of its episode's claim, which may arrive here later
@@ -34,19 +29,6 @@ _CLAIM = "claim another one"
 _NO_VARIABLE = "the model's chat template has no such variable"
 _SET_BY_JOB = "the job's model.chat_template_kwargs says how much the model thinks"
 _SET_BY_REQUEST = "the request's own chat_template_kwargs say how much the model thinks"
-_LISTED = "this model writes several calls as one list, which cannot end after its first"
-
-
-@dataclass(frozen=True)
-class AnswerLimit:
-    """The most tokens that an answer may have, and the reason for this limit."""
-
-    tokens: int
-    reason: LengthLimit
-
-    def reason_at(self, tokens: int) -> LengthLimit:
-        """Return the limit that cut off an answer after `tokens` tokens: the replica's, if they are fewer than ours."""
-        return LengthLimit.REPLICA if tokens < self.tokens else self.reason
 
 
 @dataclass(frozen=True)
@@ -98,142 +80,6 @@ class Admitted:
                 tokens,
             )
 
-    def answer_limit(
-        self, request: CompletionRequest, prompt_tokens: int, answered_tokens: int, is_first: bool
-    ) -> AnswerLimit:
-        """Return how long an answer may be. Pure.
-
-        The job's max_prompt_length limits a prompt without answers (`is_first`). Later prompts contain answers too, and
-        are limited only by max_model_len and the model's context. `answered_tokens` were sampled earlier in the same
-        conversation; the job's max_response_length is for all of its answers. Raises `InvalidField` PROMPT_TOO_LONG.
-        """
-        rollout = self.job.rollout
-        if is_first and prompt_tokens > rollout.max_prompt_length:
-            raise PromptTooLong(
-                request.input_field,
-                f"The prompt has {prompt_tokens} tokens; the job's max_prompt_length is {rollout.max_prompt_length}.",
-                prompt_tokens,
-                rollout.max_prompt_length,
-            )
-        bounds = (
-            AnswerLimit(rollout.max_response_length_in_one_turn, LengthLimit.TURN),
-            AnswerLimit(rollout.max_response_length - answered_tokens, LengthLimit.EPISODE),
-            AnswerLimit(rollout.max_model_len - prompt_tokens, LengthLimit.JOB),
-            AnswerLimit(self.model.context_tokens - prompt_tokens, LengthLimit.CONTEXT),
-        )
-        limit = min(bounds, key=lambda each: each.tokens)
-        if limit.tokens < 1:
-            raise self._too_long(request.input_field, limit, prompt_tokens, answered_tokens)
-        wanted = _wanted(request, prompt_tokens)
-        if wanted is not None and wanted < limit.tokens:
-            return AnswerLimit(wanted, LengthLimit.REQUEST)
-        return limit
-
-    def with_thinking(self, request: CallRequest) -> CallRequest:
-        """Return the request with its `thinking` translated into variables of the chat template. Pure.
-
-        Variables that the request sets itself stay as they are; so do the job's, if it lets no request set any. A
-        thinking option that has no variable, or contradicts these, is added to `unsupported`.
-        """
-        completion = request.completion
-        if completion.thinking is None:
-            return request
-        variables, fields = self.model.renderer.thinking.given(completion.thinking)
-        own, is_free = completion.chat_template_kwargs, self.job.rollout.allow_chat_template_kwargs
-        fixed = own if is_free else self.job.model.chat_template_kwargs
-        unmet = [Unsupported(field, _NO_VARIABLE) for field in fields]
-        if any(fixed.get(name, value) != value for name, value in variables.items()):
-            unmet.append(Unsupported(completion.thinking.field, _SET_BY_REQUEST if is_free else _SET_BY_JOB))
-        free = {name: value for name, value in variables.items() if name not in fixed}
-        unsupported = (*completion.unsupported, *unmet)
-        settled = msgspec.structs.replace(
-            completion, chat_template_kwargs={**own, **free}, thinking=None, unsupported=unsupported
-        )
-        return msgspec.structs.replace(request, completion=settled)
-
-    def constraint(
-        self, request: CompletionRequest, prompt: bytes
-    ) -> tuple[Constraint | None, tuple[Unsupported, ...]]:
-        """Return the constraint on the answer to a prompt (int32), if any, and the demands that are not met. Pure."""
-        renderer, why = self.model.renderer, ""
-        if request.demands:
-            why = why_unconstrained(self.job.rollout, self.type, self.constrains) or why_not_held(request, renderer)
-            if not why:
-                return constraint_of(request, renderer, prompt), ()
-        unmet = [Unsupported(demand.field, why) for demand in request.demands]
-        if request.one_call and request.parse_tool_calls and not renderer.calls_come_singly:
-            unmet.append(Unsupported(request.one_call, _LISTED))
-        return None, tuple(unmet)
-
-    def sampling(self, request: CompletionRequest, limit: AnswerLimit) -> tuple[SamplingParams, tuple[str, ...]]:
-        """Return how the request's tokens are drawn, and the names of its parameters that are not obeyed. Pure.
-
-        Raises `InvalidField` for parameters that the job refuses.
-        """
-        check_sampled(request.n, limit.tokens, request.top_logprobs)
-        decision = decide(request, self.job.rollout, self.type, self.episode)
-        sampling = decision.sampling
-        capped = sampling.max_tokens is not None and sampling.max_tokens > limit.tokens
-        params = SamplingParams(
-            max_tokens=limit.tokens,
-            temperature=self.job.rollout.temperature if sampling.temperature is None else sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            repetition_penalty=sampling.repetition_penalty,
-            logit_bias=sampling.logit_bias,
-            seed=sampling.seed,
-            stop_token_ids=self._stop_tokens(request),
-            top_logprobs=request.top_logprobs,
-        )
-        return params, (*decision.overridden, request.length_field) if capped else decision.overridden
-
-    def _stop_tokens(self, request: CompletionRequest) -> tuple[int, ...]:
-        own = self.model.renderer.stop_token_ids
-        tokenizer = self.model.tokenizer
-        names = hidden_names(tokenizer, request.stops)
-        asked = asked_stops(names, request.stops, request.stop_token_ids, len(tokenizer.pieces))
-        return tuple(sorted({*own, *asked})) if asked else own
-
-    def _too_long(self, field: str, limit: AnswerLimit, prompt_tokens: int, answered_tokens: int) -> InvalidField:
-        if limit.reason == LengthLimit.EPISODE:
-            return InvalidField(
-                Code.PROMPT_TOO_LONG,
-                field,
-                f"The answers of this conversation have {answered_tokens} tokens, but the job's max_response_length "
-                f"for all of them is {self.job.rollout.max_response_length}: end the episode, or raise the limit.",
-            )
-        tokens_max = self.tokens_max
-        return PromptTooLong(
-            field,
-            f"This model's maximum context length is {tokens_max} tokens. However, your messages resulted in "
-            f"{prompt_tokens} tokens. Please reduce the length of the messages.",
-            prompt_tokens,
-            tokens_max,
-        )
-
-
-def _wanted(request: CompletionRequest, prompt_tokens: int) -> int | None:
-    """Return the most tokens that the client allows for the answer, None if it sets no limit.
-
-    Raises `InvalidField` PROMPT_TOO_LONG if its limit for prompt and answer leaves none.
-    """
-    sampling = request.sampling
-    if sampling.total_tokens is None:
-        return sampling.max_tokens or None
-    left = sampling.total_tokens - prompt_tokens
-    if left < 1:
-        raise PromptTooLong(
-            request.input_field,
-            f"The prompt has {prompt_tokens} tokens; this client's x-bombus-total-tokens, for prompt and answer "
-            f"together, is {sampling.total_tokens}.",
-            prompt_tokens,
-            sampling.total_tokens - 1,
-        )
-    return min(left, sampling.max_tokens or left)
-
 
 class Admission:
     """Admits requests by the folded log: `check_episode` before the body is read, `admit` for the whole request."""
@@ -250,8 +96,11 @@ class Admission:
         """Return whether an episode of a run of an engine is known to be over."""
         return _is_over(self._follower.hive.engine(engine), run, episode)
 
-    async def admit(self, request: CallRequest) -> Admitted:
-        """Return the state that a call needs. Raises `Refused` unless it may be made now."""
+    async def admit(self, request: CallRequest) -> tuple[CallRequest, Admitted]:
+        """Return the request as the job settles its thinking, and the state that the call needs.
+
+        Raises `Refused` unless the call may be made now.
+        """
         claims = request.claims
         check_storage(self._follower.hive)
         engine = await self._engine(claims)
@@ -261,7 +110,8 @@ class Admission:
         model = await self._models.text_model(engine)
         demands = bool(request.completion.demands)
         constrains = demands and any(replica.constrains for replica in engine.usable.values())
-        return Admitted(engine, job, model, claims.episode, episode.type, constrains, episode.sampler)
+        admitted = Admitted(engine, job, model, claims.episode, episode.type, constrains, episode.sampler)
+        return _with_thinking(request, job, model), admitted
 
     async def _engine(self, claims: KeyClaims) -> EngineState:
         """Return the engine of an open episode, waiting a moment for an episode that was claimed just now."""
@@ -278,6 +128,29 @@ class Admission:
         state = self._follower.hive.engine(claims.engine)
         check_not_over(state, claims)
         return state
+
+
+def _with_thinking(request: CallRequest, job: RunConfig, model: TextModel) -> CallRequest:
+    """Return the request with its `thinking` translated into variables of the chat template. Pure.
+
+    Variables that the request sets itself stay as they are; so do the job's, if it lets no request set any. A
+    thinking option that has no variable, or contradicts these, is added to `unsupported`.
+    """
+    completion = request.completion
+    if completion.thinking is None:
+        return request
+    variables, fields = model.renderer.thinking.given(completion.thinking)
+    own, is_free = completion.chat_template_kwargs, job.rollout.allow_chat_template_kwargs
+    fixed = own if is_free else job.model.chat_template_kwargs
+    unmet = [Unsupported(field, _NO_VARIABLE) for field in fields]
+    if any(fixed.get(name, value) != value for name, value in variables.items()):
+        unmet.append(Unsupported(completion.thinking.field, _SET_BY_REQUEST if is_free else _SET_BY_JOB))
+    free = {name: value for name, value in variables.items() if name not in fixed}
+    unsupported = (*completion.unsupported, *unmet)
+    settled = msgspec.structs.replace(
+        completion, chat_template_kwargs={**own, **free}, thinking=None, unsupported=unsupported
+    )
+    return msgspec.structs.replace(request, completion=settled)
 
 
 def check_storage(hive: Hive) -> None:

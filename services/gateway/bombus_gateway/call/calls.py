@@ -131,11 +131,11 @@ class Calls:
         """
         attempt = self.attempts.begin(request)
         try:
-            admitted = await self.admission.admit(request)
+            request, admitted = await self.admission.admit(request)
             # Held until the call is closed, so that the episode's next request finds what the call adds.
             conversation = self.histories.conversation(request.claims)
             self._check_episode_bytes(conversation, request.claims.episode)
-            request = await self.earlier.continued(admitted.with_thinking(request))
+            request = await self.earlier.continued(request)
             plan = await self._planned(request, admitted, conversation)
             call = Call(self, request, plan, admitted.engine, attempt, admitted.sampler)
             try:
@@ -170,8 +170,8 @@ class Calls:
 
     async def prompt_tokens(self, request: CallRequest) -> int:
         """Return how many tokens the prompt of a call would have. Nothing is sampled or recorded. Raises `Refused`."""
-        admitted = await self.admission.admit(request)
-        prompt = await plan_prompt(admitted.with_thinking(request), admitted, self.histories, self.workers)
+        request, admitted = await self.admission.admit(request)
+        prompt = await plan_prompt(request, admitted, self.histories, self.workers)
         return prompt.count
 
     def _check_episode_bytes(self, conversation: Conversation, episode: str) -> None:

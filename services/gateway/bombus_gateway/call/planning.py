@@ -1,4 +1,5 @@
-"""The plan of a call: the stored conversation that it continues, its prompt as tokens, and its sampling parameters."""
+"""The plan of a call: the stored conversation that it continues, its prompt as tokens, how long its answer may be, and
+how the answer is sampled."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,19 +10,31 @@ import msgspec
 
 from bombus.errors import Code, Refused
 from bombus.hive.generation import Constraint
-from bombus.hive.records import SamplingParams, pack_tokens
-from bombus_gateway.call.admission import Admitted, AnswerLimit
-from bombus_gateway.call.request import CallRequest
+from bombus.hive.records import LengthLimit, SamplingParams, pack_tokens
+from bombus_gateway.call.admission import Admitted
+from bombus_gateway.call.constraining import constraint_of, why_not_held
+from bombus_gateway.call.policy import decide, why_unconstrained
+from bombus_gateway.call.request import (
+    CallRequest,
+    CompletionRequest,
+    InvalidField,
+    PromptTooLong,
+    Unsupported,
+    check_sampled,
+)
 from bombus_gateway.call.workers import INLINE_BYTES_MAX, READ_BYTES_MAX, Workers
 from bombus_gateway.history.conversation import Conversation, Node
 from bombus_gateway.history.echoes import Followed
 from bombus_gateway.history.histories import Histories
+from bombus_gateway.history.identity import root_digest
 from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.renderer import TemplateRenderer
 from bombus_gateway.text.rendering import TextModel
+from bombus_gateway.text.stops import asked_stops, hidden_names
 
 TRIAL_BYTES = 1 << 20  # size of a request that takes as long as trying out a template with new variables
 TOKEN_TEXT_BYTES = 4  # of text for each token, roughly
+_LISTED = "this model writes several calls as one list, which cannot end after its first"
 TRIED_MAX = 4  # equal answers to try: the template may be unable to continue the first of them
 
 
@@ -43,6 +56,18 @@ class Prompt:
     def count(self) -> int:
         """The number of tokens."""
         return len(self.tokens) // 4
+
+
+@dataclass(frozen=True)
+class AnswerLimit:
+    """The most tokens that an answer may have, and the reason for this limit."""
+
+    tokens: int
+    reason: LengthLimit
+
+    def reason_at(self, tokens: int) -> LengthLimit:
+        """Return the limit that cut off an answer after `tokens` tokens: the replica's, if they are fewer than ours."""
+        return LengthLimit.REPLICA if tokens < self.tokens else self.reason
 
 
 @dataclass(frozen=True)
@@ -73,12 +98,12 @@ async def plan_call(request: CallRequest, admitted: Admitted, histories: Histori
     answered = any(message["role"] == "assistant" for message in completion.messages)
     node = prompt.node
     before = node.sampled if node is not None else 0
-    limit = admitted.answer_limit(completion, prompt.count, before, is_first=node is None and not answered)
-    constraint, unmet = admitted.constraint(completion, prompt.tokens)
+    limit = answer_limit(admitted, completion, prompt.count, before, is_first=node is None and not answered)
+    constraint, unmet = answer_constraint(admitted, completion, prompt.tokens)
     constrained = () if constraint is None else tuple(demand.field for demand in completion.demands)
     if unmet:
         completion = msgspec.structs.replace(completion, unsupported=(*unmet, *completion.unsupported))
-    sampling, overridden = admitted.sampling(completion, limit)
+    sampling, overridden = sampling_params(admitted, completion, limit)
     masked = bool(request.auxiliary_call) and not admitted.job.rollout.trains_auxiliary_calls
     return CallPlan(admitted.model, prompt, sampling, limit, overridden, constraint, constrained, masked)
 
@@ -101,7 +126,7 @@ async def plan_prompt(request: CallRequest, admitted: Admitted, histories: Histo
 
 async def _chat_prompt(request: CallRequest, model: TextModel, histories: Histories, workers: Workers) -> Prompt:
     renderer, tools = model.renderer.given(request.completion.chat_template_kwargs), request.completion.tools
-    followed = await histories.follow(request)
+    followed = await _followed(request, histories, workers)
     history_bytes = TOKEN_TEXT_BYTES * followed.last.count if followed.last is not None else 0
     # A request may be the first with variables that have to be tried.
     work_bytes = max(request.body_bytes, history_bytes, 0 if renderer.is_tried else TRIAL_BYTES)
@@ -111,6 +136,50 @@ async def _chat_prompt(request: CallRequest, model: TextModel, histories: Histor
         rendered = partial(_rendered, tools, renderer, followed)
         prompt = await workers.run(request.claims.episode, work_bytes, rendered)
     return prompt
+
+
+async def _followed(request: CallRequest, histories: Histories, workers: Workers) -> Followed[Node]:
+    """Find the conversation that the messages of a request extend, in a thread if many of them are new.
+
+    An assistant's message that is not known here may have been sampled by another gateway. So the log is read before it
+    is considered written by the harness, or matched with an answer that only has the same words. Raises `Refused`
+    BUS_DOWN if the log cannot be read.
+    """
+    claims, completion = request.claims, request.completion
+    conversation = histories.conversation(claims)
+    find = partial(_found, conversation, completion)
+    known = conversation.known
+    try:
+        found = _found_at_once(conversation, request)
+        if found is None:
+            found = await workers.run(claims.episode, request.body_bytes, find)
+        if _may_be_elsewhere(found):
+            await histories.read_log(claims, request.traceparent)
+            if conversation.known != known:
+                conversation.forget_walks()
+                found = await workers.run(claims.episode, request.body_bytes, find)
+        return found
+    finally:
+        histories.account_for(claims)
+
+
+def _found(conversation: Conversation, completion: CompletionRequest) -> Followed[Node]:
+    root = root_digest(completion.tools, completion.chat_template_kwargs)
+    return conversation.follow(root, completion.messages, completion.stops)
+
+
+def _found_at_once(conversation: Conversation, request: CallRequest) -> Followed[Node] | None:
+    """Return the result of `_found` for a large request of which little is new; None for other requests."""
+    if request.body_bytes <= INLINE_BYTES_MAX or request.read_bytes > READ_BYTES_MAX:
+        return None
+    completion = request.completion
+    root = root_digest(completion.tools, completion.chat_template_kwargs)
+    return conversation.follow_on(root, completion.messages, completion.stops, INLINE_BYTES_MAX)
+
+
+def _may_be_elsewhere(found: Followed[Node]) -> bool:
+    """Return whether the request may contain an answer that was sampled through another gateway."""
+    return found.doubt or any(message["role"] == "assistant" for message in found.messages[found.count :])
 
 
 def _extended_shortly(
@@ -154,3 +223,127 @@ def _plain_prompt(request: CallRequest, model: TextModel, conversation: Conversa
         tokens = pack_tokens(prompt)
     node = conversation.longest_tokens(tokens)
     return Prompt(tokens, len(tokens) - (4 * node.count if node is not None else 0), node)
+
+
+def answer_limit(
+    admitted: Admitted, request: CompletionRequest, prompt_tokens: int, answered_tokens: int, is_first: bool
+) -> AnswerLimit:
+    """Return how long an answer may be. Pure.
+
+    The job's max_prompt_length limits a prompt without answers (`is_first`). Later prompts contain answers too, and are
+    limited only by max_model_len and the model's context. `answered_tokens` were sampled earlier in the same
+    conversation; the job's max_response_length is for all of its answers. Raises `InvalidField` PROMPT_TOO_LONG.
+    """
+    rollout = admitted.job.rollout
+    if is_first and prompt_tokens > rollout.max_prompt_length:
+        raise PromptTooLong(
+            request.input_field,
+            f"The prompt has {prompt_tokens} tokens; the job's max_prompt_length is {rollout.max_prompt_length}.",
+            prompt_tokens,
+            rollout.max_prompt_length,
+        )
+    bounds = (
+        AnswerLimit(rollout.max_response_length_in_one_turn, LengthLimit.TURN),
+        AnswerLimit(rollout.max_response_length - answered_tokens, LengthLimit.EPISODE),
+        AnswerLimit(rollout.max_model_len - prompt_tokens, LengthLimit.JOB),
+        AnswerLimit(admitted.model.context_tokens - prompt_tokens, LengthLimit.CONTEXT),
+    )
+    limit = min(bounds, key=lambda each: each.tokens)
+    if limit.tokens < 1:
+        raise _too_long(admitted, request.input_field, limit, prompt_tokens, answered_tokens)
+    wanted = _wanted(request, prompt_tokens)
+    if wanted is not None and wanted < limit.tokens:
+        return AnswerLimit(wanted, LengthLimit.REQUEST)
+    return limit
+
+
+def _wanted(request: CompletionRequest, prompt_tokens: int) -> int | None:
+    """Return the most tokens that the client allows for the answer, None if it sets no limit.
+
+    Raises `InvalidField` PROMPT_TOO_LONG if its limit for prompt and answer leaves none.
+    """
+    sampling = request.sampling
+    if sampling.total_tokens is None:
+        return sampling.max_tokens or None
+    left = sampling.total_tokens - prompt_tokens
+    if left < 1:
+        raise PromptTooLong(
+            request.input_field,
+            f"The prompt has {prompt_tokens} tokens; this client's x-bombus-total-tokens, for prompt and answer "
+            f"together, is {sampling.total_tokens}.",
+            prompt_tokens,
+            sampling.total_tokens - 1,
+        )
+    return min(left, sampling.max_tokens or left)
+
+
+def _too_long(
+    admitted: Admitted, field: str, limit: AnswerLimit, prompt_tokens: int, answered_tokens: int
+) -> InvalidField:
+    if limit.reason == LengthLimit.EPISODE:
+        return InvalidField(
+            Code.PROMPT_TOO_LONG,
+            field,
+            f"The answers of this conversation have {answered_tokens} tokens, but the job's max_response_length "
+            f"for all of them is {admitted.job.rollout.max_response_length}: end the episode, or raise the limit.",
+        )
+    tokens_max = admitted.tokens_max
+    return PromptTooLong(
+        field,
+        f"This model's maximum context length is {tokens_max} tokens. However, your messages resulted in "
+        f"{prompt_tokens} tokens. Please reduce the length of the messages.",
+        prompt_tokens,
+        tokens_max,
+    )
+
+
+def answer_constraint(
+    admitted: Admitted, request: CompletionRequest, prompt: bytes
+) -> tuple[Constraint | None, tuple[Unsupported, ...]]:
+    """Return the constraint on the answer to a prompt (int32), if any, and the demands that are not met. Pure."""
+    renderer, why = admitted.model.renderer, ""
+    if request.demands:
+        why = why_unconstrained(admitted.job.rollout, admitted.type, admitted.constrains)
+        why = why or why_not_held(request, renderer)
+        if not why:
+            return constraint_of(request, renderer, prompt), ()
+    unmet = [Unsupported(demand.field, why) for demand in request.demands]
+    if request.one_call and request.parse_tool_calls and not renderer.calls_come_singly:
+        unmet.append(Unsupported(request.one_call, _LISTED))
+    return None, tuple(unmet)
+
+
+def sampling_params(
+    admitted: Admitted, request: CompletionRequest, limit: AnswerLimit
+) -> tuple[SamplingParams, tuple[str, ...]]:
+    """Return how the request's tokens are drawn, and the names of its parameters that are not obeyed. Pure.
+
+    Raises `InvalidField` for parameters that the job refuses.
+    """
+    check_sampled(request.n, limit.tokens, request.top_logprobs)
+    decision = decide(request, admitted.job.rollout, admitted.type, admitted.episode)
+    sampling = decision.sampling
+    capped = sampling.max_tokens is not None and sampling.max_tokens > limit.tokens
+    params = SamplingParams(
+        max_tokens=limit.tokens,
+        temperature=admitted.job.rollout.temperature if sampling.temperature is None else sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=sampling.logit_bias,
+        seed=sampling.seed,
+        stop_token_ids=_stop_tokens(admitted.model, request),
+        top_logprobs=request.top_logprobs,
+    )
+    return params, (*decision.overridden, request.length_field) if capped else decision.overridden
+
+
+def _stop_tokens(model: TextModel, request: CompletionRequest) -> tuple[int, ...]:
+    own = model.renderer.stop_token_ids
+    tokenizer = model.tokenizer
+    names = hidden_names(tokenizer, request.stops)
+    asked = asked_stops(names, request.stops, request.stop_token_ids, len(tokenizer.pieces))
+    return tuple(sorted({*own, *asked})) if asked else own

@@ -5,7 +5,6 @@ import logging
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import partial
 from weakref import WeakValueDictionary
 
 from bombus.bus import Bus
@@ -13,11 +12,8 @@ from bombus.errors import BombusError, BusUnavailable, Code, Refused
 from bombus.hive.events import NotedCall
 from bombus.hive.inbox import Found, Lookup
 from bombus.hive.records import CallRecord, CallRef, decode_record
-from bombus_gateway.call.request import CallRequest, CompletionRequest
-from bombus_gateway.call.workers import INLINE_BYTES_MAX, READ_BYTES_MAX, Workers
-from bombus_gateway.history.conversation import Conversation, Node
-from bombus_gateway.history.echoes import Followed
-from bombus_gateway.history.identity import root_digest
+from bombus_gateway.call.workers import Workers
+from bombus_gateway.history.conversation import Conversation
 from bombus_gateway.keys import KeyClaims
 from bombus_gateway.settings import GatewaySettings
 
@@ -87,30 +83,6 @@ class Histories:
         self.bytes += conversation.memory_bytes - self._counted.get(key, 0)
         self._counted[key] = conversation.memory_bytes
 
-    async def follow(self, request: CallRequest) -> Followed[Node]:
-        """Find the conversation that the messages of a request extend, in a thread if many of them are new.
-
-        An assistant's message that is not known here may have been sampled by another gateway. So the log is read
-        before it is considered written by the harness, or matched with an answer that only has the same words. Raises
-        `Refused` BUS_DOWN if the log cannot be read.
-        """
-        claims, completion = request.claims, request.completion
-        conversation = self.conversation(claims)
-        find = partial(_found, conversation, completion)
-        known = conversation.known
-        try:
-            found = _found_at_once(conversation, request)
-            if found is None:
-                found = await self._workers.run(claims.episode, request.body_bytes, find)
-            if _may_be_elsewhere(found):
-                await self.read_log(claims, request.traceparent)
-                if conversation.known != known:
-                    conversation.forget_walks()
-                    found = await self._workers.run(claims.episode, request.body_bytes, find)
-            return found
-        finally:
-            self.account_for(claims)
-
     async def read_log(self, claims: KeyClaims, traceparent: str = "") -> None:
         """Add the calls of a key's episode that are in the log but not known here. Raises `Refused`.
 
@@ -171,25 +143,6 @@ class Histories:
 
 def _key(claims: KeyClaims) -> _Key:
     return claims.engine, claims.run, claims.episode
-
-
-def _found(conversation: Conversation, completion: CompletionRequest) -> Followed[Node]:
-    root = root_digest(completion.tools, completion.chat_template_kwargs)
-    return conversation.follow(root, completion.messages, completion.stops)
-
-
-def _found_at_once(conversation: Conversation, request: CallRequest) -> Followed[Node] | None:
-    """Return the result of `_found` for a large request of which little is new; None for other requests."""
-    if request.body_bytes <= INLINE_BYTES_MAX or request.read_bytes > READ_BYTES_MAX:
-        return None
-    completion = request.completion
-    root = root_digest(completion.tools, completion.chat_template_kwargs)
-    return conversation.follow_on(root, completion.messages, completion.stops, INLINE_BYTES_MAX)
-
-
-def _may_be_elsewhere(found: Followed[Node]) -> bool:
-    """Return whether the request may contain an answer that was sampled through another gateway."""
-    return found.doubt or any(message["role"] == "assistant" for message in found.messages[found.count :])
 
 
 def _unreadable(error: BombusError) -> Refused:

@@ -49,9 +49,8 @@ class TokenRoutes:
     async def _answer_tokenize(self, headers: HeaderMap, receive: Receive, response: Responder) -> None:
         (found, completion), request = await self._received(headers, receive, read_tokenize)
         request = msgspec.structs.replace(request, completion=completion)
-        admitted = await self._calls.admission.admit(request)
-        completion = admitted.with_thinking(request).completion
-        work = partial(_tokenized, admitted, found, completion, request.body_bytes)
+        request, admitted = await self._calls.admission.admit(request)
+        work = partial(_tokenized, admitted, found, request.completion, request.body_bytes)
         tokens, strings = await self._calls.workers.run(request.claims.episode, request.body_bytes, work)
         answer = {
             "count": len(tokens),
@@ -63,7 +62,7 @@ class TokenRoutes:
 
     async def _answer_detokenize(self, headers: HeaderMap, receive: Receive, response: Responder) -> None:
         found, request = await self._received(headers, receive, partial(decode_body, _detokenize))
-        admitted = await self._calls.admission.admit(request)
+        _, admitted = await self._calls.admission.admit(request)
         work = partial(_detokenized, admitted, found.tokens)
         text = await self._calls.workers.run(request.claims.episode, request.body_bytes, work)
         await response.whole(msgspec.json.encode({"prompt": text}))
