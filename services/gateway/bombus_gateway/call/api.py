@@ -119,28 +119,20 @@ class _CallRoute:
 
     async def answer(self, headers: HeaderMap, receive: Receive, response: Responder) -> None:
         request, encoder = await self.read(headers, receive)
-        stream = request.completion.stream
+        stream, workers = request.completion.stream, self._calls.workers
         with telemetry.span("gateway.call", request.traceparent, episode=request.claims.episode) as span:
             request = msgspec.structs.replace(request, traceparent=span.traceparent)
             recorded = await self._recorded(request, response)
             if recorded is not None:
-                await self._answering(request, encoder, recorded.head, response).replay(recorded, stream)
+                answer = _Answer(request, encoder, recorded.head, response, workers)
+                await answer.replay(recorded, stream)
                 recorded.attempt.sent = True
                 return
             async with self._calls.open(request) as call:
-                answer = self._answering(request, encoder, call.head, response)
+                answer = _Answer(request, encoder, call.head, response, workers)
                 with response.hanging_up(lambda _: call.hang_up()):
                     await (answer.stream(call) if stream else answer.whole(call))
                 call.sent()
-
-    def _answering(
-        self,
-        request: CallRequest,
-        encoder: Callable[[AnswerHead], ResponseEncoder],
-        head: AnswerHead,
-        response: Responder,
-    ) -> "_Answer":
-        return _Answer(encoder(head), head, response, partial(_written, self._calls.workers, request, head))
 
     async def _recorded(self, request: CallRequest, response: Responder) -> RecordedAnswer | None:
         """Return the recorded answer to a retry, None if there is none. This may wait for an earlier attempt to end."""
@@ -218,33 +210,23 @@ def _within_total(request: CompletionRequest, headers: HeaderMap) -> CompletionR
     return msgspec.structs.replace(request, sampling=sampling)
 
 
-async def _written(
-    workers: Workers, request: CallRequest, head: AnswerHead, usage: Usage, write: Callable[[], bytes]
-) -> bytes:
-    """Return the bytes that `write` makes of an answer. If these have many numbers, it runs in a thread.
-
-    The numbers are logprobs with their alternatives and, unless this is a chat, the tokens of prompt and answer.
-    """
-    completion = request.completion
-    numbers = usage.completion * (1 + completion.top_logprobs) if completion.logprobs else 0
-    numbers += 0 if completion.chat else usage.completion + head.prompt_tokens
-    return await workers.run(request.claims.episode, NUMBER_BYTES * numbers, write)
-
-
 class _Answer:
-    """Sends one answer in its dialect. `written` encodes a whole answer without blocking other requests."""
+    """Sends one answer in its dialect."""
 
     def __init__(
         self,
-        encoder: ResponseEncoder,
+        request: CallRequest,
+        encoder: Callable[[AnswerHead], ResponseEncoder],
         head: AnswerHead,
         response: Responder,
-        written: Callable[[Usage, Callable[[], bytes]], Awaitable[bytes]],
+        workers: Workers,
     ) -> None:
-        self._encoder = encoder
-        self._written = written
+        self._request = request
+        self._encoder = encoder(head)
+        self._head = head
         self._response = response
-        self._headers = [*encoder.headers, *_overridden(head)]
+        self._workers = workers
+        self._headers = [*self._encoder.headers, *_overridden(head)]
         self._waiting = b""  # events that have not been sent yet
         self._sent_s = 0.0
 
@@ -283,6 +265,16 @@ class _Answer:
             events += [encoder.progress(completion, delta) for delta in deltas]
             events.append(encoder.closing(completion))
         await self._send(b"".join(events) + encoder.end(recorded.usage), more=False)
+
+    async def _written(self, usage: Usage, write: Callable[[], bytes]) -> bytes:
+        """Return the bytes that `write` makes of the whole answer. If these have many numbers, it runs in a thread.
+
+        The numbers are logprobs with their alternatives and, unless this is a chat, the tokens of prompt and answer.
+        """
+        completion = self._request.completion
+        numbers = usage.completion * (1 + completion.top_logprobs) if completion.logprobs else 0
+        numbers += 0 if completion.chat else usage.completion + self._head.prompt_tokens
+        return await self._workers.run(self._request.claims.episode, NUMBER_BYTES * numbers, write)
 
     async def _beat(self) -> float:
         """Send the waiting events and one without content, if nothing was sent for `BEAT_S`.

@@ -99,9 +99,11 @@ class Responder:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
 
-def route(
-    method: str, errors: ErrorEncoder, answer: Callable[[HeaderMap, Receive, Responder], Awaitable[None]]
-) -> ASGIApp:
+Responding = Callable[[HeaderMap, Receive, Responder], Awaitable[None]]
+"""Answers one request: from its headers and the channel of its body, through its responder. It may raise any error."""
+
+
+def route(method: str, errors: ErrorEncoder, answer: Responding) -> ASGIApp:
     """Return an ASGI application that calls `answer` to respond, and reports whatever it raises as an error."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

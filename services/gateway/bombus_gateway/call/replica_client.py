@@ -300,7 +300,7 @@ class ReplicaClient:
     async def generate(self, url: str, request: Generate, check: Callable[[Frame], None]) -> Generation:
         """Send a request to the replica at `url`. Raises `ReplicaGone` when it cannot be reached.
 
-        `check` raises `ReplicaGone` for a frame of its answer that is wrong.
+        `check` (an `AnswerCheck`) raises `ReplicaGone` for a frame of its answer that is wrong.
         """
         address, message = self._post(url, "/generate", "application/msgpack", encode_request(request))
         generation = Generation(self, address, message, check)

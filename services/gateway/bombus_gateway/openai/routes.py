@@ -1,7 +1,7 @@
 """OpenAI's routes of one engine: chat, completions and models, as plain ASGI."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,46 +10,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bombus.errors import Code, Refused
 from bombus_gateway.access import EpisodeGuard, HeaderMap, episode_key
-from bombus_gateway.call.api import ParsedRequest, call_route
+from bombus_gateway.call.api import call_route
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.call.http import Responder, not_found, route
-from bombus_gateway.call.prefixes import NOTHING_READ, BodyPrefix
 from bombus_gateway.context import Gateway
-from bombus_gateway.harnesses.marks import marks_of
-from bombus_gateway.openai.request import OpenAIRequest, read_chat, read_completion
-from bombus_gateway.openai.response import OpenAIEncoder, event
+from bombus_gateway.openai.dialect import OpenAIDialect
+from bombus_gateway.openai.request import read_chat, read_completion
 from bombus_gateway.openai.tokenizing import TokenRoutes
-from bombus_gateway.openai_errors import error_body
-
-_PARAMETERS = {"stops": "stop"}  # fields of `CompletionRequest` with another name in OpenAI's API
-
-
-class OpenAIDialect:
-    """The wire format of one route. `read_request` decodes a body, `check_model` raises `Refused` for a wrong name."""
-
-    def __init__(
-        self,
-        name: bytes,
-        read_request: Callable[[bytes, BodyPrefix], OpenAIRequest],
-        check_model: Callable[[str], None],
-    ) -> None:
-        self.name = name
-        self._read_request = read_request
-        self._check_model = check_model
-
-    def read(self, body: bytes, headers: HeaderMap, before: BodyPrefix = NOTHING_READ) -> ParsedRequest:
-        request = self._read_request(body, before)
-        self._check_model(request.model)
-        marks = marks_of(headers, request.completion)
-        encoder = partial(OpenAIEncoder, request)
-        return ParsedRequest(request.completion, encoder, marks.role, marks.auxiliary_call, request.prefix)
-
-    def error(self, error: Refused) -> bytes:
-        return error_body(error, _PARAMETERS)
-
-    def error_event(self, error: Refused) -> bytes:
-        """Return the event of an error, without [DONE] after it: the answer is incomplete, and the SDK raises."""
-        return event(error_body(error, _PARAMETERS))
 
 
 class OpenAIAPI:
