@@ -22,7 +22,8 @@ from bombus.hive.records import FinishReason
 from bombus.operations import Array, DType, Failed, ForwardBackward, LossSpec, Scores
 from bombus_gateway.operations_wire import messages
 from bombus_gateway.operations_wire.compression import decompressed
-from bombus_gateway.operations_wire.data.forward_backward import read_forward_backward, write_scores
+from bombus_gateway.operations_wire.data.forward_backward import read_forward_backward
+from bombus_gateway.operations_wire.data.scores import write_scores
 from bombus_gateway.operations_wire.samples import SampledTokens, unscored, write_samples
 from tinker import types
 

@@ -23,6 +23,7 @@ from bombus_gateway.operations.endpoints.routes import EndpointRoutes
 from bombus_gateway.operations.endpoints.syncing import WeightSync
 from bombus_gateway.operations.full_weights import RegisteredModel
 from bombus_gateway.operations.operation_log import OperationLog
+from bombus_gateway.operations.results import OperationResults
 from bombus_gateway.operations.sessions import Sessions
 from bombus_gateway.operations_wire.endpoints import SyncRequest
 from bombus_gateway.operations_wire.submission import Submission
@@ -377,7 +378,7 @@ async def test_of_two_gateways_the_one_that_is_slower_removes_its_own_weights_an
         submission = Submission(model="default", seq=0, operation=SYNCED, metadata=FOR_SYNC)
         operations = OperationLog(other, ENGINE)
         newest = await operations.submit(hive.engine.clients.models["default"].session, submission)
-        assert isinstance(await operations.outcome(newest, PATIENCE_S), CheckpointSaved)
+        assert isinstance(await OperationResults(other, operations).outcome(newest, PATIENCE_S), CheckpointSaved)
     slow.set()
     assert (await first)["success"]
     assert server.loaded[-1]["model_path"] == f"/w/{SYNCED.name}"

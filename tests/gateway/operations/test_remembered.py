@@ -33,6 +33,7 @@ from bombus.operations import (
 from bombus_gateway.context import Gateway
 from bombus_gateway.keys import Keys
 from bombus_gateway.operations.operation_log import OperationLog
+from bombus_gateway.operations.results import OperationResults
 from bombus_gateway.operations_wire.dialects import TrainingDialect
 from bombus_gateway.operations_wire.futures import FutureRequest
 from bombus_gateway.operations_wire.submission import DEFAULT_MODEL, Submission
@@ -82,7 +83,11 @@ class TwoLogs(OperationHarness):
         super().__init__()
         self._parts = Parts(bus)
         self._subject = bus.subjects.operation(ENGINE, DEFAULT_MODEL)
-        self.first, self.second = (OperationLog(CoreGateway(bus, self), ENGINE) for _ in range(2))
+        gateways = [CoreGateway(bus, self) for _ in range(2)]
+        self.first, self.second = (OperationLog(gateway, ENGINE) for gateway in gateways)
+        self._results = {
+            log: OperationResults(gateway, log) for gateway, log in zip(gateways, (self.first, self.second))
+        }
 
     async def execute(self, future: str, result: Result) -> None:
         """Let the trainer execute an operation of the model, with this result."""
@@ -116,9 +121,9 @@ class TwoLogs(OperationHarness):
         submission = Submission(model=DEFAULT_MODEL, seq=seq, operation=operation)
         return await operations.submit(session, submission, base=BASE if isinstance(operation, CreateModel) else "")
 
-
-async def read(operations: OperationLog, future: str) -> bytes:
-    return (await operations.result(FutureRequest(future, TrainingDialect.XORL, False), "", 0.0)).body
+    async def read(self, operations: OperationLog, future: str) -> bytes:
+        asked = FutureRequest(future, TrainingDialect.XORL, may_be_size=False)
+        return (await self._results[operations].result(asked, "", hold_s=0.0)).body
 
 
 @pytest.fixture
@@ -134,7 +139,7 @@ async def test_the_first_step_of_a_model_that_has_the_name_of_a_forgotten_one_is
         await logs.open_model(session)
         futures += [await logs.submit(logs.first, STEP) for _ in range(2)]
         await logs.execute(futures[-1], STEPPED)
-        assert b"grad_norm" in await read(logs.first, futures[-1])
+        assert b"grad_norm" in await logs.read(logs.first, futures[-1])
         await logs.forget_model()
     assert futures == ["default:1.1"] * 4
 
@@ -144,14 +149,14 @@ async def test_a_result_is_written_as_that_of_what_has_its_id_now(logs: TwoLogs)
     step = await logs.submit(logs.first, STEP)
     await logs.execute(step, STEPPED)
     for operations in (logs.first, logs.second):
-        assert b"grad_norm" in await read(operations, step)
+        assert b"grad_norm" in await logs.read(operations, step)
     await logs.forget_model()
     await logs.open_model("s2")
     batch = await logs.submit(logs.first, BATCH)
     assert batch == step
     await logs.execute(batch, SCORES)
     for operations in (logs.first, logs.second):
-        assert b"loss_fn_outputs" in await read(operations, batch)
+        assert b"loss_fn_outputs" in await logs.read(operations, batch)
 
 
 async def test_a_failure_from_before_a_model_was_there_has_another_id_than_one_of_the_model(
@@ -184,6 +189,6 @@ async def test_an_equal_batch_after_the_result_was_read_is_another_one_at_the_ga
     await logs.open_model("s1")
     batch = await logs.submit(logs.first, BATCH)
     await logs.execute(batch, SCORES)
-    await read(logs.second, batch)
+    await logs.read(logs.second, batch)
     assert await logs.submit(logs.first, BATCH) == batch, "as docs/training.md says"
     assert await logs.submit(logs.second, BATCH) != batch

@@ -10,7 +10,8 @@ import pytest
 from bombus.errors import Code, Refused
 from bombus.operations import Array, Category, DType, Failed, ForwardBackward, LossSpec, Scores
 from bombus_gateway import limits
-from bombus_gateway.operations_wire.data.forward_backward import read_forward_backward, write_scores
+from bombus_gateway.operations_wire.data.forward_backward import read_forward_backward
+from bombus_gateway.operations_wire.data.scores import write_scores
 from tests.gateway.operations_wire.protobuf_bodies import (
     BFLOAT16,
     DATUM,

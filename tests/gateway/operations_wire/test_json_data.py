@@ -8,7 +8,8 @@ import pytest
 from bombus.errors import Refused
 from bombus.operations import Array, Category, DType, Failed, ForwardBackward, LossSpec, Scores
 from bombus_gateway import limits
-from bombus_gateway.operations_wire.data.json_data import read_json_data, write_json_scores
+from bombus_gateway.operations_wire.data.json_data import read_json_data
+from bombus_gateway.operations_wire.data.scores import write_json_scores
 from tests.gateway.operations_wire.protobuf_bodies import int32s
 
 

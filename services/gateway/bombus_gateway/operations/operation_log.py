@@ -1,24 +1,21 @@
-"""Puts operations of training clients on the log, and answers with their results."""
+"""Puts operations of training clients on the log. `results` answers with what became of them."""
 
-import asyncio
 import uuid
 from collections.abc import Callable
 
 import msgspec
 
 from bombus.bus.large.parts import Parts
-from bombus.errors import Code, LogCorrupted, Refused
+from bombus.errors import Code, Refused
 from bombus.hive import inbox
 from bombus.hive.bounded import trim
 from bombus.hive.events import kind_of
-from bombus.hive.operations.owners import may_use, seen_model
-from bombus.hive.operations.state import Queued, TrainingClients
+from bombus.hive.operations.state import TrainingClients
 from bombus.hive.records import digest
 from bombus.hive.shares import trim_fairly
-from bombus.hive.state import EngineState, Phase
+from bombus.hive.state import EngineState
 from bombus.operations import (
     Category,
-    CheckpointKind,
     CreateModel,
     EndModel,
     Failed,
@@ -27,31 +24,16 @@ from bombus.operations import (
     Operation,
     OptimStep,
     Rejected,
-    Result,
     SaveWeights,
-    decode_operation,
-    decode_result,
     encode_operation,
 )
 from bombus_gateway.call.workers import CLIENTS
 from bombus_gateway.context import Gateway
 from bombus_gateway.limits import in_short
 from bombus_gateway.operations.catching_up import catch_up
-from bombus_gateway.operations_wire.checkpoints import INFLIGHT_SAMPLE, UNNAMED_SAMPLE
-from bombus_gateway.operations_wire.dialects import TrainingDialect, is_tinkers, sampling_session, session_of
-from bombus_gateway.operations_wire.futures import (
-    FutureAnswer,
-    FutureRequest,
-    QueueState,
-    failed,
-    ready,
-    try_again,
-    unknown,
-)
-from bombus_gateway.operations_wire.results import write_result
+from bombus_gateway.operations_wire.dialects import is_tinkers
 from bombus_gateway.operations_wire.submission import Submission
 
-HOLD_S = 30.0  # how long a request for a result that is not ready is held open
 ATTEMPTS_MAX = 4
 REPEAT_S = 30.0  # within which an equal request of xorl's client counts as a repeat; nothing else marks one
 END_STEM = "end."  # the prefix of the keys of requests that end a model of Tinker's clients
@@ -61,13 +43,6 @@ REMEMBERED = 10_000
 _PASSING = (Code.QUOTA, Code.OVERLOADED, Code.STORAGE_FULL, Code.BUS_DOWN)
 # Refusals after which no failure can be put on the log: there is no such model, or another operation has its key.
 _WITHOUT_PLACE = (Code.OTHER_BODY, Code.UNKNOWN_MODEL, Code.UNKNOWN_SESSION, Code.SESSION_OVER)
-
-
-class Waits(msgspec.Struct, frozen=True):
-    """Why an operation waits, as text for the client, and Tinker's name for the state of its queue."""
-
-    reason: str
-    state: QueueState
 
 
 class OperationLog:
@@ -82,10 +57,10 @@ class OperationLog:
         self.engine = engine
         self._repeat_s = repeat_s
         self._parts = Parts(gateway.bus)
-        self._failures: dict[str, tuple[str, Failed]] = {}  # by operation id, each with the owner of the client's key
+        self.failures: dict[str, tuple[str, Failed]] = {}  # by operation id, each with the owner of the client's key
         # A forgotten session frees its names for reuse, so an id alone does not identify an operation.
-        self._submitted: dict[tuple[str, bytes], Submission] = {}  # by id and digest of the body, without their data
-        self._delivered: dict[int, None] = {}  # the arrival numbers of operations whose results were sent
+        self.submitted: dict[tuple[str, bytes], Submission] = {}  # by id and digest of the body, without their data
+        self.delivered: dict[int, None] = {}  # the arrival numbers of operations whose results were sent
 
     @property
     def state(self) -> EngineState:
@@ -95,7 +70,13 @@ class OperationLog:
     def clients(self) -> TrainingClients:
         return self.state.clients
 
-    # ---- operations -----------------------------------------------------------------------------------------------
+    async def until(self, holds: Callable[[], bool], limit_s: float) -> bool:
+        """Wait until `holds` is true of the folded state. Return False if the limit expires first."""
+        try:
+            await self._gateway.follower.wait_for(lambda _: holds(), limit_s)
+        except TimeoutError:
+            return False
+        return True
 
     async def submit(self, session: str, submission: Submission, base: str = "", owner: str = "") -> str:
         """Put an operation on the log, and return the id of its future. On return the operation is durable.
@@ -124,7 +105,7 @@ class OperationLog:
             if isinstance(operation, CreateModel | Rejected) or refusal.code in _WITHOUT_PLACE:
                 return self._remember_failure(own_name, refused, owner)
             return await self.submit(session, msgspec.structs.replace(submission, operation=refused), owner=owner)
-        self._remember(name, stored, msgspec.structs.replace(submission, operation=_without_data(operation)))
+        self.remember(name, stored, msgspec.structs.replace(submission, operation=without_data(operation)))
         return name
 
     async def _accepted(
@@ -189,7 +170,7 @@ class OperationLog:
         is_new_model = model.closed is not None and isinstance(submission.operation, CreateModel)
         is_next = of_this_model and newest.number == model.numbers and not is_new_model
         if isinstance(submission.operation, ForwardBackward | OptimStep):
-            may_repeat &= submission.seq > 0 and newest.arrival not in self._delivered
+            may_repeat &= submission.seq > 0 and newest.arrival not in self.delivered
         if isinstance(submission.operation, SaveWeights | EndModel):
             may_repeat &= not newest.failed
         if may_repeat and is_next and newest.body is not None and newest.body.digest == body_digest:
@@ -200,111 +181,15 @@ class OperationLog:
         model = self.clients.models.get(name)
         return model is not None and model.closed is None
 
-    def _remember(self, name: str, body_digest: bytes, submission: Submission) -> None:
-        self._submitted[name, body_digest] = submission
-        trim(self._submitted, REMEMBERED)
+    def remember(self, name: str, body_digest: bytes, submission: Submission) -> None:
+        """Remember the submission of an operation, without its data, for the writer of its result."""
+        self.submitted[name, body_digest] = submission
+        trim(self.submitted, REMEMBERED)
 
     def _remember_failure(self, name: str, failure: Failed, owner: str) -> str:
-        self._failures[name] = (owner, failure)
-        trim_fairly(self._failures, REMEMBERED, lambda remembered: remembered[0])
+        self.failures[name] = (owner, failure)
+        trim_fairly(self.failures, REMEMBERED, lambda remembered: remembered[0])
         return name
-
-    # ---- results --------------------------------------------------------------------------------------------------
-
-    async def result(self, asked: FutureRequest, holder: str, hold_s: float = HOLD_S) -> FutureAnswer:
-        """Return the result or state of an operation. While it waits, hold the answer for up to `hold_s`."""
-        outcome = await self.outcome(asked.id, hold_s, holder)
-        if outcome is None:
-            return unknown(asked.id)
-        if isinstance(outcome, Waits):
-            return try_again(asked, outcome.reason, outcome.state)
-        if isinstance(outcome, Failed):
-            return failed(outcome)
-        model, queued = asked.id.rpartition(":")[0], self.clients.operation(asked.id)
-        dialect = TrainingDialect.TINKER if is_tinkers(model) else TrainingDialect.XORL
-        submission = await self._submission(model, queued)
-        return ready(await asyncio.to_thread(write_result, dialect, submission, outcome), asked)
-
-    async def outcome(self, name: str, hold_s: float, holder: str = "") -> Result | Waits | None:
-        """Return an operation's result, or why it still waits after `hold_s`; None if the holder may not see one."""
-        queued = await self._found(name, holder)
-        if queued is None:
-            owner, failure = self._failures.get(name, ("", None))
-            return failure if may_use(owner, holder) else None
-        if queued.waits and not await self._is_over(name, hold_s):
-            return self._why_it_waits(name)
-        queued = self.clients.operation(name)
-        if queued is None or (queued.result is None and not queued.error):
-            return None
-        arrival = queued.arrival
-        result: Result = Failed(error=queued.error, category=Category.SERVER)
-        if queued.result is not None:
-            result = decode_result(await self._parts.fetch(queued.result))
-        self._delivered[arrival] = None
-        trim(self._delivered, REMEMBERED)
-        return result
-
-    async def _found(self, name: str, holder: str) -> Queued | None:
-        """Return an operation of the holder of a key, including one that another gateway has just put on the log."""
-        if self._seen(name, holder) is None and name not in self._failures:
-            await catch_up(self._gateway.follower)
-        return self._seen(name, holder)
-
-    def _seen(self, name: str, holder: str) -> Queued | None:
-        model = seen_model(self.clients, name.rpartition(":")[0], holder)
-        return None if model is None else self.clients.operation(name)
-
-    async def _is_over(self, name: str, hold_s: float) -> bool:
-        def over() -> bool:
-            queued = self.clients.operation(name)
-            return queued is None or not queued.waits
-
-        return await self.until(over, hold_s)
-
-    async def until(self, holds: Callable[[], bool], limit_s: float) -> bool:
-        """Wait until `holds` is true of the folded state. Return False if the limit expires first."""
-        try:
-            await self._gateway.follower.wait_for(lambda _: holds(), limit_s)
-        except TimeoutError:
-            return False
-        return True
-
-    def _why_it_waits(self, name: str) -> Waits:
-        engine = self.state
-        if engine.suspended:
-            return Waits(f"The run is suspended: {engine.suspended}", "paused_capacity")
-        if engine.rest_wanted:
-            return Waits("The trainer sleeps until a client calls /wake_up.", "paused_capacity")
-        if engine.phase == Phase.BOOTING:
-            base = "" if engine.started is None else engine.started.base
-            return Waits(f"The trainer is loading {base}.", "paused_capacity")
-        queued, model = self.clients.operation(name), self.clients.models.get(name.rpartition(":")[0])
-        if queued is None or model is None:
-            return Waits("", "active")
-        if model.suspended:
-            return Waits(f"The model cannot continue now: {model.suspended}", "paused_capacity")
-        before = sum(each.waits and each.number < queued.number for each in model.operations.values())
-        others = self.clients.waiting - model.waiting
-        return Waits(f"{before} operations of this model come first, and {others} of other models wait too.", "active")
-
-    async def _submission(self, model: str, queued: Queued | None) -> Submission:
-        """Return the submission of an operation, without its data, as far as the result's writer needs it."""
-        unknown_one = Submission(model=model, seq=0, operation=EndModel())
-        if queued is None or queued.body is None:
-            return unknown_one
-        name = f"{model}:{queued.key}"
-        known = self._submitted.get((name, queued.body.digest))
-        if known is not None:
-            return known
-        try:
-            operation = decode_operation(await self._parts.fetch(queued.body))
-        except LogCorrupted:  # results outlive the bodies of their operations
-            return unknown_one
-        known = Submission(
-            model=model, seq=0, operation=_without_data(operation), sampling_session=_sampling_session(model, operation)
-        )
-        self._remember(name, queued.body.digest, known)
-        return known
 
 
 def _on_the_log(submission: Submission) -> Operation:
@@ -323,14 +208,6 @@ def _is_passive(operation: Operation) -> bool:
     return isinstance(operation, SaveWeights) or (isinstance(operation, ForwardBackward) and operation.forward_only)
 
 
-def _without_data(operation: Operation) -> Operation:
+def without_data(operation: Operation) -> Operation:
+    """Return an operation without the data that it trains on."""
     return msgspec.structs.replace(operation, data=()) if isinstance(operation, ForwardBackward) else operation
-
-
-def _sampling_session(model: str, operation: Operation) -> str:
-    """Return the sampling session that was begun with an unnamed save, from the name of its checkpoint, or ""."""
-    if not isinstance(operation, SaveWeights) or not is_tinkers(model):
-        return ""
-    number = operation.name.removeprefix(UNNAMED_SAMPLE).removeprefix(INFLIGHT_SAMPLE)
-    is_unnamed = operation.checkpoint == CheckpointKind.SAMPLER and number != operation.name and number.isdigit()
-    return sampling_session(session_of(model), int(number)) if is_unnamed else ""

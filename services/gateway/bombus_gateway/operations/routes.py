@@ -39,9 +39,10 @@ from bombus_gateway.operations.listings import (
     run_entry,
     weights_entry,
 )
-from bombus_gateway.operations.operation_log import HOLD_S, OperationLog, Waits
+from bombus_gateway.operations.operation_log import OperationLog
 from bombus_gateway.operations.rest.routes import RestRoutes
 from bombus_gateway.operations.rest.searching import session_entry
+from bombus_gateway.operations.results import HOLD_S, OperationResults, Waits
 from bombus_gateway.operations.sampling.futures import SampleFutures
 from bombus_gateway.operations.sampling.routes import SamplingRoutes
 from bombus_gateway.operations.sessions import XORL_IDLE_S, Sessions, beating_name
@@ -131,6 +132,7 @@ class TrainingRoutes:
         self._gateway = gateway
         self._bases = bases
         self._operations = operations
+        self._results = OperationResults(gateway, operations)
         self._sessions = sessions
         self._samples = samples
         self._registered = RegisteredModel(operations, sessions)
@@ -189,7 +191,7 @@ class TrainingRoutes:
         if known is not None and known.closed is None:
             return JsonResponse({**about, "success": True, "message": f"The session of {submission.model} is open."})
         name = await self._accepted(request, submission, TrainingDialect.XORL)
-        outcome = await self._operations.outcome(name, LAST_S)
+        outcome = await self._results.outcome(name, LAST_S)
         if isinstance(outcome, Failed):
             is_users = outcome.category == Category.USER
             raise Refused(Code.BAD_CONFIG if is_users else Code.INTERNAL, outcome.error)
@@ -297,7 +299,7 @@ class TrainingRoutes:
             )
         submission = read_end_model(body, "" if model is None else _ended_name(model))
         name = await self._operations.submit("" if model is None else model.session, submission, owner=holder)
-        outcome = await self._operations.outcome(name, LAST_S)
+        outcome = await self._results.outcome(name, LAST_S)
         if isinstance(outcome, ModelEnded | Failed):
             return JsonResponse(kill_session_answer(TrainingDialect.XORL, submission.model, outcome))
         why = outcome.reason if isinstance(outcome, Waits) else "It is no longer known."
@@ -322,7 +324,7 @@ class TrainingRoutes:
         self._sessions.waits_for(asked.id, holder)
         if self._samples.knows(asked.id, holder):
             return answered(await self._samples.result(asked, HOLD_S))
-        return answered(await self._operations.result(asked, holder))
+        return answered(await self._results.result(asked, holder))
 
     async def _create(self, request: Request, submission: Submission, dialect: TrainingDialect) -> Response:
         return answered(accepted(await self._accepted(request, submission, dialect), submission.model))

@@ -15,8 +15,7 @@ from bombus.operations import (
     Scores,
     StepTaken,
 )
-from bombus_gateway.operations_wire.data.forward_backward import write_scores
-from bombus_gateway.operations_wire.data.json_data import write_json_scores
+from bombus_gateway.operations_wire.data.scores import write_json_scores, write_scores
 from bombus_gateway.operations_wire.dialects import PROTOBUF, TrainingDialect
 from bombus_gateway.operations_wire.futures import FutureAnswer, failed, json_answer
 from bombus_gateway.operations_wire.paths import CheckpointPath, path_of_operation

@@ -20,7 +20,8 @@ from bombus.operations import CheckpointKind, CheckpointSaved, Failed, SaveWeigh
 from bombus_gateway.context import Gateway
 from bombus_gateway.operations.endpoints.servers import LOAD_S, EndpointOutcome, Target, given, looked_at, replica_at
 from bombus_gateway.operations.listings import path_of, synced_weights
-from bombus_gateway.operations.operation_log import OperationLog, Waits
+from bombus_gateway.operations.operation_log import OperationLog
+from bombus_gateway.operations.results import OperationResults, Waits
 from bombus_gateway.operations_wire.dialects import is_tinkers
 from bombus_gateway.operations_wire.endpoints import Endpoint, SyncRequest
 from bombus_gateway.operations_wire.submission import DEFAULT_MODEL, Submission
@@ -58,6 +59,7 @@ class WeightSync:
     def __init__(self, gateway: Gateway, operations: OperationLog) -> None:
         self._gateway = gateway
         self._operations = operations
+        self._results = OperationResults(gateway, operations)
         self._of_endpoints: WeakValueDictionary[tuple[str, int], asyncio.Lock] = WeakValueDictionary()
         self._of_models: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._saved_here: dict[str, None] = {}  # by path; servers may still be reading saves of other gateways
@@ -158,7 +160,7 @@ class WeightSync:
         return {kind: await self._outcome(model, future) for kind, future in futures.items()}
 
     async def _outcome(self, model: ClientModel, future: str) -> CheckpointSaved:
-        outcome = await self._operations.outcome(future, SAVE_S)
+        outcome = await self._results.outcome(future, SAVE_S)
         if isinstance(outcome, CheckpointSaved):
             return outcome
         why = "the outcome is no longer known"

@@ -1,14 +1,9 @@
-"""Tinker's forward_backward: read protobuf requests as operations, and write their scores as protobuf."""
-
-import struct
-from collections.abc import Mapping
-from itertools import groupby
+"""Tinker's forward_backward: read protobuf requests as operations."""
 
 from bombus.errors import Code, Refused
-from bombus.operations import Array, Datum, DType, ForwardBackward, Scores
+from bombus.operations import Array, Datum, ForwardBackward
 from bombus_gateway import limits
 from bombus_gateway.operations_wire.data.losses import loss_spec
-from bombus_gateway.operations_wire.data.metrics import metrics_of
 from bombus_gateway.operations_wire.data.sparse import MAY_BE_SPARSE, SparseTensor, Tensors, checked, written_out
 from bombus_gateway.operations_wire.data.tensors import (
     NumberBudget,
@@ -20,8 +15,6 @@ from bombus_gateway.operations_wire.data.tensors import (
     widened,
 )
 from bombus_gateway.operations_wire.messages import (
-    ARRAY_RECORD,
-    FORWARD_BACKWARD_OUTPUT,
     FORWARD_BACKWARD_REQUEST,
     Message,
     WireDType,
@@ -29,10 +22,7 @@ from bombus_gateway.operations_wire.messages import (
 )
 from bombus_gateway.operations_wire.submission import Submission, attempted, checked_id
 
-OUTPUT_TYPE = "ArrayRecord"
-ELEMENTWISE = "elementwise_loss"
 _CODES = {WireDType.FLOAT32: "f", WireDType.INT64: "q", WireDType.INT32: "i"}
-_WIRE_TYPES = {DType.FLOAT32: WireDType.FLOAT32, DType.INT32: WireDType.INT32, DType.INT64: WireDType.INT64}
 
 
 def read_forward_backward(body: bytes) -> Submission:
@@ -43,23 +33,6 @@ def read_forward_backward(body: bytes) -> Submission:
         raise Refused(Code.MALFORMED, f"seq_id is {request.seq_id}, but request numbers begin at 1.")
     operation = attempted(lambda: _operation(request))
     return Submission(model=model, seq=request.seq_id, operation=operation, counts=not request.forward_only)
-
-
-def write_scores(scores: Scores) -> bytes:
-    """Return the answer to a forward_backward, with the arrays of all data concatenated.
-
-    A new record begins when an array's type changes, or its shape in a dimension other than the first. Only arrays that
-    all data have are sent, since the client counts the data by each of them. `elementwise_loss` is left out: it would
-    double the answer, and this client does not read it.
-    """
-    answer = FORWARD_BACKWARD_OUTPUT(loss_fn_output_type=OUTPUT_TYPE)
-    names = sorted(set.intersection(*map(set, scores.outputs)) - {ELEMENTWISE}) if scores.outputs else []
-    shared = [{name: _with_rows(output[name]) for name in names} for output in scores.outputs]
-    for _, alike in groupby(shared, key=_form):
-        answer.loss_fn_outputs.append(_record(list(alike)))
-    for key, value in metrics_of(scores).items():
-        answer.metrics[key] = value
-    return bytes(answer.SerializeToString())
 
 
 def _operation(request: Message) -> ForwardBackward:
@@ -133,27 +106,3 @@ def _numbers(data: bytes, dtype: int, place: str) -> Numbers:
         kinds = "float32, int64, int32 and bfloat16"
         raise Refused(Code.UNSUPPORTED, f"{place} has numbers of type {dtype}; supported: {kinds}.")
     return numbers_of(_CODES[WireDType(dtype)], data, place)
-
-
-def _with_rows(output: Array) -> Array:
-    """Return an array with at least one dimension, since records are ragged in the first one."""
-    return output if output.shape else Array(output.dtype, (1,), output.data)
-
-
-def _form(outputs: Mapping[str, Array]) -> list[tuple[str, DType, tuple[int, ...]]]:
-    return [(name, output.dtype, output.shape[1:]) for name, output in outputs.items()]
-
-
-def _record(data: list[dict[str, Array]]) -> Message:
-    record = ARRAY_RECORD(type_tag=OUTPUT_TYPE, num_datums=len(data))
-    for name, first in data[0].items():
-        parts = [outputs[name].data for outputs in data]
-        ends = [0]
-        for part in parts:
-            ends.append(ends[-1] + len(part))
-        field = record.fields[name]
-        field.data = b"".join(parts)
-        field.offsets = struct.pack(f"<{len(ends)}q", *ends)
-        field.dtype = _WIRE_TYPES[first.dtype]
-        field.trailing_shape.extend(first.shape[1:])
-    return record

@@ -1,18 +1,16 @@
-"""forward and forward_backward in JSON, with the field names of xorl-client or of Tinker, and their answers."""
+"""forward and forward_backward in JSON, with the field names of xorl-client or of Tinker: read as operations."""
 
-import math
 from array import array
 from collections.abc import Mapping
 
 import msgspec
 
 from bombus.errors import Code, Refused
-from bombus.operations import Array, Datum, DType, ForwardBackward, Scores
+from bombus.operations import Array, Datum, DType, ForwardBackward
 from bombus_gateway import limits
 from bombus_gateway.decoding.json_body import decode_body
-from bombus_gateway.operations_wire.data.json_numbers import as_json, numbers_in
+from bombus_gateway.operations_wire.data.json_numbers import numbers_in
 from bombus_gateway.operations_wire.data.losses import CROSS_ENTROPIES, loss_spec
-from bombus_gateway.operations_wire.data.metrics import metrics_of
 from bombus_gateway.operations_wire.data.tensors import (
     ADVANTAGES,
     MASK,
@@ -33,8 +31,6 @@ _INPUT_IDS, _CHUNKS = "input_ids", "chunks"
 # xorl settings that are dropped: `_ALWAYS_DONE` because every answer contains it, `_OPTIONAL` if it is false.
 _ALWAYS_DONE = ("return_per_token",)
 _OPTIONAL = ("compute_kl_stats",)
-# xorl's names for means over the counted tokens, and the sums from which they are computed.
-_MEANS = {"kl_sample_train_k3": "kl_sampled_k3:sum", "entropy_sample": "entropy_sampled:sum"}
 
 
 class _Chunk(msgspec.Struct):
@@ -70,34 +66,6 @@ def read_json_data(body: bytes, forward_only: bool) -> Submission:
     model, seq = addressed(TrainingDialect.XORL, body)
     operation = attempted(lambda: _operation(body, forward_only))
     return Submission(model=model, seq=seq, operation=operation, counts=not forward_only)
-
-
-def write_json_scores(scores: Scores, loss: str) -> dict[str, object]:
-    """Return the answer to a forward_backward with this loss, which has one object for each datum.
-
-    The `loss` of an object is the sum of its `elementwise_loss`, as an array, which is the form that xorl-client reads.
-    """
-    return {
-        "loss_fn_output_type": loss,
-        "loss_fn_outputs": [_output(output) for output in scores.outputs],
-        "metrics": metrics_of(scores) | _means(scores),
-        "info": {},
-    }
-
-
-def _means(scores: Scores) -> dict[str, float]:
-    if not scores.outputs or not scores.tokens:
-        return {}
-    sums = {name: scores.metrics[of] for name, of in _MEANS.items() if of in scores.metrics}
-    return {f"{name}:mean": total / scores.tokens for name, total in {"loss": scores.loss, **sums}.items()}
-
-
-def _output(output: Mapping[str, Array]) -> dict[str, object]:
-    written: dict[str, object] = {name: as_json(values) for name, values in output.items()}
-    terms = output.get("elementwise_loss")
-    if "loss" not in output and terms is not None:
-        written["loss"] = as_json(Array.of(DType.FLOAT32, [math.fsum(terms.values())], ()))
-    return written
 
 
 def _operation(body: bytes, forward_only: bool) -> ForwardBackward:
