@@ -33,6 +33,7 @@ from bombus.operations import (
 from bombus_trainer.backend import BackendLost
 from bombus_trainer.operations.executor import OperationExecutor
 from bombus_trainer.operations.serving.models import ServedModels
+from bombus_trainer.operations.serving.outcomes import encoded
 from bombus_trainer.operations.serving.rebuilding import NoneSurvived, Rebuild
 from bombus_trainer.operations.serving.recovery_checkpoints import RecoveryCheckpoints
 from bombus_trainer.operations.settings import ExecutorSettings
@@ -92,7 +93,8 @@ class OneModel:
     async def do(self, operation: Operation) -> Result:
         queued = self.accept(operation)
         read = await self.models.read(queued)
-        result, body = self.models.encoded(self.model, read, await self.models.execute(self.model, queued, read))
+        result = await self.models.execute(self.model, queued, read)
+        result, body = encoded(self.models.executor, self.model.name, read, result)
         queued.result, queued.failed, queued.completed_ns = self.store(body), isinstance(result, Failed), 2
         if not self.models.note(self.model, queued, read, result):
             await self.models.make_again(self.model, calm(self.model))
@@ -202,7 +204,8 @@ async def test_a_failed_operation_whose_body_is_gone_spoils_the_gradient_again_w
     assert queued.body is not None
     del one.bodies[queued.body]
     read = await one.models.read(queued)
-    result, body = one.models.encoded(one.model, read, await one.models.execute(one.model, queued, read))
+    result = await one.models.execute(one.model, queued, read)
+    result, body = encoded(one.models.executor, one.model.name, read, result)
     queued.result, queued.failed, queued.completed_ns = one.store(body), isinstance(result, Failed), 2
     await one.models.make_again(one.model, calm(one.model))
     assert "the body of this operation is lost" in await failed(one, optim_step(), Category.USER)
@@ -367,7 +370,7 @@ async def test_an_operation_that_succeeded_and_fails_when_it_is_repeated_stops_t
 async def test_a_result_that_is_too_large_fails_and_spoils_the_gradient(one: OneModel) -> None:
     count = BODY_BYTES_MAX // 4
     large = Scores(outputs=({"logprobs": Array(DType.FLOAT32, (count,), bytes(4 * count))},), loss=0.0, tokens=count)
-    result, body = one.models.encoded(one.model, GRADIENT, large)
+    result, body = encoded(one.models.executor, one.model.name, GRADIENT, large)
     assert isinstance(result, Failed)
     assert body == encode_result(result)
     assert "send less data at once, and let the gradients accumulate" in result.error

@@ -12,7 +12,7 @@ from bombus.errors import EngineFault, LogCorrupted, Refused
 from bombus.faults import Point, reached
 from bombus.hive.events import ModelCheckpointed
 from bombus.hive.operations.state import ClientModel, Queued
-from bombus.hive.records import BODY_BYTES_MAX, BodyRef
+from bombus.hive.records import BodyRef
 from bombus.operations import (
     AbortEpoch,
     Category,
@@ -29,7 +29,6 @@ from bombus.operations import (
     SaveWeights,
     decode_operation,
     decode_result,
-    encode_result,
 )
 from bombus_trainer.backend import BackendLost, OperationBackend
 from bombus_trainer.operations.adam import check_adam
@@ -303,19 +302,6 @@ class ServedModels:
             failed = Failed(error=why[:2000], category=Category.SERVER)
             self.executor.fail_gradient(model, operation, failed.error)
             return failed
-
-    def encoded(self, model: ClientModel, operation: Operation, result: Result) -> tuple[Result, bytes]:
-        """Return a result with its encoding. A result that is too large to store is replaced by a failure."""
-        body = encode_result(result)
-        if len(body) <= BODY_BYTES_MAX:
-            return result, body
-        why = (
-            f"the result of this operation has {len(body)} bytes, over the limit of {BODY_BYTES_MAX}: send less data "
-            "at once, and let the gradients accumulate"
-        )
-        self.executor.fail_gradient(model.name, operation, why)
-        failed = Failed(error=why, category=Category.USER)
-        return failed, encode_result(failed)
 
     def note(self, model: ClientModel, queued: Queued, operation: Operation, result: Result) -> bool:
         """Record that an operation's result is on the log. Returns whether the model is still as the log implies.

@@ -1,13 +1,16 @@
-"""Derive the facts that the log records about an executed operation from its result."""
+"""Encode the result of an executed operation, and derive the facts that the log records about it."""
 
 from collections.abc import Mapping
 from math import isfinite
 
 from bombus.hive.events import AdapterShape, ModelShape, SavedWeights
+from bombus.hive.records import BODY_BYTES_MAX
 from bombus.operations import (
+    Category,
     CheckpointLoaded,
     CheckpointSaved,
     EndModel,
+    Failed,
     ModelEnded,
     ModelReady,
     Operation,
@@ -15,7 +18,23 @@ from bombus.operations import (
     SaveWeights,
     Scores,
     StepTaken,
+    encode_result,
 )
+from bombus_trainer.backend import OperationBackend
+
+
+def encoded(executor: OperationBackend, model: str, operation: Operation, result: Result) -> tuple[Result, bytes]:
+    """Return a result with its encoding. A result that is too large to store is replaced by a failure."""
+    body = encode_result(result)
+    if len(body) <= BODY_BYTES_MAX:
+        return result, body
+    why = (
+        f"the result of this operation has {len(body)} bytes, over the limit of {BODY_BYTES_MAX}: send less data at "
+        "once, and let the gradients accumulate"
+    )
+    executor.fail_gradient(model, operation, why)
+    failed = Failed(error=why, category=Category.USER)
+    return failed, encode_result(failed)
 
 
 def metrics_of(result: Result) -> dict[str, float]:

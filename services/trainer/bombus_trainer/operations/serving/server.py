@@ -33,7 +33,7 @@ from bombus_trainer.backend import BackendLost, BaseLoader
 from bombus_trainer.operations.serving.base_weights import publish_base
 from bombus_trainer.operations.serving.memory import give_back
 from bombus_trainer.operations.serving.models import ServedModels
-from bombus_trainer.operations.serving.outcomes import loaded_by, metrics_of, saved_by, shape_of
+from bombus_trainer.operations.serving.outcomes import encoded, loaded_by, metrics_of, saved_by, shape_of
 from bombus_trainer.operations.serving.rebuilding import NoneSurvived, Rebuild
 from bombus_trainer.operations.serving.recovery_checkpoints import RecoveryCheckpoints, remove_earlier
 from bombus_trainer.operations.serving.turns import Turns
@@ -392,7 +392,7 @@ class OperationServer:
         else:
             result = models.give_up(model, queued, operation)
         reached(Point.OPERATION_EXECUTED)
-        result, body = models.encoded(model, operation, result)
+        result, body = encoded(models.executor, model.name, operation, result)
         there = models.executor.models
         done = partial(
             OperationDone,
