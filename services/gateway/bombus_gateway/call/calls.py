@@ -29,7 +29,7 @@ from bombus.hive.records import (
 )
 from bombus.hive.state import EngineState
 from bombus.text.tokenizer import Tokenizer
-from bombus_gateway.call.admission import Admission, Admitted
+from bombus_gateway.call.admission import Admission
 from bombus_gateway.call.attempts import RequestAttempt, RequestAttempts
 from bombus_gateway.call.capacity import CallCapacity, record_bytes
 from bombus_gateway.call.completion import Completion, CompletionDelta, Usage
@@ -136,7 +136,8 @@ class Calls:
             conversation = self.histories.conversation(request.claims)
             self._check_episode_bytes(conversation, request.claims.episode)
             request = await self.earlier.continued(request)
-            plan = await self._planned(request, admitted, conversation)
+            plan = await plan_call(request, admitted, conversation, self.histories, self.workers)
+            # Without an await after the plan: the call marks the answer that it continues as continued.
             call = Call(self, request, plan, admitted.engine, attempt, admitted.sampler)
             try:
                 async with asyncio.timeout(self.settings.call_timeout_s):
@@ -155,18 +156,6 @@ class Calls:
                 call.close()
         finally:
             attempt.ended.set()
-
-    async def _planned(self, request: CallRequest, admitted: Admitted, conversation: Conversation) -> CallPlan:
-        """Return a call's plan, remade if another call began to continue the same answer in the meantime.
-
-        The plan holds until the next await: creating the `Call` marks the answer as continued.
-        """
-        while True:
-            count = conversation.continuing_count
-            plan = await plan_call(request, admitted, self.histories, self.workers)
-            node = plan.prompt.node
-            if node is None or conversation.continuing_count == count or not conversation.is_continued(node):
-                return plan
 
     async def prompt_tokens(self, request: CallRequest) -> int:
         """Return how many tokens the prompt of a call would have. Nothing is sampled or recorded. Raises `Refused`."""

@@ -88,11 +88,23 @@ class CallPlan:
     masked: bool = False
 
 
-async def plan_call(request: CallRequest, admitted: Admitted, histories: Histories, workers: Workers) -> CallPlan:
-    """Find the call that a request continues, and render the rest of its prompt, in a thread if it is large.
+async def plan_call(
+    request: CallRequest, admitted: Admitted, conversation: Conversation, histories: Histories, workers: Workers
+) -> CallPlan:
+    """Return a call's plan, remade if another call began to continue the same answer in the meantime.
 
-    Raises `Refused` if the prompt is too long, or if earlier turns cannot be read.
+    The plan holds until the next await. Raises `Refused` if the prompt is too long, or if earlier turns cannot be read.
     """
+    while True:
+        count = conversation.continuing_count
+        plan = await _plan(request, admitted, histories, workers)
+        node = plan.prompt.node
+        if node is None or conversation.continuing_count == count or not conversation.is_continued(node):
+            return plan
+
+
+async def _plan(request: CallRequest, admitted: Admitted, histories: Histories, workers: Workers) -> CallPlan:
+    """Find the call that a request continues, and render the rest of its prompt, in a thread if it is large."""
     completion = request.completion
     prompt = await plan_prompt(request, admitted, histories, workers)
     answered = any(message["role"] == "assistant" for message in completion.messages)
