@@ -9,8 +9,8 @@ import pytest
 
 from bombus.bus import Bus
 from bombus.errors import Refused
-from bombus.hive.records import encode_record, unpack_tokens
-from bombus_gateway.history.identity import root_digest
+from bombus.hive.records import digest, encode_record, unpack_tokens
+from bombus_gateway.history.identity import TOOLS_BYTES_MAX, TOOLS_KEPT, _kept, root_digest
 from bombus_gateway.keys import Keys
 from bombus_gateway.text.rendering import TextModel, TextOptions
 from tests.gateway.openai_hive import FILES, JOB, MODEL, SECRET, TEXT, GatewayHive, gateway_hive, gateway_of, says
@@ -210,6 +210,17 @@ def test_a_conversation_without_variables_has_the_digest_of_earlier_versions() -
     variables: list[dict[str, bool | int | float | str]] = [{}, {"a": True}, {"a": 1}, {"a": 1.0}, {"a": "1"}, {"b": 1}]
     assert len({root_digest(tools, each) for each in variables}) == len(variables)
     assert root_digest(tools, {"a": 1, "b": 2}) == root_digest(tools, {"b": 2, "a": 1})
+
+
+def test_the_digest_of_tools_is_that_of_their_text_whichever_were_seen_before() -> None:
+    for number in range(3 * TOOLS_KEPT):  # objects with the ids of earlier ones
+        assert root_digest([{"n": number}], {}) == digest(b'[{"n":%d}]' % number)
+    assert len(_kept) <= TOOLS_KEPT
+    equal = float(3 * TOOLS_KEPT - 1)
+    assert root_digest([{"n": equal}], {}) == digest(b'[{"n":%.1f}]' % equal), "equal ones may have another text"
+    tools = [{"n": 1, "m": "x" * TOOLS_BYTES_MAX}]
+    assert root_digest(tools, {}) == root_digest([*tools], {}) != root_digest([{**tools[0], "n": 2}], {})
+    assert all(held[0][0] is not tools[0] for held in _kept.values()), "long ones are not kept"
 
 
 PLAIN = "<|im_start|>assistant\n<think>\n\n</think>\n\n"

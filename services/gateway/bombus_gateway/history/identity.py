@@ -14,9 +14,13 @@ from bombus.hive.records import DIGEST_BYTES
 from bombus_gateway.text.message import ChatMessage
 
 EXACT_MAX = 2.0**53  # up to this, floats represent every whole number exactly
+TOOLS_KEPT = 64  # lists of tools whose digest is kept
+TOOLS_BYTES_MAX = 128 << 10  # of such a list as JSON
 
 _encode = msgspec.msgpack.Encoder().encode
 _encode_sorted = msgspec.json.Encoder(order="sorted").encode
+# Digests of tools by the ids of these: the requests of a job share them, and an id stays theirs while they are kept.
+_kept: dict[tuple[int, ...], tuple[Sequence[Mapping[str, Any]], bytes]] = {}
 
 
 def root_digest(tools: Sequence[Mapping[str, Any]], variables: Mapping[str, bool | int | float | str]) -> bytes:
@@ -24,9 +28,23 @@ def root_digest(tools: Sequence[Mapping[str, Any]], variables: Mapping[str, bool
 
     It ensures that a conversation is only continued with the tools and variables with which it was rendered.
     """
-    if variables:
-        return blake2b(_encode_sorted({"tools": tools, "variables": variables}), digest_size=DIGEST_BYTES).digest()
-    return blake2b(_encode_sorted(tools), digest_size=DIGEST_BYTES).digest() if tools else b""
+    digest = _digest_of_tools(tools) if tools else b""
+    return blake2b(digest + _encode_sorted(variables), digest_size=DIGEST_BYTES).digest() if variables else digest
+
+
+def _digest_of_tools(tools: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return the digest of tools, which is computed once for those that requests share."""
+    ids = tuple(map(id, tools))
+    kept = _kept.get(ids)
+    if kept is not None:
+        return kept[1]
+    text = _encode_sorted(tools)
+    digest = blake2b(text, digest_size=DIGEST_BYTES).digest()
+    if len(text) <= TOOLS_BYTES_MAX:
+        if len(_kept) >= TOOLS_KEPT:
+            _kept.clear()
+        _kept[ids] = tuple(tools), digest
+    return digest
 
 
 def next_digest(before: bytes, message: ChatMessage) -> bytes:
