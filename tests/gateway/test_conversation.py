@@ -10,6 +10,7 @@ from bombus.hive.records import CallRecord, CallRef, CallStatus, Choice, Samplin
 from bombus_gateway.history.conversation import WALKS, Conversation, Node
 from bombus_gateway.history.identity import next_digest, root_digest
 from bombus_gateway.text.message import ChatMessage
+from bombus_gateway.text.shortening import NO_OUTLINE
 from tests.gateway.openai_hive import IM_END, TEXT
 
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
@@ -339,6 +340,7 @@ def test_what_is_remembered_of_earlier_requests_changes_nothing(steps: Any) -> N
         if gone_on is not None:
             assert [*map(name_of, gone_on.candidates)] == [*map(name_of, whole.candidates)]
             assert (gone_on.messages, gone_on.digests, gone_on.count) == (whole.messages, whole.digests, whole.count)
+            assert gone_on.outline == NO_OUTLINE.extended(whole.messages, gone_on.outline.known)
         record = remembering.call(messages, sampled, answer)
         assert record == forgetful.call(messages, sampled, answer)
 
@@ -352,13 +354,16 @@ def name_of(node: Node) -> tuple[str, int]:
 def test_a_conversation_is_followed_on_where_an_answer_and_little_else_is_new() -> None:
     episode, messages = Episode(), [turn("user", "a")]
     found: list[int | None] = []
+    outlined: list[int] = []
     for number in range(4):
         for bytes_max in (10_000, 100):
             followed = episode.conversation.follow_on(b"", messages, (), bytes_max)
             found.append(None if followed is None else followed.count)
+            outlined += [] if followed is None else [followed.outline.known]
         answer = turn("assistant", f"{number}")
         episode.call(messages, [number, IM_END], answer)
         messages = [*messages, answer, turn("user", "more")]
     assert found == [None, None, None, None, 4, None, 6, None]
+    assert outlined == [1, 3], "all but what could still be matched otherwise"
     again = episode.conversation.follow_on(b"", messages[:5], (), 10_000)
     assert again is None, "no later answer is in it, and of equal ones another may be free"

@@ -15,6 +15,7 @@ from bombus.hive.records import pack_tokens, unpack_tokens
 from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.renderer import opened
 from bombus_gateway.text.rendering import TextModel, TextOptions
+from bombus_gateway.text.shortening import NO_OUTLINE
 
 HEADERS = (
     "{{ bos_token }}{% for message in messages %}<|head|>{{ message.role }}<|body|>{{ message.content | trim }}"
@@ -568,7 +569,9 @@ def test_a_developer_is_the_system_to_a_template_that_has_no_developer() -> None
     no_developer = "{% for message in messages if message.role not in ['user', 'system', 'assistant', 'tool'] %}" + (
         "{{ raise_exception('unknown role') }}{% endfor %}" + HEADERS
     )
-    assert model(no_developer).renderer.adapted(asked)[0]["role"] == "system"
+    renderer = model(no_developer).renderer
+    assert renderer.adapted(asked)[0]["role"] == "system"
+    assert renderer.adapted(asked, NO_OUTLINE.extended(asked, 2))[0]["role"] == "system"
     assert model(HEADERS).renderer.adapted(asked)[0]["role"] == "developer"
 
 

@@ -200,7 +200,8 @@ def _extended_shortly(
     """Extend a long conversation by rendering a short part of it, which is quick. Return None if that is impossible."""
     if followed.last is None or renderer.decodes_history or not renderer.is_tried:
         return None
-    shorter = renderer.shortened(renderer.adapted(followed.messages), followed.count, tools)
+    messages = renderer.adapted(followed.messages, followed.outline)
+    shorter = renderer.shortened(messages, followed.count, tools, followed.outline)
     if shorter is None or len(msgspec.json.encode([shorter.messages, shorter.tools])) > INLINE_BYTES_MAX:
         return None
     history = followed.last.tokens

@@ -285,7 +285,8 @@ def _walked(
     """Return the walk to remember for a request whose matching continued after the request `before`, if any."""
     settled = followed.settled
     given, taken = messages[: settled.given], settled.taken
-    kept = Followed(followed.messages[:taken], followed.digests[:taken], settled=settled)
+    outline = followed.outline.extended(followed.messages, taken)
+    kept = Followed(followed.messages[:taken], followed.digests[:taken], settled=settled, outline=outline)
     if before is None or len(before.given) > len(given):
         return _Walk(root, stops, given, kept, _bytes_of(given))
     return _Walk(root, stops, given, kept, before.memory_bytes + _bytes_of(given[len(before.given) :]))

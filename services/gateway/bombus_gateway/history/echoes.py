@@ -14,6 +14,7 @@ import msgspec
 from bombus_gateway.history.answers import Answers, AnswerT, Sampled
 from bombus_gateway.history.identity import call_ids, next_digest, reasoning_digest
 from bombus_gateway.text.message import ChatMessage, is_ours
+from bombus_gateway.text.shortening import NO_OUTLINE, HistoryOutline
 
 
 class SampledEpisode(Protocol[AnswerT]):
@@ -61,7 +62,8 @@ class Followed(msgspec.Struct, Generic[AnswerT], frozen=True):
     The first `count` messages end with the last answer that was found. If none was found, there is nothing to extend.
     `candidates` are the answers that it may be, all with the same words, the likeliest first. `doubt`: an id or the
     reasoning of some message says that it is not the answer it was matched with, but another with the same words.
-    `settled` is the part that a longer request need not match again.
+    `settled` is the part that a longer request need not match again, and `outline` that of the first messages, as far
+    as an earlier request settled them.
     """
 
     messages: Sequence[ChatMessage] = ()
@@ -70,6 +72,7 @@ class Followed(msgspec.Struct, Generic[AnswerT], frozen=True):
     candidates: Sequence[AnswerT] = ()
     doubt: bool = False
     settled: Settled[AnswerT] = Settled()
+    outline: HistoryOutline = NO_OUTLINE
 
     @property
     def last(self) -> AnswerT | None:
@@ -115,7 +118,7 @@ def follow(
     # How an answer's parts are joined may depend on the messages after them, but not on those after a later answer.
     if messages[-1]["role"] == "assistant":
         settled = Settled()
-    return Followed(taken, digests, count, candidates, doubt, settled)
+    return Followed(taken, digests, count, candidates, doubt, settled, before.outline)
 
 
 def _echoed(

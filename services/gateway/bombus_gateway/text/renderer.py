@@ -4,7 +4,7 @@ import copy
 import json
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Self
 
 import msgspec
@@ -23,7 +23,7 @@ from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.reading.call_text import CallText, calls_come_singly, find_call_text
 from bombus_gateway.text.reading.finding import RenderText, find_reading
 from bombus_gateway.text.reading.syntax import Thinking
-from bombus_gateway.text.shortening import Dialogue, Keep, ToolsKept, find_kept, short
+from bombus_gateway.text.shortening import NO_OUTLINE, Dialogue, HistoryOutline, Keep, ToolsKept, find_kept, short
 from bombus_gateway.text.stops import find_stops
 from bombus_gateway.text.thinking import ThinkingVariables, find_thinking
 from bombus_gateway.text.words import free_word, strings
@@ -137,9 +137,10 @@ class TemplateRenderer:
 
     # ---- prompts ----
 
-    def adapted(self, messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
+    def adapted(self, messages: Sequence[ChatMessage], outline: HistoryOutline = NO_OUTLINE) -> Sequence[ChatMessage]:
         """Return messages with roles that the template knows: the role `developer` may become `system`."""
-        if not self.form.developer_as_system or all(message["role"] != "developer" for message in messages):
+        places = (*outline.others, *range(outline.known, len(messages)))
+        if not self.form.developer_as_system or all(messages[at]["role"] != "developer" for at in places):
             return messages
         return [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
 
@@ -213,7 +214,9 @@ class TemplateRenderer:
         count: int,
         tools: Sequence[Mapping[str, Any]],
     ) -> list[int] | None:
-        prompt, completion = history[: 4 * completion_at], unpack_tokens(history[4 * completion_at :])
+        # Only reasoning is looked for in all of the prompt; a copy of it takes long.
+        since = 0 if self.reading.reasoning else max(completion_at - PROMPT_END_TOKENS, 0)
+        prompt, completion = history[4 * since : 4 * completion_at], unpack_tokens(history[4 * completion_at :])
         probe = self._probe(prompt, completion, messages, count, free_word(strings([messages, tools])))
         try:
             probe, rendered = self._rendered_probe(probe, tools)
@@ -273,11 +276,15 @@ class TemplateRenderer:
         return Probe(probe, count, word, last_word, sampled, self._is_unclosed(prompt, text))
 
     def shortened(
-        self, messages: Sequence[ChatMessage], count: int, tools: Sequence[Mapping[str, Any]]
+        self,
+        messages: Sequence[ChatMessage],
+        count: int,
+        tools: Sequence[Mapping[str, Any]],
+        outline: HistoryOutline = NO_OUTLINE,
     ) -> Dialogue | None:
         """Return a shorter conversation that `extend` treats like this one, or None."""
         keep = self.kept.where(messages[count:])
-        return None if keep is None else short(messages, count, tools, self.looked_for, keep)
+        return None if keep is None else short(messages, count, tools, self.looked_for, keep, outline)
 
     @property
     def kept(self) -> ToolsKept:
@@ -347,8 +354,8 @@ class TemplateRenderer:
         if thinking is None:
             return bool(self._read_reasoning("", decode(unpack_tokens(prompt))).strip())
         if self._thinking_tokens is not None:  # decode only the parts that may be reasoning, each of them once
-            found = dict.fromkeys(opened(prompt, *self._thinking_tokens))
-            parts: Iterable[str] = (decode(unpack_tokens(each)) for each in found)
+            decoded = cache(lambda tokens: decode(unpack_tokens(tokens)))
+            parts: Iterable[str] = map(decoded, opened(prompt, *self._thinking_tokens))
         else:
             parts = decode(unpack_tokens(prompt)).split(thinking.open)[1:]
         closed = (part.partition(thinking.close) for part in parts)

@@ -41,6 +41,28 @@ class ToolsKept(NamedTuple):
         return self.before_results if _are_results(following) else self.otherwise
 
 
+class HistoryOutline(NamedTuple):
+    """What `short` looks for in the first `known` messages of a conversation, which it then need not read again.
+
+    `called` are the ids of their calls, as the model knows them, and `others` are the places of the messages that are
+    neither answers nor results.
+    """
+
+    known: int = 0
+    called: frozenset[str] = frozenset()
+    others: tuple[int, ...] = ()
+
+    def extended(self, messages: Sequence[ChatMessage], count: int) -> "HistoryOutline":
+        """Return the outline of the first `count` messages of a conversation that begins with the outlined ones."""
+        new = range(self.known, count)
+        called = [id for at in new for id in _ids_of_calls(messages[at])]
+        others = [at for at in new if _is_other(messages[at])]
+        return HistoryOutline(count, self.called.union(called), (*self.others, *others))
+
+
+NO_OUTLINE = HistoryOutline()
+
+
 class Dialogue(NamedTuple):
     """A conversation and its tools. The first `known` messages are the history."""
 
@@ -54,40 +76,54 @@ class Dialogue(NamedTuple):
         return self.messages[self.known :]
 
 
-def short(
+def short(  # noqa: PLR0913 - a conversation, what a template needs of it, and what is known of it
     messages: Sequence[ChatMessage],
     count: int,
     tools: Sequence[Mapping[str, Any]],
     looked_for: Collection[str],
     keep: Keep = Keep.CALLED_TOOLS,
+    outline: HistoryOutline = NO_OUTLINE,
 ) -> Dialogue | None:
     """Return a shorter conversation that ends like this one, whose message `count` was sampled.
 
-    Returns None if there is nothing to leave out, or if leaving it out may change the ending: a changed system or user
-    message contains something that the template looks for (`looked_for`), such as a switch, or a new result belongs to
-    a call that would be left out, which some templates look up.
+    An `outline` of its beginning spares reading the outlined messages. Returns None if there is nothing to leave out,
+    or if leaving it out may change the ending: a changed system or user message contains something that the template
+    looks for (`looked_for`), such as a switch, or a new result belongs to a call that would be left out, which some
+    templates look up.
     """
     first = next(index for index, message in enumerate(messages) if message["role"] == "assistant")
     answers = (index for index in range(count - 1, first - 1, -1) if messages[index]["role"] == "assistant")
     last = [*islice(answers, ANSWERS_KEPT)][-1]
-    left_out, following = messages[first:last], messages[count:]
+    following = messages[count:]
     kept = [*messages[:first], *messages[last:count]]
     shortened = [_shortened(message) for message in kept]
-    if (not left_out and shortened == kept) or _is_called(_ids_of_results(following), left_out):
+    if (first == last and shortened == kept) or _is_called(_ids_of_results(following), messages, first, last, outline):
         return None
+    places = (*outline.others, *range(outline.known, last))
+    left_out = [messages[at] for at in places if first <= at < last]
     changed = [*left_out, *(one for one, other in zip(kept, shortened) if one is not other)]
-    texts = [each.get("content") or "" for each in changed if each["role"] not in ("tool", "assistant")]
+    texts = [each.get("content") or "" for each in changed if _is_other(each)]
     if any(word in text for text in texts for word in looked_for):
         return None
     made = [*shortened, *following]
     return Dialogue(made, len(shortened), tools if keep is Keep.TOOLS else _named(made, tools))
 
 
-def _is_called(ids: Collection[str], messages: Sequence[ChatMessage]) -> bool:
-    """Return whether the messages contain a call to which the model gave one of these ids."""
-    given = [call.get("id") or "" for message in messages for call in message.get("tool_calls") or ()]
-    # In an id that the gateway made, the model's own follows the first hyphen: a quicker check than `id_for_model`.
-    return any(id_for_model(id) in ids for id in given if id in ids or id.partition("-")[2] in ids)
+def _is_called(
+    ids: Collection[str], messages: Sequence[ChatMessage], first: int, last: int, outline: HistoryOutline
+) -> bool:
+    """Return whether the messages from `first` to `last` contain a call to which the model gave one of these ids."""
+    unread = max(first, outline.known) if outline.called.isdisjoint(ids) else first
+    return any(id in ids for message in messages[unread:last] for id in _ids_of_calls(message))
+
+
+def _ids_of_calls(message: ChatMessage) -> list[str]:
+    return [id_for_model(call.get("id") or "") for call in message.get("tool_calls") or ()]
+
+
+def _is_other(message: ChatMessage) -> bool:
+    """Return whether a message is neither an answer nor a result."""
+    return message["role"] not in ("tool", "assistant")
 
 
 def _ids_of_results(messages: Sequence[ChatMessage]) -> set[str]:
