@@ -35,6 +35,7 @@ class Point(StrEnum):
     TRAINER_CHECKPOINT_BEGUN = "trainer.checkpoint.begun"
     TRAINER_CHECKPOINT_WRITTEN = "trainer.checkpoint.written"  # durable, under its temporary name
     TRAINER_CHECKPOINT_RENAMED = "trainer.checkpoint.renamed"
+    TRAINER_DIRECTORY_ASIDE = "trainer.directory.aside"  # moved away, and the one that replaces it not yet in place
     TRAINER_STEP_SAID = "trainer.step.said"
     TRAINER_STEP_SEEN = "trainer.step.seen"  # completed in our state, old checkpoints not yet removed
     TRAINER_CHECKPOINTS_PRUNED = "trainer.checkpoints.pruned"

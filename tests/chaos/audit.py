@@ -14,7 +14,8 @@ from bombus.hive.records import decode_record
 from bombus.hive.state import EngineState, Hive
 from bombus.replay import upkeep
 from bombus_inference.fetching import Fetcher
-from bombus_trainer.publish import checkpoint
+from bombus_trainer.publish.checkpoint import verify
+from bombus_trainer.publish.step_checkpoint import read_step
 from tests.chaos.ledger import Ledger
 from tests.chaos.log import EngineLog
 from tests.chaos.report import EngineReport, Report
@@ -136,9 +137,10 @@ def _check_checkpoint(log: EngineLog, report: EngineReport) -> None:
     """Check that the newest checkpoint is the one that the log names."""
     if log.steps:
         done = log.steps[max(log.steps)][0]
-        facts = checkpoint.load(Path(done.checkpoint), done.checkpoint_digest).facts
-        if facts.step != done.step:
-            report.wrong.append(f"the checkpoint of step {done.step} is one of step {facts.step}")
+        found = read_step(Path(done.checkpoint), done.checkpoint_digest)
+        verify(found, found.files)
+        if found.facts.step != done.step:
+            report.wrong.append(f"the checkpoint of step {done.step} is one of step {found.facts.step}")
 
 
 async def _check_weights(bus: Bus, engine: EngineState, log: EngineLog, report: EngineReport) -> None:

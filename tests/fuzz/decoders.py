@@ -6,9 +6,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -30,6 +28,7 @@ from bombus.replay import archive
 from bombus.replay.source import NotOnLog
 from bombus.telemetry import traceparent_of
 from bombus.weights import adapters, deltas
+from bombus.weights.checkpoints import FORMAT, MANIFEST, CheckpointLost, Seal, read_checkpoint
 from bombus_gateway.anthropic.request import read_messages
 from bombus_gateway.atropos.compression import inflated
 from bombus_gateway.atropos.requests import read_environment, read_environment_id, read_trainer
@@ -51,7 +50,8 @@ from bombus_gateway.operations_wire.steps import read_optim_step
 from bombus_gateway.responses.request import read_response_request
 from bombus_gateway.swarm import bodies
 from bombus_inference.model_files import read_shapes
-from bombus_trainer.publish import checkpoint
+from bombus_trainer.operations.checkpoints import ModelFacts
+from bombus_trainer.publish.step_checkpoint import StepFacts
 from tests.fuzz.corpus import (
     CHATS,
     COMPLETIONS,
@@ -204,9 +204,9 @@ def _shapes(body: bytes, folder: Path) -> None:
     read_shapes(file)
 
 
-def _manifest(body: bytes, folder: Path) -> None:
-    (folder / checkpoint.MANIFEST).write_bytes(body)
-    checkpoint.read_facts(folder, sha256(body).hexdigest())
+def _manifest(facts: type[msgspec.Struct], body: bytes, folder: Path) -> None:
+    (folder / MANIFEST).write_bytes(body)
+    read_checkpoint(folder, facts)
 
 
 # ---- APIs ---------------------------------------------------------------------------------------------------------
@@ -247,7 +247,8 @@ def all_decoders() -> tuple[Decoder, ...]:
         Decoder("delta", _delta, (EngineFault,), [DELTA], _safetensors),
         Decoder("adapter", _adapter, (EngineFault,), [ADAPTER], _safetensors),
         Decoder("shapes", _shapes, (EngineFault,), [FULL], _safetensors),
-        Decoder("checkpoint", _manifest, (checkpoint.CheckpointLost,), _manifests(), to_json),
+        Decoder("checkpoint", partial(_manifest, StepFacts), (CheckpointLost,), _manifests(StepFacts), to_json),
+        Decoder("model", partial(_manifest, ModelFacts), (CheckpointLost,), _manifests(ModelFacts), to_json),
         Decoder("key", _text(lambda text: KEYS.verify(text, 0)), (Refused,), [key], _latin),
         Decoder("claimed id", _text(KEYS.episode_of), (Refused,), [KEYS.claimed_id("e-1")], _latin),
         Decoder("link", _text(KEYS.linked), (Refused,), [KEYS.sign_link(b"a checkpoint")], _latin),
@@ -370,6 +371,6 @@ def _configuration() -> Tree:
     return msgspec.json.decode(parse_job(JOB).to_json())
 
 
-def _manifests() -> list[Tree]:
-    kind: Any = checkpoint._Manifest
-    return examples(kind)
+def _manifests(facts: type[msgspec.Struct]) -> list[Tree]:
+    seals = {"state.safetensors": Seal(7, "aa")}
+    return [{"format": FORMAT, "facts": each, "files": msgspec.to_builtins(seals)} for each in examples(facts)]

@@ -77,6 +77,7 @@ DECODING = {
     "bombus/tasks/search/backends.py": SERVER,
     "bombus/tasks/search/corpus.py": OWN,
     "bombus/weights/adapters.py": "adapter",
+    "bombus/weights/checkpoints.py": "checkpoint",
     "bombus/weights/deltas.py": "delta",
     "bombus/weights/lora_folders.py": "a map of files, which is decoded as messages are",
     "bombus_coordinator/compaction.py": OWN,
@@ -120,8 +121,6 @@ DECODING = {
     "bombus_inference/backends/vllm/wire.py": SERVER,
     "bombus_inference/model_files.py": "shapes",
     "bombus_inference/server.py": "requests to a replica",
-    "bombus_trainer/operations/checkpoints.py": OWN,
-    "bombus_trainer/publish/checkpoint.py": "checkpoint",
     "bombus_trainer/replay/batch.py": "a map of files, which is decoded as messages are",
 }
 

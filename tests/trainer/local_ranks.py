@@ -40,8 +40,8 @@ from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.data.batch import EpisodeGroup
 from bombus_trainer.operations.executor import OperationExecutor
 from bombus_trainer.operations.settings import ExecutorSettings
-from bombus_trainer.publish.checkpoint import Facts
 from bombus_trainer.publish.export import digest_of
+from bombus_trainer.publish.step_checkpoint import StepFacts
 from bombus_trainer.rank_leader import Board, Leader, follow
 from bombus_trainer.ranks import Ranks
 from tests.trainer.operations.small_models import BASE, CROSS_ENTROPY, SPEC, datum, floats
@@ -236,13 +236,13 @@ def _lead(leader: Leader, folder: Path) -> list[str]:
     attempt(lambda: train(interrupted=True))
     attempt(train)
     attempt(train)
-    facts = Facts(engine="main", run=1, step=1, trainer_epoch=1, attempt=1, config_digest="c", metrics={})
+    facts = StepFacts(engine="main", run=1, step=1, trainer_epoch=1, attempt=1, config_digest="c", metrics={})
     try:
         saved = backend.save(folder / f"checkpoints-{os.getpid()}", facts)
     except BackendLost:
         return seen
-    attempt(lambda: backend.restore(Path(saved.path), "of another"))
-    attempt(lambda: backend.restore(Path(saved.path), saved.digest))
+    attempt(lambda: backend.restore(saved.path, "of another"))
+    attempt(lambda: backend.restore(saved.path, saved.digest))
     attempt(train)
     return seen
 

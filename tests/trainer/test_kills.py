@@ -21,8 +21,14 @@ from tests.trainer.forked_trainers import Forge
 from tests.trainer.trainer_hive import WAIT_S
 from tests.trainer.trainer_lives import running, undisturbed
 
-# These are reached only with a successor, with an object store, and with checkpoints that are some steps apart.
-APART = (Point.TRAINER_SUPERSEDED, Point.TRAINER_WEIGHTS_STORED, Point.TRAINER_STEP_MADE_AGAIN)
+# These are reached only with a successor, with an object store, with checkpoints that are some steps apart, and when a
+# directory is replaced.
+APART = (
+    Point.TRAINER_SUPERSEDED,
+    Point.TRAINER_WEIGHTS_STORED,
+    Point.TRAINER_STEP_MADE_AGAIN,
+    Point.TRAINER_DIRECTORY_ASIDE,
+)
 KILLED = [point for point in Point if point.startswith("trainer.") and point not in APART]
 WEIGHTS = [point for point in Point if point.startswith("trainer.weights.")]
 # Where a trainer is frozen while its successor makes the step: before, during and after each of its writes.

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,8 @@ from bombus.bus import Bus
 from bombus.hive import inbox
 from bombus.hive.events import StepFailed, WeightsReady
 from bombus.hive.state import Phase
+from bombus.weights.checkpoints import MANIFEST
 from bombus.weights.models import resolve_model
-from bombus_trainer.publish.checkpoint import MANIFEST, CheckpointLost, read_facts
 from tests.small_disk import fill, small_disk
 from tests.trainer.small_batches import tiny_model_folder
 from tests.trainer.trainer_hive import ENGINE, WAIT_S, Stage, staged
@@ -203,10 +202,3 @@ async def test_the_folder_of_a_lora_run_is_the_model_of_another(
     original = load_file(stage.folder / "model" / "model.safetensors")
     assert not all(torch.equal(value, original[name]) for name, value in served.items())
     await play(stage, 1, 1)
-
-
-@pytest.mark.parametrize("body", [b"", b"[" * 5000, b'{"format": 1, "facts": {"engine": "\xff"}}'])
-def test_a_manifest_of_any_bytes_is_a_lost_checkpoint(tmp_path: Path, body: bytes) -> None:
-    (tmp_path / MANIFEST).write_bytes(body)
-    with pytest.raises(CheckpointLost, match="cannot be read"):
-        read_facts(tmp_path, sha256(body).hexdigest())

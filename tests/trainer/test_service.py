@@ -25,9 +25,8 @@ from bombus.weights.adapters import ADAPTER_FILE
 from bombus_trainer.backend import BackendLost, TrainerBackend
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.data.reading import read_batch
-from bombus_trainer.publish import checkpoint
-from bombus_trainer.publish.checkpoint import Facts
 from bombus_trainer.publish.export import VersionTarget, export
+from bombus_trainer.publish.step_checkpoint import StepFacts, read_step
 from bombus_trainer.service import Trainer
 from bombus_trainer.settings import TrainerSettings
 from tests.trainer.sample_reading import load_samples
@@ -61,7 +60,7 @@ async def test_an_engine_boots_and_a_batch_becomes_the_next_policy_version(stage
     assert done.metrics["reward_mean"] == 0.5
     assert done.metrics["tokens_trained"] == 4 * 5
     assert any(not torch.equal(value, before[name]) for name, value in served(second.weights).items())
-    assert checkpoint.load(Path(done.checkpoint), done.checkpoint_digest).facts.step == 1
+    assert read_step(Path(done.checkpoint), done.checkpoint_digest).facts.step == 1
 
 
 async def test_r15_only_two_versions_and_two_checkpoints_are_kept(stage: Stage) -> None:
@@ -120,7 +119,7 @@ async def test_r11_weights_of_a_completed_step_that_never_reached_the_log_are_pu
     batch = stage.engine.batch
     assert batch is not None
     metrics = executor.train_step(list((await read_batch(BusCallReader(stage.bus), batch)).groups), 1)
-    facts = Facts(engine=ENGINE, run=1, step=1, trainer_epoch=epoch, attempt=1, config_digest="", metrics=metrics)
+    facts = StepFacts(engine=ENGINE, run=1, step=1, trainer_epoch=epoch, attempt=1, config_digest="", metrics=metrics)
     saved = executor.save(stage.folder / "played", facts)
     await stage.say(
         inbox.StepDone(
@@ -129,7 +128,7 @@ async def test_r11_weights_of_a_completed_step_that_never_reached_the_log_are_pu
             run=1,
             step=1,
             trainer_epoch=epoch,
-            checkpoint=saved.path,
+            checkpoint=str(saved.path),
             checkpoint_digest=saved.digest,
         )
     )

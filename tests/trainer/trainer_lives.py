@@ -11,7 +11,8 @@ from bombus.bus.streams import stream_configs
 from bombus.faults import Point
 from bombus.hive.events import StepCompleted, WeightsReady
 from bombus.hive.state import Phase
-from bombus_trainer.publish import checkpoint
+from bombus_trainer.publish.checkpoint import verify
+from bombus_trainer.publish.step_checkpoint import read_step
 from tests.conftest import SMALL_STREAMS
 from tests.trainer.forked_trainers import Ended, Forge
 from tests.trainer.trainer_hive import WAIT_S, Stage, served, staged
@@ -73,7 +74,9 @@ class Life:
         served(engine.weights.weights)
         if engine.step_done is not None:
             done = engine.step_done
-            assert checkpoint.load(Path(done.checkpoint), done.checkpoint_digest).facts.step == done.step
+            found = read_step(Path(done.checkpoint), done.checkpoint_digest)
+            verify(found, found.files)
+            assert found.facts.step == done.step
 
     def verify_tidy(self) -> None:
         """Check that two checkpoints and two versions are kept, and nothing is left of killed trainers."""

@@ -105,7 +105,7 @@ def restarted(given: Path, folder: Path, ranks: Ranks) -> list[str]:
     """Return what a checkpoint of a model does not put back into an engine with other weights and buffers."""
     saved = verl_of(given, tiny_settings(), ranks).save(folder / "checkpoints", facts(1))
     other = verl_of(miniature(WITH_EXPERTS, folder / "other", ranks, seed=1), tiny_settings(), ranks)
-    other.restore(Path(saved.path), saved.digest)
+    other.restore(saved.path, saved.digest)
     return changed(given, written(other, folder / "version", ranks), ranks)
 
 

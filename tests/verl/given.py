@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup
-from bombus_trainer.publish.checkpoint import Facts
+from bombus_trainer.publish.step_checkpoint import StepFacts
 from bombus_trainer.settings import TrainerSettings
 from tests.trainer.small_batches import VOCAB, call, episode, tiny_settings
 
@@ -61,8 +61,8 @@ def _episode(name: str, seed: int, number: int) -> EpisodeCalls:
     return episode(name, float(number == 1) + 0.25 * number, *records)
 
 
-def facts(step: int) -> Facts:
-    return Facts(engine="main", run=1, step=step, trainer_epoch=1, attempt=1, config_digest="c", metrics={})
+def facts(step: int) -> StepFacts:
+    return StepFacts(engine="main", run=1, step=step, trainer_epoch=1, attempt=1, config_digest="c", metrics={})
 
 
 def model_folder(folder: Path) -> Path:

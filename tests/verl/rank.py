@@ -110,10 +110,10 @@ def restart(model: Path, ranks: Ranks, folder: Path) -> Found:
     found["straight"] = straight.train_step(groups(2), 2)
     found["straight_sha256"] = exported(straight, ranks, folder / "straight", 2).get("sha256")
     again = VerlExecutor(model, chosen, ranks)
-    again.restore(Path(saved.path), saved.digest)
+    again.restore(saved.path, saved.digest)
     found["again"] = again.train_step(groups(2), 2)
     found["again_sha256"] = exported(again, ranks, folder / "again", 2).get("sha256")
-    found["saved"] = [saved.path, saved.digest]
+    found["saved"] = [str(saved.path), saved.digest]
     return found
 
 

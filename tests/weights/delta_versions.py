@@ -7,20 +7,17 @@ from pathlib import Path
 from torch import Tensor
 
 from bombus.hive.events import Weights
+from bombus.weights.checkpoints import Seal
 from bombus.weights.deltas import DELTA_FILE, DELTA_FORMAT, FULL_FILE
 from bombus_trainer.publish.export import METADATA, write_delta
 from bombus_trainer.publish.host_copy import Changes, HostCopy
-from bombus_trainer.publish.tensorfile import Shape, Written, write_tensors
+from bombus_trainer.publish.tensorfile import shapes_of, write_tensors, write_whole
 
 Tensors = Mapping[str, Tensor]
 
 
-def shapes_of(tensors: Tensors) -> dict[str, Shape]:
-    return {name: Shape(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-
-
-def write_full(path: Path, tensors: Tensors) -> Written:
-    return write_tensors(path, shapes_of(tensors), tensors.items(), durable=False, metadata=METADATA)
+def write_full(path: Path, tensors: Tensors) -> Seal:
+    return write_whole(path, tensors, durable=False, metadata=METADATA)
 
 
 def write_versions(root: Path, versions: Sequence[Tensors]) -> list[Weights]:

@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from bombus.config.job import RunConfig
 from bombus.errors import EngineFault
 from bombus.hive.fates import StepTokens
-from bombus.operations import CheckpointSaved, Operation, Result
+from bombus.operations import Operation, Result
+from bombus.weights.checkpoints import Checkpoint
 from bombus_trainer.data.batch import EpisodeGroup
 from bombus_trainer.operations.settings import ExecutorSettings
-from bombus_trainer.publish.checkpoint import Facts, Saved
 from bombus_trainer.publish.export import ModelPart, Outline, Tensors
+from bombus_trainer.publish.step_checkpoint import StepFacts
 from bombus_trainer.settings import TrainerSettings
 
 if TYPE_CHECKING:
     from bombus_trainer.backends.torch.model import PolicyModel
+    from bombus_trainer.operations.checkpoints import ModelCheckpoint
 
 T = TypeVar("T")
 
@@ -64,7 +66,7 @@ class TrainerBackend(Protocol):
         """
         ...
 
-    def save(self, root: Path, facts: Facts) -> Saved:
+    def save(self, root: Path, facts: StepFacts) -> Checkpoint[StepFacts]:
         """Write a checkpoint below `root`. Returns once it would survive a power cut."""
         ...
 
@@ -94,11 +96,11 @@ class OperationBackend(Protocol):
     @property
     def base(self) -> "PolicyModel": ...
 
-    def execute(self, model: str, operation: Operation, name: str = "", executed: bytes = b"") -> Result: ...
+    def execute(self, model: str, operation: Operation, name: str = "") -> Result: ...
 
-    def save_for_recovery(self, model: str, name: str, executed: bytes) -> CheckpointSaved: ...
+    def save_for_recovery(self, model: str, name: str) -> "ModelCheckpoint": ...
 
-    def recover(self, model: str, name: str) -> bytes: ...
+    def recover(self, model: str, name: str, digest: str) -> None: ...
 
     def rescue(self, model: str, made_by: str, at_least: int) -> int | None: ...
 

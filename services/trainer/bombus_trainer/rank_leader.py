@@ -17,13 +17,15 @@ from torch.distributed.distributed_c10d import Store
 from bombus.config.job import RunConfig
 from bombus.errors import BombusError
 from bombus.hive.fates import StepTokens
-from bombus.operations import CheckpointSaved, Operation, Result
+from bombus.operations import Operation, Result
+from bombus.weights.checkpoints import Checkpoint
 from bombus_trainer.backend import BackendLost, BaseLoader, Loader, OperationBackend, TrainerBackend
 from bombus_trainer.backends.torch.model import PolicyModel
 from bombus_trainer.data.batch import EpisodeGroup
+from bombus_trainer.operations.checkpoints import ModelCheckpoint
 from bombus_trainer.operations.settings import ExecutorSettings
-from bombus_trainer.publish.checkpoint import Facts, Saved
 from bombus_trainer.publish.export import ModelPart, Outline, Tensors
+from bombus_trainer.publish.step_checkpoint import StepFacts
 from bombus_trainer.ranks import LEADER, Ranks
 from bombus_trainer.settings import TrainerSettings
 
@@ -158,7 +160,7 @@ class _LeaderBackend:
             ("train_step", (groups, step)), lambda: self._ours.train_step(groups, step, interrupted, account)
         )
 
-    def save(self, root: Path, facts: Facts) -> Saved:
+    def save(self, root: Path, facts: StepFacts) -> Checkpoint[StepFacts]:
         return self._leader.run(("save", (root, facts)), lambda: self._ours.save(root, facts))
 
     def restore(self, path: Path, digest: str) -> None:
@@ -189,17 +191,16 @@ class _LeaderOperations:
     def base(self) -> PolicyModel:
         return self._ours.base
 
-    def execute(self, model: str, operation: Operation, name: str = "", executed: bytes = b"") -> Result:
-        arguments = (model, operation, name, executed)
+    def execute(self, model: str, operation: Operation, name: str = "") -> Result:
+        arguments = (model, operation, name)
         return self._leader.run(("execute", arguments), lambda: self._ours.execute(*arguments))
 
-    def save_for_recovery(self, model: str, name: str, executed: bytes) -> CheckpointSaved:
-        return self._leader.run(
-            ("save_for_recovery", (model, name, executed)), lambda: self._ours.save_for_recovery(model, name, executed)
-        )
+    def save_for_recovery(self, model: str, name: str) -> ModelCheckpoint:
+        return self._leader.run(("save_for_recovery", (model, name)), lambda: self._ours.save_for_recovery(model, name))
 
-    def recover(self, model: str, name: str) -> bytes:
-        return self._leader.run(("recover", (model, name)), lambda: self._ours.recover(model, name))
+    def recover(self, model: str, name: str, digest: str) -> None:
+        arguments = (model, name, digest)
+        self._leader.run(("recover", arguments), lambda: self._ours.recover(*arguments))
 
     def rescue(self, model: str, made_by: str, at_least: int) -> int | None:
         arguments = (model, made_by, at_least)

@@ -35,9 +35,9 @@ from bombus_trainer.machine import this_machine
 from bombus_trainer.operations.serving.server import OperationServer
 from bombus_trainer.options import TrainerOptions
 from bombus_trainer.ownership import RunOver, RunOwnership
-from bombus_trainer.publish.checkpoint import Facts, Saved
 from bombus_trainer.publish.directories import remove_others
 from bombus_trainer.publish.export import digest_like
+from bombus_trainer.publish.step_checkpoint import StepFacts
 from bombus_trainer.recovery.faults import lacks_room
 from bombus_trainer.recovery.progress import STALLS, Kind, advanced, in_thread, watch_here
 from bombus_trainer.recovery.reports import FailedAttempts, RunReports, check_lost, reason_of
@@ -50,7 +50,7 @@ from bombus_trainer.versions import Versions
 log = logging.getLogger(__name__)
 
 LOAD_SHARE = 0.75  # the largest share of the time to boot that a load may take; the run ends when that time is over
-NO_CHECKPOINT = Saved("", "")
+NO_CHECKPOINT = ("", "")
 MADE_AGAIN, DIFFERS = "steps_made_again", "made_again_differs"  # metrics of the first step after a crash
 NONFINITE_STEPS = "nonfinite_steps"  # a metric: how many steps in a row, up to this one, left out an update
 
@@ -273,15 +273,15 @@ class Trainer:
             metrics, tokens = await self._train(executor, batch)
             reached(Point.TRAINER_STEP_TRAINED)
             due = is_due(ownership.engine.steps, batch.step, self._checkpoint_every(executor))
-            saved = await self._checkpoint(executor, batch, metrics) if due else NO_CHECKPOINT
+            path, digest = await self._checkpoint(executor, batch, metrics) if due else NO_CHECKPOINT
             done = StepDone(
                 id=ownership.id(f"step-{batch.step}-{self._attempt}"),
                 engine=self._options.engine,
                 run=ownership.run,
                 step=batch.step,
                 trainer_epoch=ownership.epoch,
-                checkpoint=saved.path,
-                checkpoint_digest=saved.digest,
+                checkpoint=path,
+                checkpoint_digest=digest,
                 metrics=metrics,
                 tokens=tokens,
             )
@@ -354,8 +354,11 @@ class Trainer:
         )
         await self._ownership.send(message)
 
-    async def _checkpoint(self, executor: TrainerBackend, batch: BatchReady, metrics: dict[str, float]) -> Saved:
-        facts = Facts(
+    async def _checkpoint(
+        self, executor: TrainerBackend, batch: BatchReady, metrics: dict[str, float]
+    ) -> tuple[str, str]:
+        """Save a checkpoint. Return its path and its digest."""
+        facts = StepFacts(
             engine=self._options.engine,
             run=self._ownership.run,
             step=batch.step,
@@ -366,7 +369,8 @@ class Trainer:
             machine=this_machine(self._options.device),
         )
         save = partial(executor.save, self._checkpoints(), facts)
-        return await in_thread(Kind.CHECKPOINT, f"the checkpoint of step {batch.step}", save)
+        saved = await in_thread(Kind.CHECKPOINT, f"the checkpoint of step {batch.step}", save)
+        return str(saved.path), saved.digest
 
     # ---- failures ---------------------------------------------------------------------------------------------
 

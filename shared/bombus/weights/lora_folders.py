@@ -17,12 +17,13 @@ import msgspec
 
 from bombus.errors import EngineFault
 from bombus.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE, Rounding, ScaleOf
+from bombus.weights.checkpoints import STATE
 from bombus.weights.deltas import DELTA_FILE, FULL_FILE, Bits, TensorFile, file_sha256, patched
 from bombus.weights.shards import TensorHead, write_model
 
 log = logging.getLogger(__name__)
 
-CONFIG, CHECKPOINT_STATE = "config.json", "state.safetensors"
+CONFIG = "config.json"
 FLOATS = ("BF16", "F16", "F32", "F64")
 _VERSION = re.compile(r"^version-(\d+)-epoch-(\d+)$")
 CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of peft's init_lora_weights
@@ -94,7 +95,7 @@ def is_adapter(folder: Path) -> bool:
 
 def why_no_model(folder: Path) -> str:
     """Return why a trainer's folder is not a model, and what to give instead, or "" for any other folder."""
-    if (folder / CHECKPOINT_STATE).is_file():
+    if (folder / STATE).is_file():
         return (
             f"{folder} is a trainer's checkpoint: only a run in its own hive can begin at it, with trainer.resume. "
             "For any other use, write its version as a folder with `bombus export`, and name that"

@@ -1,7 +1,6 @@
 """Lifetimes, marks, downloads and searches, as Tinker's REST client asks for them."""
 
 import io
-import json
 import tarfile
 import time
 from contextlib import ExitStack
@@ -14,6 +13,7 @@ import pytest
 
 from bombus.errors import Refused
 from bombus.operations import CheckpointSaved, Operation, Result, SaveWeights
+from bombus.weights.checkpoints import MANIFEST, Seal, encode_manifest
 from bombus_gateway.keys import Keys
 from bombus_gateway.operations.rest.downloads import LINK_S, OPEN_MAX, Archive, DownloadLink, Downloads
 from tests.gateway.operations.scripted_trainer import Answering, OperationHive, plain_results
@@ -34,7 +34,7 @@ def answering(tmp_path: Path) -> Answering:
         for name, content in FILES.items():
             (folder / name).write_bytes(content)
         (folder / "secret").write_bytes(b"not listed")
-        (folder / "facts.json").write_text(json.dumps({"format": 1, "files": {name: {} for name in [*FILES, "../up"]}}))
+        (folder / MANIFEST).write_bytes(encode_manifest({}, dict.fromkeys([*FILES, "../up"], Seal(1, "aa"))))
         return CheckpointSaved(
             checkpoint=operation.checkpoint, name=operation.name, folder=str(folder), address="aa", size_bytes=1002
         )
@@ -96,7 +96,7 @@ async def test_each_file_of_a_checkpoint_has_a_link_that_needs_no_key(
         part = await stranger.get(answer["urls"]["adapter_model.safetensors"], headers={"range": "bytes=0-9"})
         assert (part.status_code, part.content) == (206, b"w" * 10)
         link = answer["urls"]["empty.json"].removesuffix("/empty.json")
-        for name in ("secret", "facts.json", "..%2Fup", "nothing"):
+        for name in ("secret", MANIFEST, "..%2Fup", "nothing"):
             assert (await stranger.get(f"{link}/{name}")).status_code == 404
         forged = await stranger.get(f"{link[:-4]}AAAA/empty.json")
         assert (forged.status_code, "not made by this hive" in forged.text) == (401, True)

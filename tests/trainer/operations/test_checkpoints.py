@@ -8,59 +8,54 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from bombus.errors import EngineFault, Refused
-from bombus.operations import CheckpointKind, CheckpointSaved
+from bombus.errors import Refused
+from bombus.faults import Point
+from bombus.operations import CheckpointKind
+from bombus.weights.checkpoints import MANIFEST, CheckpointDamaged, CheckpointLost, Seal
 from bombus_trainer.operations.checkpoints import (
-    REPLACED,
     CheckpointFolder,
     CheckpointName,
-    ModelCheckpointFacts,
-    ModelCheckpointNotes,
+    ModelCheckpoint,
+    ModelFacts,
+    content_of,
 )
-from bombus_trainer.publish.checkpoint import Seal
+from bombus_trainer.publish.checkpoint import load_tensors
+from bombus_trainer.publish.directories import REPLACED
+from tests.trainer.killed_writes import killed_at
 
 WEIGHTS = "adapter_model.safetensors"
 NAME = CheckpointName("run:train:0", CheckpointKind.SAMPLER, "step-1")
 
 
+def facts(operation: str = "") -> ModelFacts:
+    return ModelFacts(base="tiny", step=3, weights=WEIGHTS, operation=operation)
+
+
 def saved(
     folder: CheckpointFolder, value: float, name: CheckpointName = NAME, overwrite: bool = False, operation: str = ""
-) -> CheckpointSaved:
+) -> ModelCheckpoint:
     """Save a checkpoint whose only weight is `value`."""
 
     def fill(draft: Path) -> dict[str, Seal]:
         save_file({"w": torch.tensor([value])}, draft / WEIGHTS)
         return {}
 
-    def describe(files: dict[str, Seal]) -> ModelCheckpointFacts:
-        return ModelCheckpointFacts(
-            base="tiny",
-            model=name.model,
-            kind=name.kind,
-            name=name.name,
-            step=3,
-            weights=WEIGHTS,
-            address=files[WEIGHTS].sha256,
-            files=files,
-            marks=ModelCheckpointNotes(operation=operation, executed=b"\x00up to 7\xff"),
-        )
-
-    return folder.save(name, overwrite, operation, fill, describe)
+    return folder.save(name, facts(operation), overwrite, fill)
 
 
 def weight(folder: CheckpointFolder, name: CheckpointName = NAME) -> float:
-    return float(folder.tensors(name, folder.facts(name), WEIGHTS)["w"])
+    return float(load_tensors(folder.read(name), WEIGHTS)["w"])
 
 
-def test_a_checkpoint_is_a_folder_of_its_name_with_an_address_that_is_its_files_hash(tmp_path: Path) -> None:
+def test_a_checkpoint_is_a_folder_of_its_name_whose_manifest_seals_its_files(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path)
     found = saved(folder, 1.0)
     file = tmp_path / "run:train:0" / "sampler" / "step-1" / WEIGHTS
-    assert found.folder == str(file.parent)
-    assert found.address == sha256(file.read_bytes()).hexdigest()
+    assert found.path == file.parent
+    assert found.files == {WEIGHTS: Seal(file.stat().st_size, sha256(file.read_bytes()).hexdigest())}
     assert found.size_bytes == file.stat().st_size
-    facts = folder.facts(NAME)
-    assert (facts.step, facts.marks.executed, facts.address) == (3, b"\x00up to 7\xff", found.address)
+    assert found.digest == sha256((file.parent / MANIFEST).read_bytes()).hexdigest()
+    assert folder.read(NAME) == folder.read(NAME, found.digest) == found
     assert weight(folder) == 1.0
     assert [path.name for path in file.parent.parent.iterdir()] == ["step-1"]
 
@@ -87,13 +82,13 @@ def test_with_overwrite_the_new_one_takes_the_name(tmp_path: Path) -> None:
     first = saved(folder, 1.0)
     second = saved(folder, 2.0, overwrite=True)
     assert weight(folder) == 2.0
-    assert first.address != second.address
-    assert [path.name for path in Path(second.folder).parent.iterdir()] == ["step-1"]
+    assert first.digest != second.digest
+    assert [path.name for path in second.path.parent.iterdir()] == ["step-1"]
 
 
 def test_a_replacement_that_a_crash_cut_short_ends_with_one_of_the_two(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path)
-    place = Path(saved(folder, 1.0).folder)
+    place = saved(folder, 1.0).path
     aside = place.with_name(REPLACED + place.name)
     place.rename(aside)  # the old one is out of the way, and the new one not yet there
     assert weight(CheckpointFolder(tmp_path)) == 1.0
@@ -105,14 +100,14 @@ def test_a_replacement_that_a_crash_cut_short_ends_with_one_of_the_two(tmp_path:
 
 def test_what_was_half_written_is_removed_and_never_a_checkpoint(tmp_path: Path) -> None:
     saved(CheckpointFolder(tmp_path), 1.0)
-    earlier = (".draft-abc", ".draft-run-2-epoch-3-abc", ".draft-run-1-epoch-9-abc")
-    later = (".draft-run-2-epoch-4-abc", ".draft-run-3-epoch-1-abc")
-    place = tmp_path / "run:train:0" / "sampler"
+    earlier = ("run-2/.draft-epoch-3-abc", "run-1/.draft-epoch-9-abc")
+    later = ("run-2/.draft-epoch-4-abc", "run-3/.draft-epoch-1-abc")
+    place = tmp_path / ".drafts"
     for name in (*earlier, *later):
-        (place / name).mkdir()
+        (place / name).mkdir(parents=True)
         (place / name / WEIGHTS).write_bytes(b"half")
     folder = CheckpointFolder(tmp_path, run=2, trainer_epoch=3)
-    assert sorted(path.name for path in place.iterdir()) == [*later, NAME.name], (
+    assert sorted(str(path.relative_to(place)) for path in place.glob("*/.draft-*")) == [*later], (
         "trainers that follow are writing those"
     )
     assert weight(folder) == 1.0
@@ -125,28 +120,69 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
         (draft / WEIGHTS).write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    def never(files: dict[str, Seal]) -> ModelCheckpointFacts:
-        raise AssertionError(files)
-
     with pytest.raises(OSError, match="No space"):
-        folder.save(NAME, False, "", full, never)
+        folder.save(NAME, facts(), False, full)
     with pytest.raises(Refused, match="there is no checkpoint run:train:0/sampler/step-1: save one"):
-        folder.facts(NAME)
-    assert list((tmp_path / "run:train:0" / "sampler").iterdir()) == []
+        folder.read(NAME)
+    assert [path for path in tmp_path.rglob("*") if not path.is_dir() or "draft-" in path.name] == []
 
 
 def test_a_damaged_checkpoint_is_not_loaded(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path)
-    place = Path(saved(folder, 1.0).folder)
+    place = saved(folder, 1.0).path
     save_file({"w": torch.tensor([5.0])}, place / WEIGHTS)
-    with pytest.raises(EngineFault, match=r"step-1 is damaged: .*adapter_model.safetensors is not what was written"):
+    with pytest.raises(CheckpointDamaged, match=r"step-1 is damaged: adapter_model.safetensors does not match"):
         weight(folder)
     (place / WEIGHTS).unlink()
-    with pytest.raises(EngineFault, match="step-1 cannot be read"):
+    with pytest.raises(CheckpointLost, match="step-1 cannot be read"):
         weight(folder)
-    (place / "facts.json").write_text("{}")
-    with pytest.raises(EngineFault, match=r"cannot be read from .*step-1: Object missing required field"):
-        folder.facts(NAME)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused_in_words(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    place = saved(folder, 1.0).path
+    (place / MANIFEST).rename(place / "facts.json")
+    with pytest.raises(CheckpointDamaged, match=r"step-1 has no manifest\.json: .* version of bombus that wrote it"):
+        folder.read(NAME)
+    with pytest.raises(CheckpointDamaged, match=r"has no manifest\.json"):
+        saved(folder, 2.0)
+    saved(folder, 3.0, overwrite=True)
+    assert weight(folder) == 3.0
+
+
+def test_what_models_load_from_a_checkpoint_has_the_same_hash_for_ever(tmp_path: Path) -> None:
+    """The log has these hashes: an operation that is executed again has to load the same."""
+    found = saved(CheckpointFolder(tmp_path), 1.0)
+    assert content_of(found, False) == sha256(f"{WEIGHTS} {found.files[WEIGHTS].sha256}".encode()).hexdigest()
+    with_step = f"{WEIGHTS} {found.files[WEIGHTS].sha256}\nstep 3"
+    assert content_of(found, True) == sha256(with_step.encode()).hexdigest()
+
+
+def overwrite(root: Path) -> None:
+    saved(CheckpointFolder(root, run=1, trainer_epoch=1), 2.0, overwrite=True, operation="two")
+
+
+@pytest.mark.parametrize(
+    ("point", "value"),
+    [
+        (Point.TRAINER_CHECKPOINT_BEGUN, 1.0),
+        (Point.TRAINER_CHECKPOINT_WRITTEN, 1.0),
+        (Point.TRAINER_DIRECTORY_ASIDE, 1.0),
+        (Point.TRAINER_CHECKPOINT_RENAMED, 2.0),
+    ],
+)
+def test_a_trainer_that_is_killed_while_it_replaces_a_checkpoint_leaves_one_of_the_two(
+    tmp_path: Path, point: Point, value: float
+) -> None:
+    saved(CheckpointFolder(tmp_path, run=1, trainer_epoch=1), 1.0, operation="one")
+    killed_at(point, overwrite, tmp_path)
+    folder = CheckpointFolder(tmp_path, run=1, trainer_epoch=2)
+    assert folder.names(NAME.model, NAME.kind) == [NAME.name]
+    assert weight(folder) == value
+    assert [path.name for path in folder.read(NAME).path.parent.iterdir()] == [NAME.name]
+    assert list((tmp_path / ".drafts" / "run-1").iterdir()) == []
+    overwrite(tmp_path)
+    assert weight(folder) == 2.0
 
 
 def test_what_is_removed_is_gone_and_its_name_is_free(tmp_path: Path) -> None:

@@ -26,7 +26,8 @@ from bombus.operations import (
     SaveWeights,
 )
 from bombus.weights.adapters import read_adapter_config
-from bombus_trainer.operations.checkpoints import ModelCheckpointNotes
+from bombus.weights.checkpoints import MANIFEST
+from bombus_trainer.operations.checkpoints import CheckpointFolder, CheckpointName, ModelFacts
 from bombus_trainer.operations.executor import OperationExecutor
 from tests.trainer.operations.small_models import (
     BASE,
@@ -57,6 +58,10 @@ def save(made: OperationExecutor, model: str, name: str, kind: CheckpointKind = 
     found = made.execute(model, SaveWeights(checkpoint=kind, name=name))
     assert isinstance(found, CheckpointSaved), found
     return found
+
+
+def facts_of(root: Path, checkpoint: str) -> ModelFacts:
+    return CheckpointFolder(root / "checkpoints").read(CheckpointName.read(checkpoint)).facts
 
 
 def loaded(made: OperationExecutor, model: str, checkpoint: str, with_optimizer: bool = True) -> int:
@@ -124,7 +129,7 @@ def test_a_load_clears_the_gradient_and_a_failure_on_it(base: Path, tmp_path: Pa
     created(made, "a")
     scored(made, "a", forward_backward(*random_data(0, 3)))
     saved = save(made, "a", "x")
-    assert made.checkpoint_facts("a/training/x").unstepped.operations == 1
+    assert facts_of(tmp_path, "a/training/x").unstepped.operations == 1
     failed(made, "a", forward_backward(datum([99])))
     loaded(made, "a", "a/training/x")
     assert stepped(made, "a", optim_step()).grad_norm == 0.0
@@ -139,7 +144,7 @@ def test_peft_reads_a_sampler_checkpoint_and_computes_the_same(base: Path, tmp_p
     assert sorted(path.name for path in folder.iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
-        "facts.json",
+        MANIFEST,
     ]
     assert read_adapter_config(folder).r == 4
     peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder)
@@ -179,7 +184,7 @@ def test_transformers_reads_an_adapter_that_was_merged_for_others_and_computes_t
         lines = torch.log_softmax(model(torch.tensor([[5, 6, 7, 8]])).logits[0], -1)
     assert found == pytest.approx(lines[torch.arange(4), [6, 7, 8, 0]].tolist(), abs=1e-5)
     assert (Path(saved.folder) / "tokenizer.json").is_file()
-    assert made.checkpoint_facts("m/external/whole").adapter is None
+    assert facts_of(tmp_path, "m/external/whole").adapter is None
     assert logprobs(scored(made, "m", scoring)) == found, "the model itself is as it was"
     refused = failed(made, "m", SaveWeights(checkpoint=SAMPLER, name="whole", merged=True))
     assert refused.category is Category.USER
@@ -217,11 +222,11 @@ def test_what_the_caller_says_is_in_the_facts(base: Path, tmp_path: Path) -> Non
     made = executor(base, tmp_path)
     created(made, "a")
     kept = SaveWeights(checkpoint=TRAINING, name="x", ttl_s=60.0)
-    first = made.execute("a", kept, "op-3", b"\x01\x02")
-    facts = made.checkpoint_facts("a/training/x")
-    assert (facts.marks, facts.base, facts.adapter) == (ModelCheckpointNotes(60.0, "op-3", b"\x01\x02"), BASE, SPEC)
+    first = made.execute("a", kept, "op-3")
+    facts = facts_of(tmp_path, "a/training/x")
+    assert (facts.operation, facts.base, facts.adapter) == ("op-3", BASE, SPEC)
     train(made, "a", 0)
-    assert made.execute("a", kept, "op-3", b"\x01\x02\x03") == first
+    assert made.execute("a", kept, "op-3") == first
     assert "ttl_s is -1.0" in failed(made, "a", SaveWeights(checkpoint=TRAINING, name="y", ttl_s=-1.0)).error
 
 
@@ -281,8 +286,8 @@ def test_an_optimizer_of_another_model_is_refused_in_words(base: Path, tmp_path:
 def test_a_checkpoint_of_another_base_is_refused(base: Path, tmp_path: Path) -> None:
     made = executor(base, tmp_path)
     created(made, "a")
-    facts = Path(save(made, "a", "x").folder) / "facts.json"
-    facts.write_text(json.dumps({**json.loads(facts.read_text()), "base": "other"}))
+    manifest = Path(save(made, "a", "x").folder) / MANIFEST
+    manifest.write_text(manifest.read_text().replace('"base":"tiny-base"', '"base":"other"'))
     refused = failed(made, "b", CreateModel(base=BASE, checkpoint="a/training/x"))
     assert refused.error == "the checkpoint a/training/x belongs to a model on other, but here the base is tiny-base"
 
@@ -362,12 +367,12 @@ def test_a_model_recovers_in_the_middle_of_a_step(base: Path, tmp_path: Path, sp
 
     wanted = ended(begun("unbroken"))
     first = begun("broken")
-    checkpointed = first.save_for_recovery("a", "7", b"up to 7")
-    assert first.save_for_recovery("a", "7", b"up to 7") == checkpointed
+    checkpointed = first.save_for_recovery("a", "7")
+    assert first.save_for_recovery("a", "7") == checkpointed
     second = executor(base, tmp_path / "broken")
-    assert second.recover("a", "7") == b"up to 7"
+    second.recover("a", "7", checkpointed.digest)
     assert ended(second) == wanted
-    assert second.recover("a", "7") == b"up to 7"  # in the place of the model that is there
+    second.recover("a", "7", checkpointed.digest)  # in the place of the model that is there
     assert second.models == {"a": 1}
 
 
@@ -375,22 +380,21 @@ def test_a_failure_on_a_gradient_is_recovered_too(base: Path, tmp_path: Path) ->
     made = executor(base, tmp_path)
     created(made, "a")
     failed(made, "a", forward_backward(datum([99])))
-    made.save_for_recovery("a", "1", b"")
+    checkpointed = made.save_for_recovery("a", "1")
     again = executor(base, tmp_path)
-    again.recover("a", "1")
+    again.recover("a", "1", checkpointed.digest)
     assert "datum 0 has the token id 99" in failed(again, "a", optim_step()).error
 
 
 def test_recovery_checkpoints_are_apart_from_what_callers_save(base: Path, tmp_path: Path) -> None:
     made = executor(base, tmp_path)
     created(made, "a")
-    for name in ("1", "2", "3"):
-        made.save_for_recovery("a", name, b"")
+    digests = [made.save_for_recovery("a", name).digest for name in ("1", "2", "3")]
     assert "there is no checkpoint a/training/3" in failed(made, "a", LoadWeights(checkpoint="a/training/3")).error
     with pytest.raises(Refused, match="there is no checkpoint a/training/4"):
-        made.recover("a", "4")
+        made.recover("a", "4", digests[0])
     assert made.models == {"a": 0}
-    assert made.recover("a", "3") == b""
+    made.recover("a", "3", digests[2])
 
 
 def test_a_checkpoint_that_was_removed_can_be_saved_again(base: Path, tmp_path: Path) -> None:
@@ -400,5 +404,5 @@ def test_a_checkpoint_that_was_removed_can_be_saved_again(base: Path, tmp_path: 
     made.remove_checkpoint("a/training/x")
     made.remove_checkpoint("a/training/x")
     with pytest.raises(Refused, match="there is no checkpoint"):
-        made.checkpoint_facts("a/training/x")
+        facts_of(tmp_path, "a/training/x")
     save(made, "a", "x")

@@ -43,8 +43,9 @@ from bombus_trainer.operations.batches import DataLimits, read_batch
 from bombus_trainer.operations.checkpoints import (
     CheckpointFolder,
     CheckpointName,
-    ModelCheckpointFacts,
-    ModelCheckpointNotes,
+    ModelCheckpoint,
+    ModelFacts,
+    content_of,
 )
 from bombus_trainer.operations.client_losses import read_loss
 from bombus_trainer.operations.client_model import GradientEpoch, TrainedClientModel
@@ -54,7 +55,6 @@ from bombus_trainer.operations.saving import Contents, check_origin, load_model,
 from bombus_trainer.operations.serving.memory import give_back
 from bombus_trainer.operations.settings import ExecutorSettings
 from bombus_trainer.operations.specs import check_adapter
-from bombus_trainer.publish.checkpoint import Seal
 from bombus_trainer.ranks import Ranks
 from bombus_trainer.settings import TrainerSettings
 
@@ -105,41 +105,35 @@ class OperationExecutor:
         """The models whose optimizers are in files."""
         return self._optimizers.offloaded
 
-    def checkpoint_facts(self, checkpoint: str) -> ModelCheckpointFacts:
-        """Return the facts of the checkpoint `MODEL/KIND/NAME`. Raises `Refused` or `EngineFault`."""
-        return self._checkpoints.facts(CheckpointName.read(checkpoint))
-
     def remove_checkpoint(self, checkpoint: str) -> None:
         """Remove the checkpoint `MODEL/KIND/NAME`, if there is one. Raises `Refused` if the name is malformed."""
         self._checkpoints.remove(CheckpointName.read(checkpoint))
 
     # ---- recovery checkpoints ----------------------------------------------------------------------------------------
 
-    def save_for_recovery(self, model: str, name: str, executed: bytes) -> CheckpointSaved:
+    def save_for_recovery(self, model: str, name: str) -> ModelCheckpoint:
         """Save the whole state of a model, with the gradient since its last step, apart from its callers' checkpoints.
 
-        `recover` restores exactly this state. An existing recovery checkpoint of the same name is kept as it is. Raises
-        `Refused` if there is no such model, `EngineFault` or `OSError` if the checkpoint cannot be written.
+        `recover` restores exactly this state. An existing recovery checkpoint of the same name is replaced: it is of
+        another log. Raises `Refused` if there is no such model, `EngineFault` or `OSError` if the checkpoint cannot be
+        written.
         """
         trained, where = self._model(model), _recovery_name(model, name)
         optimizer = self._optimizers.bring(model)
         contents = replace(self._contents(trained, CheckpointKind.TRAINING, optimizer), gradient=True)
         fill = partial(write_model, trained=trained, contents=contents)
-        marks = ModelCheckpointNotes(operation=name, executed=executed)
-        facts = partial(self._facts, where, trained, marks)
-        return self._ranks.by_leader(lambda: self._recovery.save(where, False, name, fill, facts))
+        facts = self._facts(trained)
+        return self._ranks.by_leader(lambda: self._recovery.save(where, facts, True, fill))
 
-    def recover(self, model: str, name: str) -> bytes:
-        """Rebuild a model from its recovery checkpoint, replacing any model of this id. Returns the `executed` bytes
-        saved with it.
+    def recover(self, model: str, name: str, digest: str) -> None:
+        """Rebuild a model from its recovery checkpoint with that digest, replacing any model of this id.
 
-        Raises `Refused` if there is no checkpoint of this name, `EngineFault` if it is damaged.
+        Raises `Refused` if there is no checkpoint of this name, `EngineFault` if it is damaged or a different one.
         """
         where = _recovery_name(model, name)
-        facts = self._recovery.facts(where)
+        checkpoint = self._recovery.read(where, digest)
         self.drop(model)
-        self._take(model, self._new_from(self._recovery, where, facts, with_optimizer=True))
-        return facts.marks.executed
+        self._take(model, self._new_from(where, checkpoint, with_optimizer=True))
 
     def rescue(self, model: str, made_by: str, at_least: int) -> int | None:
         """Rebuild a model from a checkpoint of its callers, replacing any model of this id.
@@ -147,22 +141,23 @@ class OperationExecutor:
         Uses the newest readable checkpoint that was saved without an unfinished gradient, by an operation named
         `made_by` plus a number of at least `at_least`. Returns that number, or None if there is no such checkpoint.
         """
-        found: list[tuple[int, CheckpointName, ModelCheckpointFacts]] = []
+        found: list[tuple[int, CheckpointName, ModelCheckpoint]] = []
         for name in self._checkpoints.names(model, CheckpointKind.TRAINING):
             where = CheckpointName(model, CheckpointKind.TRAINING, name)
             try:
-                facts = self._checkpoints.facts(where)
+                checkpoint = self._checkpoints.read(where)
             except (Refused, EngineFault) as error:
                 log.warning("the model cannot be rebuilt from the checkpoint %s: %s", where, error)
                 continue
-            text = facts.marks.operation.removeprefix(made_by)
-            if facts.marks.operation != text and text.isdigit() and facts.unstepped == GradientEpoch():
-                found.append((int(text), where, facts))
-        for number, where, facts in sorted(found, key=lambda each: each[0], reverse=True):
+            operation = checkpoint.facts.operation
+            text = operation.removeprefix(made_by)
+            if operation != text and text.isdigit() and checkpoint.facts.unstepped == GradientEpoch():
+                found.append((int(text), where, checkpoint))
+        for number, where, checkpoint in sorted(found, key=lambda each: each[0], reverse=True):
             if number < at_least:
                 break
             try:
-                trained = self._new_from(self._checkpoints, where, facts, with_optimizer=True)
+                trained = self._new_from(where, checkpoint, with_optimizer=True)
             except (Refused, EngineFault) as error:
                 log.warning("the model cannot be rebuilt from the checkpoint %s: %s", where, error)
                 continue
@@ -173,23 +168,23 @@ class OperationExecutor:
 
     # ---- operations -----------------------------------------------------------------------------------------------
 
-    def execute(self, model: str, operation: Operation, name: str = "", executed: bytes = b"") -> Result:
+    def execute(self, model: str, operation: Operation, name: str = "") -> Result:
         """Execute an operation on a model.
 
         `name` is the caller's name for this operation: if the operation is re-executed, the checkpoint that it has
-        already written is returned instead of being refused. `executed` is stored in a checkpoint that this operation
-        writes, see `ModelCheckpointNotes`. Raises `BackendLost` if the ranks do not all succeed or fail alike.
+        already written is returned instead of being refused. Raises `BackendLost` if the ranks do not all succeed or
+        fail alike.
         """
-        result = self._attempt(model, operation, name, executed)
+        result = self._attempt(model, operation, name)
         errors = self._ranks.gather(result.error if isinstance(result, Failed) else "")
         if len(set(errors)) > 1:
             which, why = next((rank, error) for rank, error in enumerate(errors) if error)
             raise BackendLost(f"only rank {which} failed, so its models no longer match the others': {why}")
         return result
 
-    def _attempt(self, model: str, operation: Operation, name: str, executed: bytes) -> Result:
+    def _attempt(self, model: str, operation: Operation, name: str) -> Result:
         try:
-            return self._run(model, operation, name, executed)
+            return self._run(model, operation, name)
         except Refused as refused:
             failed = Failed(error=refused.why, category=Category.USER)
         except EngineFault as fault:
@@ -228,7 +223,7 @@ class OperationExecutor:
         self._models.pop(model, None)
         self._optimizers.remove(model)
 
-    def _run(self, model: str, operation: Operation, name: str, executed: bytes) -> Result:
+    def _run(self, model: str, operation: Operation, name: str) -> Result:
         match operation:
             case CreateModel():
                 return self._create(model, operation)
@@ -239,11 +234,11 @@ class OperationExecutor:
             case AbortEpoch():
                 return self._abort(self._model(model))
             case SaveWeights():
-                return self._save(model, operation, name, executed)
+                return self._save(model, operation, name)
             case LoadWeights():
                 return self._load(model, operation)
             case EndModel():
-                return self._end(model, operation, name, executed)
+                return self._end(model, operation, name)
             case Rejected():
                 self.fail_gradient(model, operation, operation.failure.error)
                 return operation.failure
@@ -271,10 +266,10 @@ class OperationExecutor:
             raise Refused(Code.OVERLOADED, f"there are {len(self._models)} models here, the most allowed: end one")
         if operation.checkpoint:
             name = CheckpointName.read(operation.checkpoint)
-            facts = self._checkpoints.facts(name)
-            self._check_room(facts.adapter)
-            trained = self._new_from(self._checkpoints, name, facts, operation.with_optimizer)
-            loaded = facts.content(operation.with_optimizer)
+            checkpoint = self._checkpoints.read(name)
+            self._check_room(checkpoint.facts.adapter)
+            trained = self._new_from(name, checkpoint, operation.with_optimizer)
+            loaded = content_of(checkpoint, operation.with_optimizer)
         else:
             self._check_room(operation.adapter)
             trained, loaded = self._new(operation), ""
@@ -301,12 +296,10 @@ class OperationExecutor:
         self._models[model] = trained
         self._optimizers.add(model, trained.optimizer)
 
-    def _new_from(
-        self, folder: CheckpointFolder, name: CheckpointName, facts: ModelCheckpointFacts, with_optimizer: bool
-    ) -> TrainedClientModel:
-        check_origin(name, facts, self._base_name, with_optimizer)
-        trained = self._new(CreateModel(base=self._base_name, adapter=facts.adapter))
-        load_model(trained, folder, name, facts, with_optimizer)
+    def _new_from(self, name: CheckpointName, checkpoint: ModelCheckpoint, with_optimizer: bool) -> TrainedClientModel:
+        check_origin(name, checkpoint, self._base_name, with_optimizer)
+        trained = self._new(CreateModel(base=self._base_name, adapter=checkpoint.facts.adapter))
+        load_model(trained, name, checkpoint, with_optimizer)
         return trained
 
     @property
@@ -342,12 +335,12 @@ class OperationExecutor:
             self._base = base = Base(self._folder, self._settings, bool(all_weights), self._ranks)
         return base
 
-    def _end(self, model: str, operation: EndModel, name: str, executed: bytes) -> ModelEnded:
+    def _end(self, model: str, operation: EndModel, name: str) -> ModelEnded:
         trained = self._model(model)
         saved = None
         if operation.save_as:
             as_asked = SaveWeights(checkpoint=CheckpointKind.TRAINING, name=operation.save_as)
-            saved = self._save(model, as_asked, name, executed)
+            saved = self._save(model, as_asked, name)
         self.drop(model)
         if trained.spec is None and operation.reset_weights:
             del trained
@@ -378,7 +371,7 @@ class OperationExecutor:
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
-    def _save(self, model: str, operation: SaveWeights, name: str, executed: bytes) -> CheckpointSaved:
+    def _save(self, model: str, operation: SaveWeights, name: str) -> CheckpointSaved:
         trained, kind = self._model(model), operation.checkpoint
         if not 0.0 <= operation.ttl_s < inf:
             raise Refused(
@@ -392,10 +385,15 @@ class OperationExecutor:
         optimizer = self._optimizers.bring(model) if kind is CheckpointKind.TRAINING else None
         contents = self._contents(trained, kind, optimizer, operation.merged)
         fill = partial(write_model, trained=trained, contents=contents)
-        marks = ModelCheckpointNotes(operation.ttl_s, name, executed)
-        facts = partial(self._facts, where, trained, marks, merged=operation.merged)
-        overwrite = operation.overwrite
-        return self._ranks.by_leader(lambda: self._checkpoints.save(where, overwrite, name, fill, facts))
+        facts = self._facts(trained, name, operation.merged)
+        saved = self._ranks.by_leader(lambda: self._checkpoints.save(where, facts, operation.overwrite, fill))
+        return CheckpointSaved(
+            checkpoint=kind,
+            name=where.name,
+            folder=str(saved.path),
+            address=saved.files[saved.facts.weights].sha256,
+            size_bytes=saved.size_bytes,
+        )
 
     def _contents(
         self, trained: TrainedClientModel, kind: CheckpointKind, optimizer: AdamW | None, merged: bool = False
@@ -404,37 +402,24 @@ class OperationExecutor:
         base = hub_name(self._base_name) or str(self._folder.absolute())
         return Contents(kind, files, base, optimizer, merged=merged)
 
-    def _facts(
-        self,
-        name: CheckpointName,
-        trained: TrainedClientModel,
-        marks: ModelCheckpointNotes,
-        seals: dict[str, Seal],
-        merged: bool = False,
-    ) -> ModelCheckpointFacts:
-        weights = weights_file(trained, merged)
-        return ModelCheckpointFacts(
+    def _facts(self, trained: TrainedClientModel, operation: str = "", merged: bool = False) -> ModelFacts:
+        return ModelFacts(
             base=self._base_name,
-            model=name.model,
-            kind=name.kind,
-            name=name.name,
             step=trained.step,
-            weights=weights,
-            address=seals[weights].sha256,
-            files=seals,
+            weights=weights_file(trained, merged),
             adapter=None if merged else trained.spec,
             unstepped=trained.epoch,
-            marks=marks,
+            operation=operation,
         )
 
     def _load(self, model: str, operation: LoadWeights) -> CheckpointLoaded:
         trained = self._model(model)
         name = CheckpointName.read(operation.checkpoint)
-        facts = self._checkpoints.facts(name)
-        check_origin(name, facts, self._base_name, operation.with_optimizer)
-        load_model(trained, self._checkpoints, name, facts, operation.with_optimizer)
+        checkpoint = self._checkpoints.read(name)
+        check_origin(name, checkpoint, self._base_name, operation.with_optimizer)
+        load_model(trained, name, checkpoint, operation.with_optimizer)
         self._optimizers.renew(model)
-        loaded = facts.content(operation.with_optimizer)
+        loaded = content_of(checkpoint, operation.with_optimizer)
         return CheckpointLoaded(checkpoint=operation.checkpoint, step=trained.step, loaded=loaded)
 
 

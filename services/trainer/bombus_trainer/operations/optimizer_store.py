@@ -12,10 +12,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from bombus.errors import EngineFault
+from bombus.weights.checkpoints import Seal
 from bombus.weights.deltas import file_sha256
 from bombus_trainer.backends.torch.optim import AdamW
 from bombus_trainer.publish.directories import make_durable_directory
-from bombus_trainer.publish.tensorfile import Shape, Written, write_tensors
+from bombus_trainer.publish.tensorfile import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class _Offloaded:
     path: Path
-    written: Written
+    seal: Seal
 
 
 class OptimizerStore:
@@ -73,7 +74,7 @@ class OptimizerStore:
         self._make_room(optimizer.full_bytes)
         if offloaded := self._offloaded.get(model):
             try:
-                if file_sha256(offloaded.path) != offloaded.written.sha256:
+                if file_sha256(offloaded.path) != offloaded.seal.sha256:
                     raise EngineFault(
                         f"the optimizer of {model} is lost: {offloaded.path} is damaged; load a checkpoint"
                     )
@@ -99,9 +100,8 @@ class OptimizerStore:
         if not tensors:
             return 0
         path = self._folder / f"{sha256(model.encode()).hexdigest()[:32]}.safetensors"
-        shapes = {name: Shape(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
         try:
-            written = write_tensors(path, shapes, tensors.items(), durable=False)
+            seal = write_whole(path, tensors, durable=False)
         except OSError as error:  # it stays in memory: exceeding the limit beats losing it
             log.warning("the optimizer of %s cannot be written to %s, and stays in memory: %s", model, path, error)
             with suppress(OSError):  # if nothing can be written, this may fail too
@@ -109,5 +109,5 @@ class OptimizerStore:
             return 0
         freed = optimizer.held_bytes
         optimizer.drop()
-        self._offloaded[model] = _Offloaded(path, written)
+        self._offloaded[model] = _Offloaded(path, seal)
         return freed

@@ -1,7 +1,7 @@
 """Write a model into a checkpoint, and load a model from one."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,19 +11,20 @@ from torch import Tensor
 from bombus.errors import Code, EngineFault, Refused
 from bombus.operations import CheckpointKind
 from bombus.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE
+from bombus.weights.checkpoints import Seal
 from bombus.weights.deltas import FULL_FILE
 from bombus_trainer.backends.torch.optim import AdamW
 from bombus_trainer.operations.checkpoints import (
     GRADIENT,
     OPTIMIZER,
-    CheckpointFolder,
     CheckpointName,
-    ModelCheckpointFacts,
+    ModelCheckpoint,
+    ModelFacts,
 )
 from bombus_trainer.operations.client_model import TrainedClientModel
-from bombus_trainer.publish.checkpoint import Seal
+from bombus_trainer.publish.checkpoint import load_tensors
 from bombus_trainer.publish.export import METADATA, write_files
-from bombus_trainer.publish.tensorfile import Shape, write_tensors
+from bombus_trainer.publish.tensorfile import write_tensors, write_whole
 
 
 def weights_file(trained: TrainedClientModel, merged: bool = False) -> str:
@@ -55,51 +56,44 @@ def write_model(draft: Path, trained: TrainedClientModel, contents: Contents) ->
         seals[ADAPTER_FILE] = _write_adapter(draft, trained, contents)
     elif contents.kind is CheckpointKind.TRAINING:
         write_files(draft, files, torch.float32)
-        weights = trained.weights()
-        seals[FULL_FILE] = _write(draft / FULL_FILE, weights.items(), _shapes(weights))
+        seals[FULL_FILE] = _write(draft / FULL_FILE, trained.weights())
     else:
         policy = trained.base.policy
         write_files(draft, files, policy.export_dtype)
         with trained.base.switched_on(trained.adapters):
-            seals[FULL_FILE] = _write(draft / FULL_FILE, policy.dense_weights(), policy.dense_shapes())
+            seals[FULL_FILE] = write_tensors(
+                draft / FULL_FILE, policy.dense_shapes(), policy.dense_weights(), durable=True, metadata=METADATA
+            )
     if optimizer is not None:
-        state = optimizer.state()
-        seals[OPTIMIZER] = _write(draft / OPTIMIZER, state.items(), _shapes(state))
+        seals[OPTIMIZER] = _write(draft / OPTIMIZER, optimizer.state())
     if contents.gradient:
-        gradient = trained.gradient()
-        seals[GRADIENT] = _write(draft / GRADIENT, gradient.items(), _shapes(gradient))
+        seals[GRADIENT] = _write(draft / GRADIENT, trained.gradient())
     return seals
 
 
 def _write_adapter(draft: Path, trained: TrainedClientModel, contents: Contents) -> Seal:
     """Write an adapter's two files. An external one names its base; in others the address covers the configuration."""
-    config, weights = trained.adapter_config().to_json(), trained.weights()
+    config = trained.adapter_config().to_json()
     metadata = {ADAPTER_CONFIG: config}
     if contents.kind is CheckpointKind.EXTERNAL:
         named = {**json.loads(config), "base_model_name_or_path": contents.base_model}
         config, metadata = json.dumps(named, indent=2, sort_keys=True), {}
     (draft / ADAPTER_CONFIG).write_text(config)
-    return _write(draft / ADAPTER_FILE, weights.items(), _shapes(weights), metadata)
+    return _write(draft / ADAPTER_FILE, trained.weights(), metadata)
 
 
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
-    return {name: Shape(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] = {}) -> Seal:
+    return write_whole(path, tensors, durable=True, metadata={**METADATA, **metadata})
 
 
-def _write(
-    path: Path, tensors: Iterable[tuple[str, Tensor]], shapes: Mapping[str, Shape], metadata: Mapping[str, str] = {}
-) -> Seal:
-    written = write_tensors(path, shapes, tensors, durable=True, metadata={**METADATA, **metadata})
-    return Seal(written.bytes, written.sha256)
-
-
-def check_origin(name: CheckpointName, facts: ModelCheckpointFacts, base: str, with_optimizer: bool) -> None:
+def check_origin(name: CheckpointName, checkpoint: ModelCheckpoint, base: str, with_optimizer: bool) -> None:
     """Raise `Refused` unless a model on `base` can continue from a checkpoint, with or without its optimizer."""
-    if facts.base != base:
+    found = checkpoint.facts.base
+    if found != base:
         raise Refused(
-            Code.BAD_CONFIG, f"the checkpoint {name} belongs to a model on {facts.base}, but here the base is {base}"
+            Code.BAD_CONFIG, f"the checkpoint {name} belongs to a model on {found}, but here the base is {base}"
         )
-    if with_optimizer and OPTIMIZER not in facts.files:
+    if with_optimizer and OPTIMIZER not in checkpoint.files:
         raise Refused(
             Code.BAD_CONFIG,
             f"the checkpoint {name} has no optimizer: load it without one, or load a {CheckpointKind.TRAINING} one",
@@ -107,25 +101,22 @@ def check_origin(name: CheckpointName, facts: ModelCheckpointFacts, base: str, w
 
 
 def load_model(
-    trained: TrainedClientModel,
-    folder: CheckpointFolder,
-    name: CheckpointName,
-    facts: ModelCheckpointFacts,
-    with_optimizer: bool,
+    trained: TrainedClientModel, name: CheckpointName, checkpoint: ModelCheckpoint, with_optimizer: bool
 ) -> None:
     """Load a checkpoint into a model, with a new optimizer at step 0 unless `with_optimizer`.
 
     The gradient is restored if the checkpoint contains one. Raises `Refused` or `EngineFault`, before anything changes,
     if the checkpoint cannot be loaded.
     """
+    facts = checkpoint.facts
     if facts.adapter != trained.spec and not _same_shape(facts, trained):
         raise Refused(
             Code.BAD_CONFIG,
             f"the checkpoint {name} holds {_words(facts)}, but this model is different: create a model from it",
         )
-    weights = folder.tensors(name, facts, facts.weights)
-    state = folder.tensors(name, facts, OPTIMIZER) if with_optimizer else {}
-    gradient = folder.tensors(name, facts, GRADIENT) if GRADIENT in facts.files else None
+    weights = load_tensors(checkpoint, facts.weights)
+    state = load_tensors(checkpoint, OPTIMIZER) if with_optimizer else {}
+    gradient = load_tensors(checkpoint, GRADIENT) if GRADIENT in checkpoint.files else None
     try:
         trained.optimizer.check(state)
     except EngineFault as fault:
@@ -141,14 +132,14 @@ def load_model(
         trained.restore_gradient(gradient, facts.unstepped)
 
 
-def _same_shape(facts: ModelCheckpointFacts, trained: TrainedClientModel) -> bool:
+def _same_shape(facts: ModelFacts, trained: TrainedClientModel) -> bool:
     """Return whether both are adapters of the same rank and alpha. Seeds and the naming of layers may differ."""
     if facts.adapter is None or trained.spec is None:
         return False
     return (facts.adapter.rank, facts.adapter.alpha) == (trained.spec.rank, trained.spec.alpha)
 
 
-def _words(facts: ModelCheckpointFacts) -> str:
+def _words(facts: ModelFacts) -> str:
     if facts.adapter is None:
         return "a model of all weights"
     return f"an adapter of rank {facts.adapter.rank} with alpha {facts.adapter.alpha:g}"

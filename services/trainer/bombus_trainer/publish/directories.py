@@ -1,20 +1,59 @@
-"""Manage a trainer's directories on disk: make drafts, make directories durable, and remove old ones.
+"""A trainer's directories on disk: write them as drafts that are renamed into place, and remove old ones.
 
 The name of each contains the trainer epoch that it was written in (`step-00000003-epoch-2-attempt-1`,
-`version-00000003-epoch-2`, `base-epoch-2`, `.draft-epoch-2-...`). A trainer removes nothing of a later epoch:
-otherwise a trainer that was suspended, and continues unaware that it was superseded, would delete its successor's
-checkpoint.
+`version-00000003-epoch-2`, `base-epoch-2`, `cover-7-epoch-2-1`, `.draft-epoch-2-...`). A trainer removes nothing of a
+later epoch: otherwise a trainer that was suspended, and continues unaware that it was superseded, would delete its
+successor's checkpoint.
 """
 
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from bombus.durable import make_durable
+from bombus.faults import Point, reached
 
-_OURS = re.compile(r"^(?:step-\d+|version-\d+|base|\.draft)-epoch-(\d+)(?:-|$)")
+REPLACED = ".replaced-"
+_OURS = re.compile(r"^(?:\.replaced-)?(?:step-\d+|version-\d+|cover-\d+|base|\.draft)-epoch-(\d+)(?:-|$)")
+_RUN = re.compile(r"run-(\d+)(?:-epoch-(\d+))?\Z")
+
+
+@contextmanager
+def new_directory(directory: Path, drafts: Path, trainer_epoch: int) -> Iterator[Path]:
+    """Yield a draft below `drafts` to fill. Afterwards it takes the place of `directory`, durably.
+
+    If there is a `directory` already, it is moved aside first and removed last, or restored: see `settle`.
+    """
+    make_durable_directory(directory.parent)
+    draft = draft_directory(drafts, trainer_epoch)
+    try:
+        draft.chmod(access_of(directory.parent))
+        yield draft
+        settle(directory)
+        if directory.exists():
+            directory.rename(directory.with_name(REPLACED + directory.name))
+            reached(Point.TRAINER_DIRECTORY_ASIDE)
+        draft.rename(directory)
+        make_durable(directory.parent)
+    finally:
+        settle(directory)
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def settle(directory: Path) -> None:
+    """Finish a replacement that was interrupted. Restore the old directory if the new one is not in place."""
+    aside = directory.with_name(REPLACED + directory.name)
+    if not aside.exists():
+        return
+    if directory.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        with suppress(FileNotFoundError):  # another rank has restored it
+            aside.rename(directory)
+        make_durable(directory.parent)
 
 
 def draft_directory(root: Path, trainer_epoch: int) -> Path:
@@ -37,6 +76,20 @@ def remove_others(root: Path, named: Iterable[str], trainer_epoch: int) -> None:
         epoch = epoch_of(directory.name)
         if epoch is not None and epoch <= trainer_epoch and directory.name not in kept:
             shutil.rmtree(directory, ignore_errors=True)
+
+
+def remove_earlier(folder: Path, run: int, trainer_epoch: int) -> None:
+    """Remove the folders of earlier runs and of this run's earlier trainers in `folder`: `run-3`, `run-4-epoch-1`."""
+    if not folder.is_dir():
+        return
+    for path in folder.iterdir():
+        ours = _RUN.match(path.name)
+        if ours is None:
+            continue
+        of = (int(ours[1]), trainer_epoch if ours[2] is None else int(ours[2]))
+        if of < (run, trainer_epoch):
+            shutil.rmtree(path, ignore_errors=True)
+    make_durable(folder)
 
 
 def make_durable_directory(path: Path) -> None:

@@ -20,10 +20,11 @@ from torch import Tensor
 from bombus.faults import Point, reached
 from bombus.hive.events import Weights, WeightsReady
 from bombus.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE, ADAPTER_FORMAT, AdapterConfig
+from bombus.weights.checkpoints import Seal
 from bombus.weights.deltas import BASE, DELTA_FILE, DELTA_FORMAT, FULL_FILE, FULL_FORMAT, GAPS, Patch
-from bombus_trainer.publish.directories import access_of, draft_directory, make_durable_directory
+from bombus_trainer.publish.directories import draft_directory, new_directory
 from bombus_trainer.publish.host_copy import Changes, HostCopy
-from bombus_trainer.publish.tensorfile import Shape, Written, write_tensors
+from bombus_trainer.publish.tensorfile import Shape, shapes_of, write_tensors, write_whole
 
 DELTA_SHARE_MAX = 0.5  # a delta of more than this share of the full file is not worth what it costs to apply
 METADATA = {"format": "pt"}
@@ -54,13 +55,13 @@ class Outline:
     def bytes(self) -> int:
         return sum(shape.bytes for shape in self.shapes.values())
 
-    def write(self, path: Path, tensors: Tensors) -> Written:
+    def write(self, path: Path, tensors: Tensors) -> Seal:
         return write_tensors(path, self.shapes, tensors, durable=False, metadata=self.metadata)
 
 
 def adapter_outline(config: AdapterConfig, tensors: Tensors) -> Outline:
     """Return the outline of an adapter's file with these tensors."""
-    return Outline(torch.float32, _shapes(dict(tensors)), {**METADATA, ADAPTER_CONFIG: config.to_json()})
+    return Outline(torch.float32, shapes_of(dict(tensors)), {**METADATA, ADAPTER_CONFIG: config.to_json()})
 
 
 class WeightsSource(Protocol):
@@ -191,33 +192,25 @@ def _through(held: HostCopy | None, tensors: Tensors) -> Tensors:
     return tensors if held is None else held.follow(tensors)
 
 
-def write_delta(path: Path, patches: Mapping[str, Patch], shapes: Mapping[str, Shape], base: Weights) -> Written:
+def write_delta(path: Path, patches: Mapping[str, Patch], shapes: Mapping[str, Shape], base: Weights) -> Seal:
     """Write patches of tensors of these `shapes` as a delta against `base`."""
     tensors = {name: torch.from_numpy(patch.values).view(shapes[name].dtype) for name, patch in patches.items()}
     tensors |= {GAPS + name: torch.from_numpy(patch.gaps) for name, patch in patches.items() if patch.gaps is not None}
     # Wide elements first, so that each tensor begins at a multiple of its element size.
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
     metadata = {"format": "bombus-delta", BASE: msgspec.json.encode(base).decode()}
-    return write_tensors(path, _shapes(ordered), ordered.items(), durable=False, metadata=metadata)
+    return write_whole(path, ordered, durable=False, metadata=metadata)
 
 
 @contextmanager
 def _new_directory(root: Path, name: str, trainer_epoch: int) -> Iterator[tuple[Path, Path]]:
     """Yield a draft to fill and the directory that it becomes afterwards."""
-    make_durable_directory(root)
-    directory = root / f"{name}-epoch-{trainer_epoch}"
-    draft = draft_directory(root, trainer_epoch)
-    try:
+    directory = root / f"{name}-epoch-{trainer_epoch}"  # there already if this trainer's answer was lost
+    with new_directory(directory, root, trainer_epoch) as draft:
         reached(Point.TRAINER_WEIGHTS_BEGUN)
-        draft.chmod(access_of(root))
         yield draft, directory
         reached(Point.TRAINER_WEIGHTS_WRITTEN)
-        if directory.exists():  # this trainer wrote the version already, but the answer was lost
-            shutil.rmtree(directory)
-        draft.rename(directory)
-        reached(Point.TRAINER_WEIGHTS_RENAMED)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+    reached(Point.TRAINER_WEIGHTS_RENAMED)
 
 
 def write_files(folder: Path, files: Mapping[str, bytes], dtype: torch.dtype) -> None:
@@ -233,11 +226,7 @@ def write_files(folder: Path, files: Mapping[str, bytes], dtype: torch.dtype) ->
         (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
 
 
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
-    return {name: Shape(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-
-
-def _full(directory: Path, written: Written, tokenizer: str) -> Weights:
+def _full(directory: Path, written: Seal, tokenizer: str) -> Weights:
     return Weights(
         where=str(directory), format=FULL_FORMAT, bytes=written.bytes, sha256=written.sha256, tokenizer=tokenizer
     )

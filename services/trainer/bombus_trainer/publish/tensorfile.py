@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bombus.weights.checkpoints import Seal
 from bombus.weights.shards import TensorHead, safetensors_head
 from bombus_trainer.recovery.progress import advanced
 
@@ -23,12 +24,6 @@ _NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-
-
-@dataclass(frozen=True)
-class Written:
-    bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True)
@@ -52,15 +47,15 @@ def write_tensors(
     tensors: Iterable[tuple[str, Tensor]],
     durable: bool,
     metadata: Mapping[str, str] | None = None,
-) -> Written:
+) -> Seal:
     """Write `tensors` in the order of `shapes`, each computed only when its turn comes. `durable`: fsync the file."""
     heads = [TensorHead(name, _NAMES[shape.dtype], shape.size) for name, shape in shapes.items()]
     head = safetensors_head(heads, metadata)
-    seal = sha256()
+    digest = sha256()
     size = 0
     expected = iter(shapes.items())
     with path.open("wb", buffering=0) as file:
-        seal.update(head)
+        digest.update(head)
         size += file.write(head)
         for name, tensor in tensors:
             wanted, shape = next(expected)
@@ -69,14 +64,25 @@ def write_tensors(
             data = memoryview(bytes_of(tensor).numpy().data)
             for start in range(0, len(data), CHUNK_BYTES):
                 chunk = data[start : start + CHUNK_BYTES]
-                seal.update(chunk)
+                digest.update(chunk)
                 size += _write_all(file.fileno(), chunk)
                 advanced(written_bytes=len(chunk))
         if next(expected, None) is not None:
             raise ValueError("fewer tensors than announced")
         if durable:
             os.fsync(file.fileno())
-    return Written(size, seal.hexdigest())
+    return Seal(size, digest.hexdigest())
+
+
+def write_whole(
+    path: Path, tensors: Mapping[str, Tensor], durable: bool, metadata: Mapping[str, str] | None = None
+) -> Seal:
+    """Write tensors that are all in memory. `durable`: fsync the file."""
+    return write_tensors(path, shapes_of(tensors), tensors.items(), durable, metadata)
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
+    return {name: Shape(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import distributed
 
 from bombus.errors import BusUnavailable
-from bombus_trainer.publish.checkpoint import CheckpointLost
+from bombus.weights.checkpoints import CheckpointLost
 
 DOUBLINGS_MAX = 32
 NO_ROOM = re.compile(rf"No space left on device|os error ({errno.ENOSPC}|{errno.EDQUOT})\b")  # also in Rust's wording

@@ -13,10 +13,10 @@ from torch import AcceleratorError
 from bombus.errors import BombusError, BusUnavailable
 from bombus.hive.inbox import EngineBroke, StageReached
 from bombus.hive.state import Phase
+from bombus.weights.checkpoints import CheckpointDamaged
 from bombus_trainer.backend import BackendLost, Interrupted
 from bombus_trainer.options import TrainerOptions
 from bombus_trainer.ownership import RunOver, RunOwnership
-from bombus_trainer.publish.checkpoint import CheckpointDamaged
 from bombus_trainer.recovery.faults import LoadPatience, backoff, lacks_room, may_pass
 
 log = logging.getLogger(__name__)

@@ -6,8 +6,8 @@ from pathlib import Path
 from bombus.errors import EngineFault
 from bombus.hive.state import EngineState
 from bombus.hive.steps import checkpoints, steps_after
+from bombus.weights.checkpoints import CheckpointLost
 from bombus_trainer.backend import TrainerBackend
-from bombus_trainer.publish.checkpoint import CheckpointLost
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +42,9 @@ def restore_newest(executor: TrainerBackend, engine: EngineState) -> int:
             if done.run == engine.run:
                 raise
             raise EngineFault(f"{error}, {ANEW}") from error  # an earlier run's checkpoint does not fit
-    if lost is not None and engine.begun:
-        began = ". The run began at it" if newest.step == engine.begun else ", and those before it are lost too"
-        raise type(lost)(f"{lost}{began}: bring it back, {ANEW}") from lost
-    if engine.begun or steps_after(engine.steps, 0, newest.step) is None:
-        raise lost or EngineFault(f"step {newest.step} is on the log, but no checkpoint is left to resume from")
-    return 0
+    if not engine.begun and steps_after(engine.steps, 0, newest.step) is not None:
+        return 0
+    if lost is None:
+        raise EngineFault(f"step {newest.step} is on the log, but no checkpoint is left to resume from")
+    others = ". The run began at it" if newest.step == engine.begun else ", and those before it are lost too"
+    raise type(lost)(f"{lost}{others}: bring it back, {ANEW}") from lost

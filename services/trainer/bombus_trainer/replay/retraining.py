@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
+from torch import Tensor
 
 from bombus.datums.reading import CallReader
 from bombus.errors import EngineFault, LogCorrupted
@@ -15,9 +16,8 @@ from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.data.batch import EpisodeGroup
 from bombus_trainer.data.reading import ReadBatch, read_batch
 from bombus_trainer.loading import load_executor
-from bombus_trainer.publish import checkpoint
-from bombus_trainer.publish.checkpoint import Checkpoint
 from bombus_trainer.publish.export import ModelPart, digest_like, digest_of
+from bombus_trainer.publish.step_checkpoint import load_step, read_step
 from bombus_trainer.settings import TrainerSettings
 
 Report = Callable[[str], None]
@@ -87,8 +87,8 @@ class Retraining:
         made = cls(source, logged, executor)
         saved = await asyncio.to_thread(_newest_kept, logged, step, report)
         if saved is not None:
-            executor.load_tensors(saved.tensors)
-            made.step = saved.facts.step
+            made.step, tensors = saved
+            executor.load_tensors(tensors)
             report(f"starting from the checkpoint of step {made.step}")
             return made
         if logged.first:
@@ -136,13 +136,13 @@ def _begins_as(executor: Executor, version: Weights) -> bool:
     return on_same and digest_like(executor, version) == version.sha256
 
 
-def _newest_kept(logged: LoggedRun, step: int, report: Report) -> Checkpoint | None:
+def _newest_kept(logged: LoggedRun, step: int, report: Report) -> tuple[int, dict[str, Tensor]] | None:
     for number in sorted((each for each in logged.checkpoints if each <= step), reverse=True):
         done: StepCompleted = logged.checkpoints[number]
         if not done.checkpoint or not Path(done.checkpoint).is_dir():
             continue  # not every step has one, and only the newest two are kept
         try:
-            return checkpoint.load(Path(done.checkpoint), done.checkpoint_digest)
+            return number, load_step(Path(done.checkpoint), done.checkpoint_digest)
         except EngineFault as error:
             report(f"{error}: it is skipped")
     return None
@@ -151,6 +151,6 @@ def _newest_kept(logged: LoggedRun, step: int, report: Report) -> Checkpoint | N
 def logged_machine(done: StepCompleted) -> str:
     """Return the machine that the trainer ran on, from the step's checkpoint; "" if there is none."""
     try:
-        return checkpoint.read_facts(Path(done.checkpoint), done.checkpoint_digest).machine
+        return read_step(Path(done.checkpoint), done.checkpoint_digest).facts.machine
     except EngineFault:
         return ""

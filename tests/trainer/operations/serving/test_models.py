@@ -49,8 +49,8 @@ class FaultyExecutor(OperationExecutor):
 
     fault: Exception | None = None
 
-    def execute(self, model: str, operation: Operation, name: str = "", executed: bytes = b"") -> Result:
-        result = super().execute(model, operation, name, executed)
+    def execute(self, model: str, operation: Operation, name: str = "") -> Result:
+        result = super().execute(model, operation, name)
         if self.fault is not None:
             fault, self.fault = self.fault, None
             raise fault

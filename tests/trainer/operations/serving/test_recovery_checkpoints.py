@@ -1,4 +1,4 @@
-"""When a recovery checkpoint is due, and which folders are removed."""
+"""When a recovery checkpoint is due, which one is loaded, and which folders are removed."""
 
 from pathlib import Path
 
@@ -6,13 +6,22 @@ import pytest
 
 from bombus.errors import EngineFault
 from bombus.hive.events import ModelCheckpointed
+from bombus.weights.checkpoints import MANIFEST
 from bombus_trainer.operations.serving.recovery_checkpoints import (
     OPERATIONS_MAX,
     CheckpointClock,
     RecoveryCheckpoints,
-    remove_earlier,
 )
-from tests.trainer.operations.small_models import created, executor
+from bombus_trainer.publish.directories import remove_earlier
+from tests.trainer.operations.small_models import (
+    created,
+    executor,
+    forward_backward,
+    optim_step,
+    random_data,
+    scored,
+    stepped,
+)
 
 EVERY_S, BYTES = 30.0, 1000
 
@@ -52,13 +61,29 @@ def test_a_recovery_checkpoint_that_is_not_the_one_on_the_log_is_not_loaded(base
     )
     recovery.load(made, "m", checkpointed)
     assert made.models == {"m": 0}
-    facts = Path(folder, "facts.json")
+    facts = Path(folder, MANIFEST)
     facts.write_bytes(facts.read_bytes() + b"\n")
     with pytest.raises(EngineFault, match="is not the one that the log names"):
         recovery.load(made, "m", checkpointed)
     facts.unlink()
     with pytest.raises(EngineFault, match=r"model m cannot continue from its recovery checkpoint at .*: bring it back"):
         recovery.load(made, "m", checkpointed)
+
+
+def test_a_recovery_checkpoint_that_another_log_has_left_is_replaced(base: Path, tmp_path: Path) -> None:
+    made = executor(base, tmp_path)
+    created(made, "m")
+    left, _ = RecoveryCheckpoints(tmp_path / "recovery", trainer_epoch=1).write(made, "m", 3)
+    scored(made, "m", forward_backward(*random_data(1, 3)))
+    stepped(made, "m", optim_step())
+    recovery = RecoveryCheckpoints(tmp_path / "recovery", trainer_epoch=1)
+    folder, digest = recovery.write(made, "m", 3)
+    assert folder == left
+    checkpointed = ModelCheckpointed(
+        at_ns=0, engine="main", run=1, model="m", number=3, trainer_epoch=1, folder=folder, digest=digest
+    )
+    recovery.load(made, "m", checkpointed)
+    assert made.models == {"m": 1}
 
 
 def test_recovery_checkpoints_of_a_later_trainer_and_those_on_the_log_are_left_alone(tmp_path: Path) -> None:

@@ -34,7 +34,9 @@ from bombus.operations import (
     StepTaken,
     encode_operation,
 )
+from bombus.weights.checkpoints import MANIFEST
 from bombus_trainer.backend import BackendLost
+from bombus_trainer.operations.checkpoints import ModelCheckpoint
 from bombus_trainer.operations.executor import OperationExecutor
 from bombus_trainer.operations.settings import ExecutorSettings
 from bombus_trainer.service import Trainer
@@ -292,7 +294,7 @@ async def test_a_checkpoint_that_is_removed_goes_from_the_disk_and_its_name_is_f
     await client.stage.bus.inbox.request(remove)
     second = await client.do("m", training("x"))
     assert isinstance(second, CheckpointSaved)
-    assert Path(second.folder, "facts.json").exists()
+    assert Path(second.folder, MANIFEST).exists()
     await client.stage.bus.inbox.request(msgspec.structs.replace(remove, id=client.stage.id()))
     missing = await client.do("m", LoadWeights(checkpoint="m/training/x"))
     assert isinstance(missing, Failed)
@@ -342,7 +344,7 @@ async def test_a_model_is_ended_by_its_client_and_saved_when_its_session_ends(cl
         "done/training/last": CheckpointKind.TRAINING,
         "left/training/ended-2": CheckpointKind.TRAINING,
     }
-    assert all(Path(each.noted.saved.folder, "facts.json").exists() for each in kept.values())
+    assert all(Path(each.noted.saved.folder, MANIFEST).exists() for each in kept.values())
 
 
 async def test_only_the_newest_recovery_checkpoint_is_kept_and_it_has_the_gradient_of_the_step_to_come(
@@ -471,7 +473,7 @@ async def test_a_recovery_checkpoint_that_is_damaged_holds_up_its_model_alone_un
     async with serving(bus, tmp_path, checkpoint_s=0.0, retry_s_max=0.2) as client:
         stage = client.stage
         await stopped(await two_checkpointed(client))
-        facts = checkpoint_of(client, "a") / "facts.json"
+        facts = checkpoint_of(client, "a") / MANIFEST
         whole = facts.read_bytes()
         facts.write_bytes(whole[:-1])
         waiting = await client.send("a", sampler("now"))
@@ -490,7 +492,7 @@ async def test_a_model_is_tried_again_while_another_always_has_something_to_do(b
     async with serving(bus, tmp_path, checkpoint_s=0.0, retry_s_max=0.2) as client:
         stage = client.stage
         await stopped(await two_checkpointed(client))
-        facts = checkpoint_of(client, "a") / "facts.json"
+        facts = checkpoint_of(client, "a") / MANIFEST
         whole = facts.read_bytes()
         facts.write_bytes(whole[:-1])
         waiting = await client.send("a", sampler("now"))
@@ -519,7 +521,7 @@ async def test_while_a_model_cannot_be_made_again_only_what_it_may_need_stays_on
         await client.until_checkpointed("a", 6)
         await stopped(trainer)
         await client.send("a", LoadWeights(checkpoint="b/training/named"))
-        facts = checkpoint_of(client, "a") / "facts.json"
+        facts = checkpoint_of(client, "a") / MANIFEST
         whole = facts.read_bytes()
         facts.write_bytes(whole[:-1])
         last = await client.send("b", optim_step())
@@ -551,7 +553,7 @@ async def test_what_its_owner_removes_while_a_suspended_model_waits_to_load_it_i
         assert isinstance(kept, CheckpointSaved)
         await stopped(trainer)
         load = await client.send("a", LoadWeights(checkpoint="b/training/named"), reads="b/training/named")
-        facts = checkpoint_of(client, "a") / "facts.json"
+        facts = checkpoint_of(client, "a") / MANIFEST
         whole = facts.read_bytes()
         facts.write_bytes(whole[:-1])
         stage.train()
@@ -642,7 +644,7 @@ async def test_what_was_saved_before_a_model_began_again_is_not_taken_for_what_c
         await client.until_checkpointed("m", checkpointed)
         await stopped(trainer)
         assert client.model("m").checkpointed == checkpointed
-        (checkpoint_of(client, "m") / "facts.json").write_text("damaged")
+        (checkpoint_of(client, "m") / MANIFEST).write_text("damaged")
         stage.train()
         if checkpoint_s:  # operation 6 is executed again on what it has saved
             assert await weights(client, "m", "again") == fresh
@@ -710,7 +712,7 @@ async def test_two_trainers_do_not_execute_anything_twice(client: TrainingClient
 class FailingDevice(OperationExecutor):
     """Its device fails when a recovery checkpoint is written."""
 
-    def save_for_recovery(self, model: str, name: str, executed: bytes) -> CheckpointSaved:
+    def save_for_recovery(self, model: str, name: str) -> ModelCheckpoint:
         raise torch.AcceleratorError("illegal memory access")
 
 

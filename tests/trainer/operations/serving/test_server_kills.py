@@ -46,9 +46,8 @@ from tests.trainer.trainer_hive import ENGINE
 from tests.trainer.trainer_lives import Life
 
 FIRST = (Point.SERVING_SAID, Point.OPERATION_SEEN)  # in a run that boots, and with nothing to make again
-KILLED = [
-    p for p in Point if p.startswith(("operation.", "model_checkpoint.", "serving.")) and p is not Point.SERVING_SAID
-]
+ITS = ("operation.", "model_checkpoint.", "serving.", "trainer.checkpoint.")
+KILLED = [point for point in Point if point.startswith(ITS) and point is not Point.SERVING_SAID]
 FROZEN = (
     Point.OPERATION_READ,
     Point.OPERATION_EXECUTED,

@@ -13,6 +13,7 @@ import msgspec
 from bombus.errors import Code, Refused
 from bombus.hive.operations.state import KeptWeights
 from bombus.hive.state import EngineState
+from bombus.weights.checkpoints import CheckpointDamaged, CheckpointLost, read_checkpoint
 from bombus_gateway.access import NOBODY
 from bombus_gateway.keys import Keys
 from bombus_gateway.operations.listings import found_checkpoint, path_of
@@ -22,7 +23,6 @@ LINK_S = 3600.0
 OPEN_MAX = 16  # concurrent downloads of one engine at one gateway
 CHUNK_BYTES = 4 << 20
 FILES_MAX = 10_000
-FACTS = "facts.json"  # written by the trainer: what a checkpoint is, with the names of its files
 ARCHIVE = "archive.tar"  # in place of a file's name, for the whole checkpoint
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}\Z")
 
@@ -36,12 +36,7 @@ class DownloadLink(msgspec.Struct, frozen=True, array_like=True):
     expires_ns: int
 
 
-class _Facts(msgspec.Struct):
-    files: dict[str, msgspec.Raw]
-
-
 _links = msgspec.msgpack.Decoder(DownloadLink)
-_facts = msgspec.json.Decoder(_Facts)
 
 
 class Downloads:
@@ -89,16 +84,16 @@ def files_of(kept: KeptWeights) -> dict[str, Path]:
     """Return the files of a checkpoint by name. Raises `Refused` if they cannot be read on this machine."""
     folder = Path(kept.noted.saved.folder)
     try:
-        facts = _facts.decode((folder / FACTS).read_bytes())
-    except FileNotFoundError:
+        files = read_checkpoint(folder, msgspec.Raw).files
+    except CheckpointDamaged as error:
+        raise Refused(Code.INTERNAL, str(error)) from error
+    except CheckpointLost as error:
         raise Refused(
             Code.UNSUPPORTED,
             f"{path_of(kept).id} is in {folder} on its trainer's machine, but this gateway cannot see that folder: "
             "share it between them, or ask a gateway on that machine.",
-        ) from None
-    except (OSError, msgspec.MsgspecError) as error:
-        raise Refused(Code.INTERNAL, f"{path_of(kept).id} cannot be read from {folder}: {error}") from error
-    named = {name: folder / name for name in sorted(facts.files)[:FILES_MAX] if _FILE.match(name)}
+        ) from error
+    named = {name: folder / name for name in sorted(files)[:FILES_MAX] if _FILE.match(name)}
     return {name: path for name, path in named.items() if path.is_file() and not path.is_symlink()}
 
 

@@ -1,6 +1,5 @@
 """Run training steps: apply batches to a model with its optimizer. This module does not use the bus."""
 
-import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bombus.operations import AdamParams
-from bombus.weights.adapters import adapter_names
+from bombus.weights.checkpoints import STATE, Checkpoint, Seal
 from bombus.weights.models import load_tokenizer_files
 from bombus_trainer.algorithms.losses import LossInputs, PolicyLoss, policy_loss
 from bombus_trainer.backends.steps import StepBackend
@@ -22,15 +21,14 @@ from bombus_trainer.backends.torch.model import ScoredTerms
 from bombus_trainer.backends.torch.trained import TrainedModel
 from bombus_trainer.data.packing import Bin, TrainingItem, shard_bins
 from bombus_trainer.data.sequences import Floats, Ints
-from bombus_trainer.publish import checkpoint
-from bombus_trainer.publish.checkpoint import Facts, Saved
 from bombus_trainer.publish.export import ModelPart, Outline, Tensors, adapter_outline
+from bombus_trainer.publish.step_checkpoint import StepFacts, load_step, save_step
+from bombus_trainer.publish.tensorfile import write_whole
 from bombus_trainer.ranks import Ranks
 from bombus_trainer.settings import TrainerSettings
 
 T = TypeVar("T")
 PARAMETER, MOMENT, RNG = "parameter.", "optimizer.", "rng"
-EARLIER_FACTOR = re.compile(r"^(.+)\.lora_([ab])(?=\.|$)")
 
 
 def with_sampler(scored: ScoredTerms, old_N: Tensor) -> ScoredTerms:
@@ -153,9 +151,13 @@ class Executor(StepBackend[Bin]):
 
     # ---- checkpoints and weights ------------------------------------------------------------------------------
 
-    def save(self, root: Path, facts: Facts) -> Saved:
-        """Write a checkpoint below `root`; see `checkpoint.save`. All ranks hold the same, so the leader writes it."""
-        return self.ranks.by_leader(lambda: checkpoint.save(root, facts, self.tensors()))
+    def save(self, root: Path, facts: StepFacts) -> Checkpoint[StepFacts]:
+        """See `TrainerBackend.save`. All ranks hold the same, so the leader writes it."""
+
+        def fill(draft: Path) -> dict[str, Seal]:
+            return {STATE: write_whole(draft / STATE, self.tensors(), durable=True)}
+
+        return self.ranks.by_leader(lambda: save_step(root, facts, fill))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the input of `load_tensors`: parameters and optimizer state (not copied), and the random state."""
@@ -165,20 +167,15 @@ class Executor(StepBackend[Bin]):
         return tensors
 
     def restore(self, path: Path, digest: str) -> None:
-        """Load the state of a checkpoint; see `checkpoint.load`."""
-        self.load_tensors(checkpoint.load(path, digest).tensors)
+        """See `TrainerBackend.restore`."""
+        self.load_tensors(load_step(path, digest))
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Load the result of `tensors`. Raises `EngineFault` if it belongs to another model."""
-        self.model.restore(self._below(PARAMETER, tensors))
-        self.model.optimizer.restore(self._below(MOMENT, tensors))
+        self.model.restore(_below(PARAMETER, tensors))
+        self.model.optimizer.restore(_below(MOMENT, tensors))
         self.zero_grad()
         torch.set_rng_state(tensors[RNG])
-
-    def _below(self, prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors below a prefix. Adapters' factors from earlier checkpoints get their current names."""
-        found = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-        return found if self.model.spec is None else {_factor_name(name): value for name, value in found.items()}
 
     def outline(self, part: ModelPart = ModelPart.MODEL) -> Outline:
         if part == ModelPart.ADAPTER:
@@ -196,6 +193,5 @@ class Executor(StepBackend[Bin]):
         """Do nothing: the leader holds all weights itself."""
 
 
-def _factor_name(name: str) -> str:
-    """Return the current name for a name in a checkpoint: an adapter's factors now have peft's names."""
-    return EARLIER_FACTOR.sub(lambda found: adapter_names(found[1])["ab".index(found[2])], name)
+def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from bombus.errors import EngineFault
 from bombus.weights.adapters import AdapterConfig, adapter_names, merged
+from bombus.weights.checkpoints import Checkpoint, Seal
 from bombus.weights.models import load_tokenizer_files
 from bombus_trainer.backends.steps import StepBackend
 from bombus_trainer.backends.torch.flops import flops_of_step, peak_of
@@ -25,9 +27,9 @@ from bombus_trainer.data.batch import EpisodeGroup, PreparedBatch
 from bombus_trainer.data.packing import Terms, TrainingItem
 from bombus_trainer.data.sequences import Floats, Ints
 from bombus_trainer.data.sharding import MicroBatch, computed_tokens, shard
-from bombus_trainer.publish import checkpoint
-from bombus_trainer.publish.checkpoint import Facts, Saved
+from bombus_trainer.publish.checkpoint import seal_files, verify
 from bombus_trainer.publish.export import ModelPart, Outline, Tensors, adapter_outline
+from bombus_trainer.publish.step_checkpoint import StepFacts, read_step, save_step
 from bombus_trainer.publish.tensorfile import Shape
 from bombus_trainer.ranks import Ranks
 from bombus_trainer.settings import TrainerSettings
@@ -178,45 +180,35 @@ class VerlExecutor(StepBackend[MicroBatch]):
 
     # ---- checkpoints and weights ------------------------------------------------------------------------------
 
-    def save(self, root: Path, facts: Facts) -> Saved:
+    def save(self, root: Path, facts: StepFacts) -> Checkpoint[StepFacts]:
         """See `TrainerBackend.save`. Each rank writes its part of model and optimizer, and the leader our manifest."""
 
-        def write(draft: Path) -> dict[str, checkpoint.Seal]:
+        def fill(draft: Path) -> dict[str, Seal]:
             directory = Path(self.ranks.share(str(draft / STATE)))
             save_state(directory, self._engine.module, self._engine.optimizer)
-            seals: dict[str, checkpoint.Seal] = {}
-            for each in self.ranks.gather(checkpoint.seal_files(directory.parent, self._is_ours)):
+            seals: dict[str, Seal] = {}
+            for each in self.ranks.gather(seal_files(directory.parent, self._is_ours)):
                 seals |= each
             return seals
 
         if not self.ranks.leads:
-            write(Path())
+            fill(Path())
             return self.ranks.share()
-        saved = checkpoint.save_files(root, facts, NAME, self.ranks.size, write)
-        return self.ranks.share(saved)
+        return self.ranks.share(save_step(root, msgspec.structs.replace(facts, backend=NAME), fill))
 
     def _is_ours(self, name: str) -> bool:
         """Return whether this rank seals and checks a file: its writer's rank is ours modulo the number of ranks."""
         return writer_of(name) % self.ranks.size == self.ranks.rank
 
     def restore(self, path: Path, digest: str) -> None:
-        """See `TrainerBackend.restore`. Any number of ranks may have written it; each file is checked by one of ours.
+        """See `TrainerBackend.restore`. Any number of ranks may have written it; one of ours checks each file."""
 
-        Checkpoints in verl's own format, from earlier versions, must be read by as many ranks as wrote them.
-        """
-        problem: EngineFault | None = None
-        reshards = False
-        try:
-            reshards = checkpoint.verify_files(path, digest, NAME, self.ranks.size, self._is_ours)
-        except EngineFault as error:
-            problem = error
-        for found in self.ranks.gather(problem):  # all ranks raise the same error, before their next collective
-            if found is not None:
-                raise found
-        if reshards:
-            load_state(path / STATE, self._engine.module, self._engine.optimizer)
-        else:
-            self._engine.load_checkpoint(str(path / STATE), del_local_after_load=False)
+        def verify_ours() -> None:
+            found = read_step(path, digest, NAME)
+            verify(found, filter(self._is_ours, found.files))
+
+        self.ranks.of_all(verify_ours)
+        load_state(path / STATE, self._engine.module, self._engine.optimizer)
 
     def outline(self, part: ModelPart = ModelPart.MODEL) -> Outline:
         if part == ModelPart.ADAPTER:

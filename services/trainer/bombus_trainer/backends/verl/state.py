@@ -13,12 +13,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from bombus_trainer.publish.checkpoint import CheckpointLost
+from bombus.weights.checkpoints import CheckpointLost
 from bombus_trainer.ranks import LEADER
 
-# `__1_0.distcp` was written by rank 1, and so was `optim_world_size_2_rank_1.pt`, in verl's own format. Other files,
-# such as the index `.metadata`, are written by the leader.
-_OF_RANK = re.compile(r"(?:/__|_rank_)(\d+)")
+# `__1_0.distcp` was written by rank 1. Other files, such as the index `.metadata`, are written by the leader.
+_OF_RANK = re.compile(r"/__(\d+)")
 
 
 def writer_of(name: str) -> int:

@@ -12,9 +12,9 @@ from bombus.faults import Point, reached
 from bombus.hive.inbox import WeightsSaved
 from bombus_trainer.backends.torch.model import PolicyModel
 from bombus_trainer.loading import base_files, pack_tokenizer
-from bombus_trainer.operations.serving.recovery_checkpoints import remove_earlier
 from bombus_trainer.options import TrainerOptions
 from bombus_trainer.ownership import RunOwnership
+from bombus_trainer.publish.directories import remove_earlier
 from bombus_trainer.publish.export import ModelPart, Outline, Tensors
 from bombus_trainer.recovery.progress import Kind, in_thread
 from bombus_trainer.versions import Versions

@@ -1,22 +1,17 @@
 """Recovery checkpoints: checkpoints of models that only their trainer reads, to continue after it ended (R17)."""
 
-import re
-import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 
-from bombus.durable import make_durable
 from bombus.errors import EngineFault, Refused
 from bombus.hive.events import ModelCheckpointed
+from bombus.weights.checkpoints import CheckpointLost
 from bombus_trainer.backend import OperationBackend
-from bombus_trainer.operations.checkpoints import FACTS
+from bombus_trainer.publish.directories import remove_others
 
 OPERATIONS_MAX = 1000  # of a model between two recovery checkpoints
 SHARE = 10.0  # writing recovery checkpoints takes at most 1 / SHARE of the time between two of a model
-_RECOVERY_CHECKPOINT = re.compile(r"cover-\d+-epoch-(\d+)-\d+\Z")
-_RUN = re.compile(r"run-(\d+)(?:-epoch-(\d+))?\Z")
 
 
 @dataclass
@@ -67,17 +62,15 @@ class RecoveryCheckpoints:
         """Write a recovery checkpoint of a model after operation `number`. Returns its folder and digest once it is
         durable."""
         self._count += 1
-        saved = executor.save_for_recovery(model, f"cover-{number}-epoch-{self._epoch}-{self._count}", b"")
-        return saved.folder, _digest(Path(saved.folder))
+        saved = executor.save_for_recovery(model, f"cover-{number}-epoch-{self._epoch}-{self._count}")
+        return str(saved.path), saved.digest
 
     def load(self, executor: OperationBackend, model: str, checkpoint: ModelCheckpointed) -> None:
         """Rebuild a model from its recovery checkpoint. Raises `EngineFault` if that is gone or has been changed."""
         path = Path(checkpoint.folder)
         try:
-            if _digest(path) != checkpoint.digest:
-                raise EngineFault(f"the checkpoint of model {model} at {path} is not the one that the log names")
-            executor.recover(model, path.name)
-        except (OSError, Refused) as error:
+            executor.recover(model, path.name, checkpoint.digest)
+        except (CheckpointLost, Refused) as error:
             raise EngineFault(
                 f"model {model} cannot continue from its recovery checkpoint at {path} ({error}): bring it back; "
                 "loading is retried from time to time, and when a suspended run is resumed"
@@ -85,27 +78,6 @@ class RecoveryCheckpoints:
 
     def remove_others(self, named: Iterable[str]) -> None:
         """Remove all recovery checkpoints except these folders and those that a later trainer has written."""
-        kept = {Path(folder) for folder in named}
-        for path in self._root.glob("*/*/cover-*"):
-            ours = _RECOVERY_CHECKPOINT.match(path.name)
-            if ours is not None and int(ours[1]) <= self._epoch and path not in kept:
-                shutil.rmtree(path, ignore_errors=True)
-
-
-def remove_earlier(folder: Path, run: int, trainer_epoch: int) -> None:
-    """Remove the folders of earlier runs and of this run's earlier trainers in `folder`: `run-3`, `run-4-epoch-1`."""
-    if not folder.is_dir():
-        return
-    for path in folder.iterdir():
-        ours = _RUN.match(path.name)
-        if ours is None:
-            continue
-        of = (int(ours[1]), trainer_epoch if ours[2] is None else int(ours[2]))
-        if of < (run, trainer_epoch):
-            shutil.rmtree(path, ignore_errors=True)
-    make_durable(folder)
-
-
-def _digest(checkpoint: Path) -> str:
-    """Return the hash of a recovery checkpoint's facts, which list its files with the hash of each."""
-    return sha256((checkpoint / FACTS).read_bytes()).hexdigest()
+        kept = list(named)
+        for folder in self._root.glob("*/*"):
+            remove_others(folder, kept, self._epoch)

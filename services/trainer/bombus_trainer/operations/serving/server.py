@@ -35,11 +35,12 @@ from bombus_trainer.operations.serving.memory import give_back
 from bombus_trainer.operations.serving.models import ServedModels
 from bombus_trainer.operations.serving.outcomes import encoded, loaded_by, metrics_of, saved_by, shape_of
 from bombus_trainer.operations.serving.rebuilding import NoneSurvived, Rebuild
-from bombus_trainer.operations.serving.recovery_checkpoints import RecoveryCheckpoints, remove_earlier
+from bombus_trainer.operations.serving.recovery_checkpoints import RecoveryCheckpoints
 from bombus_trainer.operations.serving.turns import Turns
 from bombus_trainer.operations.settings import ExecutorSettings
 from bombus_trainer.options import TrainerOptions
 from bombus_trainer.ownership import RunOwnership
+from bombus_trainer.publish.directories import remove_earlier
 from bombus_trainer.recovery.progress import STALLS, Kind, in_thread
 from bombus_trainer.recovery.reports import FailedAttempts, RunReports, check_lost, reason_of
 
