@@ -41,7 +41,7 @@ def audited(events: Sequence[AnyEvent]) -> AuditReport:
     return audit.report()
 
 
-async def played(stage: Stage, **trainer: object) -> Events:
+async def played(stage: Stage, **trainer: Any) -> Events:
     """Train two steps, leave a batch untrained, and abort an episode; return all events."""
     stage.train()
     await stage.start(stage.job(**trainer))
@@ -72,7 +72,7 @@ async def test_every_token_of_a_run_is_accounted_for(stage: Stage) -> None:
     "rule",
     [{"correction": Correction.ICEPOP, "tis_clip_low": 1e-6, "tis_clip": 0.5}, {"use_opsm": True, "opsm_delta": 0.0}],
 )
-async def test_tokens_that_the_loss_leaves_out_are_masked(stage: Stage, rule: dict[str, object]) -> None:
+async def test_tokens_that_the_loss_leaves_out_are_masked(stage: Stage, rule: dict[str, Any]) -> None:
     events = await played(stage, **rule)
     report = audited(events)
     assert not report.differences

@@ -27,9 +27,8 @@ from bombus.weights.deltas import file_sha256
 from bombus_trainer.publish.directories import new_directory
 from bombus_trainer.recovery.progress import advanced
 
-FillDraft = Callable[
-    [Path], Mapping[str, Seal]
-]  # fills an empty directory, and returns the seals of files already durable
+# Fills an empty directory, and returns the seals of the files that it has made durable.
+FillDraft = Callable[[Path], Mapping[str, Seal]]
 
 
 def write_checkpoint(
