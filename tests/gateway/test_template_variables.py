@@ -214,12 +214,18 @@ def test_a_conversation_without_variables_has_the_digest_of_earlier_versions() -
 
 def test_the_digest_of_tools_is_that_of_their_text_whichever_were_seen_before() -> None:
     for number in range(3 * TOOLS_KEPT):  # objects with the ids of earlier ones
-        assert root_digest([{"n": number}], {}) == digest(b'[{"n":%d}]' % number)
+        assert root_digest([{"n": number}], {}, shared=True) == digest(b'[{"n":%d}]' % number)
     assert len(_kept) <= TOOLS_KEPT
     equal = float(3 * TOOLS_KEPT - 1)
-    assert root_digest([{"n": equal}], {}) == digest(b'[{"n":%.1f}]' % equal), "equal ones may have another text"
+    assert root_digest([{"n": equal}], {}, shared=True) == digest(b'[{"n":%.1f}]' % equal), (
+        "equal ones may have another text"
+    )
     tools = [{"n": 1, "m": "x" * TOOLS_BYTES_MAX}]
-    assert root_digest(tools, {}) == root_digest([*tools], {}) != root_digest([{**tools[0], "n": 2}], {})
+    other = [{**tools[0], "n": 2}]
+    assert root_digest(tools, {}, shared=True) == root_digest(tools, {}) != root_digest(other, {}, shared=True)
+    before = dict(_kept)
+    root_digest([{"n": -1}], {})
+    assert _kept == before, "tools that are not shared are not kept"
     assert all(held[0][0] is not tools[0] for held in _kept.values()), "long ones are not kept"
 
 

@@ -65,6 +65,8 @@ def test_rollout_groups_are_delivered_given_up_or_wait() -> None:
     assert not report.differences
     delivered, given_up = {"delivered to an outside trainer": 2}, {"dropped: given up": 1}
     assert report.groups == {"pushed": 5, **delivered, **given_up, "queued": 2}
+    stopped = [*events[:3], ev.EngineStopped(engine=ENGINE, run=1, at_ns=1)]
+    assert report_of(stopped).groups == {"pushed": 5, "dropped: run over": 5}
     again = report_of([*events[:-1], ev.GroupsGivenUp(engine=ENGINE, run=1, number=0, groups=(3,), why="lost")])
     assert [found.why for found in again.differences] == [
         "rollout group 3 was given up, but was neither queued nor in a batch"

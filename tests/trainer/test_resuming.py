@@ -143,7 +143,7 @@ async def test_a_run_whose_own_checkpoints_are_lost_does_not_say_that_it_began_a
     (stage.options.folder / "checkpoints").rename(stage.folder / "unmounted")
     stage.train(options=stage.options.model_copy(update={"load_patience_s": 0.0}))
     await stage.follower.wait_for(lambda _: bool(stage.engine.suspended), WAIT_S)
-    assert "and those before it are lost too: bring it back, or stop the run" in stage.engine.suspended
+    assert "and no other one can be used: bring it back, or stop the run" in stage.engine.suspended
     assert "began at it" not in stage.engine.suspended
 
 

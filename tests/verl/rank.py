@@ -124,6 +124,7 @@ def algorithms(model: Path, ranks: Ranks) -> Found:
     found["ours"] = [ours["loss"], ours["grad_norm"]]
     chosen: dict[str, dict[str, object]] = {
         "vanilla": {"loss_name": "vanilla"},
+        "vanilla, entropy": {"loss_name": "vanilla", **CASES["an entropy bonus"]},
         "sapo": {"loss_name": "sapo"},
         "gspo": {**CASES["gspo"], "loss_name": "gspo"},
         "grpo": {"estimator_name": "grpo"},

@@ -116,6 +116,8 @@ def test_losses_and_advantages_of_verls_registries_are_chosen_by_name(found: dic
     algorithms = found["algorithms"]
     ours = algorithms["ours"]
     assert algorithms["vanilla"] == pytest.approx(ours, abs=TOLERANCE), "PPO with one update is PPO"
+    entropy = found["an entropy bonus"]["torch"][1]
+    assert algorithms["vanilla, entropy"] == pytest.approx([entropy["loss"], entropy["grad_norm"]], abs=TOLERANCE)
     assert algorithms["grpo"] == pytest.approx(ours, abs=TOLERANCE), "GRPO is GRPO"
     gspo = found["gspo"]["torch"][1]
     assert algorithms["gspo"] == pytest.approx([gspo["loss"], gspo["grad_norm"]], abs=TOLERANCE), "GSPO is GSPO"

@@ -39,27 +39,34 @@ class EpisodeGrouper:
         self._hive = hive
         self._calls = BusCallReader(bus)
         self._parts = Parts(bus, bus.subjects.trajectories_stream)
+        self._unreadable: set[str] = set()  # the digests of jobs that this release cannot read
         self._made: dict[str, float] = {}  # by the first episode of each group: when the group was last made
 
     async def make(self, now_s: float) -> None:
         """Make the groups that are complete. Raises `BusUnavailable`."""
         self._made = {episode: at_s for episode, at_s in self._made.items() if at_s > now_s - AGAIN_S}
         for engine in list(self._hive().engines.values()):
-            if engine.groups_episodes and not self._hive().refusing_groups:
+            if engine.groups_episodes and not self._hive().refusing_groups and (job := self._job(engine)) is not None:
                 for episodes in list(_complete(engine)):
                     is_made = episodes[0].episode in self._made
                     if not is_made and not self._hive().why_no_groups(_holder(engine, episodes)):
                         self._made[episodes[0].episode] = now_s
-                        await self._make(engine, episodes)
+                        await self._make(engine, job, episodes)
 
-    async def _make(self, engine: EngineState, episodes: Sequence[Completed]) -> None:
-        """Make a group and report it, unless this release cannot read the engine's job."""
-        assert engine.active is not None, "an engine that groups episodes runs a job"
+    def _job(self, engine: EngineState) -> RunConfig | None:
+        """Return the job that an engine runs, or None if this release cannot read it, which is logged once."""
+        active = engine.active
+        assert active is not None, "an engine that groups episodes runs a job"
         try:
-            job = RunConfig.from_json(engine.active.config)
+            return RunConfig.from_json(active.config)
         except Refused as refusal:
-            log.error("cannot group the episodes of engine %s: cannot read its job: %s", engine.name, refusal.why)
-            return
+            if active.config_digest not in self._unreadable:
+                self._unreadable.add(active.config_digest)
+                log.error("cannot group the episodes of engine %s: cannot read its job: %s", engine.name, refusal.why)
+            return None
+
+    async def _make(self, engine: EngineState, job: RunConfig, episodes: Sequence[Completed]) -> None:
+        """Make a group and report it."""
         run, names = engine.run, tuple(each.episode for each in episodes)
         group, why = await self._group(engine, job, episodes)
         queued = None

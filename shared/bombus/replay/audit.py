@@ -329,7 +329,8 @@ class Audit:
             self._steps[key] = msgspec.structs.replace(self._steps[key], weights=event.weights.sha256)
 
     def over(self, books: _Books, event: ev.EngineStopped | ev.EngineFailed) -> None:
-        self._end_groups(books.take_groups(), Fate.DROPPED_RUN_OVER, Fate.DROPPED_RUN_OVER)
+        if self.hive.engines[event.engine].queues_groups:  # otherwise they wait for a run that does
+            self._end_groups(books.take_groups(), Fate.DROPPED_RUN_OVER, Fate.DROPPED_RUN_OVER)
 
     def _abandon(self, books: _Books, fate: str) -> None:
         batch, books.batch = books.batch, None

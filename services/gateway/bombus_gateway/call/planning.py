@@ -176,7 +176,7 @@ async def _followed(request: CallRequest, histories: Histories, workers: Workers
 
 
 def _found(conversation: Conversation, completion: CompletionRequest) -> Followed[Node]:
-    root = root_digest(completion.tools, completion.chat_template_kwargs)
+    root = root_digest(completion.tools, completion.chat_template_kwargs, shared=True)
     return conversation.follow(root, completion.messages, completion.stops)
 
 
@@ -185,7 +185,7 @@ def _found_at_once(conversation: Conversation, request: CallRequest) -> Followed
     if request.body_bytes <= INLINE_BYTES_MAX or request.read_bytes > READ_BYTES_MAX:
         return None
     completion = request.completion
-    root = root_digest(completion.tools, completion.chat_template_kwargs)
+    root = root_digest(completion.tools, completion.chat_template_kwargs, shared=True)
     return conversation.follow_on(root, completion.messages, completion.stops, INLINE_BYTES_MAX)
 
 

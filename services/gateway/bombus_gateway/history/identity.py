@@ -23,28 +23,36 @@ _encode_sorted = msgspec.json.Encoder(order="sorted").encode
 _kept: dict[tuple[int, ...], tuple[Sequence[Mapping[str, Any]], bytes]] = {}
 
 
-def root_digest(tools: Sequence[Mapping[str, Any]], variables: Mapping[str, bool | int | float | str]) -> bytes:
+def root_digest(
+    tools: Sequence[Mapping[str, Any]], variables: Mapping[str, bool | int | float | str], shared: bool = False
+) -> bytes:
     """Return the digest that a conversation's chain begins with, of its tools and of the template's variables.
 
-    It ensures that a conversation is only continued with the tools and variables with which it was rendered.
+    It ensures that a conversation is only continued with the tools and variables with which it was rendered. `shared`
+    says that other requests have the same objects as their tools: the digest of these is then computed once.
     """
-    digest = _digest_of_tools(tools) if tools else b""
-    return blake2b(digest + _encode_sorted(variables), digest_size=DIGEST_BYTES).digest() if variables else digest
+    digest = b""
+    if tools:
+        digest = _digest_of_shared(tools) if shared else _digest(_encode_sorted(tools))
+    return _digest(digest + _encode_sorted(variables)) if variables else digest
 
 
-def _digest_of_tools(tools: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return the digest of tools, which is computed once for those that requests share."""
+def _digest_of_shared(tools: Sequence[Mapping[str, Any]]) -> bytes:
     ids = tuple(map(id, tools))
     kept = _kept.get(ids)
     if kept is not None:
         return kept[1]
     text = _encode_sorted(tools)
-    digest = blake2b(text, digest_size=DIGEST_BYTES).digest()
+    digest = _digest(text)
     if len(text) <= TOOLS_BYTES_MAX:
         if len(_kept) >= TOOLS_KEPT:
             _kept.clear()
         _kept[ids] = tuple(tools), digest
     return digest
+
+
+def _digest(text: bytes) -> bytes:
+    return blake2b(text, digest_size=DIGEST_BYTES).digest()
 
 
 def next_digest(before: bytes, message: ChatMessage) -> bytes:

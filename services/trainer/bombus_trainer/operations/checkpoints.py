@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -12,7 +13,7 @@ import msgspec
 from bombus.durable import make_durable
 from bombus.errors import Code, Refused
 from bombus.operations import AdapterSpec, CheckpointKind
-from bombus.weights.checkpoints import Checkpoint, read_checkpoint
+from bombus.weights.checkpoints import Checkpoint, CheckpointLost, read_checkpoint
 from bombus_trainer.operations.client_model import GradientEpoch
 from bombus_trainer.publish.checkpoint import FillDraft, write_checkpoint
 from bombus_trainer.publish.directories import (
@@ -120,12 +121,13 @@ class CheckpointFolder:
         """
         if overwrite or not self._has(name):
             return write_checkpoint(self._path(name), facts, fill, self._drafts, self._epoch)
-        found = self.read(name)
-        if not facts.operation or found.facts.operation != facts.operation:
-            raise Refused(
-                Code.BAD_CONFIG, f"there is a checkpoint {name} already: use another name, or save with overwrite"
-            )
-        return found
+        with suppress(CheckpointLost):  # then another operation has written it, or an older trainer
+            found = self.read(name)
+            if facts.operation and found.facts.operation == facts.operation:
+                return found
+        raise Refused(
+            Code.BAD_CONFIG, f"there is a checkpoint {name} already: use another name, or save with overwrite"
+        )
 
     def remove(self, name: CheckpointName) -> None:
         """Remove a checkpoint, if there is one. It is renamed first, so no part of it remains under its name."""

@@ -1,9 +1,10 @@
 """A trainer's directories on disk: write them as drafts that are renamed into place, and remove old ones.
 
-The name of each contains the trainer epoch that it was written in (`step-00000003-epoch-2-attempt-1`,
-`version-00000003-epoch-2`, `base-epoch-2`, `cover-7-epoch-2-1`, `.draft-epoch-2-...`). A trainer removes nothing of a
-later epoch: otherwise a trainer that was suspended, and continues unaware that it was superseded, would delete its
-successor's checkpoint.
+The names of those that a trainer removes by itself contain the trainer epoch that they were written in
+(`step-00000003-epoch-2-attempt-1`, `version-00000003-epoch-2`, `base-epoch-2`, `cover-7-epoch-2-1`,
+`.draft-epoch-2-...`). A trainer removes nothing of a later epoch: otherwise a trainer that was suspended, and continues
+unaware that it was superseded, would delete its successor's checkpoint. The checkpoints of training clients have names
+that the clients choose.
 """
 
 import re

@@ -46,5 +46,5 @@ def restore_newest(executor: TrainerBackend, engine: EngineState) -> int:
         return 0
     if lost is None:
         raise EngineFault(f"step {newest.step} is on the log, but no checkpoint is left to resume from")
-    others = ". The run began at it" if newest.step == engine.begun else ", and those before it are lost too"
+    others = ". The run began at it" if newest.step == engine.begun else ", and no other one can be used"
     raise type(lost)(f"{lost}{others}: bring it back, {ANEW}") from lost

@@ -12,12 +12,13 @@ from bombus.errors import EngineFault, LogCorrupted
 from bombus.hive.events import BatchReady, StepCompleted, Weights
 from bombus.replay.logged_run import LoggedRun
 from bombus.replay.source import Source
+from bombus.weights.checkpoints import read_checkpoint
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.data.batch import EpisodeGroup
 from bombus_trainer.data.reading import ReadBatch, read_batch
 from bombus_trainer.loading import load_executor
 from bombus_trainer.publish.export import ModelPart, digest_like, digest_of
-from bombus_trainer.publish.step_checkpoint import load_step, read_step
+from bombus_trainer.publish.step_checkpoint import StepFacts, load_step
 from bombus_trainer.settings import TrainerSettings
 
 Report = Callable[[str], None]
@@ -151,6 +152,6 @@ def _newest_kept(logged: LoggedRun, step: int, report: Report) -> tuple[int, dic
 def logged_machine(done: StepCompleted) -> str:
     """Return the machine that the trainer ran on, from the step's checkpoint; "" if there is none."""
     try:
-        return read_step(Path(done.checkpoint), done.checkpoint_digest).facts.machine
+        return read_checkpoint(Path(done.checkpoint), StepFacts, done.checkpoint_digest).facts.machine
     except EngineFault:
         return ""

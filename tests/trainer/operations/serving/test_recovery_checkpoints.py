@@ -90,9 +90,11 @@ def test_recovery_checkpoints_of_a_later_trainer_and_those_on_the_log_are_left_a
     names = ("cover-3-epoch-1-1", "cover-5-epoch-2-1", "cover-7-epoch-2-2", "cover-9-epoch-3-1", "another")
     for name in names:
         (tmp_path / "m/training" / name).mkdir(parents=True)
+    (tmp_path / "other/training/cover-5-epoch-2-1").mkdir(parents=True)
     RecoveryCheckpoints(tmp_path, trainer_epoch=2).remove_others([str(tmp_path / "m/training/cover-5-epoch-2-1")])
     left = sorted(path.name for path in (tmp_path / "m/training").iterdir())
     assert left == ["another", "cover-5-epoch-2-1", "cover-9-epoch-3-1"]
+    assert not [*(tmp_path / "other/training").iterdir()], "another model's checkpoint of the same name"
 
 
 def test_what_earlier_runs_and_earlier_trainers_have_left_is_removed(tmp_path: Path) -> None:

@@ -115,8 +115,8 @@ class VerlExecutor(StepBackend[MicroBatch]):
                 of_reference = reference[part] if reference is not None else None
                 of_loss = self._loss(scored, old_N[part], of_reference, self.settings)
                 if self._counts and of_loss.loss.isfinite():
-                    sampler_N, entropy_N = of_terms["sampler_logprobs_N"], scored.entropy_N.detach()
-                    tally.note_terms(terms.ids_N[part], of_loss, old_N[part], sampler_N, entropy_N)
+                    of_sampler = of_terms["sampler_logprobs_N"]
+                    tally.note_terms(terms.ids_N[part], of_loss, old_N[part], of_sampler, scored.entropy_N.detach())
                 shares.append(of_loss.loss)
             total = torch.stack(shares).sum()
             share = float(total.detach()) if self._counts else 0.0

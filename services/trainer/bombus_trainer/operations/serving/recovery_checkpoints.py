@@ -70,7 +70,7 @@ class RecoveryCheckpoints:
         path = Path(checkpoint.folder)
         try:
             executor.recover(model, path.name, checkpoint.digest)
-        except (CheckpointLost, Refused) as error:
+        except (CheckpointLost, OSError, Refused) as error:
             raise EngineFault(
                 f"model {model} cannot continue from its recovery checkpoint at {path} ({error}): bring it back; "
                 "loading is retried from time to time, and when a suspended run is resumed"
@@ -78,6 +78,6 @@ class RecoveryCheckpoints:
 
     def remove_others(self, named: Iterable[str]) -> None:
         """Remove all recovery checkpoints except these folders and those that a later trainer has written."""
-        kept = list(named)
+        kept = [Path(path) for path in named]
         for folder in self._root.glob("*/*"):
-            remove_others(folder, kept, self._epoch)
+            remove_others(folder, [path.name for path in kept if path.parent == folder], self._epoch)
