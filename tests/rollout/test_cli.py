@@ -7,18 +7,17 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from bombus.bus import Bus
 from bombus.cli import main
 from bombus.hive.events import AbortReason, EpisodeAborted, EpisodeEnded
 from bombus.hive.generation import Generate
 from tests.ctrl_c import heed_the_terminal
-from tests.gateway.openai_hive import GatewayHive, Send, gateway_hive, says
+from tests.gateway.openai_hive import GatewayHive, Send, says
 from tests.patience import until
 from tests.rollout.hive import AGENT, JOB, repository, write_tasks
 from tests.rollout.test_process import is_alive
@@ -36,12 +35,6 @@ for turn in range(2):
     messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "go on"}]
 open("answer.txt", "w").write(messages[-2]["content"])
 """
-
-
-@pytest.fixture
-async def served(bus: Bus) -> AsyncIterator[GatewayHive]:
-    async with gateway_hive(bus, JOB) as served:
-        yield served
 
 
 @pytest.fixture

@@ -3,36 +3,22 @@
 import json
 import shutil
 import subprocess
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bombus import AsyncSwarmClient
-from bombus.bus import Bus
 from bombus.config.documents import parse_job
 from bombus.rollout.tasks import AgentTask, read_tasks
-from tests.gateway.openai_hive import GatewayHive, gateway_hive, says
-from tests.rollout.hive import JOB, Rolled, write_tasks
+from tests.gateway.openai_hive import GatewayHive, says
+from tests.rollout.hive import Rolled, write_tasks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHELL, NOTES, CLAUDE = EXAMPLES / "shell", EXAMPLES / "notes", EXAMPLES / "claude"
 COMMANDS = {"first": "head", "last": "tail"}
 
 with_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="the agents of the examples use curl")
-
-
-@pytest.fixture
-async def served(bus: Bus) -> AsyncIterator[GatewayHive]:
-    async with gateway_hive(bus, JOB) as served:
-        yield served
-
-
-@pytest.fixture
-async def client(served: GatewayHive) -> AsyncIterator[AsyncSwarmClient]:
-    async with AsyncSwarmClient(served.base_url, verbose=False) as client:
-        yield client
 
 
 @pytest.mark.parametrize("example", [SHELL, NOTES, CLAUDE], ids=lambda path: path.name)

@@ -1,19 +1,17 @@
 """What fails in a rollout of commands has its kind on the log, and nothing of it is trained."""
 
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bombus import AsyncSwarmClient, FailureKind
-from bombus.bus import Bus
 from bombus.rollout import episode, run
 from bombus.rollout.process import StopReason
 from bombus.rollout.reward import has_raised
-from tests.gateway.openai_hive import GatewayHive, gateway_hive, says
-from tests.rollout.hive import AGENT, JOB, Rolled, repository, write_tasks
+from tests.gateway.openai_hive import GatewayHive, says
+from tests.rollout.hive import AGENT, Rolled, repository, write_tasks
 
 PYTHON = f"{sys.executable} -I -S"
 
@@ -22,18 +20,6 @@ PYTHON = f"{sys.executable} -I -S"
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "FAILURE_PAUSE_S", 0.1)
     monkeypatch.setattr(episode, "LOOKS_FOR_CALLS", 1)
-
-
-@pytest.fixture
-async def served(bus: Bus) -> AsyncIterator[GatewayHive]:
-    async with gateway_hive(bus, JOB) as served:
-        yield served
-
-
-@pytest.fixture
-async def client(served: GatewayHive) -> AsyncIterator[AsyncSwarmClient]:
-    async with AsyncSwarmClient(served.base_url, verbose=False) as client:
-        yield client
 
 
 @pytest.fixture

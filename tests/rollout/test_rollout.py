@@ -1,7 +1,6 @@
 """Rollouts against a whole hive: a real bus, coordinator and gateway, a replica with scripts, and real agents."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,10 +19,10 @@ from bombus.rollout.process import StopReason
 from bombus.rollout.records import LossReason, LostEpisode, PlayedEpisode
 from bombus.sdk.errors import EngineOffline
 from bombus.sdk.types import Task, WorkflowOutput
-from tests.gateway.openai_hive import ENGINE, GatewayHive, Send, gateway_hive, new_id, says
+from tests.gateway.openai_hive import ENGINE, GatewayHive, Send, new_id, says
 from tests.gateway.swarm_hive import played_hive
 from tests.patience import PATIENCE_S, until
-from tests.rollout.hive import AGENT, JOB, Rolled, repository, write_tasks
+from tests.rollout.hive import AGENT, Rolled, repository, write_tasks
 
 T = TypeVar("T")
 
@@ -38,18 +37,6 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 def one_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait two seconds for the calls of an agent that makes none, not eight."""
     monkeypatch.setattr(episode, "LOOKS_FOR_CALLS", 1)
-
-
-@pytest.fixture
-async def served(bus: Bus) -> AsyncIterator[GatewayHive]:
-    async with gateway_hive(bus, JOB) as served:
-        yield served
-
-
-@pytest.fixture
-async def client(served: GatewayHive) -> AsyncIterator[AsyncSwarmClient]:
-    async with AsyncSwarmClient(served.base_url, verbose=False) as client:
-        yield client
 
 
 @pytest.fixture

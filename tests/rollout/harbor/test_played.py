@@ -8,14 +8,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bombus import AsyncSwarmClient
-from bombus.bus import Bus
 from bombus.errors import Refused
 from bombus.hive.failures import FailureKind
 from bombus.rollout.harbor.folders import read_task_folders
@@ -25,9 +23,9 @@ from bombus.rollout.process import StopReason
 from bombus.rollout.records import LostEpisode, PlayedEpisode
 from bombus.rollout.tasks import TaskPackage
 from bombus.rollout.workspace import EpisodeFolder
-from tests.gateway.openai_hive import GatewayHive, gateway_hive, says
+from tests.gateway.openai_hive import GatewayHive, says
 from tests.rollout.harbor.tasks import task_folder
-from tests.rollout.hive import JOB, Rolled
+from tests.rollout.hive import Rolled
 
 # That of a virtual environment may be in /tmp, of which each agent sees its own.
 PYTHON = Path(sys.executable).resolve()
@@ -43,18 +41,6 @@ def _sandboxes(tmp_path_factory: pytest.TempPathFactory) -> None:
         check_sandbox(task.package, folder)
     except Refused as why:
         pytest.skip(str(why))
-
-
-@pytest.fixture
-async def served(bus: Bus) -> AsyncIterator[GatewayHive]:
-    async with gateway_hive(bus, JOB) as served:
-        yield served
-
-
-@pytest.fixture
-async def client(served: GatewayHive) -> AsyncIterator[AsyncSwarmClient]:
-    async with AsyncSwarmClient(served.base_url, verbose=False) as client:
-        yield client
 
 
 def rolled(folder: Path, client: AsyncSwarmClient, **options: Any) -> Rolled:
