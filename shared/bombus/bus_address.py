@@ -1,4 +1,4 @@
-"""The address of a bus. If it has a password, it must not be on a command line, which every user can read."""
+"""The address of a bus. An address with a password must not be on a command line, which every user can read."""
 
 import re
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ _LOGIN = re.compile(r"(^|//|,)[^/,]*@")
 
 
 def has_login(url: str) -> bool:
-    """Return whether a URL, or one of several separated by commas, has a user, a password or a token."""
+    """Return whether a URL, or any of several separated by commas, has a user, a password or a token."""
     return _LOGIN.search(url) is not None
 
 
@@ -22,7 +22,7 @@ def without_login(url: str) -> str:
 def check_bus_address(url: str) -> None:
     """Raise `Refused` unless this is the URL of a bus, or several separated by commas.
 
-    The error does not quote it: in a URL that cannot be parsed, any part may be a password.
+    The error does not quote the URL: if it cannot be parsed, any part of it may be a password.
     """
     for each in url.split(","):
         try:
@@ -40,10 +40,10 @@ def check_bus_address(url: str) -> None:
 
 
 def bus_arguments(url: str) -> tuple[str, ...]:
-    """Return the arguments with a service's bus address; none if it has a login, which `bus_environment` must pass."""
+    """Return a service's arguments for the bus address, or none if it has a login: then use `bus_environment`."""
     return () if has_login(url) else ("--nats", url)
 
 
 def bus_environment(url: str) -> Mapping[str, str]:
-    """Return the environment variable that passes a service its bus address without arguments."""
+    """Return the environment variable that passes the bus address to a service."""
     return {VARIABLE: url}

@@ -35,9 +35,9 @@ COMMANDS = {
     "start": Command("bombus.commands.start", "work with a coding agent on a hive's model, and rate it", "yaml"),
     "tasks": Command("bombus.commands.tasks.listing", "list the tasks that are ready to be played", "yaml"),
     "run": Command("bombus.commands.tasks.run", "play ready tasks against any model, and score them", "yaml"),
-    "slime": Command("bombus.commands.slime", "play prompts with hook files of slime, unmodified", "yaml"),
+    "slime": Command("bombus.commands.slime", "play prompts with slime's hook files, unmodified", "yaml"),
     "eval": Command("bombus.commands.tasks.evaluate", "evaluate the policy that a hive trains", "yaml"),
-    "env": Command("bombus.commands.environments.env", "environments for agents: check one, and serve it", "yaml"),
+    "env": Command("bombus.commands.environments.env", "check or serve environments for agents", "yaml"),
     "run-api": Command("bombus.commands.atropos.run_api", "serve Atropos's trajectory API on port 8000", "all"),
     "atropos": Command("bombus.commands.atropos.settings", "print the settings to use a hive in Atropos", "yaml"),
     "doctor": Command("bombus.commands.doctor", "check what this machine can run, and what is missing", "yaml"),
@@ -47,7 +47,7 @@ COMMANDS = {
     "status": Command("bombus.commands.status", "print what a hive is doing", "bus"),
     "why": Command("bombus.commands.why", "explain what waits for what, and who could end it", "server"),
     "export": Command("bombus.commands.export", "write trained weights as a model that other tools load", "all"),
-    "diagnose": Command("bombus.commands.diagnose", "say what is wrong with the learning of a run", "server"),
+    "diagnose": Command("bombus.commands.diagnose", "say what is wrong with a run's learning", "server"),
     "overwatch": Command("bombus_overwatch.cli", "watch a hive in the terminal", "overwatch"),
     "replay": Command("bombus.commands.replay", "inspect a hive's log: what happened, and why", "server"),
     "audit": Command("bombus.commands.audit", "account for every sampled token of a hive's log", "server"),
@@ -62,8 +62,8 @@ COMMANDS = {
 class CommandModule(Protocol):
     """The interface of a subcommand's module.
 
-    `run` returns the exit code. If it raises `Refused`, the command line is invalid: the sentence is printed and the
-    exit code is 2.
+    `run` returns the exit code. If it raises `Refused`, the command line is invalid: the error's sentence is printed
+    and the exit code is 2.
     """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
@@ -72,7 +72,7 @@ class CommandModule(Protocol):
 
 
 class NotInstalled(BombusError):
-    """Raised if a required package is not installed; the sentence says how to install it."""
+    """A required package is not installed. The sentence says how to install it."""
 
     def __init__(self, package: str, extra: str) -> None:
         self.package = package
@@ -81,7 +81,7 @@ class NotInstalled(BombusError):
 
 
 def load(module: str, extra: str) -> ModuleType:
-    """Import a module of this project that needs the packages of an extra. Raises `NotInstalled`."""
+    """Import a module of this project that needs an extra's packages. Raises `NotInstalled`."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -89,7 +89,7 @@ def load(module: str, extra: str) -> ModuleType:
 
 
 def default_nats() -> str:
-    """Return `$BOMBUS_NATS`, else the bus of a `bombus up` running in this folder, else NATS' default address."""
+    """Return `$BOMBUS_NATS`, else the bus of a `bombus up` running in this folder, else NATS's default address."""
     if address := os.environ.get(VARIABLE):
         return address
     return URL_FILE.read_text().strip() if URL_FILE.is_file() else DEFAULT_NATS
@@ -115,7 +115,7 @@ def add_hive_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def hint_at_bus(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """Return a line to print after a bus error if the address may be wrong or lack a password, else nothing."""
+    """Return a line to print after a bus error if the address may be wrong or lack a password, otherwise nothing."""
     remedy = f"set ${VARIABLE} to the address of its bus, which is in the file `{URL_FILE.name}` in its data folder"
     if arguments.nats == DEFAULT_NATS:
         return (f"No hive is running in this folder: go to the folder where `bombus up` was started, or {remedy}",)
@@ -152,7 +152,7 @@ def add_torch_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_subcommands(parser: argparse.ArgumentParser, command: str, subcommands: Mapping[str, Command]) -> None:
-    """Make a command accept a subcommand with its own arguments, and list all subcommands in the help."""
+    """Make a command accept subcommands, each with its own arguments, and list them all in the help."""
     parser.add_argument("subcommand", choices=subcommands, metavar="subcommand")
     parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, help=f"for the subcommand; see `bombus {command} <subcommand> --help`"
@@ -162,7 +162,8 @@ def add_subcommands(parser: argparse.ArgumentParser, command: str, subcommands: 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    # torch and transformers create millions of permanent objects. Scanning them for garbage takes a tenth of a start.
+    # torch and transformers create millions of permanent objects. Scanning them for garbage takes a tenth of the
+    # startup time.
     gc.set_threshold(50_000, 20, 20)
     given = list(sys.argv[1:] if argv is None else argv)
     parser = Parser(
@@ -195,7 +196,7 @@ def run_command(prog: str, command: Command, given: Sequence[str]) -> int:
         code = module.run(parser.parse_args(given))
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # the reader of our output, such as `head`, has closed it: write nothing to it at exit
+    except BrokenPipeError:  # the reader of our output, such as `head`, has closed it: do not flush to it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OUTPUT_CLOSED
     except NotInstalled as error:

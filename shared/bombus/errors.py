@@ -1,12 +1,12 @@
 """The errors that bombus raises on purpose.
 
     BombusError
-    ├── Refused            a request that was understood and declined: a stable code, a sentence, an HTTP status
+    ├── Refused            a request was understood and declined: a stable code, a sentence, an HTTP status
     ├── BusUnavailable     the bus cannot be reached, or is full: try again later
     ├── Deposed            another coordinator has become the leader
     ├── LogCorrupted       the log contradicts itself (a reference that does not match, a gap)
-    │   └── StreamEndLost  a stream no longer has messages that were read or stored there before
-    └── EngineFault        a model, tokenizer or device that cannot do what was requested
+    │   └── StreamEndLost  a stream has lost messages that were read or stored there before
+    └── EngineFault        a model, tokenizer or device cannot do what was requested
 
 A refusal tells the caller what to do next. Bugs raise other exceptions, which crash the process.
 """
@@ -16,7 +16,7 @@ from enum import StrEnum
 from functools import cache
 from pathlib import Path
 
-FOREIGN_TEXT_MAX = 300  # characters shown of an error that other code raised
+FOREIGN_TEXT_MAX = 300  # the most characters shown of an error that other code raised
 
 
 class Code(StrEnum):
@@ -113,7 +113,7 @@ class BombusError(Exception):
 class Refused(BombusError):
     """A request was understood and declined.
 
-    `why` is one or two sentences for a person: what is wrong, and what to do about it.
+    `why` is one or two sentences for a person, saying what is wrong and what to do about it.
     """
 
     def __init__(self, code: Code, why: str) -> None:
@@ -121,7 +121,7 @@ class Refused(BombusError):
         self.code = code
         self.why = why
 
-    def __reduce__(self) -> tuple[type["Refused"], tuple[Code, str]]:  # for the ranks of a trainer, which exchange it
+    def __reduce__(self) -> tuple[type["Refused"], tuple[Code, str]]:  # needed when the ranks of a trainer exchange it
         return type(self), (self.code, self.why)
 
     @property
@@ -144,12 +144,12 @@ class LogCorrupted(BombusError):
 class StreamEndLost(LogCorrupted):
     """`stream` has lost its end: message `known` is gone, or a different message has its sequence.
 
-    The cause is a power cut, or that the stream was replaced by an older copy (R6).
+    This happens after a power cut, or if the stream was replaced by an older copy (R6).
     """
 
     def __init__(self, stream: str, known: int) -> None:
         super().__init__(
-            f"{stream} has lost its end, by a power cut or because an older copy replaced it: message {known} is gone "
+            f"{stream} has lost its end, in a power cut or because an older copy replaced it: message {known} is gone "
             "or is a different one now"
         )
         self.stream = stream
@@ -157,7 +157,7 @@ class StreamEndLost(LogCorrupted):
 
 
 class NewerEvent(LogCorrupted):
-    """An event has a kind or a value that this version does not know. The sentence says what to upgrade."""
+    """An event has a kind or a value that is unknown to this version. The sentence says what to upgrade."""
 
 
 class EngineFault(BombusError):
@@ -165,22 +165,22 @@ class EngineFault(BombusError):
 
 
 def without_surrogates(text: str) -> str:
-    """Replace lone surrogates, as in the names of some files, with `?`, so that UTF-8 can encode the text."""
+    """Replace lone surrogates, which some file names contain, with `?`, so that UTF-8 can encode the text."""
     return text.encode(errors="replace").decode()
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return the type and the text of an error that other code raised, shortened, without line breaks."""
+    """Return the type and text of an error that other code raised, shortened and without line breaks."""
     try:
         said = str(error)
-    except Exception as failed:  # raised by the `__str__` of other code's error, which must be reported all the same
+    except Exception as failed:  # raised by the error's own `__str__`: it must be reported all the same
         said = f"its text is not available: str() raised {type(failed).__name__}"
     text = " ".join(without_surrogates(said).split())
     return f"{type(error).__name__}: {text[:FOREIGN_TEXT_MAX]}" if text else type(error).__name__
 
 
 def with_place(error: BaseException) -> str:
-    """Return `in_one_line` with the innermost file and line of the program itself, not of a library."""
+    """Return `in_one_line` with the innermost file and line in the program itself, rather than in a library."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_libraries())]
     place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
@@ -190,7 +190,7 @@ def with_place(error: BaseException) -> str:
 @cache
 def _libraries() -> tuple[str, ...]:
     """Return the path prefixes of files that do not belong to the program itself."""
-    import sysconfig  # here, because it takes some milliseconds and every program imports this module
+    import sysconfig  # imported late: it takes a few milliseconds, and every program imports this module
 
     folders = (sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
     return "<frozen", str(Path(__file__).parent), *folders

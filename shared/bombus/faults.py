@@ -1,9 +1,9 @@
 """Fault injection: named points at which tests can make a process die, freeze or hang, for example between two writes.
 
-Some recovery code runs only after a crash at one exact place, which a test that kills at random rarely hits. Therefore
-the points are in the code, like TiKV's failpoints and FoundationDB's buggify. They do nothing unless the environment
-names one: `BOMBUS_KILL_AT=trainer.step.said` sends SIGKILL there, `BOMBUS_STOP_AT` sends SIGSTOP, `BOMBUS_HANG_AT`
-makes the thread wait there forever, and `...said:3` does it the third time.
+Some recovery code runs only after a crash at one exact place, which a test that kills at random rarely hits. That is
+why the points are in the code itself, like TiKV's failpoints and FoundationDB's buggify. They do nothing unless the
+environment names one: `BOMBUS_KILL_AT=trainer.step.said` sends SIGKILL there, `BOMBUS_STOP_AT` sends SIGSTOP,
+`BOMBUS_HANG_AT` makes the thread wait there forever, and `...said:3` does it the third time.
 """
 
 import os
@@ -19,67 +19,68 @@ SIGNALS = {"BOMBUS_KILL_AT": signal.SIGKILL, "BOMBUS_STOP_AT": signal.SIGSTOP, H
 
 
 class Point(StrEnum):
-    """All points. Each is just before or after an effect that outlives the process."""
+    """All points. Each is just before or after an effect that outlasts the process."""
 
     TRAINER_OPENING = "trainer.opening"
     TRAINER_OPENED = "trainer.opened"
     TRAINER_MODEL_LOADING = "trainer.model.loading"
     TRAINER_MODEL_LOADED = "trainer.model.loaded"
     TRAINER_TOKENIZER_STORED = "trainer.tokenizer.stored"
-    TRAINER_STEP_MADE_AGAIN = "trainer.step.made_again"  # one step between the checkpoint and the newest on the log
+    TRAINER_STEP_MADE_AGAIN = "trainer.step.made_again"  # a step between the checkpoint and the newest step on the log
     TRAINER_BATCH_FOUND = "trainer.batch.found"
     TRAINER_BATCH_READ = "trainer.batch.read"
     TRAINER_BIN_DONE = "trainer.bin.done"  # after a micro-batch: gradients, but no update yet
-    TRAINER_UPDATE_DONE = "trainer.update.done"  # after a mini-batch: some of the step's updates
+    TRAINER_UPDATE_DONE = "trainer.update.done"  # after a mini-batch: only some of the step's updates
     TRAINER_STEP_TRAINED = "trainer.step.trained"
     TRAINER_CHECKPOINT_BEGUN = "trainer.checkpoint.begun"
-    TRAINER_CHECKPOINT_WRITTEN = "trainer.checkpoint.written"  # durable, under its temporary name
+    TRAINER_CHECKPOINT_WRITTEN = "trainer.checkpoint.written"  # durable, but under its temporary name
     TRAINER_CHECKPOINT_RENAMED = "trainer.checkpoint.renamed"
-    TRAINER_DIRECTORY_ASIDE = "trainer.directory.aside"  # moved away, and the one that replaces it not yet in place
+    TRAINER_DIRECTORY_ASIDE = "trainer.directory.aside"  # the folder is moved away, its replacement not yet in place
     TRAINER_STEP_SAID = "trainer.step.said"
-    TRAINER_STEP_SEEN = "trainer.step.seen"  # completed in our state, old checkpoints not yet removed
+    TRAINER_STEP_SEEN = "trainer.step.seen"  # completed in the trainer's state, old checkpoints not yet removed
     TRAINER_CHECKPOINTS_PRUNED = "trainer.checkpoints.pruned"
     TRAINER_WEIGHTS_BEGUN = "trainer.weights.begun"
     TRAINER_WEIGHTS_WRITTEN = "trainer.weights.written"
     TRAINER_WEIGHTS_RENAMED = "trainer.weights.renamed"
-    TRAINER_WEIGHTS_STORED = "trainer.weights.stored"  # one object of a version that is sent through the object store
+    TRAINER_WEIGHTS_STORED = "trainer.weights.stored"  # one object of a version that goes through the object store
     TRAINER_WEIGHTS_SAID = "trainer.weights.said"
     TRAINER_WEIGHTS_SEEN = "trainer.weights.seen"
     TRAINER_WEIGHTS_PRUNED = "trainer.weights.pruned"
-    OPERATION_MADE_AGAIN = "operation.made_again"  # one operation after a model's recovery checkpoint
+    OPERATION_MADE_AGAIN = "operation.made_again"  # one operation that follows a model's recovery checkpoint
     OPERATION_FOUND = "operation.found"
     OPERATION_READ = "operation.read"
     OPERATION_EXECUTED = "operation.executed"
-    OPERATION_STORED = "operation.stored"  # its result is stored, but not on the log yet
+    OPERATION_STORED = "operation.stored"  # the result is stored, but not on the log yet
     OPERATION_SAID = "operation.said"
     OPERATION_SEEN = "operation.seen"
     MODEL_CHECKPOINT_BEGUN = "model_checkpoint.begun"
     MODEL_CHECKPOINT_WRITTEN = "model_checkpoint.written"
     MODEL_CHECKPOINT_PUBLISHED = "model_checkpoint.published"
     MODEL_CHECKPOINT_SEEN = "model_checkpoint.seen"
-    MODEL_CHECKPOINT_PRUNED = "model_checkpoint.pruned"  # older ones are removed
-    SERVING_SAID = "serving.said"  # only the base is loaded
+    MODEL_CHECKPOINT_PRUNED = "model_checkpoint.pruned"  # older checkpoints are removed
+    SERVING_SAID = "serving.said"  # only the base model is loaded
     SERVING_BEGUN = "serving.begun"  # all models are rebuilt
     REST_FREED = "rest.freed"  # the trainer has freed its memory to sleep, but not reported it yet
     REST_WOKEN = "rest.woken"  # the trainer has restored its models, but not reported it yet
-    COMPACTION_VERIFIED = "compaction.verified"  # nothing archived yet
-    COMPACTION_ARCHIVED = "compaction.archived"  # nothing purged yet
-    COMPACTION_PURGING = "compaction.purging"  # the leader has checked everything and sends the purge
-    COMPACTION_PURGED = "compaction.purged"  # not recorded on the log yet
-    TRAINER_SUPERSEDED = "trainer.superseded"  # the trainer knows that another one has opened its run
+    COMPACTION_VERIFIED = "compaction.verified"  # verified, but nothing archived yet
+    COMPACTION_ARCHIVED = "compaction.archived"  # archived, but nothing purged yet
+    COMPACTION_PURGING = "compaction.purging"  # the leader has checked everything and is about to send the purge
+    COMPACTION_PURGED = "compaction.purged"  # purged, but not recorded on the log yet
+    TRAINER_SUPERSEDED = "trainer.superseded"  # the trainer knows that another trainer has opened its run
 
 
 class _Fault(msgspec.Struct):
     point: Point
-    number: signal.Signals | None  # None: the thread hangs
-    left: int  # it happens when the point has been reached this many more times
+    number: signal.Signals | None  # None makes the thread hang
+    left: int  # how many more times the point must be reached before it happens
 
 
 _armed: list[_Fault] = []
 
 
 def arm(environment: Mapping[str, str]) -> None:
-    """Read the variables. Called at import, and again in a process that was forked with a different environment.
+    """Read the environment variables. Called at import, and again in a process that was forked with a different
+    environment.
 
     Raises `ValueError` for a point that does not exist.
     """

@@ -1,13 +1,13 @@
-"""Human-readable figures, and text from outside in one line."""
+"""Format numbers for people, and make text from outside fit on one line."""
 
 
 def seconds_between(start_ns: int, end_ns: int) -> float:
-    """Return the seconds between two times, or 0 if that is negative: the clocks of two machines may differ."""
+    """Return the seconds between two times, or 0 if negative: the clocks of two machines may differ."""
     return max(0, end_ns - start_ns) / 1e9
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun, in the plural unless the number is 1: `1 episode`, `0 episodes`."""
+    """Return a number with its noun, which is plural unless the number is 1: `1 episode`, `0 episodes`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
@@ -36,5 +36,5 @@ def byte_size(size: int) -> str:
 
 
 def one_line(text: str) -> str:
-    """Make text from outside safe for a terminal: one line, no control or escape characters."""
+    """Make text from outside safe for a terminal: a single line without control or escape characters."""
     return "".join(char if char.isprintable() else " " for char in text).strip()

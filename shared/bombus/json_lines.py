@@ -1,4 +1,4 @@
-"""Reads files with a JSON object on each line, such as tasks and prompts, with the same refusals for all of them."""
+"""Reads files that have one JSON object per line, such as tasks and prompts, with the same error messages for all."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +19,8 @@ def read_json_lines(
 ) -> list[T]:
     """Call `read` with each non-empty line and its number, and return the results.
 
-    `what` is a noun for the object on a line, and `option` the option that gave the path. Raises `Refused` if the file
-    cannot be read, is too large or has no such line, and, with the number of the line, if `read` raises an error.
+    `what` is a noun for the object on a line, and `option` is the option that gave the path. Raises `Refused` if the
+    file cannot be read, is too large or has no such line. If `read` raises an error, `Refused` gives the line's number.
     """
     named = f"{option} {path}".strip()
     found = []
@@ -42,5 +42,5 @@ def _read(path: Path, what: str, read: Callable[[str, int], T], line: str, numbe
     try:
         return read(line, number)
     except WRONG as error:
-        why = str(error) if type(error) is ValueError else in_one_line(error)  # the reader's own sentence
+        why = str(error) if type(error) is ValueError else in_one_line(error)  # a sentence written by `read`
         raise Refused(Code.BAD_CONFIG, f"{path} line {number} is not a {what}: {why}") from error

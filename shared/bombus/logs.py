@@ -1,7 +1,7 @@
 """Log formats: lines for a terminal, or JSON with `BOMBUS_LOG=json`.
 
-Ids are passed as `extra={"episode": ...}`; those in FIELDS are printed. This is not on a hot path, because services log
-changes, not every call.
+Ids are passed as `extra={"episode": ...}`, and those listed in FIELDS are printed. This is not on a hot path, because
+services log changes, not every call.
 
 A message and its fields are one line, even if clients have put control characters into them: these are escaped. The
 lines of a traceback are indented, so that none can be mistaken for a separate entry.
@@ -25,7 +25,7 @@ _COLOURS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRIT
 
 
 class _Context(logging.Filter):
-    """Adds the fields of the whole process to every record."""
+    """Adds the fields that apply to the whole process to every record."""
 
     def __init__(self, service: str, constants: Mapping[str, str]) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class LineFormatter(logging.Formatter):
-    """Formats `12:30:01 trainer      step 3 done  engine=main step=3`."""
+    """Formats a record as `12:30:01 trainer      step 3 done  engine=main step=3`."""
 
     def __init__(self, colour: bool) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def configure(service: str, level: str = "info", **constants: str) -> None:
 
 
 def _log_crash(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """Log the error that ends this process, escaped like all other entries, since its text may be from outside."""
+    """Log the error that ends this process. Escape it like all other entries, since its text may come from outside."""
     if issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, traceback)
     else:

@@ -1,4 +1,4 @@
-"""Task groups whose failures are handled by the task that waits for them, and event loops that end in bounded time."""
+"""Task groups whose failures the waiting task can handle, and event loops that end in bounded time."""
 
 import asyncio
 import logging
@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 log = logging.getLogger("bombus")
 
-LEFT_S = 5.0  # how long remaining tasks of a loop may take to end after they were cancelled
+LEFT_S = 5.0  # how long a loop's remaining tasks may take to end after they were cancelled
 
 T = TypeVar("T")
 
@@ -46,7 +46,8 @@ def settled() -> Iterator[None]:
     If the task itself is cancelled, undo nothing.
 
     A `TaskGroup` cancels the task that waits for it when one of its tasks fails. In some versions of Python, such as
-    3.11.2 of Debian 12, it does not undo that, and every later `asyncio.timeout` of the task raises CancelledError.
+    3.11.2 of Debian 12, the group does not undo that, and every later `asyncio.timeout` of the task raises
+    CancelledError.
     """
     task = asyncio.current_task()
     assert task is not None

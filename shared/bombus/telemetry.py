@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 HEADER = "traceparent"
-TRACEPARENT_CHARACTERS = 55  # for version 00, the only one so far
+TRACEPARENT_CHARACTERS = 55  # length in version 00, the only version so far
 
 Attribute = str | int | float | bool
 
@@ -35,7 +35,7 @@ class TraceSpan(Protocol):
 
 
 class _PassedOn:
-    """The span of a process without tracing, which passes on the context that it received."""
+    """The span of a process without tracing, which merely passes on the context that it received."""
 
     def __init__(self, traceparent: str = "") -> None:
         self.traceparent = traceparent

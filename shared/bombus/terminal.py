@@ -30,7 +30,7 @@ def complain(*lines: object) -> None:
 
 
 def say_json(value: object) -> None:
-    """Print a value as JSON, escaped so that no character controls the terminal. It parses to the same value."""
+    """Print a value as JSON, escaped so that no character can control the terminal. It parses to the same value."""
     text = json.dumps(value, ensure_ascii=False, indent=2)
     say(*(json_escaped(line) for line in text.split("\n")))
 

@@ -289,7 +289,7 @@ async def test_a_server_that_dies_in_the_middle_costs_only_speed(
         await asyncio.to_thread(server.start)
         while len(found) < MANY:
             found += await reader.read()
-    assert "no longer in bulk" in caplog.text
+    assert "stopped reading in bulk" in caplog.text
     assert numbers(found) == list(range(1, MANY + 1))
 
 

@@ -72,7 +72,7 @@ async def test_a_message_over_the_server_s_limit_is_refused_before_it_is_sent(bu
 
 
 async def test_publishing_to_a_subject_without_a_stream_times_out(bus: Bus) -> None:
-    with pytest.raises(BusUnavailable, match="no stream takes"):
+    with pytest.raises(BusUnavailable, match="no stream accepts"):
         await bus.publisher.publish("bombus.nobody.inbox.x", b"", msg_id="1", timeout_s=0.2)
 
 

@@ -77,7 +77,7 @@ async def test_the_password_of_a_server_stays_when_it_is_started_again(server: E
 def test_a_server_whose_password_was_damaged_does_not_start_and_lets_nobody_in(tmp_path: Path, damaged: str) -> None:
     (tmp_path / "password").write_text(damaged)
     server = EmbeddedServer(tmp_path)
-    with pytest.raises(BusUnavailable, match="password holds no password: delete it"):
+    with pytest.raises(BusUnavailable, match="password contains no password: delete it"):
         server.start()
     (tmp_path / "password").write_text("own-password-of-somebody\n")
     server.start()

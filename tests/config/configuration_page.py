@@ -197,7 +197,7 @@ def _fields(model: type[BaseModel]) -> str:
     rows = []
     for name, field in model.model_fields.items():
         inner = cluster.part_of(field.annotation)
-        takes = "see below" if inner is not None else allowed(field).removeprefix("it takes ")
+        takes = "see below" if inner is not None else allowed(field).removeprefix("it must be ")
         rows.append((f"`{name}`", takes, "" if inner is not None else _default(field)))
     return _table(("key", "takes", "default"), rows)
 

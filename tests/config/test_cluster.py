@@ -238,20 +238,20 @@ def test_the_key_of_a_server_elsewhere_reaches_only_its_replica(monkeypatch: pyt
         ({"engines": {"Big One": {}}}, "engine 'Big One' is not a valid name"),
         (
             {"gateway": {"port": -1}, **engine()},
-            "gateway.port = -1 is refused: it takes a whole number, at least 0, at m",
+            "gateway.port = -1 is refused: it must be a whole number, at least 0, at m",
         ),
         ({"gateway": {"prot": 1}, **engine()}, "gateway.prot is unknown; did you mean port?"),
-        ({"coordinator": {"count": "two"}, **engine()}, 'coordinator.count = "two" is refused: it takes a whole'),
+        ({"coordinator": {"count": "two"}, **engine()}, 'coordinator.count = "two" is refused: it must be a whole'),
         (engine(trianer={}), "engines.main.trianer is unknown; did you mean trainer?"),
         (
             engine(trainer={"backend": "jax"}),
-            'engines.main.trainer.backend = "jax" is refused: it takes one of torch',
+            'engines.main.trainer.backend = "jax" is refused: it must be one of torch',
         ),
-        (engine(trainer={"device": "gpu"}), 'engines.main.trainer.device = "gpu" is refused: it takes cpu, cuda or'),
-        (engine(inference=[{}, {"count": -1}]), "engines.main.inference[1].count = -1 is refused: it takes a whole"),
+        (engine(trainer={"device": "gpu"}), 'engines.main.trainer.device = "gpu" is refused: it must be cpu, cuda or'),
+        (engine(inference=[{}, {"count": -1}]), "engines.main.inference[1].count = -1 is refused: it must be a whole"),
         (
             engine(inference=[{"backend": "sglang"}]),
-            'engines.main.inference[0].backend = "sglang" is refused: it takes one',
+            'engines.main.inference[0].backend = "sglang" is refused: it must be one',
         ),
         (
             engine(inference=[{"backend": "openai"}]),
@@ -267,7 +267,7 @@ def test_the_key_of_a_server_elsewhere_reaches_only_its_replica(monkeypatch: pyt
         ),
         (
             engine(inference=[{"backend": "openai", "url": "gpu7"}]),
-            'url = "gpu7" is refused: it takes http://HOST:PORT',
+            'url = "gpu7" is refused: it must be http://HOST:PORT',
         ),
         (engine(inference=[{"backend": "openai", "url": "http://a", "dtype": "float32"}]), "dtype has no effect with"),
         (engine(inference=[{"backend": "openai", "url": "http://a", "count": 2}]), "count 2 is refused: one replica"),
@@ -277,7 +277,7 @@ def test_the_key_of_a_server_elsewhere_reaches_only_its_replica(monkeypatch: pyt
             "engines.main.trainer: devices names 1 GPU, but processes is 2: give one for each",
         ),
         (engine(trainer={"device": "cpu", "devices": [0]}), "device cpu is refused alongside devices, which are GPUs"),
-        (engine(trainer={"devices": ["0"]}), 'engines.main.trainer.devices[0] = "0" is refused: it takes numbers of'),
+        (engine(trainer={"devices": ["0"]}), 'engines.main.trainer.devices[0] = "0" is refused: it must be numbers of'),
         (
             engine(inference=[{"backend": "vllm", "count": 2, "tensor_parallel": 2, "devices": [0, 1]}]),
             "devices names 2 GPUs, but 2 replicas with 2 GPUs each take 4",
@@ -285,10 +285,10 @@ def test_the_key_of_a_server_elsewhere_reaches_only_its_replica(monkeypatch: pyt
         (engine(inference=[{"eager": True}]), "eager has no effect with backend torch: it belongs to vllm"),
         (engine(inference=[{"backend": "vllm", "gpu_memory_utilization": 0.5}]), "has no effect here: device is cpu"),
         (engine(inference=[{"max_model_len": 1}]), "inference[0].max_model_len: 1 is neither 0 nor at least 2"),
-        (engine(job=3), "engines.main.job = 3 is refused: it takes a job's file, or its document"),
+        (engine(job=3), "engines.main.job = 3 is refused: it must be a job's file, or its document"),
         (
             engine(job={"bombus": {"trainer": {"lr": 7}}}),
-            "engines.main.job: bombus.trainer.lr = 7 is refused: it takes a",
+            "engines.main.job: bombus.trainer.lr = 7 is refused: it must be a",
         ),
         (engine(job="nowhere.yaml"), "engines.main.job: nowhere.yaml: there is no such file"),
         (

@@ -197,7 +197,7 @@ def test_short_names_of_methods_are_accepted(name: str) -> None:
         ),
         (
             {"bombus": {"model": {"chat_template_kwargs": {"a": None}}}},
-            ["bombus.model.chat_template_kwargs", "it takes a mapping of up to 64 names to scalars"],
+            ["bombus.model.chat_template_kwargs", "it must be a mapping of up to 64 names to scalars"],
         ),
     ],
 )
@@ -213,7 +213,7 @@ def test_a_mistake_is_named_with_its_value_and_its_range(job: Any, words: list[s
         ({"overlong": "penalty"}, "bombus.trainer: overlong penalty needs an overlong_buffer of at least 1 token"),
         (
             {"lora_rank": -1},
-            "bombus.trainer.lora_rank = -1 is refused: it takes a whole number, at least 0, at most 1024",
+            "bombus.trainer.lora_rank = -1 is refused: it must be a whole number, at least 0, at most 1024",
         ),
         ({"lrr": 1}, "bombus.trainer.lrr is unknown; did you mean bombus.trainer.lr?"),
         ({"learning_rate": 1}, "bombus.trainer.learning_rate is unknown; did you mean bombus.trainer.lr?"),
@@ -459,7 +459,7 @@ KWARGS = "bombus:\n  model:\n    path: tiny\n    chat_template_kwargs:\n      a:
             KWARGS + "!!timestamp 2026-11-28",
             "bombus.model.chat_template_kwargs.a is a date or a time; give a",
         ),
-        (KWARGS + "!!binary aGk=", "bombus.model.chat_template_kwargs.a is of type bytes; give a text in quotes"),
+        (KWARGS + "!!binary aGk=", "bombus.model.chat_template_kwargs.a is of type bytes; use a string in quotes"),
         (KWARGS + "[1, !!set {b}]", "bombus.model.chat_template_kwargs.a[1] is of type set"),
         (
             KWARGS + "{!!binary aGk=: 1}",
@@ -642,8 +642,8 @@ def test_slimes_names_of_options_are_accepted(options: dict[str, object], wanted
         ),
         ({"kl_coef": 0.05, "eps_clip": 0.2}, "is refused alongside slime's eps_clip"),
         ({"kl_coef": 0.05, "use_kl_loss": False}, "is refused alongside slime's use_kl_loss"),
-        ({"tis_mode": "drop"}, "bombus.trainer.tis_mode = 'drop' is refused: it takes one of truncate, clip, mask"),
-        ({"tis_level": "geometric"}, "tis_level = 'geometric' is refused: it takes one of token, sequence"),
+        ({"tis_mode": "drop"}, "bombus.trainer.tis_mode = 'drop' is refused: it must be one of truncate, clip, mask"),
+        ({"tis_level": "geometric"}, "tis_level = 'geometric' is refused: it must be one of token, sequence"),
         ({"tis_level": 3}, "tis_level = 3 is refused"),
         ({"tis_level": "token", "correction": "icepop"}, "correction and bombus.trainer.tis_level set the same thing"),
         ({"tis_mode": "mask", "tis_clip": 2, "tis_upper_bound": 2}, "tis_clip and bombus.trainer.tis_upper_bound set"),

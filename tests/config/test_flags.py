@@ -20,10 +20,10 @@ from bombus_trainer import launcher, ray_ranks, worker
 from bombus_trainer.options import add_options, options_of
 
 NAME = "is not a valid name: use 1 to 32 lower-case letters, digits and dashes, starting with a letter or digit"
-THREADS = "--threads -1 is refused: it takes a whole number, at least 0, at most 1024"
-DEVICE = "--device gpu is refused: it takes cpu, cuda or cuda:N"
-PORT = "is refused: it takes a whole number, at least 0, at most 65535"
-DOOR = "is refused: it takes a whole number, at least 0, at most 65535"
+THREADS = "--threads -1 is refused: it must be a whole number, at least 0, at most 1024"
+DEVICE = "--device gpu is refused: it must be cpu, cuda or cuda:N"
+PORT = "is refused: it must be a whole number, at least 0, at most 65535"
+DOOR = "is refused: it must be a whole number, at least 0, at most 65535"
 
 
 @pytest.fixture(autouse=True)
@@ -54,20 +54,20 @@ def refusal(capsys: pytest.CaptureFixture[str], main: Callable[[Sequence[str]], 
         ("trainer --device gpu --threads -1", f"{THREADS}; {DEVICE}"),
         (
             "trainer --operation-timeout 0",
-            "--operation-timeout 0.0 is refused: it takes a number, more than 0.0, at most 86400.0",
+            "--operation-timeout 0.0 is refused: it must be a number, more than 0.0, at most 86400.0",
         ),
         ("inference --device gpu", DEVICE),
         ("inference --threads -1", THREADS),
         (
             "inference --tensor-parallel 0",
-            "--tensor-parallel 0 is refused: it takes a whole number, at least 1, at most 1024",
+            "--tensor-parallel 0 is refused: it must be a whole number, at least 1, at most 1024",
         ),
         ("inference --port 99999", f"--port 99999 {PORT}"),
-        ("inference --kv-cache-mb -1", "--kv-cache-mb -1 is refused: it takes 0 to 4194304"),
-        ("inference --url nope", "--url nope is refused: it takes http://HOST:PORT of a server"),
+        ("inference --kv-cache-mb -1", "--kv-cache-mb -1 is refused: it must be from 0 to 4194304"),
+        ("inference --url nope", "--url nope is refused: it must be http://HOST:PORT of a running server"),
         (
             "inference --api-key-env $KEY",
-            "--api-key-env '$KEY' is refused: it takes the name of a variable, which holds its key",
+            "--api-key-env '$KEY' is refused: it must be the name of an environment variable with its key",
         ),
         (
             "inference --backend openai",
@@ -75,16 +75,16 @@ def refusal(capsys: pytest.CaptureFixture[str], main: Callable[[Sequence[str]], 
         ),
         ("gateway --port 99999", f"--port 99999 {PORT}"),
         ("gateway --engine a --engine a", "--engine a a is refused: name at least one engine, and each once"),
-        ("coordinator --watch-disk nowhere", "--watch-disk nowhere is refused: there is no such folder"),
+        ("coordinator --watch-disk nowhere", "--watch-disk nowhere: there is no such folder"),
         ("up --dry-run --port 99999", f"--port 99999 {DOOR}"),
         ("up --dry-run --device gpu", DEVICE),
         ("up --dry-run --threads -1", THREADS),
-        ("up --dry-run --nats-port 99999", "--nats-port 99999 is refused: it takes 0 to 65535"),
-        ("up --dry-run --replicas 65", "--replicas 65 is refused: it takes 1 to 64"),
+        ("up --dry-run --nats-port 99999", "--nats-port 99999 is refused: it must be from 0 to 65535"),
+        ("up --dry-run --replicas 65", "--replicas 65 is refused: it must be from 1 to 64"),
         ("doctor --port 99999", f"--port 99999 {DOOR}"),
-        ("doctor --trainer-processes 0", "--trainer-processes 0 is refused: it takes 1 to 64"),
-        ("demo --minutes -1", "--minutes -1.0 is refused: it takes 0.01 to 1440"),
-        ("demo --seed -1", "--seed -1 is refused: it takes 0 to 9223372036854775807"),
+        ("doctor --trainer-processes 0", "--trainer-processes 0 is refused: it must be from 1 to 64"),
+        ("demo --minutes -1", "--minutes -1.0 is refused: it must be from 0.01 to 1440"),
+        ("demo --seed -1", "--seed -1 is refused: it must be from 0 to 9223372036854775807"),
         ("replay train --step 1 --device gpu", DEVICE),
     ],
 )
@@ -146,7 +146,7 @@ def test_a_file_that_cannot_be_read_is_named(command: str, tmp_path: Path, capsy
     [
         ("--api-port 99999", f"--api-port 99999 {DOOR}"),
         ("--threads -1", THREADS),
-        ("--operation-timeout 0", "--operation-timeout 0.0 is refused: it takes 1 to 86400"),
+        ("--operation-timeout 0", "--operation-timeout 0.0 is refused: it must be from 1 to 86400"),
         ("--config nowhere.yaml", "nowhere.yaml: there is no such file"),
         ("--hive Lab", f"--hive: hive 'Lab' {NAME}; see `bombus_trainer.launcher --help`"),
     ],
@@ -167,7 +167,7 @@ def test_the_launcher_names_its_flags(words: str, why: str, capsys: pytest.Captu
             '{"engine.x":1,"zz":2}',
             "--options has unknown fields, engine.x, zz: start the trainer with the bombus that wrote them",
         ),
-        ('{"folder":5}', "--folder 5 is refused: it takes a path"),
+        ('{"folder":5}', "--folder 5 is refused: it must be a path"),
         ('{"threads":-1}', THREADS),
     ],
 )
@@ -194,7 +194,7 @@ def test_ranks_refuse_what_a_trainer_refuses(
     assert refusal(capsys, worker.main, "--device gpu") == f"bombus_trainer.worker: {DEVICE}"
     assert refusal(capsys, ray_ranks.main, "--device gpu") == f"bombus_trainer.ray_ranks: {DEVICE}"
     line = refusal(capsys, ray_ranks.main, "--ranks 0")
-    assert line == "bombus_trainer.ray_ranks: --ranks 0 is refused: it takes 1 to 4096"
+    assert line == "bombus_trainer.ray_ranks: --ranks 0 is refused: it must be from 1 to 4096"
 
 
 def test_ranks_on_ray_say_how_to_get_ray(capsys: pytest.CaptureFixture[str]) -> None:
@@ -339,8 +339,8 @@ def test_the_words_for_settings_are_those_that_are_not_the_defaults() -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ("--cache-mb 0", "--cache-mb 0 is refused: it takes a whole number, at least 1, at most 4096"),
-        ("--rate 0", "--rate 0.0 is refused: it takes a number, more than 0"),
+        ("--cache-mb 0", "--cache-mb 0 is refused: it must be a whole number, at least 1, at most 4096"),
+        ("--rate 0", "--rate 0.0 is refused: it must be a number, more than 0"),
         ("--mode fast", "mode fast is quiet"),
     ],
 )

@@ -63,10 +63,10 @@ def test_compaction_and_its_archive_are_settings_of_the_coordinator(
 @pytest.mark.parametrize(
     ("streams", "why"),
     [
-        ({"replicas": 2}, "streams.replicas: it takes 1, 3 or 5"),
+        ({"replicas": 2}, "streams.replicas: it must be 1, 3 or 5"),
         (
             {"events_bytes_max": 10},
-            "streams.events_bytes_max = 10 is refused: it takes a size of at least 4KiB, such as",
+            "streams.events_bytes_max = 10 is refused: it must be a size of at least 4KiB, such as",
         ),
         (
             {"calls_bytes_max": "4 gigs"},
@@ -88,12 +88,12 @@ def test_a_mistake_on_the_command_line_names_the_flag(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert refused_up(capsys, "--events-bytes-max", "10") == (
-        "bombus up: --events-bytes-max 10 is refused: it takes a size of at least 4KiB, such as 512MB or 4GiB"
+        "bombus up: --events-bytes-max 10 is refused: it must be a size of at least 4KiB, such as 512MB or 4GiB"
     )
     assert "give the URLs of a cluster as nats (--nats)" in refused_up(capsys, "--stream-replicas", "3")
     assert main(["coordinator", "--stream-replicas", "2"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == "bombus coordinator: --stream-replicas 2 is refused: it takes 1, 3 or 5"
+    assert line == "bombus coordinator: --stream-replicas 2 is refused: it must be 1, 3 or 5"
     with pytest.raises(SystemExit):
         main(["up", "--calls-bytes-max", "much"])
     assert "--calls-bytes-max: 'much' cannot be read as a size: give a size" in capsys.readouterr().err

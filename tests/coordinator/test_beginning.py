@@ -120,9 +120,9 @@ def test_another_model_of_a_named_experiment_is_refused_in_words_with_both_ways_
     assert isinstance(refused, inbox.Refusal)
     assert refused.code == Code.BAD_CONFIG
     assert refused.why == (
-        "This experiment has begun, but the checkpoint of version 2 of run 1 is another job's (model.path 'smollm2' -> "
-        "'tiny'). Set trainer.resume to never to start over, or give another experiment.experiment_name; to continue, "
-        "restore these settings."
+        "This experiment has begun, but the checkpoint of version 2 of run 1 belongs to another job (model.path "
+        "'smollm2' -> 'tiny'). Set trainer.resume to never to start over, or give another experiment.experiment_name; "
+        "to continue, restore these settings."
     )
     assert harness.phase() == Phase.OFFLINE
     assert start(harness, job("never", model={"path": "tiny", "seed": 0}, experiment="bees")) == inbox.Done(run=2)
@@ -143,10 +143,10 @@ def test_another_job_without_a_name_begins_anew_which_is_told_and_the_first_one_
         stop(harness)
     told = [line_of(event) for event in harness.log if isinstance(event, ev.EngineStarted)]
     assert told[1:] == [
-        "run 2 started with configuration d, at the model as loaded: the checkpoint of version 2 of run 1 is another "
-        "job's (model.path 'smollm2' -> 'tiny')",
-        "run 3 started with configuration d, at the model as loaded: the checkpoint of version 2 of run 1 is another "
-        "job's (trainer.lora_rank 8 -> 16)",
+        "run 2 started with configuration d, at the model as loaded: the checkpoint of version 2 of run 1 belongs to "
+        "another job (model.path 'smollm2' -> 'tiny')",
+        "run 3 started with configuration d, at the model as loaded: the checkpoint of version 2 of run 1 belongs to "
+        "another job (trainer.lora_rank 8 -> 16)",
     ]
     start(harness, job("auto"))
     assert harness.engine.begun == 2
@@ -185,7 +185,7 @@ def test_a_version_of_another_job_is_refused_in_words() -> None:
     harness = stopped()
     refused = start(harness, job("from 2", model={"path": "tiny", "seed": 0}))
     assert isinstance(refused, inbox.Refusal)
-    assert "is another job's: model.path 'smollm2' -> 'tiny'. Set trainer.resume to never" in refused.why
+    assert "belongs to another job: model.path 'smollm2' -> 'tiny'. Set trainer.resume to never" in refused.why
     assert harness.phase() == Phase.OFFLINE
 
 

@@ -316,7 +316,7 @@ async def test_behind_a_damaged_snapshot_nothing_is_removed_until_there_are_two_
     async with compacting(small, quick(nats_url)):
         await until_status_says(small, f"the snapshot at event {cut} is damaged")
         assert await first_event(small) == 1
-        await until_status_says(small, "of 2 good snapshots")
+        await until_status_says(small, "needs 2 good snapshots")
         await play_many(small, 20, "more")
         await until_compacted(small)
     assert await first_event(small) >= newest

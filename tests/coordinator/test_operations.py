@@ -409,7 +409,7 @@ def test_operations_of_another_client_on_a_model_are_no_repeats_of_its_own() -> 
     harness.open_session("s-eve", owner="eve")
     harness.create()
     why = refused(harness.create(session="s-eve"), Code.MODEL_EXISTS)
-    assert why == f"Model {MODEL} belongs to another client: give yours another name."
+    assert why == f"Model {MODEL} belongs to another client: choose another name for yours."
     harness.operate("1", text="same")
     refused(harness.operate("1", text="same", session="s-eve"), Code.UNKNOWN_MODEL)
     assert isinstance(harness.operate("1", text="same"), Accepted), "a repeat"

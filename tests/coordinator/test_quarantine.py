@@ -374,7 +374,7 @@ def test_the_status_names_a_quarantined_replica_with_its_reason() -> None:
 def test_the_status_and_refusals_say_what_lets_the_run_go_on() -> None:
     harness = suspended_for_want_of_replicas()
     text = render_status(harness.core.hive, ENGINE, harness.now_ns)
-    assert "the run resumes once a replica serves its weights; `bombus resume` lets all replicas retry at once" in text
+    assert "resumes once a replica serves its weights; `bombus resume` lets all replicas retry immediately" in text
     refused = harness.request(harness.claim_message())
     assert isinstance(refused, inbox.Refusal)
     assert refused.code == Code.WRONG_PHASE

@@ -73,7 +73,7 @@ def test_a_claim_that_names_no_saved_model_of_the_run_is_refused_in_words() -> N
     why = refused(harness.request(harness.claim_message()), Code.UNSUPPORTED)
     assert "say which of its saved models the episodes sample from" in why
     why = refused(harness.request(harness.claim_message(sampler=f"{MODEL}/sampler/none")), Code.UNKNOWN_MODEL)
-    assert why == f"There is no saved model {MODEL}/sampler/none here, or it is gone: save one."
+    assert why == f"There is no saved model {MODEL}/sampler/none here, or it was removed: save one."
 
 
 def test_a_saved_model_of_all_weights_or_on_another_base_is_refused_in_words() -> None:
@@ -84,7 +84,7 @@ def test_a_saved_model_of_all_weights_or_on_another_base_is_refused_in_words() -
     harness.done("0", made=ev.ModelShape())
     save(harness, "1", "whole")
     why = refused(harness.request(harness.claim_message(sampler=f"{MODEL}/sampler/whole")), Code.UNSUPPORTED)
-    assert "has all weights of its model" in why
+    assert "contains all weights of its model" in why
 
     harness = with_snapshot()
     harness.send(inbox.Stop(id=harness.id(), engine=ENGINE))
@@ -97,7 +97,7 @@ def test_a_saved_model_of_all_weights_or_on_another_base_is_refused_in_words() -
 def test_episodes_play_with_saved_models_of_their_own_clients_and_with_those_that_are_published() -> None:
     harness = with_snapshot(owner="ann")
     why = refused(harness.request(harness.claim_message(sampler=SNAPSHOT, owner="eve")), Code.UNKNOWN_MODEL)
-    assert why == f"There is no saved model {SNAPSHOT} here, or it is gone: save one."
+    assert why == f"There is no saved model {SNAPSHOT} here, or it was removed: save one."
     for owner in ("ann", ""):
         assert isinstance(harness.request(harness.claim_message(sampler=SNAPSHOT, owner=owner)), Granted)
     mark = {"model": MODEL, "use": "sampler", "name": "step-1", "public": True}
@@ -110,7 +110,7 @@ def test_a_run_that_trains_its_own_policy_takes_no_sampler_and_an_engine_that_is
     refused(harness.request(harness.claim_message(sampler=BASE_SAMPLER)), Code.WRONG_PHASE)
     harness.boot()
     why = refused(harness.request(harness.claim_message(sampler=BASE_SAMPLER)), Code.UNSUPPORTED)
-    assert "trains the model that its episodes play with: leave sampler out" in why
+    assert "trains the model that its episodes sample from: leave sampler out" in why
 
 
 def test_r17_ended_episodes_make_no_batch_however_many_they_are_and_their_client_takes_them() -> None:

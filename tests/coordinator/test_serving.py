@@ -335,7 +335,7 @@ def test_a_model_is_created_by_a_trainer_that_is_awake_alone() -> None:
     harness = OperationHarness().serving()
     rest(harness, asleep=True)
     why = refused(harness.create("s:train:1"), Code.WRONG_PHASE)
-    assert why.endswith("is asleep and creates no models until /wake_up wakes it.")
+    assert why.endswith("is asleep and creates no models until it is woken by /wake_up.")
     rest(harness, asleep=False)
     assert isinstance(harness.create("s:train:1"), inbox.Accepted)
 

@@ -74,7 +74,7 @@ def test_models_of_sessions_that_have_ended_or_fallen_silent_make_room() -> None
     ended = harness.clients.sessions["s"].ended
     assert ended is not None
     assert (ended.reason, ended.save) == (SessionEnd.IDLE, True)
-    assert ended.detail == "it was silent, and others needed its room"
+    assert ended.detail == "it was silent, and other clients needed its room"
 
 
 def test_one_keys_checkpoints_leave_another_key_its_share() -> None:

@@ -111,7 +111,7 @@ def test_a_trainer_that_hangs_in_three_attempts_in_a_row_suspends_the_run() -> N
     _, suspended = hangs(harness)
     assert isinstance(suspended, ev.EngineSuspended)
     assert suspended.reason == (
-        "its trainers failed 3 times in a row; the last, t2 made no progress at step 1, micro-batch 12 of 40 for "
+        "its trainers failed 3 times in a row; most recently, t2 made no progress at step 1, micro-batch 12 of 40 for "
         "10 m 20 s"
     )
     assert harness.engine.batch is not None

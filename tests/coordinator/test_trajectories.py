@@ -333,7 +333,7 @@ def test_r20_a_key_whose_groups_have_more_bytes_than_its_share_pushes_again_once
     assert isinstance(answer, Refusal)
     assert (answer.code, answer.why) == (
         Code.OVERLOADED,
-        "The queued groups of this key take 700 B, and those of all keys together 700 B of 1 kB. With 100 B more, this "
+        "The queued groups of this key take 700 B, and those of all keys 700 B of 1 kB. With 100 B more, this "
         "key would have more than its share. Send them again after the trainer has taken batches, or raise the limit "
         "with --trajectories-bytes-max.",
     )

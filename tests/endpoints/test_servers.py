@@ -98,7 +98,7 @@ async def test_a_server_that_never_ends_its_answer_is_left() -> None:
         return httpx.Response(200, content=for_ever())
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(handle), base_url="http://gpu-1:30000") as http:
-        with pytest.raises(httpx.ReadTimeout, match=r"did not end within 0\.1 s"):
+        with pytest.raises(httpx.ReadTimeout, match=r"was not complete within 0\.1 s"):
             await load_folder(http, ServerKind.SGLANG, Path("/w/m"), "m/3", 0.1)
 
 

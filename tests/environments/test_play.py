@@ -248,7 +248,7 @@ async def test_a_role_is_a_short_printable_text() -> None:
             agents["x" * 64]
             agents["a\nb"]
 
-    with pytest.raises(InfraError, match=r"'a\\nb' is not a text of 1 to 64 printable ASCII characters"):
+    with pytest.raises(InfraError, match=r"'a\\nb' must consist of 1 to 64 printable ASCII characters"):
         (await played(ScriptedModel(), Odd)).output()
 
 

@@ -79,7 +79,7 @@ async def test_what_a_tool_does_wrong_is_shown_to_the_model_and_the_loop_goes_on
     result = await played(model)
     shown = model.shown(1)
     assert shown[0] == "<error>Tool failed: ValueError: as it was asked to</error>"
-    assert shown[1] == "<error>Tool failed: there is no tool 'subtract': there is add, where, fail</error>"
+    assert shown[1] == "<error>Tool failed: there is no tool 'subtract': the tools are add, where, fail</error>"
     assert shown[2].startswith("<error>Tool failed: the arguments are wrong: the arguments: Invalid JSON")
     assert shown[3] == '{"count":3}'
     assert result.output().reward == 1.5
@@ -191,7 +191,7 @@ async def test_an_answer_may_have_so_many_calls_and_a_tool_so_many_characters() 
     model = ScriptedModel(calls(*[("add", {"amount": 1})] * 3), "done")
     result = await played(model, calls_max=2)
     assert model.shown(1)[2] == (
-        "<error>Tool failed: it was not carried out: an answer can have 2 calls at most</error>"
+        "<error>Tool failed: it was not carried out: an answer may have at most 2 calls</error>"
     )
     assert (result.transcript.tool_calls, result.transcript.tool_failures) == (3, 1)
 

@@ -144,7 +144,7 @@ class Generous(Counter):
 async def test_rewards_by_chance_and_rewards_out_of_their_range_are_found() -> None:
     # nothing, then gold, then gold once more
     assert (await problems(Chance))["determinism"] == ("Played a second time, the reward `luck` was 2 instead of 1.",)
-    assert await problems(Generous) == {"range": ("The reward `much` was 1.01, but is declared to lie from 0 to 1.",)}
+    assert await problems(Generous) == {"range": ("The reward `much` was 1.01, but its declared range is 0 to 1.",)}
 
 
 class Unsolved(Counter):
@@ -217,7 +217,7 @@ class Uneven(Quiz):
 
 
 async def test_the_range_of_a_reward_holds_for_each_call() -> None:
-    assert (await problems(Uneven))["range"] == ("The reward `uneven` was 2, but is declared to lie from 0 to 1.",)
+    assert (await problems(Uneven))["range"] == ("The reward `uneven` was 2, but its declared range is 0 to 1.",)
 
 
 # ---- the command ----

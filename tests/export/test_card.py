@@ -76,7 +76,7 @@ def test_of_many_steps_some_are_shown_evenly_with_the_first_and_the_last(golden:
 def test_steps_that_were_compacted_away_are_named(golden: LoggedRun) -> None:
     rest = msgspec.structs.replace(golden, steps={2: golden.steps[2]}, started_ns=0)
     text = card("main", rest, 2, MODEL, "tiny")
-    assert "| trained on | 4 episodes in 2 groups; steps 1 to 1 were compacted away from the log |" in text
+    assert "| trained on | 4 episodes in 2 groups; steps 1 to 1 were removed by compacting the log |" in text
     assert "run started" not in text
 
 

@@ -201,7 +201,7 @@ def test_a_version_that_is_not_there_is_refused_with_those_that_are(
     said = capsys.readouterr().err
     why = {0: "is no longer at", 99: "there is no version 99 of engine main, run 1"}[version]
     assert why in said
-    assert f"still there: {STEPS - 1}, {STEPS}" in said
+    assert f"available: {STEPS - 1}, {STEPS}" in said
 
 
 def test_an_engine_or_a_run_that_is_not_there_is_refused_with_those_that_are(

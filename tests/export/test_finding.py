@@ -43,7 +43,7 @@ async def test_a_data_folder_that_was_moved_still_has_its_versions(archive: File
     files = await finder.files(weights, whole=False)
     assert files.model == tmp_path / "after" / place.relative_to(tmp_path / "before")
     assert "tokenizer.json" in files.texts
-    with pytest.raises(NotOnLog, match=r"is no longer at .*; still there: none"):
+    with pytest.raises(NotOnLog, match=r"is no longer at .*; available: none"):
         await Finder(archive, tmp_path / "cache").check(run, 2)
 
 

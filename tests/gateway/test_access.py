@@ -468,7 +468,7 @@ def test_a_gateway_that_would_open_the_hive_to_the_network_does_not_start() -> N
     ended = subprocess.run(command, env={}, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
-    assert line.startswith("bombus gateway: Listening at 0.0.0.0 opens the hive to the network")
+    assert line.startswith("bombus gateway: Listening at 0.0.0.0 exposes the hive to the network")
 
 
 def test_neither_reprs_nor_errors_of_the_settings_show_a_key() -> None:

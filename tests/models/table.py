@@ -51,11 +51,11 @@ way.
 
 # What a refusal says, and what the page says about the families that are refused with it.
 REASONS = {
-    "keep another state": "some of their layers keep another state than keys and values: hybrid models",
+    "keep state other than": "some of their layers keep state other than keys and values: hybrid models",
     "take no attention function": "they have no attention, or one that cannot be replaced from outside",
     "do not pass on": "their layers do not pass on the arguments of an attention function",
     "more than once": "a layer attends more than once",
-    "and not in its": "layers outside the decoder attend too: encoders",
+    "not only in its": "layers outside the decoder attend too: encoders",
     "share their attention": "layers share their attention",
     "a mask of their own": "their layers attend through masks of their own",
     "which is not known here": "their attention takes biases of its own",

@@ -165,7 +165,7 @@ async def test_rollout_groups_are_counted_because_the_file_does_not_have_their_t
 
 async def test_a_run_whose_trainer_is_elsewhere_is_not_one_to_export(bus: Bus) -> None:
     await pushed_group(bus)
-    with pytest.raises(NotOnLog, match="main collected rollout groups for a trainer elsewhere, which has the weights"):
+    with pytest.raises(NotOnLog, match="main collected rollout groups for an external trainer, which has the weights"):
         await read_run(BusSource(bus, "the bus"))
 
 

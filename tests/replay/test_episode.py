@@ -155,7 +155,7 @@ async def test_masks_versions_and_advantages_are_those_that_the_trainer_uses(gol
         ("main-1-1", "ended with reward 0.5; dropped untrained: no_signal", ""),
         ("main-1-7", "aborted: client (not needed)", ""),
         ("main-1-8", "aborted: infra (the tool's server was away)", ""),
-        ("main-1-9", "a success; measured its policy version, and was not trained", "an evaluation episode"),
+        ("main-1-9", "a success; measured its policy version, and was not trained on", "an evaluation episode"),
         ("main-1-14", "aborted: engine_stopped", ""),
         ("main-2-5", "waits in the pool", ""),
     ],
@@ -215,7 +215,7 @@ async def test_calls_that_are_gone_are_named_and_the_rest_is_shown(golden: FileS
         transcript = await read_transcript(source, await read_story(source, "main-1-5"))
     assert transcript.turns == ()
     assert len(transcript.lost) == 3
-    assert any("tokens are shown by their ids" in note for note in transcript.notes)
+    assert any("tokens are shown as their ids" in note for note in transcript.notes)
     assert transcript.story.outcome is not None
     with pytest.raises(LogCorrupted):
         await golden.records([CallRef(10_000, "none", b"")])

@@ -59,7 +59,7 @@ def test_what_does_not_exist_is_refused_in_one_sentence(capsys: Capture) -> None
     )
     assert "there is no engine, run or episode main-9" in output(capsys, "main-9", code=1)
     assert f"there is no event 9999: {TINY} ends at {FACTS['events']}" in output(capsys, "--at", "9999", code=1)
-    assert f"{TINY} does not have this time" in output(capsys, "--at", "+9d", code=1)
+    assert f"{TINY} does not cover this time" in output(capsys, "--at", "+9d", code=1)
     assert "'soon' is not a time" in output(capsys, "--at", "soon", code=2)
 
 

@@ -273,7 +273,7 @@ async def test_a_session_by_hand_is_one_episode_whose_reward_is_asked_for(served
     assert (code, errors) == (0, "")
     assert "2 model calls" in printed
     assert "good is not a number" in printed
-    assert "1e300 is not a number of at most 1e+09 in size" in printed
+    assert "1e300 is not a number whose absolute value is at most 1e+09" in printed
     assert printed.endswith("the episode ended with the reward 0.5\n")
     (end,) = await events(served.bus, EpisodeEnded)
     (outcome,) = end.outcomes

@@ -510,7 +510,7 @@ def test_an_engine_that_is_offline_is_configured_and_started() -> None:
 
 
 def test_a_start_that_the_job_is_refused_for_is_not_taken_for_the_start_of_another_client() -> None:
-    why = "This experiment has begun, but the checkpoint of version 2 of run 1 is another job's"
+    why = "This experiment has begun, but the checkpoint of version 2 of run 1 belongs to another job"
     refused = ok({"success": False, "error": why, "code": "bad_config"})
     driver = Driver([status("ENGINE.OFFLINE"), ok({"success": True}), refused])
     with pytest.raises(BadConfig, match=why):

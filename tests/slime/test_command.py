@@ -157,7 +157,7 @@ def test_a_prompt_may_be_any_value_that_is_not_made_a_chat(tmp_path: Path) -> No
     path.write_text('{"index": 0}\n{"index": {"task": 3}}\n')
     options = typed(*PLAYABLE, "--input-key", "index")
     assert [sample.prompt for sample in read_prompts(path, options, None)] == [0, {"task": 3}]
-    with pytest.raises(Refused, match="'index' is neither a text nor a list of messages"):
+    with pytest.raises(Refused, match="'index' is neither a string nor a list of messages"):
         read_prompts(path, typed(*PLAYABLE, "--input-key", "index", "--apply-chat-template"), None)
 
 

@@ -376,7 +376,7 @@ async def test_samples_that_a_hook_has_made_are_saved_with_their_group(
     (tmp_path / "train.jsonl").write_text('{"prompt": 0}')
     said: list[str] = []
     await played(options, said.append)
-    assert said[0] == f"{save} leaves out values that no file can hold: metadata.environment (object)"
+    assert said[0] == f"{save} leaves out values that no file can contain: metadata.environment (object)"
     ((first, second),) = groups_of(load_rollout(Path(save)))
     assert (first.prompt, first.metadata, first.status.value) == ("task 1", {"turns": 1}, "completed")
     assert [(one.group_index, one.index) for one in (first, second)] == [(0, 0), (0, 1)]

@@ -35,7 +35,7 @@ def imports(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("absent_module.generate", r"No module named 'absent_module'\. Write package\.module\.function"),
         ("json.absent", "json has no 'absent'"),
         ("absent.py:generate", "is not a file"),
-        ("slime.agent.adapters.OpenAIAdapter", "imports slime.agent, which is not here: its agents work in sandboxes"),
+        ("slime.agent.adapters.OpenAIAdapter", "imports slime.agent, which is not here: its agents work in E2B"),
     ],
 )
 def test_a_path_of_no_function_is_refused(path: str, why: str) -> None:

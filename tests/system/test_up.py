@@ -85,7 +85,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     yield running
     assert running.interrupt() == [], "Ctrl-C leaves no process running"
     log = running.log.read_text()
-    assert "stopping the services in order; the log is kept. Press Ctrl-C again to end them at once" in log
+    assert "stopping the services in order; the log is kept. Press Ctrl-C again to kill them" in log
     assert "waiting for a job: engine main is offline until it is started" in log
     assert "standing by: another coordinator leads hive main" in log
 
@@ -388,7 +388,7 @@ def test_a_cluster_file_starts_its_engines_and_their_jobs_and_port_0_is_one_that
         wait_until(lambda: "waiting for gateway to end its open calls, for 18 s at most" in up.log.read_text())
     finally:
         assert up.interrupt() == []
-    assert "ending all services at once" in up.log.read_text()
+    assert "killing all services" in up.log.read_text()
     assert "did not stop within" not in up.log.read_text(), "nothing is waited for any longer"
 
 

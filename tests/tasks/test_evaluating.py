@@ -418,10 +418,10 @@ async def test_a_file_is_played_as_far_as_it_is_asked_for(served: GatewayHive, f
     code, printed, errors = await ended(await bombus(folder, *typed(served, "-n", "1")))
     assert code == 0, errors
     assert "policy version 0: 1 episodes in " in printed
-    assert "no more of them" not in printed
+    assert "there are no more" not in printed
     code, printed, errors = await ended(await bombus(folder, *typed(served, "-n", "3")))
     assert code == 0, errors
-    assert printed.splitlines()[0] == "held_out: 2 tasks are played; there are no more of them"
+    assert printed.splitlines()[0] == "held_out: 2 tasks will be played: there are no more"
 
 
 async def test_in_the_background_each_nth_version_is_evaluated_until_ctrl_c(

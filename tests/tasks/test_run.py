@@ -110,7 +110,7 @@ async def test_a_server_that_never_answers_is_given_up_before_its_episodes_are_o
     credentials = Credentials(base_url="http://127.0.0.1:1/v1", api_key="k", model="m", episode_uuid="")
     rollout = Rollout(tasks.environment, tasks.budgets, watch=patience)
     play = TaskRun(LEGS, rollout, credentials, told.append, 2, patience)
-    with pytest.raises(ServerFailed, match=r"the server has answered nothing for 0 s: http://127\.0\.0\.1:1/v1/"):
+    with pytest.raises(ServerFailed, match=r"the server has not answered for 0 s: http://127\.0\.0\.1:1/v1/"):
         await play.run(tasks.draw(TaskDraw(size=9)))
     assert len(told) <= 2
     assert "http://127.0.0.1:1/v1/" in reasons[0]
@@ -124,7 +124,7 @@ def test_the_patience_with_a_server_begins_with_its_first_failure_and_ends_with_
     now[0] += 59.9
     patience.asked_again("it is busy")
     now[0] += 0.1
-    with pytest.raises(NoModelAnswer, match="the server has answered nothing for 60 s: it is away"):
+    with pytest.raises(NoModelAnswer, match="the server has not answered for 60 s: it is away"):
         patience.asked_again("it is away")
     lenient = ServerPatience(told.append, within_s=60.0, clock=lambda: now[0])
     lenient.asked_again("it is busy")
@@ -217,7 +217,7 @@ async def test_a_hive_is_told_from_a_server_whose_model_answers_anybody(bus: Bus
         command = [sys.executable, "-m", "bombus", "run", "--task", "search", "--engine", served.base_url, "-n", "1"]
         done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert done.stderr.endswith("is a hive, whose model answers only within episodes: `bombus eval` plays them\n")
+    assert done.stderr.endswith("is a hive, whose model answers only within episodes: use `bombus eval`\n")
 
 
 def test_the_listing_has_every_family_and_marks_what_is_flawed(capsys: pytest.CaptureFixture[str]) -> None:

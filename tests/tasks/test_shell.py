@@ -102,7 +102,7 @@ async def test_a_sandbox_that_runs_nothing_any_more_has_judged_nothing() -> None
         await sandbox.run("rm -f log.txt; mkfifo log.txt")  # the check hangs at what the model has left
         assert (await environment.score(Transcript())).reward == 0.0
         sandbox.is_broken = True
-        with pytest.raises(SandboxLost, match="runs no command any more: unshare: fork failed") as lost:
+        with pytest.raises(SandboxLost, match="no longer runs commands: unshare: fork failed") as lost:
             await environment.score(Transcript())
         assert lost.value.failure == FailureKind.SANDBOX
     finally:

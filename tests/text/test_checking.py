@@ -55,10 +55,10 @@ def test_a_template_that_shows_what_a_user_says_is_good(template: str) -> None:
             "{{ " + "(" * 2000 + "1" + ")" * 2000 + " }}",
             "the model's chat template cannot be compiled: maximum recursion",
         ),
-        ("{{ raise_exception('no') }}", "refuses even a single message of a user: no; set model.chat_template in the "),
-        ("{{ 1 / 0 }}", "refuses even a single message of a user: ZeroDivisionError: division by zero"),
-        ("{{ messages[1].content }}", "refuses even a single message of a user"),
-        ("Hello", "drops what a user says; set model.chat_template in the job to another"),
+        ("{{ raise_exception('no') }}", "refuses even a single user message: no; set model.chat_template in the "),
+        ("{{ 1 / 0 }}", "refuses even a single user message: ZeroDivisionError: division by zero"),
+        ("{{ messages[1].content }}", "refuses even a single user message"),
+        ("Hello", "drops user messages; set model.chat_template in the job to another"),
     ],
 )
 def test_a_template_that_no_conversation_can_be_rendered_with_is_refused(template: str | None, why: str) -> None:

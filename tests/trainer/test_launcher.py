@@ -178,7 +178,7 @@ def test_ranks_see_the_gpus_that_the_file_gives_each_machine(tmp_path: Path, mon
 
 def test_invalid_flags_are_refused_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--nnodes", "0"]) == 2
-    assert capsys.readouterr().err == "bombus_trainer.launcher: --nnodes 0 is refused: it takes 1 to 4096\n"
+    assert capsys.readouterr().err == "bombus_trainer.launcher: --nnodes 0 is refused: it must be from 1 to 4096\n"
 
 
 @pytest.mark.parametrize("mode", ["auto", "connect"])

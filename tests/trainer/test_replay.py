@@ -256,7 +256,7 @@ def test_a_branch_with_another_loss_has_its_defaults() -> None:
             ["--from", "1", "--to", "2", "--out", "OUT", "--set", "lrr=1"],
             "--set lrr is unknown; did you mean bombus.trainer.lr?",
         ),
-        (["--from", "1", "--to", "2", "--out", "OUT", "--set", "lr=7"], "--set lr = 7 is refused: it takes a number"),
+        (["--from", "1", "--to", "2", "--out", "OUT", "--set", "lr=7"], "--set lr = 7 is refused: it must be a number"),
         (["--from", "1", "--to", "2", "--out", "OUT", "--set", "collection.batch_size=7"], "pass a trainer setting"),
         (["--from", "1", "--to", "2", "--out", "FULL"], "is not empty: name another --out"),
     ],

@@ -358,7 +358,7 @@ async def test_a_tokenizer_that_is_not_the_models_ends_the_run_in_one_sentence(s
     await stage.follower.wait_for(lambda _: bool(stage.engine.failure), WAIT_S)
     assert stage.engine.phase == Phase.OFFLINE
     assert stage.engine.failure == (
-        f"the tokenizer of {str(wrong)!r} is not that of the model {job.model.path!r}: its token 'v73' has the id 73, "
+        f"the tokenizer of {str(wrong)!r} does not fit the model {job.model.path!r}: its token 'v73' has the id 73, "
         "but the model's ids end at 63; set model.tokenizer to the model's own"
     )
     await stage.start(job)  # the same trainer goes on with a correct job

@@ -63,7 +63,7 @@ def test_a_model_with_layers_that_begin_anew_in_each_part_is_refused(
 
 def test_a_model_with_a_tower_is_refused(found: dict[int, dict[str, Any]]) -> None:
     said = found[2]["refused"]["gemma3"]
-    assert "trainer.ulysses_parallel_size is 2, but the model has a tower for images, whose rows" in said
+    assert "trainer.ulysses_parallel_size is 2, but the model has an image tower, whose rows" in said
 
 
 def test_a_model_that_takes_no_attention_from_outside_is_refused(found: dict[int, dict[str, Any]]) -> None:

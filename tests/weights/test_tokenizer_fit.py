@@ -49,7 +49,7 @@ def misfit(files: Files) -> str:
     with pytest.raises(EngineFault) as caught:
         check_fit(files, "the-model", "the-tokenizer")
     why = str(caught.value)
-    assert why.startswith("the tokenizer of 'the-tokenizer' is not that of the model 'the-model': ")
+    assert why.startswith("the tokenizer of 'the-tokenizer' does not fit the model 'the-model': ")
     return why
 
 

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--name",
         default="",
         metavar="NAME",
-        help="its name; a restart under the same name leads again at once (default: a new name)",
+        help="its name; a restart under the same name leads again immediately (default: a new name)",
     )
     parser.add_argument(
         "--watch-disk",
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     disk: Path | None = arguments.watch_disk
     if disk is not None and not disk.is_dir():
-        raise Refused(Code.BAD_CONFIG, f"--watch-disk {disk} is refused: there is no such folder")
+        raise Refused(Code.BAD_CONFIG, f"--watch-disk {disk}: there is no such folder")
     limits = settings_from(StreamLimits, arguments)
     logs.configure("coordinator", arguments.log_level, hive=arguments.hive)
     options = settings_from(LogOptions, arguments)

@@ -1,9 +1,9 @@
-"""Compact the log: once it is over 60 % full, the leader removes its oldest events, behind two verified snapshots.
+"""Compact the log: once it is over 60 % full, the leader removes its oldest events, keeping two verified snapshots.
 
-Events are removed only after a separate process (`preparing`) has folded the log from its first event up to two
-snapshots, has found that both match that fold, and has written the events to the archive, if there is one. A leader
-that was deposed and does not know it removes nothing that its successor needs: the events are before a snapshot that
-any process can load, and recovery begins at that one or at a newer one.
+Before events are removed, a separate process (`preparing`) folds the log from its first event up to two snapshots,
+checks that both match the fold, and writes the events to the archive, if there is one. A leader that was deposed and
+does not know it removes nothing that its successor needs: the removed events all precede a snapshot that any process
+can load, and recovery begins at that snapshot or a newer one.
 """
 
 import asyncio
@@ -28,16 +28,16 @@ from bombus_coordinator.snapshotter import Snapshotter
 
 log = logging.getLogger(__name__)
 
-START = 0.6  # of the stream: above it, events are removed
-KEEP = 0.4  # of the stream: about this much is left
+START = 0.6  # fraction of the stream's size above which events are removed
+KEEP = 0.4  # approximate fraction of the stream's size that is kept
 PERIOD_S = 10.0
-RETRY_S, RETRY_S_MAX = 60.0, 960.0  # after a failure, twice as long after each further one
+RETRY_S, RETRY_S_MAX = 60.0, 960.0  # delay after a failed attempt; doubles with each further failure
 PREPARE_S_MAX = 3600.0
-END_S = 2.0  # allowed for each of SIGTERM and SIGKILL
+END_S = 2.0  # grace period after SIGTERM, and again after SIGKILL
 
 
 class Compaction(msgspec.Struct, frozen=True, kw_only=True):
-    """How a leader compacts its log. `url` is that of the bus, `archive` a folder for the removed events."""
+    """How a leader compacts its log. `url` is the bus's URL, and `archive` a folder for the removed events."""
 
     url: str
     archive: Path | None = None
@@ -46,7 +46,7 @@ class Compaction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cut(msgspec.Struct, frozen=True):
-    """The events before snapshot `at` are to be removed; the snapshot at `until` is the next one."""
+    """What to remove: the events before the snapshot at event `at`. The next snapshot is at event `until`."""
 
     at: int
     until: int
@@ -57,14 +57,14 @@ def is_long(events: StreamState) -> bool:
 
 
 def usable(events: StreamState, positions: Sequence[int], damaged: Collection[int] = ()) -> list[int]:
-    """Return the snapshots, of `positions` in ascending order, before which events can be removed."""
+    """Return the snapshots before which events can be removed, out of `positions`, which are in ascending order."""
     return [each for each in positions if events.first_seq < each <= events.last_seq and each not in damaged]
 
 
 def cut_of(events: StreamState, positions: Sequence[int]) -> Cut | None:
     """Return where to cut a log that is too long, given its usable snapshots. None if there are fewer than two.
 
-    The cut is at the oldest snapshot that leaves no more than `KEEP` of the stream, or else at the newest but one.
+    The cut is at the oldest snapshot that leaves no more than `KEEP` of the stream, or otherwise at the second newest.
     """
     if len(positions) < 2:
         return None
@@ -76,9 +76,9 @@ def cut_of(events: StreamState, positions: Sequence[int]) -> Cut | None:
 
 
 async def run(bus: Bus, settings: Compaction, hive: Callable[[], Hive], taking: Snapshotter) -> None:
-    """Compact the log whenever it is too long, until cancelled. The outcome is sent to the inbox.
+    """Compact the log whenever it is too long, until cancelled, and send each outcome to the inbox.
 
-    `taking` takes the snapshots.
+    `taking` is the snapshotter.
     """
     compactor = Compactor(bus, settings, hive, taking)
     pause_s = settings.retry_s
@@ -88,7 +88,7 @@ async def run(bus: Bus, settings: Compaction, hive: Callable[[], Hive], taking: 
             if await compactor.attempt():
                 pause_s = settings.retry_s
                 continue
-        except BombusError as error:  # a leader can work for hours with a log that is too long
+        except BombusError as error:  # not urgent: the leader can work for hours like this
             log.warning("the log could not be compacted: %s", error)
             continue
         await asyncio.sleep(pause_s)
@@ -116,19 +116,19 @@ class Compactor:
         positions = usable(events, await snapshots.positions(self._bus), self._damaged)
         cut = cut_of(events, positions)
         if cut is None:
-            # If new work is refused, there may be no event that makes a snapshot due: the event of this message does.
+            # While new work is refused, there may be no events to make a snapshot due. The event for this message does.
             self._taking.pace.ask()
-            await self._tell(CompactionTried(id="", why=f"it has only {len(positions)} of 2 good snapshots needed"))
+            await self._tell(CompactionTried(id="", why=f"it needs 2 good snapshots, but has {len(positions)}"))
             return True
         self._taking.held = {cut.at, cut.until}
         found = await prepared(self._settings, self._bus.subjects.hive, cut)
         if found.gone:
-            return True  # a snapshot was removed when a newer one was stored: choose again from the others
+            return True  # storing a newer snapshot removed one of these: choose again
         self._damaged |= set(found.damaged)
         if found.why:
             log.warning("the log is %.0f %% full and was not compacted: %s", 100 * events.fill, found.why)
             await self._tell(CompactionTried(id="", why=found.why))
-            return bool(found.damaged)  # the next attempt chooses other snapshots, and need not wait
+            return bool(found.damaged)  # if any are damaged, the next attempt uses other snapshots and need not wait
         if not await self._leads():
             return False
         faults.reached(Point.COMPACTION_PURGING)
@@ -184,7 +184,7 @@ async def prepared(settings: Compaction, hive: str, cut: Cut) -> Prepared:
 
 
 async def end(process: asyncio.subprocess.Process, allowed_s: float = END_S) -> None:
-    """End a process, which may remove its draft first. Do not wait for one that hangs in a write to a dead disk."""
+    """End a process, giving it time to remove its draft. Do not wait for one that hangs in a write to a dead disk."""
     for stop in (process.terminate, process.kill):
         if process.returncode is not None:
             return

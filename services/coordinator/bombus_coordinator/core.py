@@ -34,9 +34,9 @@ from bombus_coordinator.rules.operations import endpoints, facts, queue, serving
 from bombus_coordinator.rules.trajectories import batches, registering
 from bombus_coordinator.rules.waiting import share_of
 
-NOTED_MAX = 1000  # calls in one `calls.noted`
-NOTE_BYTES_MAX = 1024  # of one of these calls; gateways write at most a third of it
-ID_CHARS_MAX = 256  # of a message that becomes a dead letter
+NOTED_MAX = 1000  # maximum number of calls in one `calls.noted` event
+NOTE_BYTES_MAX = 1024  # maximum size of one of those calls; gateways write at most a third of it
+ID_CHARS_MAX = 256  # maximum length of the id recorded for a dead letter
 EVENT_BYTES_MAX = 8 << 20
 _TOO_LARGE = (
     "An event of {} bytes exceeds the {} bytes of one bus message: send less at once, or raise the "
@@ -45,7 +45,7 @@ _TOO_LARGE = (
 
 
 class PendingDecision(msgspec.Struct, frozen=True):
-    """A decision to append, and the inbox sequence that it answers. `bodies` are its events, encoded."""
+    """A decision to append, and the sequence of the inbox message that it answers. `bodies` are its encoded events."""
 
     decision: Decision
     answers: int
@@ -53,7 +53,7 @@ class PendingDecision(msgspec.Struct, frozen=True):
 
 
 class Core:
-    """The state of a hive, and the decisions on it. No event is larger than `event_bytes_max`."""
+    """The state of a hive, and the decisions made on it. No event is larger than `event_bytes_max`."""
 
     def __init__(self, hive: Hive | None = None, event_bytes_max: int = EVENT_BYTES_MAX) -> None:
         self.hive = hive if hive is not None else Hive()
@@ -68,7 +68,7 @@ class Core:
         self._noted_seq = 0
 
     def open_epoch(self, leader: str, calls_bytes_max: int = 0, trajectories_bytes_max: int = 0) -> Decision:
-        """Decide the first event of a new leader (R4), from which on all silence is counted anew (R5)."""
+        """Decide the first event of a new leader (R4). All silence is counted again from this event (R5)."""
         opened = ev.EpochOpened(
             at_ns=self.hive.now_ns,
             epoch=self.hive.epoch + 1,
@@ -79,14 +79,14 @@ class Core:
         return self._fold(Decision(events=(opened,)), 0).decision
 
     def note_lost(self, lost: Iterable[ev.StreamWentBack]) -> Decision:
-        """Record which streams a new leader has found to have lost their ends (R6)."""
+        """Record which streams have lost their ends, as found by a new leader (R6)."""
         return self._fold(Decision(events=tuple(lost)), 0).decision
 
     def receive(self, message: inbox.AnyMessage, seq: int, at_ns: int) -> Iterator[PendingDecision]:
         """Decide the inbox message at `seq`, which the server stamped `at_ns`.
 
-        The first decision is the message's own. The later ones could be derived again from the fold, so nothing is lost
-        if an append is cut off after any of them.
+        The first decision answers the message itself. The later ones can be derived again from the fold, so nothing is
+        lost if appending stops after any of them.
         """
         self.live.arrived(seq, at_ns)
         if isinstance(message, inbox.CallRecorded):
@@ -99,8 +99,8 @@ class Core:
     def flush(self) -> Iterator[PendingDecision]:
         """Note the calls recorded since the last decision, in one event for each engine (R9).
 
-        The events form one decision, so that an append is never cut between two engines: all of them answer the one
-        inbox position after which the next leader continues.
+        The events form one decision, so that they are appended together: they all answer the same inbox position, and
+        the next leader continues after it.
         """
         noted, self._noted = self._noted, {}
         if not noted:
@@ -114,7 +114,7 @@ class Core:
         yield self._fold(decision, self._noted_seq)
 
     def dead_letter(self, message: inbox.AnyMessage, seq: int, at_ns: int, why: str) -> Iterator[PendingDecision]:
-        """Record that a message is left out because deciding it failed, through a bug of ours."""
+        """Record that a message is skipped because a bug of our own made deciding it fail."""
         self.live.arrived(seq, at_ns)
         yield from self._dead_letter(message, seq, why)
 
@@ -131,13 +131,13 @@ class Core:
         yield self._fold(Decision(events=(event,), replies=(reply,)), seq)
 
     def recover(self) -> Iterator[Decision]:
-        """Decide the transitions that are already due: a crash may have cut them off from an earlier decision."""
+        """Decide the transitions that are already due. A crash may have kept them from being appended."""
         for engine in list(self.hive.engines.values()):
             for pending in self._safely(engine, transitions.settle(engine, self.live)):
                 yield pending.decision
 
     def _fold(self, decision: Decision, answers: int) -> PendingDecision:
-        """Fold a decision, extended to abort the partners of the multi-model episodes that it aborts.
+        """Fold a decision, adding the aborts of all partners of the multi-model episodes that it aborts.
 
         Raises `Refused`, before folding anything, if one of its events is too large.
         """
@@ -166,7 +166,7 @@ class Core:
         self.live.refusing, self.live.refusing_groups = self.hive.refusing, self.hive.refusing_groups
 
     def _count_open(self, event: ev.Event) -> None:
-        """Update the live state that tracks open episodes, before an event is folded."""
+        """Update the live state that tracks open episodes. Called before the event is folded."""
         if isinstance(event, ev.EpisodeClaimed):
             self.live.opened(event.engine, share_of(event), len(event.episodes))
             if event.touches:
@@ -183,14 +183,15 @@ class Core:
             yield self._fold(decision, self.live.seq)
 
     def _safely(self, engine: EngineState, decisions: Decisions) -> Iterator[PendingDecision]:
-        """Fold decisions that follow from the state. An event that is too large suspends the run: it would recur."""
+        """Fold decisions that follow from the state. If an event is too large, suspend the run, since the same event
+        would recur."""
         try:
             yield from self._folded(decisions)
         except Refused as error:
             yield from self._folded(engines.suspend(engine, self.live, error.why))
 
     def _note(self, message: inbox.CallRecorded, seq: int) -> Iterator[PendingDecision]:
-        """Keep a call until the next decision, or until there are as many as fit into one event."""
+        """Hold a call back until the next decision, or until enough calls have gathered to fill one event."""
         size = len(inbox.encode_message(message))
         if size > NOTE_BYTES_MAX:
             yield from self._dead_letter(message, seq, f"it has {size} bytes, but a call has at most {NOTE_BYTES_MAX}")
@@ -245,8 +246,7 @@ class Core:
         return _RULES[type(message)](engine, self.live, message)
 
     def _follow(self, changed: Iterable[str]) -> Iterator[PendingDecision]:
-        """Decide what follows in the engines that have changed, and in those linked to them by multi-model claims or
-        episodes."""
+        """Decide what follows in the changed engines, and in those linked to them by multi-model claims or episodes."""
         left = dict.fromkeys(self._with_neighbours(changed))
         while left:
             name = next(iter(left))
@@ -258,7 +258,8 @@ class Core:
                 yield pending
 
     def _with_neighbours(self, engines: Iterable[str]) -> list[str]:
-        """Return engines, and those of multi-model claims that wait for one of them: these may be granted now."""
+        """Return the given engines, and all engines of multi-model claims that wait for one of them: such a claim may
+        be grantable now."""
         names = [name for name in engines if name != ev.HIVE]
         sets = [each for each in self.live.multi_model if not set(names).isdisjoint(each)]
         return [*names, *(name for each in sets for name in each)]
@@ -279,7 +280,7 @@ class Core:
         yield from self._follow(changed)
 
     def _follow_up(self, engine: EngineState) -> Decisions:
-        """Make the transitions that are due, then grant claims for which there is room now."""
+        """Make the transitions that are due, then grant the claims that now have room."""
         yield from transitions.settle(engine, self.live)
         yield from claims.grant(self.hive, engine, self.live)
 

@@ -1,8 +1,8 @@
-"""Make rollout groups of ended episodes (R16), in a run whose job says so (`collection.episode_groups`).
+"""Make rollout groups from ended episodes (R16), in runs whose job asks for it (`collection.episode_groups`).
 
 As soon as a task has `num_repeat` ended episodes, the leader reads their calls, stores the group, and reports it. The
 core removes the episodes from the pool and queues the group in one event, so a group that is made twice counts once. An
-episode that cannot be in a group is left out of it.
+episode that cannot be used is left out of its group.
 """
 
 import asyncio
@@ -28,22 +28,22 @@ from bombus.hive.trajectories.training import why_not_trained
 log = logging.getLogger(__name__)
 
 PERIOD_S = 0.5
-AGAIN_S = 30.0  # after which a group that the core has not queued is rebuilt
+AGAIN_S = 30.0  # delay before a group that the core has not queued is rebuilt
 
 
 class EpisodeGrouper:
-    """Makes groups of the episodes in the pools of a hive."""
+    """Makes groups from the episodes in the pools of a hive."""
 
     def __init__(self, bus: Bus, hive: Callable[[], Hive]) -> None:
         self._bus = bus
         self._hive = hive
         self._calls = BusCallReader(bus)
         self._parts = Parts(bus, bus.subjects.trajectories_stream)
-        self._unreadable: set[str] = set()  # the digests of jobs that this release cannot read
-        self._made: dict[str, float] = {}  # by the first episode of each group: when the group was last made
+        self._unreadable: set[str] = set()  # digests of jobs that this release cannot read
+        self._made: dict[str, float] = {}  # when each group was last made, by the group's first episode
 
     async def make(self, now_s: float) -> None:
-        """Make the groups that are complete. Raises `BusUnavailable`."""
+        """Make all groups that are complete. Raises `BusUnavailable`."""
         self._made = {episode: at_s for episode, at_s in self._made.items() if at_s > now_s - AGAIN_S}
         for engine in list(self._hive().engines.values()):
             if engine.groups_episodes and not self._hive().refusing_groups and (job := self._job(engine)) is not None:
@@ -96,7 +96,7 @@ class EpisodeGrouper:
     async def _group(
         self, engine: EngineState, job: RunConfig, episodes: Sequence[Completed]
     ) -> tuple[RolloutGroup | None, str]:
-        """Return the group of all episodes that can be in one, or why there is no group."""
+        """Return a group of all the episodes that can be used, or why there is no group."""
         trainer = engine.trajectories.trainer
         tokens_max = trainer.max_token_len if trainer is not None and engine.makes_steps else 0
         played: list[EpisodeSequences] = []
@@ -130,7 +130,7 @@ class EpisodeGrouper:
 
 
 def _holder(engine: EngineState, episodes: Sequence[Completed]) -> str:
-    """Return the holder whose share a group counts toward: that of its first episode."""
+    """Return the holder whose share a group counts toward: the holder of its first episode."""
     closed = engine.closed.get(episodes[0].episode)
     return "" if closed is None else closed.holder
 

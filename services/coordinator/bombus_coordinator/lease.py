@@ -1,8 +1,8 @@
 """The leader's lease, which decides who may lead now. It serves liveness only: the fence keeps two leaders apart (R4).
 
 The lease is a key-value entry that its holder renews, and that the server removes when it is not renewed. Any process
-that finds it gone may take it. No process reads the server's clock: the holder counts from before its request, so that
-its own lease ends before the server's entry does.
+that finds no entry may take the lease. No process reads the server's clock: the holder counts from just before it sent
+its request, so its own lease ends before the server's entry does.
 """
 
 import asyncio
@@ -22,23 +22,23 @@ REQUEST_S = 1.0
 
 
 class Lease:
-    """The lease of one process. A process that restarts under the same `holder` name gets its lease back at once."""
+    """The lease of one process. A process that restarts under the same `holder` name immediately gets it back."""
 
     def __init__(self, bus: Bus, holder: str) -> None:
         self.holder = holder
         self._bus = bus
         self._subject = f"$KV.{bus.subjects.leases_bucket}.leader"
-        self._seq = 0  # sequence of the entry that we wrote last
-        self._until = 0.0  # on the loop's clock
+        self._seq = 0  # sequence of the last entry that we wrote
+        self._until = 0.0  # time on the event loop's clock
         self._renewed = asyncio.Event()
 
     @property
     def held(self) -> bool:
-        """Return False as soon as another process may hold it. Reads the clock: this process may have been stopped."""
+        """Return whether we still hold the lease, by the clock: False as soon as another process might hold it."""
         return asyncio.get_running_loop().time() < self._until
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait until the lease is ours again, at most `timeout_s`."""
+        """Wait until we hold the lease again, for at most `timeout_s`."""
         self._renewed.clear()
         try:
             async with asyncio.timeout(timeout_s):
@@ -47,7 +47,7 @@ class Lease:
             pass
 
     async def acquire(self) -> bool:
-        """Take or renew the lease. Return False when another process holds it or the server does not answer."""
+        """Take or renew the lease. Return False if another process holds it or the server does not answer."""
         try:
             return await self._write(self._seq if self.held else await self._free_since())
         except WrongSequence:
@@ -59,14 +59,14 @@ class Lease:
             return False
 
     async def keep(self) -> None:
-        """Renew the lease until cancelled, and take it again if it was lost and is free."""
+        """Keep renewing the lease until cancelled. If it is lost, take it again once it is free."""
         while True:
             if not await self.acquire() and not self.held:
                 log.warning("the lease is lost; decisions pause until it is reacquired")
             await asyncio.sleep(RENEW_S)
 
     async def release(self) -> None:
-        """Give the lease back, so that a standby does not have to wait until it expires."""
+        """Give the lease back, so that a standby need not wait for it to expire."""
         self._until = 0.0
         stream = lease_stream(self._bus.subjects)
         try:
@@ -77,7 +77,8 @@ class Lease:
             log.info("the lease was not released (%s); it will expire", error)
 
     async def _free_since(self) -> int:
-        """Return the sequence at which the entry may be replaced. Raises `WrongSequence` when another holds it."""
+        """Return the sequence at which the entry may be replaced. Raises `WrongSequence` if another process holds the
+        lease."""
         entry = await self._bus.last(lease_stream(self._bus.subjects), self._subject)
         if entry is None:
             return 0

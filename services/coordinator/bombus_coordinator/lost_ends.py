@@ -1,7 +1,7 @@
-"""Find what streams have lost, in a power cut or because an older copy of one was put in its place (R6).
+"""Find what streams have lost, in a power cut or because an older copy of a stream was restored in its place (R6).
 
-Streams refer to each other: an event names the inbox message that it answers, and calls by sequence and digest; a tick
-and a snapshot name an event. A message that is named but missing was lost.
+Streams refer to each other: an event names the inbox message that it answers, and names calls by sequence and digest; a
+tick and a snapshot name an event. A message that is named but missing was lost.
 """
 
 import logging
@@ -23,7 +23,7 @@ INBOX, EVENTS, CALLS = "inbox", "events", "calls"
 
 
 class FoundStreams(msgspec.Struct, frozen=True):
-    """`answered` is the inbox message after which to continue, `inherited` the newest one that exists already."""
+    """What was found: continue after inbox message `answered`; messages up to `inherited` were already in the inbox."""
 
     answered: MessagePlace
     inherited: int
@@ -31,7 +31,7 @@ class FoundStreams(msgspec.Struct, frozen=True):
 
 
 async def find(bus: Bus, fold: Fold, log_end: int = 0) -> FoundStreams:
-    """Compare the streams with the fold of the whole log, which once had an event `log_end`.
+    """Compare the streams with the fold of the whole log, which is known to have once reached event `log_end`.
 
     A loss that the log has already recorded is not returned again.
     """
@@ -51,11 +51,11 @@ async def find(bus: Bus, fold: Fold, log_end: int = 0) -> FoundStreams:
 
 
 async def answered_and_kept(bus: Bus, position: int) -> MessagePlace:
-    """Return the newest inbox message that an event answers and that is still there.
+    """Return the newest inbox message that an event answers and that still exists.
 
-    `position` is that of the last event, whose message is gone. Sequences rise from event to event, except where the
-    log says that the inbox went back: the search begins at the last of these places. If there is no such message,
-    return the place before the first inbox message that exists.
+    `position` is the position of the last event, whose inbox message is gone. The answered sequences rise from event to
+    event, except where the log says that the inbox went back: the search begins at the last of these places. If there
+    is no such message, return the place before the first inbox message that exists.
     """
     events, stream = bus.subjects.events_stream, bus.subjects.inbox_stream
     first = (await bus.state(events)).first_seq
@@ -78,8 +78,8 @@ async def answered_and_kept(bus: Bus, position: int) -> MessagePlace:
 
 
 async def lost_calls(bus: Bus, hive: Hive) -> StreamWentBack | None:
-    """Return the loss of calls, if some that are still needed are gone and the log does not say so yet."""
-    first = (await bus.state(bus.subjects.calls_stream)).first_seq  # earlier calls were purged, not lost
+    """Return what was lost if calls that are still needed are gone and the log does not say so yet."""
+    first = (await bus.state(bus.subjects.calls_stream)).first_seq  # calls before it were purged, not lost
     refs = sorted({ref for ref in calls_held_by(hive) if ref.seq >= first}, key=lambda ref: ref.seq)
     said = hive.went_back.get(CALLS)
     if not refs or (said is not None and said.known == refs[-1].seq) or await _is_kept(bus, refs[-1]):
@@ -96,6 +96,6 @@ async def lost_calls(bus: Bus, hive: Hive) -> StreamWentBack | None:
 async def _is_kept(bus: Bus, ref: CallRef) -> bool:
     try:
         decode_record((await bus.get(bus.subjects.calls_stream, ref.seq)).data, ref)
-    except (LogCorrupted, ServerRefused):  # as for an impossible sequence: any client may publish nonsense
+    except (LogCorrupted, ServerRefused):  # ServerRefused: any client may publish a nonsensical sequence
         return False
     return True

@@ -1,9 +1,10 @@
-"""Store again the bodies of rollout groups that would keep their stream from being purged (R16).
+"""Store the bodies of rollout groups again where they would keep their stream from being purged (R16).
 
 A stream can be purged only up to the oldest body that is needed, so one group that fits no batch would keep everything
 after it. If a few such groups have waited a long time in a stream that is over half full, the leader copies their
-bodies to its end, and records their new places. The last batch is moved too, once it was delivered or was handed out
-long ago: it is kept until its trainer asks for another. A copy that no group names is purged like any other body.
+bodies to the end of the stream and records their new places. The last batch is kept until its trainer asks for the next
+one, so it is moved too, once it was delivered or was handed out long ago. A copy that no group names is purged like any
+other body.
 """
 
 import logging
@@ -23,10 +24,10 @@ from bombus.hive.state import EngineState, Hive
 
 log = logging.getLogger(__name__)
 
-LOOKED_AT_MAX = 16_384  # groups: the most that one batch has
-GROUPS_MAX = 1_000  # moved at once
-BYTES_MAX = 16 << 20  # moved at once; all bodies to move take at most half of the stream's free space
-WORTH = 4  # times the copied bytes must be expected to be purged in return
+LOOKED_AT_MAX = 16_384  # maximum number of groups considered: the most that one batch has
+GROUPS_MAX = 1_000  # maximum number of groups moved per pass
+BYTES_MAX = 16 << 20  # maximum size moved per pass; all bodies to move take at most half of the stream's free space
+WORTH = 4  # bytes that must be expected to be purged, per byte copied
 
 
 class _Movable(NamedTuple):
@@ -38,7 +39,7 @@ class _Movable(NamedTuple):
 
 
 class BodyMover:
-    """Copies bodies of groups that wait to the end of their stream."""
+    """Copies the bodies of waiting groups to the end of their stream."""
 
     def __init__(self, bus: Bus, hive: Callable[[], Hive]) -> None:
         self._bus = bus
@@ -46,9 +47,9 @@ class BodyMover:
         self._parts = Parts(bus, bus.subjects.trajectories_stream)
 
     async def move(self, below: int, stream: StreamState) -> None:
-        """Move the oldest bodies before `below`, if copying little allows much to be purged.
+        """Move the oldest bodies before `below`, if copying a little allows a lot to be purged.
 
-        Raises `BusUnavailable`, including if the stream is full.
+        Raises `BusUnavailable`, including when the stream is full.
         """
         hive = self._hive()
         chosen = worth_moving(hive, below, stream)
@@ -83,10 +84,11 @@ class BodyMover:
 
 
 def worth_moving(hive: Hive, below: int, stream: StreamState) -> list[_Movable]:
-    """Return the oldest bodies whose move allows the most to be purged, none if that is too little for the copying.
+    """Return the oldest bodies to move so that the most can be purged, or none if the gain does not justify the
+    copying.
 
-    Nothing after a body that is needed and cannot be moved can be purged. If the bodies are many, only the first are
-    returned: the others are moved the next time, by the same calculation.
+    Nothing after a body that is needed and cannot be moved can be purged. If there are many bodies, only the first are
+    returned; the same calculation finds the others next time.
     """
     older = (
         _Movable(group.body.first, engine.name, number, group.holder, group.body)
@@ -107,7 +109,7 @@ def worth_moving(hive: Hive, below: int, stream: StreamState) -> list[_Movable]:
         if copied > room:
             break
         kept = min(below, stays, found[number].first if number < len(found) else below)
-        if copied * WORTH <= min(spare, mean * (kept - stream.first_seq)):  # a holder may have released part of it
+        if copied * WORTH <= min(spare, mean * (kept - stream.first_seq)):  # some may be released already
             worth = number
     sizes = accumulate(each.body.size for each in found[:worth])
     at_once = sum(size <= BYTES_MAX for size in sizes)

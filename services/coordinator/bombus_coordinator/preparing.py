@@ -1,7 +1,7 @@
 """Check that events can be removed from the log, and archive them, in a separate process next to the leader.
 
-Folding a large part of the log takes seconds of computing and the memory of a second state, neither of which the leader
-has to spare. The process reads a `Preparation` from stdin and writes a `Prepared` to stdout. It removes nothing.
+Folding a large part of the log takes seconds of computing and the memory for a second state, and the leader can spare
+neither. The process reads a `Preparation` from stdin and writes a `Prepared` to stdout. It removes nothing.
 """
 
 import asyncio
@@ -27,9 +27,9 @@ _BY_HAND = "; `bombus log compact` removes the oldest events without checking or
 
 
 class Preparation(msgspec.Struct, frozen=True, kw_only=True):
-    """The events before the snapshot at event `cut` are to be removed; the snapshot at `until` is a later one.
+    """What to prepare: removing the events before the snapshot at event `cut`. The snapshot at `until` is a later one.
 
-    `archive` is the folder in which the events are archived, "" for none.
+    `archive` is the folder in which the events are archived, or "" for no archive.
     """
 
     url: str
@@ -40,9 +40,9 @@ class Preparation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a preparation. `why` says why the events may not be removed, "" if they may.
+    """The outcome of a preparation. `why` says why the events may not be removed, and is "" if they may.
 
-    `damaged` has the positions of snapshots that cannot be used; `gone` says that one no longer exists.
+    `damaged` lists the positions of snapshots that cannot be used; `gone` is true if a snapshot no longer exists.
     """
 
     why: str = ""
@@ -74,7 +74,7 @@ async def prepare(wanted: Preparation) -> Prepared:
 
 
 async def _fault(bus: Bus, position: int) -> str:
-    """Return why nothing can be removed before this snapshot, "" if it is good. Raises `BlobMissing`."""
+    """Return why nothing may be removed before this snapshot, or "" if it is good. Raises `BlobMissing`."""
     try:
         snapshot = await snapshots.load(bus, position)
     except BlobMissing:
@@ -97,7 +97,7 @@ async def _archived(bus: Bus, archive: Path) -> int:
 async def _verified(bus: Bus, wanted: Preparation, archived: int) -> Snapshot:
     """Fold the log up to event `until`, and compare both snapshots. Return the state from which the archive continues.
 
-    Raises `LogCorrupted` if a snapshot does not match, or if not every event to remove can be folded.
+    Raises `LogCorrupted` if a snapshot does not match, or if any of the events to remove cannot be folded.
     """
     first = (await bus.state(bus.subjects.events_stream)).first_seq
     start = await snapshots.oldest(bus)
@@ -119,7 +119,8 @@ async def _verified(bus: Bus, wanted: Preparation, archived: int) -> Snapshot:
 
 
 async def _compare(bus: Bus, check: LogCheck, begun_by: int) -> None:
-    """Compare a check of the log with the snapshot at its position. `begun_by` is the version that made its start."""
+    """Compare a check of the log with the snapshot at its position. `begun_by` is the version that made the snapshot at
+    which the check began."""
     snapshot = await load_snapshot(bus, check.position)
     if snapshot.fold != FOLD:
         raise LogCorrupted(f"another version has since written the snapshot at event {check.position}")

@@ -1,4 +1,4 @@
-"""Fold the log for a leader that starts, and find its place in the inbox (R2). A standby keeps both up to date."""
+"""Fold the log for a starting leader, and find its place in the inbox (R2). A standby keeps both up to date."""
 
 import asyncio
 import logging
@@ -20,13 +20,13 @@ TRY_S = 0.2  # how often a standby tries to take the lease
 
 
 class Overtaken(LogCorrupted):
-    """Raised when events after the fold are missing. `check_compacted` says whether the log was compacted since."""
+    """Raised when events after the fold are missing. `check_compacted` tells whether compaction removed them."""
 
 
 class Fold:
-    """The state up to event `position`, that event's message id, and the inbox message that it answers.
+    """The state up to event `position`, that event's message id, and the inbox message that the event answers.
 
-    `snapshot` is the position of the snapshot that it began at.
+    `snapshot` is the position of the snapshot at which the fold began.
     """
 
     def __init__(self, start: Snapshot) -> None:
@@ -38,11 +38,11 @@ class Fold:
 
     @classmethod
     async def begin(cls, bus: Bus) -> Self:
-        """Begin at the newest snapshot. Raises what `snapshots.start_of` raises."""
+        """Begin at the newest snapshot. Raises the same errors as `snapshots.start_of`."""
         return cls(await snapshots.start_of(bus))
 
     def apply(self, group: Sequence[Stored]) -> None:
-        """Fold the next events. Raises `Overtaken` for a gap, `LogCorrupted` for an event that cannot be read."""
+        """Fold the next events. Raises `Overtaken` if there is a gap, `LogCorrupted` if an event cannot be read."""
         for stored in group:
             if stored.seq != self.position + 1:
                 raise Overtaken(f"the event log continues at {stored.seq} after {self.position}")
@@ -64,7 +64,7 @@ class Fold:
         if newest is None:
             return
         if newest.seq == self.position:
-            self.answered = newest.answers  # with its digest, which a snapshot lacks
+            self.answered = newest.answers  # includes the digest, which a snapshot lacks
             return
         async with Reader(bus, bus.subjects.events_stream, self.position + 1) as reader:
             while self.position < newest.seq:
@@ -83,7 +83,7 @@ async def stand_by(bus: Bus, lease: Lease) -> Fold:
 
 
 async def check_compacted(bus: Bus, fold: Fold) -> None:
-    """Return if a fold was overtaken by a compaction, and so has to begin again at a snapshot.
+    """Return if the fold was overtaken by a compaction, and so has to begin again at a snapshot.
 
     Otherwise the log has a gap: raises `LogCorrupted`.
     """

@@ -1,12 +1,13 @@
 """Purge bodies: the leader removes from `ops` and `trajectories` what the log says is no longer needed (R12).
 
-A body is stored before the operation or the group that names it is accepted, so it is not known which of the newest
-messages are needed. Those of the last ten minutes are left alone, or of the last minute if rollout groups fill more
-than half of their stream. Of the older messages, the core records on the log which are released. From then on it
-refuses operations and groups with an older body, whose senders store it again. Only then are the messages purged.
+A body is stored before the operation or group that names it is accepted, so for the newest messages nobody knows yet
+whether they are needed. Messages of the last ten minutes are left alone, or of the last minute if rollout groups fill
+more than half of their stream. The core records on the log which of the older messages are released. From then on it
+refuses operations and groups with an older body, and their senders store the body again. Only then are the messages
+purged.
 
-A queued group keeps all bodies after its own; in an overfull stream only those of its holder, which have a separate
-subject. There the few bodies that have waited for long are stored once more (`moving`).
+A queued group keeps all bodies after its own; in an overfull stream it keeps only those of its holder, which have a
+separate subject. There, the few bodies that have waited for a long time are moved to the end (`moving`).
 
 After a power cut on one replica the stream may end earlier and reuse sequences (R6). Then the released range is
 shortened to the stream's end.
@@ -35,9 +36,9 @@ from bombus_coordinator.rules.trajectories import batches
 log = logging.getLogger(__name__)
 
 PERIOD_S = 10.0
-GRACE_S = 600.0  # from the time a body is stored until its operation is accepted
+GRACE_S = 600.0  # time allowed between storing a body and accepting its operation
 OVERFULL_GRACE_S = 60.0  # for rollout groups, which may fill their stream in ten minutes and would then all be refused
-OVERFULL = 0.5  # of the stream: above it, unneeded messages between needed ones are purged too
+OVERFULL = 0.5  # fill above which unneeded messages between needed ones are purged too
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,10 @@ class KeptBodies:
     """A stream of bodies, and the rule by which it is released."""
 
     name: str
-    floors: Callable[[Hive, Subjects], dict[str, int]]  # of its subjects, and under "" of the whole stream
+    floors: Callable[[Hive, Subjects], dict[str, int]]  # first needed sequence by subject; "" is the stream
     stored: type[OperationsStored] | type[TrajectoriesStored]
     release: Callable[[Hive, Live, Any], Decisions]
-    overfull_grace_s: float  # the grace if the stream is overfull
+    overfull_grace_s: float  # grace period while the stream is overfull
 
 
 def _of_models(hive: Hive, subjects: Subjects) -> dict[str, int]:
@@ -70,7 +71,7 @@ TRAJECTORIES = KeptBodies("trajectories", _of_holders, TrajectoriesStored, batch
 
 
 class Releaser:
-    """Reports to the core up to where a stream's messages are old enough, and purges those that it releases."""
+    """Tells the core up to where a stream's messages are old enough, and purges those that the core releases."""
 
     def __init__(
         self,
@@ -86,9 +87,9 @@ class Releaser:
         self._hive = hive
         self._grace_s = grace_s
         self._clock = clock
-        self._ends: deque[tuple[float, int]] = deque()  # times, and where the stream ended then
+        self._ends: deque[tuple[float, int]] = deque()  # (time, end of the stream at that time)
         self._mover = BodyMover(bus, hive)
-        self._purged: dict[str, int] = {}  # by subject
+        self._purged: dict[str, int] = {}  # purged up to here, by subject
         self._count = 0
 
     async def report(self) -> None:
@@ -118,7 +119,7 @@ class Releaser:
         return self._bodies.stored(id=message_id, below=below, overfull=overfull)
 
     def released(self) -> dict[str, int]:
-        """Return the sequences before which nothing is needed, by subject; under "" that of the whole stream."""
+        """Return, by subject, the sequences before which nothing is needed; the whole stream's is under ""."""
         floors = self._bodies.floors(self._hive(), self._bus.subjects)
         return {subject: below for subject, below in floors.items() if not subject or below > floors[""]}
 

@@ -1,16 +1,16 @@
 """Purge calls: the leader removes, for each engine and each holder, the calls that can no longer be needed (R12).
 
-Why nothing is purged that is needed later: a call is stored before it is noted, and an episode's key exists only once
-its claim is on the log. So all calls of an episode come after every call that was noted before its claim, including
-calls that are not reported yet and parents that its outcome does not list. That bound is the episode's `calls_from`,
-which it keeps in the pool and in its step. The calls of later claims come after `newest_call`. A floor therefore holds
-for every log that begins with this one: a leader that is deposed and does not know it removes nothing that its
-successor needs, as long as the state that it purges by is on the log.
+Why this never purges anything that is needed later: a call is stored before it is noted, and an episode's key exists
+only once its claim is on the log. So all calls of an episode come after every call that was noted before its claim.
+This includes calls that are not reported yet and parents that its outcome does not list. That bound is the episode's
+`calls_from`, which it keeps in the pool and in its step. The calls of later claims come after `newest_call`. A floor
+therefore stays valid for every log that begins with this one: a leader that is deposed and does not know it removes
+nothing that its successor needs, as long as the state that it purges by is on the log.
 
 After a power cut on one replica the stream may end earlier and reuse sequences (R6). For this reason `newest_call` is
 the call noted last, not the greatest; a call before its episode's bound lowers the bound; and a floor beyond the
-stream's end purges nothing. New calls could still be purged while the stream has grown beyond an earlier floor and none
-of them is noted yet. Their episodes would fail like those whose calls the power cut removed.
+stream's end purges nothing. One gap remains: new calls can be purged if the stream has grown beyond an earlier floor
+before any of them is noted. Their episodes then fail, like those whose calls were lost in the power cut.
 """
 
 import asyncio
@@ -29,8 +29,8 @@ from bombus.hive.steps import episodes_of
 log = logging.getLogger(__name__)
 
 PERIOD_S = 10.0
-FILL_FOR_REPLAY = 0.5  # of the stream: above it, calls kept only for replay are purged
-SHARE_MIN = 0.125  # of these calls are purged at once, so that the stream is not soon above FILL_FOR_REPLAY again
+FILL_FOR_REPLAY = 0.5  # fill above which calls kept only for replay are purged
+SHARE_MIN = 0.125  # least share of those calls to purge, so that the stream does not soon refill
 
 
 NO_HOLDERS: Mapping[tuple[str, str], "Floor"] = {}
@@ -44,25 +44,25 @@ class Floor(msgspec.Struct, frozen=True):
 
 
 def floor(engine: EngineState) -> Floor:
-    """Return the floor of this state and of every state that may follow it."""
-    before = sum(step.batch.step < engine.begun for step in engine.steps)  # of the run that this one continues
-    made = min(engine.steps_needed, engine.step - engine.begun + before)  # other steps are kept for replay alone
+    """Return a floor that is valid for this state and every state that may follow it."""
+    before = sum(step.batch.step < engine.begun for step in engine.steps)  # steps of the run that this one continues
+    made = min(engine.steps_needed, engine.step - engine.begun + before)  # other steps are kept only for replay
     held = [engine.newest_call, *engine.steps_from[len(engine.steps_from) - made :]]
     held += [episode.calls_from for episode in engine.open.values()]
     held += [completed.calls_from for completed in engine.pool.values()]
     needed = min(held)
     if len(engine.steps_from) < engine.collection.replay_steps:
-        return Floor(kept=0, needed=needed)  # the window reaches back to the engine's first call
+        return Floor(kept=0, needed=needed)  # the replay window reaches back to the first call
     return Floor(kept=min([needed, *engine.steps_from]), needed=needed)
 
 
 def floors_of(hive: Hive) -> dict[str, Floor]:
-    """Return the floor of every engine that may have calls: one that has none yet must not hold up the others."""
+    """Return the floor of every engine that may have calls. An engine without calls must not hold up the others."""
     return {name: floor(engine) for name, engine in hive.engines.items() if engine.newest_call or engine.open}
 
 
 def floors_of_holders(hive: Hive) -> dict[tuple[str, str], Floor]:
-    """Return the floor of each holder's calls on each engine, so that no holder keeps the calls of others (pins.py).
+    """Return the floor of each holder's calls on each engine, so that no holder keeps other holders' calls (pins.py).
 
     If an engine's state is from an earlier release, it may not say whose calls are needed. Then the engine's floor
     applies to all of its holders.
@@ -101,11 +101,11 @@ async def run(bus: Bus, hive: Callable[[], Hive], stored: Callable[[], int], per
 
 
 class Purge:
-    """Purges calls, and remembers up to where the calls of each engine, and of each holder on it, are purged."""
+    """Purges calls, and remembers how far each engine's and each holder's calls have been purged."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
-        self._purged: dict[str, int] = {}  # by subject
+        self._purged: dict[str, int] = {}  # purged up to here, by subject
 
     async def below(
         self, floors: Mapping[str, Floor], of_holders: Mapping[tuple[str, str], Floor] = NO_HOLDERS
@@ -123,13 +123,13 @@ class Purge:
         parts |= {subjects.call(*each): floor for each, floor in of_holders.items()}
         purged = {subject: max(self._purged.get(subject, 0), state.first_seq) for subject in parts}
         targets = {each: _target(floor, purged[each], share, state.last_seq) for each, floor in parts.items()}
-        least = min(islice(targets.values(), whole))  # of the engines, which have all calls
+        least = min(islice(targets.values(), whole))  # only engines count: together they have all calls
         if least > state.first_seq:
             await self._bus.purge_below(stream, least)
         self._purged = {subject: max(least, position) for subject, position in purged.items()}
         if not overfull:
             return
-        # Engines share the stream. To purge the calls of one, the server has to search: only do it if needed.
+        # Engines share the stream. Purging one engine's calls makes the server search, so do it only if needed.
         for subject, target in targets.items():
             if target > self._purged[subject]:
                 await self._bus.purge_below(stream, target, subject)
@@ -139,5 +139,5 @@ class Purge:
 def _target(floor: Floor, purged: int, share: float, last: int) -> int:
     """Return the sequence below which to purge, including `share` of the calls kept only for replay."""
     if floor.needed > last:
-        return 0  # the stream has lost its end: the calls after it may be new
+        return 0  # the stream has lost its end: later calls may be new
     return max(floor.kept, purged + ceil(share * max(0, floor.needed - purged)))

@@ -45,22 +45,22 @@ from bombus_coordinator.snapshotter import EVENTS, Snapshotter
 
 log = logging.getLogger(__name__)
 
-GROUP_MAX = 512  # inbox messages decided in one append
-REPLIES_MAX = 100_000  # commands whose answer is still to be sent
-GATHER_S = 0.1  # for which calls wait for more calls
+GROUP_MAX = 512  # maximum number of inbox messages decided in one append
+REPLIES_MAX = 100_000  # maximum number of commands that await an answer
+GATHER_S = 0.1  # how long calls wait to be noted together with later calls
 TICK_S = TICK_NS / 1e9
 TRIM_S = 10.0
 RETRY_S = 1.0
 WHY_CHARS_MAX = 500
-EVENT_BYTES = 300  # what subject and headers add to an event, roughly
+EVENT_BYTES = 300  # approximate bytes that subject and headers add to an event
 
 
 class Undecidable(BombusError):
-    """Raised when deciding an inbox message failed through a bug of ours. The state in memory may be inconsistent."""
+    """Raised when a bug of our own made deciding an inbox message fail. The state in memory may be inconsistent."""
 
 
 class Housekeeping(msgspec.Struct, frozen=True, kw_only=True):
-    """A leader's upkeep of the bus. `disk` is a folder on the bus's disk, whose free space is watched.
+    """How a leader maintains the bus. `disk` is a folder on the bus's disk, whose free space is watched.
 
     Without `compaction` the log keeps all of its events.
     """
@@ -72,10 +72,10 @@ class Housekeeping(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Memory(msgspec.Struct):
-    """The state that a process keeps from one term as leader to the next.
+    """What a process remembers from one term as leader to the next.
 
-    `dead_letters` maps the sequences of inbox messages that could not be decided to the reasons. `log_end` is an event
-    that the log had before it lost its end, 0 if it has not lost it.
+    `dead_letters` maps the sequence of each inbox message that could not be decided to the reason. `log_end` is the
+    position of an event that the log had before it lost its end, or 0 if it has not lost it.
     """
 
     dead_letters: dict[int, str] = {}
@@ -83,9 +83,10 @@ class Memory(msgspec.Struct):
 
 
 class Coordinator:
-    """Leads one hive from `lead()` until it is cancelled or deposed. To lead again, make a new one.
+    """Leads one hive from `lead()` until it is cancelled or deposed. To lead again, create a new one.
 
-    With a `lease` it decides only while it holds it; without one, until another coordinator opens an epoch.
+    With a `lease` it makes decisions only while it holds the lease; without one, until another coordinator opens an
+    epoch.
     """
 
     def __init__(
@@ -103,13 +104,13 @@ class Coordinator:
         self._lease = lease
         self._housekeeping = housekeeping or Housekeeping()
         self._snapshots = Snapshotter(bus, self._housekeeping.snapshot_events)
-        self._last = 0  # sequence of the last event that is stored
-        self._event_id = ""  # and its message id
+        self._last = 0  # sequence of the last stored event
+        self._event_id = ""  # message id of the last stored event
         self._answered = MessagePlace()  # the inbox message that the last event answers
         self._deciding: dict[int, Stored] = {}  # the messages that are being decided, by sequence
-        self._consumed = 0  # inbox sequence up to which everything is decided and stored
-        self._newest_consumed: Stored | None = None  # and its message, once this leader has decided one
-        self._is_stored = True  # whether the log has everything that is in the core's state
+        self._consumed = 0  # everything up to this inbox sequence is decided and stored
+        self._newest_consumed: Stored | None = None  # the message there, if this leader decided it
+        self._is_stored = True  # whether the log has everything in the core's state
         self._reply_to: dict[str, str] = {}
         self._patient = {bus.subjects.inbox(ev.kind_of(kind)) for kind in (inbox.CallRecorded, inbox.Touch)}
         self._memory = Memory() if memory is None else memory
@@ -117,8 +118,8 @@ class Coordinator:
     async def lead(self, fold: Fold | None = None) -> None:
         """Take over from `fold` (by default from a snapshot) and decide until cancelled.
 
-        Raises `Deposed` once another coordinator leads, `LogCorrupted` on a damaged log, `Undecidable` for a message
-        that has to become a dead letter.
+        Raises `Deposed` once another coordinator leads, `LogCorrupted` if the log is damaged, and `Undecidable` for a
+        message that must become a dead letter.
         """
         while not await self._take_over(fold or await Fold.begin(self.bus)):
             log.info("another leader was still at work; folding again")
@@ -144,14 +145,15 @@ class Coordinator:
                 tasks.create_task(self._lease.keep())
 
     async def leave(self) -> None:
-        """Store a snapshot after `lead()` has ended, so that the next leader folds less."""
+        """Store a snapshot after `lead()` has ended, so that the next leader has less to fold."""
         led = self.leading.is_set() and self._is_stored
         await self._snapshots.stop(self._snapshot() if led else None)
 
     async def _take_over(self, fold: Fold) -> bool:
-        """Fold to the log's end and open the next epoch. Return False when the old leader wrote or compacted meanwhile.
+        """Fold to the log's end and open the next epoch. Return False if the old leader wrote or compacted in the
+        meantime.
 
-        Raises `Deposed` when another coordinator has opened that epoch, `LogCorrupted` when the log has a gap.
+        Raises `Deposed` if another coordinator has opened that epoch, `LogCorrupted` if the log has a gap.
         """
         try:
             await fold.catch_up(self.bus)
@@ -175,7 +177,7 @@ class Coordinator:
         return True
 
     async def _open_epoch(self, found: lost_ends.FoundStreams) -> None:
-        """Append `epoch.opened` alone: if another leader has written meanwhile, the fence refuses it (R4).
+        """Append `epoch.opened` alone. If another leader has written in the meantime, the fence refuses it (R4).
 
         Then record what streams have lost, if anything; the inbox is then read from another place (R6).
         """
@@ -197,7 +199,7 @@ class Coordinator:
         await self._append([(PendingDecision(decision, self._answered.seq), "") for decision in decisions])
 
     async def _may_decide(self) -> None:
-        """Wait while the lease is lost. Raises `Deposed` only for a higher epoch on the log (R4)."""
+        """Wait while the lease is lost. Raises `Deposed` only if the log has a higher epoch (R4)."""
         while self._lease is not None and not self._lease.held:
             newest = await self._newest()
             if newest is not None and int(newest.headers[EPOCH]) > self.core.hive.epoch:
@@ -205,7 +207,7 @@ class Coordinator:
             await self._lease.wait(RETRY_S)
 
     def _snapshot(self) -> Snapshot:
-        """Describe the state as a snapshot. Call it only between appends, when the core's state is that of the log."""
+        """Return the state as a snapshot. Call it only between appends, when the core's state matches the log."""
         return Snapshot(
             fold=FOLD,
             position=self._last,
@@ -227,10 +229,10 @@ class Coordinator:
                     self._snapshots.take(self._snapshot())
 
     async def _read_group(self, reader: Reader) -> list[Stored]:
-        """Return the messages that have arrived. If they are only calls and touches, gather more for a moment first.
+        """Return the messages that have arrived. If they are only calls and touches, wait a moment to gather more.
 
-        No client waits for the event that notes calls, and one event can note many: its headers have some 200 bytes,
-        which is more than a call takes in it.
+        No client waits for the event that notes calls, and one event can note many calls. This saves headers: about 200
+        bytes per event, which is more than a call itself takes.
         """
         group = await reader.read(GROUP_MAX)
         if not self._are_patient(group):
@@ -250,15 +252,15 @@ class Coordinator:
         return all(each.subject in self._patient for each in group)
 
     async def _decide(self, group: Sequence[Stored]) -> None:
-        """Decide message by message, append all events at once, then send all replies (R3)."""
-        pending: list[tuple[PendingDecision, str]] = []  # with the trace of its message
+        """Decide the messages one by one, append all events together, then send all replies (R3)."""
+        pending: list[tuple[PendingDecision, str]] = []  # each with its message's trace
         self._is_stored = False
         self._deciding = {stored.seq: stored for stored in group}
         for stored in group:
             try:
                 message = inbox.decode_message(stored.data)
             except msgspec.MsgspecError as error:
-                # Any client with access may publish nonsense, which must not stop the hive.
+                # Any client with access may publish nonsense. It must not stop the hive.
                 log.warning("inbox message %d cannot be decoded and is skipped: %s", stored.seq, error)
                 continue
             reply_to = stored.headers.get(REPLY, "")
@@ -279,7 +281,7 @@ class Coordinator:
             return list(self.core.dead_letter(message, stored.seq, stored.time_ns, why))
         try:
             return list(self.core.receive(message, stored.seq, stored.time_ns))
-        except Exception as error:  # whatever it is, the next messages have to be read
+        except Exception as error:  # whatever it was, later messages must still be read
             log.exception("inbox message %d could not be decided: %s", stored.seq, ev.kind_of(message))
             self._memory.dead_letters[stored.seq] = f"{type(error).__name__}: {error}"[:WHY_CHARS_MAX]
             raise Undecidable(f"inbox message {stored.seq}: {self._memory.dead_letters[stored.seq]}") from error
@@ -289,9 +291,9 @@ class Coordinator:
         trim(self._reply_to, REPLIES_MAX)
 
     async def _append(self, pending: Sequence[tuple[PendingDecision, str]]) -> None:
-        """Append decisions. While the bus is away or the log full, wait and retry: nothing is lost.
+        """Append decisions. While the bus is away or the log is full, wait and retry: nothing is lost.
 
-        While the log is full, which may be for long, tell clients not to wait for an answer.
+        The log may be full for a long time, so tell clients then not to wait for an answer.
         """
         outgoing: list[list[Outgoing]] = []
         seq = self._last
@@ -336,13 +338,14 @@ class Coordinator:
         )
 
     async def _check_leading(self) -> None:
-        """Raise `Deposed` unless the last event is ours: refusals make no event, so no fence protects them (R3)."""
+        """Raise `Deposed` unless the last event is ours. Refusals write no event, so the fence does not protect them
+        (R3)."""
         newest = await self._newest()
         if newest is None or newest.seq != self._last:
             raise Deposed(f"the log ends at {newest.seq if newest else 0}, not at our event {self._last}")
 
     async def _newest(self) -> Stored | None:
-        """Return the log's last event. Wait for as long as the bus is away."""
+        """Return the log's last event. Wait as long as the bus is away."""
         while True:
             try:
                 return await self.bus.last(self.bus.subjects.events_stream)
@@ -359,7 +362,7 @@ class Coordinator:
     # ---- in the background ----
 
     async def _tick(self) -> None:
-        """Send the time to the core, which it reaches only through the inbox (R5)."""
+        """Send the time to the inbox, the only way in which the core learns it (R5)."""
         stream, subject = self.bus.subjects.inbox_stream, self.bus.subjects.inbox(ev.kind_of(inbox.Tick))
         epoch = self.core.hive.epoch
         count = 0
@@ -383,7 +386,8 @@ class Coordinator:
     async def _trim(self) -> None:
         """Drop inbox messages that were decided a while ago (R12).
 
-        Raises `StreamEndLost` if the stream went back: then other messages, not decided yet, have these sequences.
+        Raises `StreamEndLost` if the stream went back: then these sequences now belong to messages that are not decided
+        yet.
         """
         stream = self.bus.subjects.inbox_stream
         decided: Stored | None = None
@@ -400,7 +404,8 @@ class Coordinator:
                 log.warning("the inbox could not be trimmed: %s", error)
 
     async def _look_for_calls(self) -> None:
-        """Raise `StreamEndLost` if needed calls are gone after a reconnection. Readers detect it for other streams."""
+        """After a reconnection, raise `StreamEndLost` if needed calls are gone. For other streams, readers detect the
+        loss."""
         back = asyncio.Event()
         stop_listening = self.bus.on_reconnect(back.set)
         try:
@@ -420,9 +425,7 @@ class Coordinator:
 async def run(
     url: str, hive: str, name: str = "", upkeep: Housekeeping | None = None, limits: StreamLimits = AS_THEY_ARE
 ) -> None:
-    """Give the hive's streams these limits. Then stand by to lead it, lead it, and stand by again when deposed, until
-    cancelled.
-    """
+    """Apply `limits` to the hive's streams. Then stand by, lead, and stand by again when deposed, until cancelled."""
     telemetry.configure("coordinator")
     leader = name or f"coordinator-{secrets.token_hex(4)}"
     async with await Bus.connect(url, hive, name="coordinator") as bus:
@@ -435,7 +438,7 @@ async def run(
 
 async def _lead_once(coordinator: Coordinator, lease: Lease, memory: Memory) -> None:
     """Stand by, then lead. Return when deposed, when a message could not be decided, when a stream has lost its end, or
-    when the bus was away for long.
+    when the bus was away for a long time.
 
     Raises `LogCorrupted`, and `BusUnavailable` when the bus was closed.
     """
@@ -446,7 +449,7 @@ async def _lead_once(coordinator: Coordinator, lease: Lease, memory: Memory) -> 
     except* Deposed as group:
         log.warning("deposed, standing by: %s", group.exceptions[0])
     except* Undecidable as group:
-        log.error("folding the log again, to set a message aside: %s", group.exceptions[0])
+        log.error("folding the log again, to make a message a dead letter: %s", group.exceptions[0])
     except* StreamEndLost as group:
         for error in group.exceptions:
             log.error("folding the log again: %s", error)
@@ -455,7 +458,7 @@ async def _lead_once(coordinator: Coordinator, lease: Lease, memory: Memory) -> 
     except* BusUnavailable as group:
         if bus.is_closed:
             raise
-        log.warning("standing by for the bus: %s", group.exceptions[0])
+        log.warning("standing by until the bus is back: %s", group.exceptions[0])
         await asyncio.sleep(RETRY_S)
     finally:
         await lease.release()

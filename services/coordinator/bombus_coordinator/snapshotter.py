@@ -1,4 +1,4 @@
-"""Take snapshots of a leader's state while it leads: encoded between two appends, stored in the background."""
+"""Take snapshots of a leader's state while it leads: they are encoded between appends and stored in the background."""
 
 import asyncio
 import logging
@@ -10,19 +10,19 @@ from bombus.errors import BombusError
 
 log = logging.getLogger(__name__)
 
-EVENTS = 20_000  # between two snapshots; folding them takes a fifth of a second
-SHARE = 16  # with large events, 1 / SHARE of the stream's size is between two snapshots
-LAST_S = 5.0  # allowed for the snapshot when the leader stops
+EVENTS = 20_000  # events between two snapshots; folding them takes a fifth of a second
+SHARE = 16  # large events: a snapshot is due after 1 / SHARE of the stream's size
+LAST_S = 5.0  # time allowed for the last snapshot when the leader stops
 
 
 class SnapshotPace:
-    """Says when a snapshot is due: after `every` events, or when the new events fill a sixteenth of their stream."""
+    """Decides when a snapshot is due: after `every` events, or when the new events fill a sixteenth of their stream."""
 
     def __init__(self, every: int = EVENTS) -> None:
         self.newest = 0  # position of the newest stored snapshot
         self._taken = 0  # position of the newest snapshot taken, stored or not
         self._every = every
-        self._bytes = 0.0  # written since then
+        self._bytes = 0.0  # bytes written since the newest snapshot taken
         self._bytes_max = float("inf")
         self._asked = False
 
@@ -39,7 +39,7 @@ class SnapshotPace:
         self._bytes += size
 
     def ask(self) -> None:
-        """Request a snapshot as soon as the newest one lacks an event: a full log may not get any more events."""
+        """Request a snapshot as soon as the log is beyond the newest one, as a full log may get no further events."""
         self._asked = True
 
     def is_due(self, position: int) -> bool:
@@ -49,7 +49,7 @@ class SnapshotPace:
         return since > 0 and (since >= self._every or self._bytes >= self._bytes_max)
 
     def took(self, position: int) -> None:
-        """Note that a snapshot was taken at `position`. If it cannot be stored, another can be requested at once."""
+        """Note that a snapshot was taken at `position`. If it cannot be stored, another can be requested right away."""
         self._taken = position
         self._bytes = 0.0
         self._asked = False
@@ -60,7 +60,7 @@ class SnapshotPace:
 
 
 class Snapshotter:
-    """Stores snapshots at their pace."""
+    """Stores snapshots whenever they are due."""
 
     def __init__(self, bus: Bus, every: int = EVENTS) -> None:
         self.pace = SnapshotPace(every)
@@ -78,7 +78,7 @@ class Snapshotter:
         self._storing = asyncio.create_task(self._store(snapshots.encode(snapshot), snapshot.position))
 
     async def stop(self, last: Snapshot | None) -> None:
-        """Wait for the snapshot that is being stored, then store `last`, so that the next leader folds less."""
+        """Wait for the snapshot that is being stored, then store `last`, so that the next leader has less to fold."""
         try:
             async with asyncio.timeout(LAST_S):
                 if self._storing is not None:
@@ -94,5 +94,5 @@ class Snapshotter:
             self.pace.stored(position)
             await snapshots.prune(self._bus, position, self.held)
             log.info("snapshot at event %d: %d bytes", position, len(body))
-        except BombusError as error:  # the log has everything: a snapshot only saves time
+        except BombusError as error:  # the log has everything; a snapshot only saves time
             log.warning("no snapshot at event %d: %s", position, error)

@@ -1,8 +1,8 @@
-"""Watch the fill of the streams and the disk, and refuse new work while one is nearly full (R12, R20).
+"""Watch how full the streams and the disk are, and refuse new work while one of them is nearly full (R12, R20).
 
-New work is refused while less than the reserve is left, which is kept for work in progress. It is accepted again once
-one and a half times the reserve is free, so that the state does not flap. To make room, only the data of keys that
-exceed their share is dropped (rules/crowding.py).
+A reserve is kept for work in progress, and new work is refused while less than the reserve is free. It is accepted
+again once one and a half times the reserve is free, so that the state does not flap. To make room, data is dropped only
+for keys that exceed their share (rules/crowding.py).
 """
 
 import asyncio
@@ -26,9 +26,9 @@ from bombus_coordinator.rules.live import Live
 
 log = logging.getLogger(__name__)
 
-PERIOD_S = 1.0  # so that clients learn of it within two seconds
-RESERVE = 0.1  # of a stream
-FREE_AGAIN = 1.5  # times the reserve
+PERIOD_S = 1.0  # so that clients find out within two seconds
+RESERVE = 0.1  # fraction of a stream
+FREE_AGAIN = 1.5  # multiple of the reserve
 DISK = "the disk"
 INODES = "the disk's inodes"
 INODES_RESERVE = 1024
@@ -41,12 +41,12 @@ _ADVICE = {
     "trajectories": "It is trimmed as batches are handed out.",
     "blobs": "It holds snapshots of the log, tokenizers, and weights published as objects.",
     DISK: "Free space where the bus keeps its data.",
-    INODES: "Remove files where the bus keeps its data: no more can be created, however many bytes are free.",
+    INODES: "Remove files where the bus keeps its data: no more files can be created, however many bytes are free.",
 }
 
 
 def is_full(hive: Hive, place: StorageSeen) -> bool:
-    """Return whether to refuse new work because this place is full."""
+    """Return whether to refuse new work because this place (a stream or the disk) is full."""
     needed = place.reserve * (FREE_AGAIN if place.what in hive.full else 1.0)
     return place.size - place.used < needed
 
@@ -72,7 +72,8 @@ def seen(hive: Hive, live: Live, place: StorageSeen) -> Decisions:
 
 
 def _oldest_group(hive: Hive) -> str:
-    """Return a sentence about the oldest queued group, which keeps its stream from being trimmed; "" if none is."""
+    """Return a sentence about the oldest queued group, which keeps its stream from being trimmed. "" if no group is
+    queued."""
     queued = [
         (group.body.first, engine.name, number, group)
         for engine in hive.engines.values()
@@ -116,7 +117,7 @@ async def _measure(bus: Bus, disk: Path | None, disk_reserve: int) -> AsyncItera
         usage = shutil.disk_usage(disk)
         yield StorageSeen(id="", what=DISK, used=usage.total - usage.free, size=usage.total, reserve=disk_reserve)
         inodes = os.statvfs(disk)
-        if inodes.f_files:  # some file systems have no limit of inodes
+        if inodes.f_files:  # some file systems do not limit inodes
             reserve = min(INODES_RESERVE, int(RESERVE * inodes.f_files))
             used = inodes.f_files - inodes.f_favail
             yield StorageSeen(id="", what=INODES, used=used, size=inodes.f_files, reserve=reserve)

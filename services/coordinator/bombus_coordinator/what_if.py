@@ -1,8 +1,8 @@
 """`bombus replay what-if`: replay the facts of a run under other rules. Which batches would have been made, and when?
 
-Episodes end and clients agree at the recorded times. The coordinator's own rules (`transitions.settle`) make batches of
-them in a hive in which nothing takes time: no batch waits for an open episode, and each step is trained and its weights
-are loaded at once, so rolling never stops.
+Episodes end and clients agree at the recorded times. The coordinator's own rules (`transitions.settle`) turn them into
+batches in a hive where nothing takes time: no batch waits for an open episode, and steps and weight loads are instant,
+so rolling never stops.
 """
 
 import argparse
@@ -30,7 +30,7 @@ ROWS_MAX = 40
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch. `position` is the event of the log that completed it."""
+    """A batch, completed by the event of the log at `position`."""
 
     step: int
     position: int
@@ -47,10 +47,10 @@ class WhatIfResult(msgspec.Struct, kw_only=True):
     batches: list[Batch] = []
     dropped: dict[DropReason, int] = {}
     ended: int = 0
-    left: int = 0  # in the pool when the log ended
+    left: int = 0  # episodes in the pool when the log ended
 
     def note(self, event: AnyEvent, position: int, pool: int) -> None:
-        """Count an event. `pool` is the number of episodes in the pool before it."""
+        """Count an event. `pool` is how many episodes were in the pool before the event."""
         match event:
             case ev.BatchReady():
                 rewards = [episode.reward for group in event.groups for episode in group.episodes]
@@ -78,7 +78,7 @@ class Instant:
     """One run of an engine in a hive without time, under `rules`."""
 
     def __init__(self, engine: str, run: int, rules: Collection) -> None:
-        # Without time there is nothing to wait for: clients that have agreed do not need to see the phase change.
+        # Without time there is nothing to wait for, so clients that have agreed do not need to see the phase change.
         self.result = WhatIfResult(rules=rules)
         configured = ev.EngineConfigured(
             engine=engine,
@@ -93,7 +93,7 @@ class Instant:
         self._engine.loaded = {INSTANT}
         self._engine.weights = ev.WeightsReady(engine=engine, run=run, version=0, weights=Weights(where=""))
         self._hive = Hive(engines={engine: self._engine})
-        self._claimed: dict[str, int] = {}  # open episodes, with the policy version at their claim
+        self._claimed: dict[str, int] = {}  # open episodes: the policy version when each was claimed
 
     def apply(self, event: AnyEvent, position: int) -> None:
         """Apply the next event of the log."""
@@ -117,7 +117,8 @@ class Instant:
         self.result.left = len(self._engine.pool)
 
     def _with_simulated_age(self, event: ev.EpisodeEnded) -> ev.EpisodeEnded:
-        """Return the event as if its tokens were sampled from the version that was newest at its claim in this hive."""
+        """Return the event as if its tokens had been sampled from the version that this hive had when the episode was
+        claimed."""
         outcomes = tuple(
             msgspec.structs.replace(outcome, oldest=self._claimed.pop(outcome.episode, self._engine.version))
             for outcome in event.outcomes
@@ -157,10 +158,10 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def compare(source: Source, engine: str, run: int | None, changes: dict[str, object]) -> Compared:
-    """Compare a run, by default the last, with the same run under rules with these `changes`.
+    """Compare a run (by default the last one) with the same run under rules with these `changes`.
 
-    Raises `NotOnLog` when there is no such run, or when the log no longer reaches back to its start; `BadUsage` for
-    rules that no engine accepts.
+    Raises `NotOnLog` if there is no such run or the log no longer reaches back to its start, `BadUsage` for rules that
+    engines do not accept.
     """
     wanted = run if run is not None else await _last_run(source, engine)
     found: Compared | None = None

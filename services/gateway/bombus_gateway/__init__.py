@@ -1,1 +1,1 @@
-"""The gateway: the HTTP APIs of a hive. Text becomes tokens here; replicas see token ids only."""
+"""The gateway: the HTTP APIs of a hive. It turns text into tokens; replicas see only token ids."""

@@ -23,17 +23,17 @@ from bombus.machine.hive_keys import HiveKeys
 from bombus_gateway.keys import KeyClaims, Keys
 
 PATH_KEY = "/k/"
-SDK_PREFIX = b"tml-"  # Tinker's client accepts only keys that begin with this, so it may precede a hive's key
+SDK_PREFIX = b"tml-"  # Tinker's client requires this prefix, so it may be put before a hive's key
 
 FOREIGN_SITES = ("cross-site", "same-site")  # values of Sec-Fetch-Site, a header that browsers send
 
 HeaderPair = tuple[bytes, bytes]
-RawHeaders = Iterable[HeaderPair]  # as ASGI passes them
+RawHeaders = Iterable[HeaderPair]  # as passed by ASGI
 HeaderMap = dict[bytes, bytes]
 
 
 class Access(StrEnum):
-    """Who may use a route. Open routes have no guard, and model calls have an `EpisodeGuard`."""
+    """Who may use a route. Routes that are open to all have no guard; model calls have an `EpisodeGuard`."""
 
     CLIENT = "client"  # claim and end episodes, read the state of the engine
     CONTROL = "control"  # change what an engine does
@@ -41,7 +41,7 @@ class Access(StrEnum):
 
 @dataclass(frozen=True)
 class KeyHolder:
-    """The holder of a key: the key's name and caps (see `hive_keys.NamedKey`; 0 is no cap). `admin`: the admin key."""
+    """The holder of a key: the key's name and limits (see `hive_keys.NamedKey`; 0 is no limit). `admin`: admin key."""
 
     name: str = ""
     open_max: int = 0
@@ -60,7 +60,7 @@ OPERATOR = KeyHolder(admin=True)
 
 
 def without_path_key(scope: Scope) -> Scope:
-    """Move the key of a request to `/k/<key>/...` into a header, so that the path no longer contains it."""
+    """Move the key of a request to `/k/<key>/...` into a header, and remove it from the path."""
     key, slash, rest = scope["path"].removeprefix(PATH_KEY).partition("/")
     headers = [*scope["headers"], (b"x-api-key", key.encode())]
     bare = {name: value for name, value in scope.items() if name != "raw_path"}
@@ -70,9 +70,9 @@ def without_path_key(scope: Scope) -> Scope:
 class Guard(SecurityBase):
     """Guards the routes of one kind of access: FastAPI's routes as a dependency, all others through `refusal`.
 
-    The admin key opens client routes too. If only a client key is set, control routes need that one: they must not be
-    easier to use than client routes. A route that needs no key is open to all but web pages of other sites.
-    `changing_get` marks a GET route that changes something: links from other sites are refused too.
+    The admin key opens client routes too. If only a client key is set, control routes require that key, since they must
+    not be easier to reach than client routes. A route that needs no key is open to everyone except web pages of other
+    sites. `changing_get` marks a GET route that changes something, for which links from other sites are refused too.
     """
 
     def __init__(self, access: Access, keys: HiveKeys, public_url: str, changing_get: bool = False) -> None:
@@ -108,17 +108,17 @@ class Guard(SecurityBase):
         )
 
     def holder(self, headers: RawHeaders) -> KeyHolder:
-        """Return the holder of the key in an accepted request; `NOBODY` for an unnamed key, and for no key."""
+        """Return the holder of the key in an accepted request, or `NOBODY` if the key is unnamed or there is no key."""
         return _found(_presented(headers), self._known) or NOBODY
 
     def _foreign_page(self, headers: RawHeaders) -> Refused | None:
-        """Refuse web pages of other sites.
+        """Refuse requests made by web pages of other sites.
 
-        A route that needs no key trusts its machine or network. But browsers there run other sites' pages, which can
-        post to this route, or point a domain name of theirs at it. Browsers send the page's site in `Origin`; other
-        clients do not send that header. Browsers omit it for images and links: if the hive is on their own machine,
-        they send in `Sec-Fetch-Site` that the page is from another site, and they send the page in `Referer`. The
-        other site cannot read a page that is opened by a link, so links are allowed to routes that change nothing.
+        A route that needs no key trusts its machine or network. But browsers there also run other sites' pages, which
+        can post to this route, or point a domain name of their own at it. Browsers send the page's site in `Origin`,
+        which other clients do not send. For images and links browsers omit it. If the hive is on their own machine,
+        they say in `Sec-Fetch-Site` that the page is from another site, and name the page in `Referer`. The other site
+        cannot read a page that is opened through a link, so links to routes that change nothing are allowed.
         """
         named = {name: value.decode("latin-1") for name, value in headers}
         origin = named.get(b"origin", "")
@@ -135,12 +135,12 @@ class Guard(SecurityBase):
         return Refused(
             Code.BAD_KEY,
             f"{page} may not use this hive. If that is the hive's own address, start the gateway with it as "
-            "--public-url; to let other sites in, give the hive keys.",
+            "--public-url; to let other sites in, set keys for the hive.",
         )
 
 
 class EpisodeGuard:
-    """Verifies episodes' keys at the APIs of one engine. With `any_engine`, it accepts keys for every engine."""
+    """Verifies episode keys for the APIs of one engine, or for those of every engine with `any_engine`."""
 
     def __init__(self, keys: Keys, engine: str, any_engine: bool) -> None:
         self._keys = keys
@@ -158,9 +158,9 @@ class EpisodeGuard:
 
 
 def episode_key(headers: Mapping[bytes, bytes]) -> str:
-    """Return the episode's key of a request, from its bearer token or `x-api-key`; some clients send both headers.
+    """Return a request's episode key, from its bearer token or `x-api-key`. Some clients send both headers.
 
-    Raises `Refused` BAD_KEY if there is neither.
+    Raises `Refused` BAD_KEY if the request has neither.
     """
     presented = [key.decode("latin-1") for key in _presented(headers.items()) if key]
     if not presented:
@@ -171,7 +171,7 @@ def episode_key(headers: Mapping[bytes, bytes]) -> str:
 
 
 def _client_holders(keys: HiveKeys) -> dict[str, KeyHolder]:
-    """Return the holders of the keys that open client routes, by key; empty if these routes need no key."""
+    """Return the holders of the keys that open client routes, by key. Empty if these routes need no key."""
     if not keys.for_clients:
         return {}
     named = {
@@ -182,7 +182,7 @@ def _client_holders(keys: HiveKeys) -> dict[str, KeyHolder]:
 
 
 def _found(presented: Sequence[bytes], among: Mapping[bytes, KeyHolder]) -> KeyHolder | None:
-    """Return the holder of the first of these keys that was presented; None if none was."""
+    """Return the holder of the first presented key that is in `among`, or None."""
     matching = (holder for key, holder in among.items() for each in presented if hmac.compare_digest(each, key))
     return next(matching, None)
 
@@ -200,13 +200,14 @@ def _presented(headers: RawHeaders) -> list[bytes]:
 
 
 def _origin_of(page: str) -> str:
-    """Return the origin of a page's address; empty for an empty address."""
+    """Return the origin of a page's address, or "" for an empty address."""
     scheme, _, rest = page.partition("://")
     return f"{scheme}://{rest.partition('/')[0]}" if page else ""
 
 
 def _is_own_page(origin: str, host: str) -> bool:
-    """Return whether a page's origin is the host of its request, and is not a domain name, which could be rebound."""
+    """Return whether a page's origin is the host that its request went to. A domain name never counts: it could be
+    rebound."""
     try:
         page = urlsplit(origin)
         if page.hostname != "localhost":

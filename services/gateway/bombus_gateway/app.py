@@ -34,9 +34,9 @@ log = logging.getLogger(__name__)
 class GatewayApp(FastAPI):
     """FastAPI, with a table of paths (`hot`) that are answered before its middleware and routing.
 
-    FastAPI's own work would cost more than a model call itself. `below` holds the applications for all other paths
-    with a given prefix; the first match answers. Requests to `uncounted` paths do not count as open: these are health
-    checks and heartbeats, which must be answered even if the gateway is full.
+    FastAPI's own work would cost more than a model call itself. `below` lists path prefixes with the applications that
+    answer all other paths under them; the first match answers. Requests to `uncounted` paths do not count as open:
+    these are health checks and heartbeats, which must be answered even if the gateway is full.
     """
 
     gateway: Gateway
@@ -78,18 +78,18 @@ class GatewayApp(FastAPI):
     def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI document. Building it takes 0.1 s for each engine, so call this in a thread."""
         if self.openapi_schema is None:
-            from bombus_gateway.openapi import openapi_document  # loaded late: only this document needs it
+            from bombus_gateway.openapi import openapi_document  # imported late: only this document needs it
 
             self.openapi_schema = openapi_document(self.title, self.description, self.gateway)
         return self.openapi_schema
 
 
 def create_app(gateway: Gateway) -> GatewayApp:
-    """Return the app: each engine's APIs are under `/e/<engine>`, and the first engine's at the root too."""
+    """Return the app. Each engine's APIs are under `/e/<engine>`; the first engine's are at the root too."""
     app = GatewayApp(
         title="bombus",
         description="Train language models with the agent harness that you have: change `base_url` and `api_key`.",
-        openapi_url=None,  # FastAPI would build it on the event loop, and its page loads scripts from other sites
+        openapi_url=None,  # FastAPI would build it on the event loop, and its docs page loads scripts from other sites
     )
     app.gateway = gateway
     app.calls = calls = Calls(gateway)
@@ -117,7 +117,7 @@ def create_app(gateway: Gateway) -> GatewayApp:
         app.hot[f"{prefix}/v1/messages"] = anthropic.messages
         app.hot[f"{prefix}/v1/messages/count_tokens"] = anthropic.count_tokens
         app.hot[f"{prefix}/v1/embeddings"] = openai.embeddings
-        for place in (prefix, f"{prefix}/v1"):  # vLLM serves them at the root
+        for place in (prefix, f"{prefix}/v1"):  # vLLM has them at the root
             app.hot[f"{place}/tokenize"] = openai.tokens.tokenize
             app.hot[f"{place}/detokenize"] = openai.tokens.detokenize
         agents = EpisodeGuard(gateway.keys, engine, any_engine=not prefix)
@@ -165,7 +165,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def bug(_: Request, error: Exception) -> JSONResponse:
-        """Answer with an error code, so that clients can tell a bug from a server that is being stopped.
+        """Answer with an error code, so that clients can tell a bug from a server that is shutting down.
 
         The server logs the traceback.
         """

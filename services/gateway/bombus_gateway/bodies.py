@@ -1,6 +1,6 @@
-"""Reads all request bodies and limits how large each may be; large ones are decoded in threads and block no others.
+"""Reads all request bodies and limits their size. Large bodies are decoded in threads, so that other requests continue.
 
-Every API reads its bodies here, after it has checked the key; its `BodyLimits` state what its routes accept.
+Every API reads its bodies here, after it has checked the key. Its `BodyLimits` state what its routes accept.
 """
 
 from collections.abc import Callable
@@ -25,11 +25,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class BodyLimits:
-    """What the bodies of a route may contain. If a limit is 0, only `bytes_max` applies.
+    """What the bodies of a route may contain. Where a limit is 0, only `bytes_max` applies.
 
-    With a `depth` of 0, the body's decoder checks the nesting. `names` counts the names in all objects, and `lists`
-    counts objects too. A body that `may_be_binary` is read as JSON unless its content type is protobuf. A body of up
-    to `inline_bytes` is decoded on the event loop, a larger one in a thread.
+    With a `depth` of 0, the body's decoder checks the nesting. `names` limits the names in all objects together, and
+    `lists` counts objects too. A body that `may_be_binary` is read as JSON unless its content type is protobuf. A body
+    of up to `inline_bytes` is decoded on the event loop, a larger one in a thread.
     """
 
     bytes_max: int
@@ -46,9 +46,11 @@ class BodyLimits:
             raise Refused(Code.TOO_LARGE, f"The body is over the limit of {self.bytes_max} bytes; {self.fewer}.")
 
     def checked(self, body: bytes) -> bytes:
-        """Return the JSON `body` if it is within the limits. Raises `Refused`: TOO_LARGE, or MALFORMED if too deep.
+        """Return the JSON `body` if it is within the limits. Raises `Refused`: TOO_LARGE, or MALFORMED if it is nested
+        too deeply.
 
-        Nothing is decoded. A list, a name or a value takes at least two bytes, so in a small body they are not counted.
+        Nothing is decoded. A list, name or value takes at least two bytes, so in a body too small to exceed the limits
+        they are not counted.
         """
         counted = {"lists and objects": self.lists, "names": self.names, "values": self.values}
         if (not self.depth or is_flat(body)) and not any(0 < most < len(body) // 2 for most in counted.values()):
@@ -112,13 +114,13 @@ class BodyGate:
         return await self._workers.run(turn, len(body), work, bounds.inline_bytes)
 
     async def unpacked(self, headers: HeaderMap, receive: Receive, bounds: BodyLimits, turn: str) -> bytes:
-        """Return the bytes of a body, decompressed. Only its size has been checked. Raises `Refused`."""
+        """Return the decompressed bytes of a body. Only its size has been checked. Raises `Refused`."""
         body = await received(headers, receive, bounds)
         encoding = headers.get(b"content-encoding", b"").decode("latin-1")
         return body if encoding in ("", "identity") else await self._unpacked(encoding, body, bounds, turn)
 
     async def _unpacked(self, encoding: str, body: bytes, bounds: BodyLimits, turn: str) -> bytes:
-        """Return a body, decompressed: in a thread unless both the compressed and the decompressed body are small."""
+        """Decompress a body, in a thread unless it is small both before and after decompression."""
         if len(body) <= bounds.inline_bytes:
             try:
                 return _unpacked(encoding, body, bounds.inline_bytes)
@@ -130,7 +132,7 @@ class BodyGate:
 
 
 def _unpacked(encoding: str, body: bytes, bytes_max: int) -> bytes:
-    """Return a body, decompressed. Raises `Refused`: TOO_LARGE as soon as it exceeds `bytes_max`."""
+    """Decompress a body. Raises `Refused` TOO_LARGE as soon as it exceeds `bytes_max`."""
     unpack = inflated if "gzip" in encoding.lower() else decompressed
     return unpack(encoding, body, bytes_max)
 
@@ -139,7 +141,7 @@ async def received(headers: HeaderMap, receive: Receive, bounds: BodyLimits) -> 
     """Return the bytes of a body as received. Raises `Refused`: TOO_LARGE at the limit, or MALFORMED if cut off."""
     parts: list[bytes] = []
     size, more = 0, True
-    bounds.check_size(int(headers.get(b"content-length", b"0")))  # the server has checked that it is a number
+    bounds.check_size(int(headers.get(b"content-length", b"0")))  # the server has checked that this is a number
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":

@@ -1,4 +1,4 @@
-"""`bombus gateway`: run a gateway alone."""
+"""`bombus gateway`: run only a gateway."""
 
 import argparse
 

@@ -19,14 +19,14 @@ from bombus_gateway.settings import GatewaySettings
 
 log = logging.getLogger(__name__)
 
-POSITION_S = 5.0  # how long to wait until this gateway's fold has the event of a command
+POSITION_S = 5.0  # how long to wait until this gateway's fold includes a command's event
 
 
 @dataclass
 class Gateway:
     """A gateway's shared parts, created once, in `service.running`.
 
-    `ready` becomes true when the log as it was at the start is folded (R18).
+    `ready` becomes true when everything that was on the log at startup is folded (R18).
     """
 
     settings: GatewaySettings
@@ -48,7 +48,8 @@ class Gateway:
         self.bodies = BodyGate(self.workers, self.settings.body_mb_max << 20)
 
     async def check_ready(self, _: object = None) -> None:
-        """Raise `BusUnavailable` until the log as it was at the start is folded (R18). A `Check` for plain routes."""
+        """Raise `BusUnavailable` until everything that was on the log at startup is folded (R18). A `Check` for plain
+        routes."""
         if not self.ready:
             raise BusUnavailable("this gateway is still reading the log")
 
@@ -57,11 +58,12 @@ class Gateway:
         return self.clients.holder(request.scope["headers"])
 
     def holder_of(self, request: Request) -> str:
-        """Return the name of the request's key; "" if it has no name or there is none, which may use everything."""
+        """Return the name of the request's key. It is "" if the key has no name or there is no key, which means that
+        the caller may use everything."""
         return self.key_of(request).name
 
     async def carry_out(self, command: Message, limit_s: float | None = None, traceparent: str = "") -> AnyAnswer:
-        """Carry out a command. Afterwards this gateway's own reads show its effect.
+        """Send a command and wait until it has been carried out and this gateway's own reads show its effect.
 
         The answer must arrive within `limit_s`, by default `bus_timeout_s`. Raises `Refused` and `BusUnavailable`.
         """
@@ -75,16 +77,16 @@ class Gateway:
 
     @property
     def mounts(self) -> list[tuple[str, str]]:
-        """The path prefixes, each with the engine served there. The first engine is served at the root too."""
+        """The path prefixes, each with the engine served there. The first engine is also served at the root."""
         engines = self.settings.engines
         return [("", engines[0]), *((f"/e/{engine}", engine) for engine in engines)]
 
     def engines_at(self, engine: str, any_engine: bool) -> tuple[str, ...]:
-        """Return the engines that an API serves: only its own, or all of them at the root."""
+        """Return the engines that an API serves: only its own engine, or all engines if it is at the root."""
         return tuple(self.settings.engines) if any_engine else (engine,)
 
     def model_names(self, engines: Sequence[str]) -> list[str]:
-        """Return the names of the models of these engines: for each, the model of its job and the engine's own name."""
+        """Return the model names of these engines: for each, its job's model and the engine's own name."""
         names: list[str] = []
         for engine in engines:
             state = self.follower.hive.engine(engine)
@@ -95,7 +97,7 @@ class Gateway:
     def check_model_name(self, engines: Sequence[str], name: str) -> None:
         """Raise `Refused` UNKNOWN_MODEL for an unknown name if the settings are strict.
 
-        By default any name is accepted, because many harnesses have theirs hard-coded.
+        By default any name is accepted, because many harnesses have a hard-coded name.
         """
         if self.settings.strict_model_names and name not in self.model_names(engines):
             raise Refused(

@@ -1,6 +1,6 @@
-"""`/docs`: the routes of a gateway as one HTML page, made from its OpenAPI document.
+"""`/docs`: a gateway's routes as one HTML page, made from its OpenAPI document.
 
-The page has no script and loads nothing, so it works without a network, and runs no third-party code.
+The page has no scripts and loads nothing, so it works without a network and runs no third-party code.
 """
 
 import json
@@ -42,7 +42,7 @@ def docs_page(document: Mapping[str, Any]) -> str:
 
 
 def _route(method: str, path: str, operation: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the parts of a route's section."""
+    """Yield the parts of one route's section."""
     head = f"<b>{escape(method.upper())}</b> <code>{escape(path)}</code> {escape(operation.get('summary', ''))}"
     yield f"<details><summary>{head}</summary>\n"
     if operation.get("description"):

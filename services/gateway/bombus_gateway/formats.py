@@ -1,4 +1,4 @@
-"""Reports each run's conversation format as this gateway reads it, so that the status shows where gateways differ."""
+"""Reports each run's conversation format as read by this gateway, so that the status shows where gateways differ."""
 
 import asyncio
 import importlib.metadata
@@ -21,9 +21,9 @@ _SEND_S = 5.0
 
 
 class FormatReports:
-    """Sends each format that the log lacks until the log has it.
+    """Sends each format that is missing from the log, until the log has it.
 
-    The message for a run always has the same id, so the bus keeps only one of them until the coordinator decides it.
+    The message for a run always has the same id, so the bus keeps only one copy of it until the coordinator decides it.
     """
 
     def __init__(self, gateway: Gateway, models: EngineModels) -> None:
@@ -31,7 +31,7 @@ class FormatReports:
         self._models = models
         self._sender = uuid.uuid4().hex
         self._name = f"{socket.gethostname()}-{os.getpid()} (bombus {importlib.metadata.version('bombus')})"
-        self._tried: dict[str, int] = {}  # by engine: the run whose model was read, or cannot be read
+        self._tried: dict[str, int] = {}  # by engine: the last run whose model was read, or could not be
 
     async def run(self) -> None:
         """Read the model of each engine when its run boots, and report its format, until cancelled."""
@@ -41,14 +41,15 @@ class FormatReports:
                 await self.check()
 
     async def check(self) -> None:
-        """Read the models that have not been read yet, and report the formats that the log lacks."""
+        """Read the models that have not been read yet, and report the formats that are missing from the log."""
         for name in self._gateway.settings.engines:
             await self._read(self._gateway.follower.hive.engine(name))
         for name, (run, found) in list(self._models.formats.items()):
             await self._report(name, run, found)
 
     async def _read(self, engine: EngineState) -> None:
-        """Load the model of an engine as soon as the log names its files, so that its first call need not wait."""
+        """Load the model of an engine as soon as the log names its files, so that the engine's first call need not
+        wait."""
         run, weights = engine.run, engine.weights
         if engine.phase == Phase.OFFLINE or weights is None or not weights.weights.tokenizer:
             return
@@ -59,7 +60,7 @@ class FormatReports:
         except Refused as error:
             log.warning("a model cannot be read yet", extra={"engine": engine.name, "why": error.why})
             return
-        except Exception as error:  # loading may raise anything; a call that needs the model gets the reason
+        except Exception as error:  # loading may raise anything; calls to the model will get the reason
             why = f"{type(error).__name__}: {error}"
             log.error("a model cannot be read", extra={"engine": engine.name, "why": why})
         self._tried[engine.name] = run

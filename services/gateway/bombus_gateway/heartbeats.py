@@ -1,4 +1,4 @@
-"""Collects heartbeats of episodes and clients, and confirmations of claims, and sends them on in few messages."""
+"""Collects heartbeats of episodes and clients, and confirmations of claims, and forwards them in a few messages."""
 
 import asyncio
 import logging
@@ -15,14 +15,14 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
 CONFIRM_S = 0.2
 _SEND_S = 5.0
-TOUCHES_MAX = 10_000  # episodes or claims in one message
+TOUCHES_MAX = 10_000  # maximum number of episodes or claims in one message
 
 
 class Heartbeats:
-    """Sends the live episodes of each engine in one message a second, and confirmed claims sooner (R5, R13).
+    """Sends each engine's live episodes in one message a second, and confirmed claims sooner (R5, R13).
 
-    A separate message a second lists the live clients, which belong to no engine. `hears_clients` returns whether
-    this gateway receives their heartbeats.
+    A separate message a second lists the live clients, which belong to no engine. `hears_clients` returns whether this
+    gateway receives their heartbeats.
     """
 
     def __init__(self, bus: Bus, hears_clients: Callable[[], bool]) -> None:
@@ -56,7 +56,7 @@ class Heartbeats:
         self._confirmed.setdefault(engine, []).append(claim)
 
     def opened(self, engine: str, episode: str) -> None:
-        """Count an open call of this episode, which is reported as alive until all of its calls are `closed`."""
+        """Count an open call of this episode. The episode is reported as alive until all of its calls are `closed`."""
         self._open[engine][episode] += 1
         self.touch(engine, episode)
 
@@ -79,7 +79,7 @@ class Heartbeats:
                 await self.flush()
 
     async def beat(self) -> None:
-        """Report the live clients. Even an empty report says that this gateway is ready to hear from clients."""
+        """Report the live clients. Even an empty report tells the coordinator that this gateway can hear clients."""
         if not self._hears_clients():
             return
         clients, self._clients = tuple(self._clients), set()
@@ -108,6 +108,6 @@ class Heartbeats:
         try:
             await self._bus.inbox.send(touch, timeout_s=_SEND_S)
         except (BusUnavailable, Refused) as error:
-            # Only confirmations must be kept: open calls are reported anew a second later.
+            # Only confirmations must be kept: open calls are reported again a second later.
             self._confirmed.setdefault(touch.engine, []).extend(touch.confirmed)
             log.warning("heartbeats could not be sent", extra={"engine": touch.engine, "why": str(error)})

@@ -1,8 +1,8 @@
 """Keys, episode ids and links, signed with the hive's secret so that any gateway can verify them without a look-up.
 
-An episode's key is for its agent: `sk-bombus-`, the claims, and an HMAC of them. The id of a claimed episode is for the
-client that claimed it: the episode's name on the log, a dot, and an HMAC of the name. A link to a checkpoint is its
-target and an HMAC of that. Replicas admit gateways by a key that is derived from the same secret.
+An episode's key is for its agent: `sk-bombus-`, the claims, and an HMAC of the claims. The id of a claimed episode is
+for the client that claimed it: the episode's name on the log, a dot, and an HMAC of the name. A link to a checkpoint is
+its target and an HMAC of the target. Replicas recognize gateways by a key derived from the same secret.
 """
 
 import binascii
@@ -18,9 +18,9 @@ from bombus.hive.generation import replica_key
 
 MAC_BYTES = 16
 KEY_CHARACTERS_MAX = 512
-VERIFIED_MAX = 4096  # keys whose claims are cached
-_CLAIMED = b"claimed episode "  # no key's claims begin with this, so that the two HMACs cannot be confused
-_LINK = b"link "  # nor with this
+VERIFIED_MAX = 4096  # maximum number of keys whose claims are cached
+_CLAIMED = b"claimed episode "  # no key's claims begin with this, so the two HMACs cannot be confused
+_LINK = b"link "  # no key's claims begin with this either
 LINK_CHARACTERS_MAX = 2048
 
 
@@ -37,14 +37,14 @@ _decoder = msgspec.msgpack.Decoder(KeyClaims)
 
 
 class Keys:
-    """Signs and verifies keys with the hive's secret: HMAC-SHA256, cut to 16 bytes."""
+    """Signs and verifies keys with the hive's secret, using HMAC-SHA256 cut to 16 bytes."""
 
     def __init__(self, secret: bytes) -> None:
         if len(secret) < MAC_BYTES:
             raise ValueError(f"the secret that signs keys has {len(secret)} bytes: at least {MAC_BYTES} are needed")
         self._secret = secret
         self.for_replicas = replica_key(secret)
-        self._verified: dict[str, KeyClaims] = {}  # a signature stays valid; the expiry is checked each time
+        self._verified: dict[str, KeyClaims] = {}  # a signature stays valid; the expiry is checked every time
 
     def sign(self, engine: str, run: int, episode: str, expires_ns: int) -> str:
         claims = msgspec.msgpack.encode(KeyClaims(engine, run, episode, expires_ns))
@@ -74,17 +74,18 @@ class Keys:
         return _decoder.decode(claims)
 
     def claimed_id(self, episode: str) -> str:
-        """Return the id of an episode that its claim returns to the client.
+        """Return the id under which a claim returns an episode to the client.
 
-        It is needed to end, abort, touch and replay the episode. The agent cannot derive it from the episode's key.
+        The client needs it to end, abort, touch and replay the episode. The agent cannot derive it from the episode's
+        key.
         """
         secret = urlsafe_b64encode(self._mac(_CLAIMED + _bytes(episode))).rstrip(b"=").decode()
         return f"{episode}{SECRET_MARK}{secret}"
 
     def episode_of(self, claimed_id: str) -> str:
-        """Return the name on the log of a claimed episode.
+        """Return the name of a claimed episode on the log.
 
-        Raises `Refused` NOT_YOUR_EPISODE for any other id, whether there is such an episode or not.
+        Raises `Refused` NOT_YOUR_EPISODE for any other id, whether or not such an episode exists.
         """
         episode = without_secret(claimed_id)
         if not hmac.compare_digest(_bytes(claimed_id), _bytes(self.claimed_id(episode))):
@@ -96,7 +97,7 @@ class Keys:
         return episode
 
     def sign_link(self, target: bytes) -> str:
-        """Return the text of a link to `target`. It cannot be forged, and following it needs no key."""
+        """Return the text of a link to `target`. A link cannot be forged, and following it requires no key."""
         return urlsafe_b64encode(target + self._mac(_LINK + target)).rstrip(b"=").decode()
 
     def linked(self, link: str) -> bytes:

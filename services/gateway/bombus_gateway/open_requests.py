@@ -22,16 +22,17 @@ def connections_of(settings: GatewaySettings) -> int:
 
 
 def places_of(settings: GatewaySettings) -> int:
-    """Return how many requests may be open before each key is held to its share. A quarter of the connections is spare.
+    """Return how many requests may be open before each key is held to its share. A quarter of the connections is kept
+    spare.
 
-    Calls have a separate limit, which must be reached first if this process may open files for that many.
+    Calls have a separate limit. It must be reached first, if this process may open files for that many.
     """
     connections = connections_of(settings)
     return max(min(settings.open_calls_max, connections // CONNECTIONS_FOR_A_CALL) + 1, connections * 3 // 4)
 
 
 class OpenRequest:
-    """One open request: the bytes received of its body and, once known, the share that it counts against."""
+    """One open request: how many bytes of its body were received and, once known, the share that it counts against."""
 
     __slots__ = ("bytes", "headers", "share")
 
@@ -44,8 +45,8 @@ class OpenRequest:
 class OpenRequests:
     """Counts requests until they are answered, and the bytes of their bodies.
 
-    `share_of` returns, from a request's headers, the name of the share that the request counts against. It is called
-    only when the places or the memory have run out.
+    `share_of` returns the name of the share that a request counts against, given the request's headers. It is called
+    only when places or memory have run out.
     """
 
     def __init__(self, places: int, bytes_max: int, share_of: Callable[[RawHeaders], str]) -> None:
@@ -53,9 +54,9 @@ class OpenRequests:
         self._bytes_max = bytes_max
         self._share_of = share_of
         self._open = 0
-        self._held = 0  # bytes
+        self._held = 0  # bytes of bodies
         self._unknown: set[OpenRequest] = set()
-        self._open_of: Counter[str] = Counter()  # of requests whose share is known
+        self._open_of: Counter[str] = Counter()  # counts only requests whose share is known
         self._held_by: Counter[str] = Counter()
 
     def enter(self, headers: RawHeaders) -> OpenRequest:
@@ -83,7 +84,7 @@ class OpenRequests:
             self._held_by[request.share] -= request.bytes
 
     async def received(self, request: OpenRequest, receive: Receive) -> Message:
-        """Receive and count a part of a request's body. Raises `Refused` OVERLOADED if there is no memory for it."""
+        """Receive and count part of a request's body. Raises `Refused` OVERLOADED if there is no memory for it."""
         message = await receive()
         size = len(message.get("body", b""))
         if size and self._held + size > self._bytes_max:
@@ -107,12 +108,13 @@ class OpenRequests:
 
 
 def share_by_key(gateway: Gateway) -> Callable[[RawHeaders], str]:
-    """Return a function from headers to a share: that of the request's key, or of the key that claimed its episode."""
+    """Return a function from headers to a share: that of the request's key, or that of the key that claimed its
+    episode."""
     return lambda headers: gateway.clients.holder(headers).share or _owner_of_episode(gateway, headers)
 
 
 def _owner_of_episode(gateway: Gateway, headers: RawHeaders) -> str:
-    """Return the name of the key that claimed the open episode of a request; "" if it has none."""
+    """Return the name of the key that claimed a request's open episode, or ""."""
     try:
         claims = gateway.keys.verify(episode_key(dict(headers)), time.time_ns())
     except Refused:

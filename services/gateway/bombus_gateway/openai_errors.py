@@ -1,4 +1,4 @@
-"""Errors in OpenAI's format, for the APIs that use one of OpenAI's dialects. Pure."""
+"""Errors in OpenAI's format, for the APIs that speak one of OpenAI's dialects. Pure."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -29,7 +29,7 @@ def error_fields(error: Refused, parameters: Mapping[str, str]) -> dict[str, Any
 
 
 def error_body(error: Refused, parameters: Mapping[str, str]) -> bytes:
-    """Return OpenAI's body for an error."""
+    """Return an error's body in OpenAI's form."""
     return msgspec.json.encode({"error": error_fields(error, parameters)})
 
 

@@ -1,6 +1,7 @@
 """Plain Starlette routes, whose handlers read their requests themselves.
 
-If they were FastAPI's own, it would analyse each at every start, for parameters and models that they do not have.
+If they were FastAPI routes, FastAPI would analyse each of them at every start, in search of parameters and models that
+they do not have.
 """
 
 from collections.abc import Awaitable, Callable, Iterable
@@ -14,11 +15,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 Handler = Callable[[Request], Awaitable[Response]]
-Check = Callable[[Request], Awaitable[None]]  # raises an error, which is answered in place of the handler's response
+Check = Callable[[Request], Awaitable[None]]  # raises an error, which is sent in place of the handler's response
 
 
 class JsonResponse(JSONResponse):
-    """A JSON response encoded by msgspec, so that structs may be its content."""
+    """A JSON response encoded by msgspec, so that its content may include structs."""
 
     def render(self, content: Any) -> bytes:
         return msgspec.json.encode(content)
@@ -31,7 +32,7 @@ class PlainRoute(NamedTuple):
 
 
 def checked(routes: Iterable[PlainRoute], *checks: Check) -> list[PlainRoute]:
-    """Return these routes with checks that run in order before the handler of each request."""
+    """Return these routes with checks that run, in order, before each request's handler."""
 
     async def answer(handler: Handler, request: Request) -> Response:
         for check in checks:
@@ -48,5 +49,5 @@ def below(prefix: str, routes: Iterable[PlainRoute]) -> list[PlainRoute]:
 def add_plain(app: FastAPI, routes: Iterable[PlainRoute]) -> None:
     for method, path, handler in routes:
         route = Route(path, handler, methods=[method])
-        route.methods = {method}  # without HEAD, like all other routes
+        route.methods = {method}  # no HEAD, as for all other routes
         app.router.routes.append(route)

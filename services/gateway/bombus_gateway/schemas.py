@@ -1,6 +1,6 @@
 """Builds parts of the OpenAPI document for the routes that are answered outside FastAPI.
 
-The fields of requests come from the structs that decode them; what the structs do not express is added by hand.
+The fields of requests come from the structs that decode them. What the structs do not express is added by hand.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,12 +12,12 @@ from msgspec import Meta
 from bombus_gateway.limits import NAME_CHARACTERS
 
 JsonSchema = dict[str, Any]
-Described = Any  # a schema, or a Python type that msgspec has a schema for
+Described = Any  # a schema, or a Python type for which msgspec has a schema
 
 SOME_TEXT = Annotated[str, Meta(min_length=1)]
 NAME = Annotated[str, Meta(min_length=1, max_length=NAME_CHARACTERS)]
 
-CHOICES_OF_TOOLS = ("auto", "none", "required")  # the strings that OpenAI allows besides objects
+CHOICES_OF_TOOLS = ("auto", "none", "required")  # strings that OpenAI allows besides objects
 
 BEARER, X_API_KEY = "episode_key", "episode_x_api_key"
 _AGENTS_KEYS = {
@@ -64,7 +64,8 @@ def one_of(*values: str) -> JsonSchema:
 
 
 def request_of(kind: type[msgspec.Struct], left_out: Sequence[str] = (), **by_hand: JsonSchema) -> JsonSchema:
-    """Describe the object that a struct decodes. `by_hand` adds to its fields, and adds those decoded elsewhere."""
+    """Describe the object that a struct decodes. `by_hand` describes fields further, and adds fields that are decoded
+    elsewhere."""
     fields = [field for field in msgspec.structs.fields(kind) if field.name not in left_out]
     described = by_hand | {field.name: _field(field) | by_hand.get(field.name, {}) for field in fields}
     required = {field.name for field in fields if field.required}
@@ -72,7 +73,7 @@ def request_of(kind: type[msgspec.Struct], left_out: Sequence[str] = (), **by_ha
 
 
 def _field(field: msgspec.structs.FieldInfo) -> JsonSchema:
-    """Describe a field. The schema does not allow null, which counts as not given."""
+    """Describe a field. The schema does not allow null, which counts as absent."""
     if field.type is msgspec.Raw:
         return {}
     schema = schema_of(field.type)
@@ -99,7 +100,7 @@ def answered(description: str, schema: str, event: JsonSchema | None = None) -> 
 
 
 def event_of(*names: str) -> JsonSchema:
-    """Describe a server-sent event of one of these names, whose data is JSON."""
+    """Describe a server-sent event with one of these names, whose data is JSON."""
     return object_of(event=one_of(*names), data={"type": "string", "contentMediaType": "application/json"})
 
 
@@ -112,7 +113,8 @@ def _json(schema: JsonSchema) -> JsonSchema:
 
 
 class DescribedAPI(NamedTuple):
-    """What the routes of an API have in common: their tag, their keys (any one opens them), their refusals' schema."""
+    """What an API's routes have in common: their tag, their keys (any of which opens them), and the schema of their
+    refusals."""
 
     tag: str
     keys: Sequence[str]
@@ -123,7 +125,7 @@ class DescribedAPI(NamedTuple):
     ) -> JsonSchema:
         """Describe a route. `place` is the name of the variable in its path, if any.
 
-        `answer` describes the successful response; None if the route refuses every request.
+        `answer` describes the successful response, and is None if the route refuses every request.
         """
         responses = {**({} if answer is None else {"200": answer}), **dict.fromkeys(_REFUSALS, self.refusal)}
         found: JsonSchema = {"tags": [self.tag], "summary": summary, "responses": responses}
@@ -138,7 +140,7 @@ class DescribedAPI(NamedTuple):
 def add_routes(
     document: JsonSchema, prefixes: Sequence[str], routes: Mapping[str, JsonSchema], **schemas: JsonSchema
 ) -> None:
-    """Add schemas, and routes by path, to an OpenAPI document. The routes are added under each of the prefixes."""
+    """Add schemas, and routes by path, to an OpenAPI document. The routes are added under each prefix."""
     components = document.setdefault("components", {})
     components.setdefault("schemas", {}).update(schemas)
     components.setdefault("securitySchemes", {}).update(_AGENTS_KEYS)

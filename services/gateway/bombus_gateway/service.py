@@ -39,12 +39,13 @@ async def run(settings: GatewaySettings) -> None:
             try:
                 await asyncio.wait({server})
             finally:
-                # While the open calls end, new ones are sent to other gateways, and claims stop waiting.
+                # While the open calls finish, new ones are sent to other gateways, and claims stop waiting.
                 gateway.ready = False
 
 
 def serving(app: GatewayApp, bound: socket.socket) -> AbstractAsyncContextManager[asyncio.Task[None]]:
-    """Serve the app while the block runs. Calls still open `drain_s` seconds after its end are recorded as cut off."""
+    """Serve the app while the block runs. Calls still open `drain_s` seconds after the block ends are recorded as cut
+    off."""
     settings = app.calls.settings
     limits = HttpLimits(connections=connections_of(settings))
     named = (settings.host, host_of(settings.public_url), *settings.host_names)
@@ -56,7 +57,7 @@ def serving(app: GatewayApp, bound: socket.socket) -> AbstractAsyncContextManage
 async def running(settings: GatewaySettings) -> AsyncIterator[tuple[GatewayApp, Gateway]]:
     """Run a gateway that folds the log, without serving its app, while the block runs.
 
-    The block gets the app and the gateway, and is cancelled if one of the gateway's tasks fails.
+    The block gets the app and the gateway. It is cancelled if one of the gateway's tasks fails.
     """
     async with await Bus.connect(settings.bus_url, settings.hive, name="gateway") as bus:
         await bus.until_streams_exist()

@@ -12,7 +12,7 @@ DAY_S = 86_400.0
 
 
 class GatewaySettings(GatewayOptions):
-    """Each of `engines` is served under `/e/<engine>/`, the first one at the root too."""
+    """Each of `engines` is served under `/e/<engine>/`, and the first one also at the root."""
 
     hive: Annotated[HiveName, Flag(declared_elsewhere=True)] = "main"
     bus_url: Annotated[str, Flag(name="--nats", declared_elsewhere=True)] = "nats://127.0.0.1:4222"
@@ -52,7 +52,7 @@ class GatewaySettings(GatewayOptions):
     )
 
     open_calls_max: Annotated[int, Flag(name="--open-calls", metavar="N")] = Field(
-        default=4096, ge=1, le=1 << 20, description="model calls at once; more are answered 503"
+        default=4096, ge=1, le=1 << 20, description="model calls open at the same time; further calls are answered 503"
     )
     body_mb_max: Annotated[int, Flag(name="--body-mb", metavar="MB")] = Field(
         default=8, ge=1, le=1024, description="the largest body of a model call, in MiB"

@@ -1,1 +1,1 @@
-"""The inference replica: serves the policy of one engine over HTTP, with weights that follow the log."""
+"""The inference replica: serves one engine's policy over HTTP, with weights that follow the log."""

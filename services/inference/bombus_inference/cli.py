@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--show-key",
         action="store_true",
-        help="print the key that the hive's replicas require, such as for /metrics, and start no replica",
+        help="print the key that the hive's replicas require, such as for /metrics, without starting a replica",
     )
 
 
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _show_key(arguments)
     settings = settings_of(arguments)
     logs.configure("inference", arguments.log_level, hive=arguments.hive, engine=arguments.engine)
-    from bombus_inference import service  # slow to import: only once the arguments are known to be valid
+    from bombus_inference import service  # slow to import, so only after the arguments are valid
 
     return run_service(service.run(settings))
 

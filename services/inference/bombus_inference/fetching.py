@@ -1,4 +1,4 @@
-"""Makes a local folder of the weights that `weights.ready` names: fetches them, applies deltas, and checks the digest.
+"""Builds a local folder with the weights that `weights.ready` names: fetches them, applies deltas, checks the digest.
 
 The resulting folder is complete, in Hugging Face layout, and does not change afterwards. See docs/weights.md.
 """
@@ -44,7 +44,7 @@ _LOCK = "lock"
 
 @dataclass(frozen=True)
 class FetchedWeights:
-    """A version in `folder`. If it came as a delta, `delta` is the file that turns version `base` into it.
+    """A version in `folder`. If it was published as a delta, `delta` is the file that turns version `base` into it.
 
     With an `adapter`, the version is that adapter on top of the model in `folder`.
     """
@@ -56,27 +56,28 @@ class FetchedWeights:
 
 
 class Fetcher:
-    """Fetches the weights of one replica. Files outside the trainer's folder go to a cache of the newest version.
+    """Fetches the weights of one replica. Files that are not in the trainer's folder go to a cache of the newest
+    version.
 
-    With `adapters`, adapters are passed on as they are. Otherwise they are merged into their base model.
+    If `adapters` is true, adapters are passed on as they are; otherwise they are merged into their base model.
     """
 
     def __init__(self, bus: Bus, engine: str, cache: Path | None = None, adapters: bool = False) -> None:
         self._bus = bus
         self._engine = engine
         self._adapters = adapters
-        self._adapter_base: Weights | None = None  # the base model of adapters, once it has been checked
+        self._adapter_base: Weights | None = None  # the base model of adapters, after its digest was checked
         self._root = cache or Path(tempfile.gettempdir())
         self._cache: Path | None = None
         self._lock = -1
-        self._current: WeightsReady | None = None  # the checked version in _folder
+        self._current: WeightsReady | None = None  # the version in _folder, after its digest was checked
         self._folder = Path()
 
     async def materialise(self, ready: WeightsReady, trainer_epoch: Callable[[], int]) -> FetchedWeights:
         """Return the version that `ready` names, complete and with the digest that the log gives.
 
-        A delta that cannot be used is replaced by a full copy from the run's trainer, whose epoch is `trainer_epoch()`.
-        Raises `EngineFault` if that is not available either.
+        If a delta cannot be used, a full copy is requested from the run's trainer, whose epoch is `trainer_epoch()`.
+        Raises `EngineFault` if no full copy is available either.
         """
         weights = ready.weights
         if weights.format == ADAPTER_FORMAT and weights.adapter_of is not None:
@@ -85,7 +86,7 @@ class Fetcher:
             raise EngineFault(f"this engine does not know the weights format {weights.format!r}")
         if weights.format == FULL_FORMAT:
             return self._keep(ready, FetchedWeights(await self._checked(weights, FULL_FILE)))
-        if self._current == ready and self._folder.is_dir():  # it was complete, but could not be loaded
+        if self._current == ready and self._folder.is_dir():  # it was complete, but loading it failed
             return FetchedWeights(self._folder)
         try:
             fetched = await self._from_delta(ready)
@@ -106,7 +107,7 @@ class Fetcher:
     # ---- full copies ------------------------------------------------------------------------------------------
 
     async def _checked(self, weights: Weights, name: str) -> Path:
-        """Return the folder with the weights file `name`, once the file's digest has been checked against the log."""
+        """Return the folder with the weights file `name`, after checking the file's digest against the log."""
         folder = await self._local(weights, name)
         try:
             found = await asyncio.to_thread(file_sha256, folder / name)
@@ -123,7 +124,8 @@ class Fetcher:
     async def _request_full_copy(self, weights: Weights, trainer_epoch: Callable[[], int], why: str) -> None:
         """Have the trainer write a full copy. Raises `EngineFault`.
 
-        The request is repeated: a trainer answers only when it has finished, and a dead trainer may be restarted.
+        The request is repeated: a trainer answers only once it has finished writing, and a dead trainer may be
+        restarted.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + FULL_COPY_S
@@ -136,14 +138,15 @@ class Fetcher:
                 break
             except (BusUnavailable, msgspec.MsgspecError) as error:
                 if loop.time() > deadline:
-                    raise EngineFault(f"{why}; and the trainer gives no full copy: {error}") from error
+                    raise EngineFault(f"{why}; and the trainer sent no full copy: {error}") from error
         if isinstance(answer, Refusal):
             raise EngineFault(f"{why}; and no full copy is available: {answer.why}")
 
     # ---- deltas -----------------------------------------------------------------------------------------------
 
     async def _from_delta(self, ready: WeightsReady) -> FetchedWeights:
-        """Apply the delta to the current version if that is its base, else all deltas since the last full copy."""
+        """Apply the delta to the current version if that is its base, or else apply all deltas since the last full
+        copy."""
         weights, current = ready.weights, self._current
         newest = await self._delta(weights)
         deltas = [newest]
@@ -172,7 +175,7 @@ class Fetcher:
     # ---- adapters ---------------------------------------------------------------------------------------------
 
     async def _with_adapter(self, ready: WeightsReady, base: Weights) -> FetchedWeights:
-        """Return an adapter on its base model, which is the same for all versions and therefore checked only once."""
+        """Return an adapter on its base model, which is checked only once because all versions share it."""
         base_folder = await (self._local if self._adapter_base == base else self._checked)(base, FULL_FILE)
         self._adapter_base = base
         adapter = await self._checked(ready.weights, ADAPTER_FILE)
@@ -187,7 +190,7 @@ class Fetcher:
     # ---- folders ----------------------------------------------------------------------------------------------
 
     def _keep(self, ready: WeightsReady, fetched: FetchedWeights) -> FetchedWeights:
-        """Make this the current version and remove older ones from the cache. A file that is mapped stays readable."""
+        """Make this the current version and remove older versions from the cache. Mapped files stay readable."""
         self._current, self._folder = ready, fetched.folder
         if self._cache is not None:
             kept = {fetched.folder, fetched.adapter, fetched.delta.parent if fetched.delta is not None else None}
@@ -199,7 +202,8 @@ class Fetcher:
         return fetched
 
     async def _local(self, weights: Weights, file_name: str) -> Path:
-        """Return the folder with a file of a version: the trainer's, or ours after fetching the version's objects."""
+        """Return the folder that contains a file of a version: the trainer's, or our own after fetching the version's
+        objects."""
         if not weights.objects:
             return Path(weights.where)
         folder = self._cache_folder() / PurePath(weights.objects).name
@@ -218,12 +222,12 @@ class Fetcher:
                 log.warning("waiting for the bus to fetch weights: %s", error)
 
     def _discard(self, weights: Weights, folder: Path) -> None:
-        """Remove fetched weights that are wrong, so that they are fetched again next time."""
+        """Remove fetched weights that turned out to be wrong, so that they are fetched again next time."""
         if weights.objects:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _empty_folder(self, ready: WeightsReady) -> Path:
-        """Return the folder to build a version in, after removing what an earlier attempt left there."""
+        """Return the folder to build a version in, after removing whatever an earlier attempt left there."""
         into = self._cache_folder() / f"run-{ready.run}-version-{ready.version}"
         shutil.rmtree(into, ignore_errors=True)
         return into
@@ -233,7 +237,7 @@ class Fetcher:
         if self._cache is None:
             private_folder(self._root)
             _remove_orphans(self._root)
-            draft = Path(tempfile.mkdtemp(prefix=f".{_CACHES}", dir=self._root))  # no orphan until it is locked
+            draft = Path(tempfile.mkdtemp(prefix=f".{_CACHES}", dir=self._root))  # not an orphan until locked
             self._lock = os.open(draft / _LOCK, os.O_CREAT | os.O_RDWR)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             self._cache = draft.rename(self._root / draft.name.removeprefix("."))
@@ -249,7 +253,7 @@ def _remove_orphans(root: Path) -> None:
     for place in root.glob(f"{_CACHES}*"):
         try:
             lock = os.open(place / _LOCK, os.O_RDWR)
-        except OSError:  # just being created, or not ours to remove
+        except OSError:  # it is just being created, or we may not remove it
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

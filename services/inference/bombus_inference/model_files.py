@@ -15,7 +15,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class TextModelConfig(msgspec.Struct, frozen=True):
-    """The text part of `config.json`. `context` is in tokens, `dtype` is the type that the weights are stored in."""
+    """The text part of `config.json`. `context` is in tokens; `dtype` is the type in which the weights are stored."""
 
     vocabulary: int
     context: int
@@ -23,7 +23,7 @@ class TextModelConfig(msgspec.Struct, frozen=True):
 
     @property
     def training_dtype(self) -> str:
-        """The type that a trainer without a configured precision exports and, on a GPU, computes in."""
+        """The type in which a trainer without a configured precision exports and, on a GPU, computes."""
         return "bfloat16" if self.dtype in ("bfloat16", "float16") else "float32"
 
 
@@ -47,9 +47,9 @@ def read_config(folder: Path) -> TextModelConfig:
 
 
 def read_shapes(path: Path) -> Shapes:
-    """Return the shape of each tensor in a safetensors file, which starts with the length of a JSON header.
+    """Return the shape of each tensor in a safetensors file. Raises `EngineFault`.
 
-    Raises `EngineFault`.
+    Such a file starts with the length of its JSON header.
     """
     try:
         with path.open("rb") as file:
@@ -59,12 +59,15 @@ def read_shapes(path: Path) -> Shapes:
             header = decoded(_header.decode, file.read(length))
         header.pop("__metadata__", None)
         return {name: decoded(_tensor.decode, raw).shape for name, raw in header.items()}
-    except (OSError, ValueError, struct.error) as error:  # msgspec's errors are ValueErrors
+    except (OSError, ValueError, struct.error) as error:  # msgspec's errors are subclasses of ValueError
         raise EngineFault(f"{path} is not a safetensors file: {error}") from error
 
 
 def check_same_shapes(before: Shapes, path: Path) -> None:
-    """Raise `EngineFault` unless the file at `path` has these tensors. vLLM only warns and then serves a mixture."""
+    """Raise `EngineFault` unless the tensors in the file at `path` have these shapes.
+
+    vLLM itself only warns about a difference, and then serves a mixture of both.
+    """
     after = read_shapes(path)
     missing = [name for name in before if name not in after]
     if missing:

@@ -1,9 +1,10 @@
 """`/generate`, `/adapters`, `/health` and `/metrics` as a plain ASGI app, since a router would cost more than a call.
 
-`GatewaysOnly` checks the key before it. Only `/health` needs no key, and it says only whether weights are served.
+`GatewaysOnly` checks the key before requests reach the app. Only `/health` needs no key, and it only says whether
+weights are served.
 
 `POST /adapters` takes `{"address": ..., "folder": ...}`: the SHA-256 of an adapter's `adapter_model.safetensors` in
-hex, and a folder that this replica sees. It may be repeated. `GET /adapters` lists the loaded adapters, and `DELETE
+hex, and a folder that this replica can read. It may be repeated. `GET /adapters` lists the loaded adapters, and `DELETE
 /adapters/ADDRESS` unloads one.
 """
 
@@ -42,7 +43,7 @@ class _BodyTooLarge(Exception):
 
 
 class AdapterPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The location of an adapter: its address, and a folder in peft's layout."""
+    """Where an adapter is: its address, and a folder in peft's layout."""
 
     address: str
     folder: str
@@ -74,7 +75,10 @@ class _Reply:
         self._wake()
 
     async def take(self, until_done: bool) -> bytes:
-        """Wait for a delivery, or until the last one, and return all of them. Raises `ClientDisconnected`."""
+        """Wait for the next delivery, or for the last one if `until_done`, and return all deliveries not yet taken.
+
+        Raises `ClientDisconnected`.
+        """
         while not (self.done if until_done else self._chunks):
             if self._disconnected:
                 raise ClientDisconnected
@@ -90,7 +94,7 @@ class _Reply:
 
 
 class App:
-    """Serves one backend over HTTP. `make` creates it, given a callback for its deliveries."""
+    """Serves one backend over HTTP. `make` creates the backend, given a callback for its deliveries."""
 
     def __init__(self, settings: ServerSettings, engine: str, replica: str, make: MakeBackend) -> None:
         self.settings = settings
@@ -138,7 +142,7 @@ class App:
     def _deliver(self, deliveries: list[Delivery]) -> None:
         for delivery in deliveries:
             reply = self._open.get(delivery.ticket)
-            if reply is not None:  # otherwise its client has disconnected
+            if reply is not None:  # None if the client has disconnected
                 reply.put(delivery)
 
     async def _generate(self, receive: AsgiReceive, send: AsgiSend) -> None:
@@ -199,7 +203,7 @@ class App:
                 return b"".join(chunks)
 
     async def _send_frames(self, reply: _Reply, stream: bool, send: AsgiSend) -> None:
-        """Send frames as they arrive, the headers with the first one, so that a refusal gets its own status."""
+        """Send frames as they arrive. The headers go with the first frame, so that a refusal gets its own status."""
         body = await reply.take(until_done=not stream)
         if reply.fault is not None:
             self.refused += 1
@@ -218,7 +222,7 @@ class App:
             body = await reply.take(until_done=False)
 
     async def _answer_json(self, send: AsgiSend, answering: Awaitable[object]) -> None:
-        """Answer with JSON, or with the code and reason of a refusal."""
+        """Answer with the result as JSON, or with the code and reason of a refusal."""
         try:
             answer = await answering
         except ClientDisconnected:
@@ -263,9 +267,9 @@ class App:
 
 
 class GatewaysOnly:
-    """An ASGI application in front of a replica's: it admits only requests with the hive's replica key, no web pages.
+    """ASGI middleware for a replica that admits only requests with the hive's replica key, and never web pages.
 
-    Only gateways record the requests to replicas, and only they keep clients' adapters apart.
+    All requests must come through gateways, because only gateways record them and keep clients' adapters apart.
     """
 
     def __init__(self, app: AsgiApp, key: str) -> None:
@@ -284,7 +288,7 @@ class GatewaysOnly:
         for name, value in scope["headers"]:
             if name == b"authorization":
                 given = value
-            elif name == b"origin":  # which browsers send, and no gateway does
+            elif name == b"origin":  # sent by browsers, never by gateways
                 return Refused(Code.BAD_KEY, "A web page may not use a replica.")
         if scope["path"] == "/health" or hmac.compare_digest(given or b"", self._authorization):
             return None

@@ -1,4 +1,4 @@
-"""A replica on the bus: loads the weights that `weights.ready` names, reports it, and serves them over HTTP."""
+"""A replica on the bus: loads the weights that `weights.ready` names, reports them, and serves them over HTTP."""
 
 import asyncio
 import contextlib
@@ -30,12 +30,12 @@ from bombus_inference.settings import InferenceSettings
 log = logging.getLogger(__name__)
 
 CONNECTIONS_FOR_A_REQUEST = 2  # gateways keep some connections open between requests
-LOAD_ATTEMPTS = 3  # before the replica reports that it cannot load a version
+LOAD_ATTEMPTS = 3  # failures before the replica reports that it cannot load a version
 LOAD_RETRY_MAX_S = 60.0
 
 
 def make_backend(settings: InferenceSettings, deliver: Deliver) -> InferenceBackend:
-    """Create the backend that the settings name. Only that one is imported: torch takes seconds and half a gigabyte."""
+    """Create the backend that the settings name. No other is imported: torch takes seconds and half a gigabyte."""
     match settings.backend:
         case "torch":
             from bombus_inference.backends.torch.backend import TorchBackend
@@ -65,8 +65,9 @@ class ReplicaService:
         self._alives = 0
         self._loads = 0
         self._losses = 0
-        self._warned_run = 0  # the run whose length limit we have warned about
-        # Part of the ids of our messages: a replica with a fixed name sends "alive, 1" each time it is started.
+        self._warned_run = 0  # the run whose length limit has been warned about
+        # Makes our message ids unique: otherwise a replica with a fixed name would send the id "alive, 1" after every
+        # start.
         self._instance = f"{self.name}-{secrets.token_hex(4)}"
 
     async def run(self) -> None:
@@ -86,22 +87,22 @@ class ReplicaService:
 
     async def _leave(self) -> None:
         leaves = ReplicaLeaves(id=f"{self._instance}-leaves", engine=self._settings.engine, replica=self.name)
-        with contextlib.suppress(BusUnavailable):  # without this message, the hive removes the replica after a while
+        with contextlib.suppress(BusUnavailable):  # if this message is lost, the hive removes the replica later
             await self._bus.inbox.send(leaves, timeout_s=2.0)
 
-    # ---- what is to be served ---------------------------------------------------------------------------------
+    # ---- what to serve ----------------------------------------------------------------------------------------
 
     @property
     def _engine(self) -> EngineState:
         return self._follower.hive.engine(self._settings.engine)
 
     def _wanted(self) -> WeightsReady | None:
-        """Return the newest weights of the current run, None while there is nothing to serve."""
+        """Return the newest weights of the current run; None while there is nothing to serve."""
         engine = self._engine
         return None if engine.phase == Phase.OFFLINE else engine.weights
 
     def _behind(self) -> bool:
-        """Return whether newer weights are to be loaded, or the current ones are to be dropped."""
+        """Return whether newer weights must be loaded, or the current weights must be dropped."""
         serves, wanted = self.app.backend, self._wanted()
         over = self._engine.phase == Phase.OFFLINE or self._engine.run != serves.run
         if wanted is None:
@@ -125,14 +126,14 @@ class ReplicaService:
                 await self._load(wanted)
 
     async def _leave_without_weights(self) -> None:
-        """Leave the hive, so that no gateway sends requests. The next alive message joins it again without weights."""
+        """Leave the hive, so that gateways stop sending requests. The next alive message rejoins it without weights."""
         self._losses += 1
         await self._bus.inbox.send_when_back(
             ReplicaLeaves(id=f"{self._instance}-lost-{self._losses}", engine=self._settings.engine, replica=self.name)
         )
 
     async def _until_behind(self) -> None:
-        """Wait until other weights are to be served, or the backend has lost its weights."""
+        """Wait until other weights must be served, or the backend has lost its weights."""
         lost = asyncio.create_task(self.app.backend.lost.wait())
         behind = asyncio.create_task(self._follower.wait_for(lambda _: self._behind()))
         try:
@@ -144,7 +145,7 @@ class ReplicaService:
     # ---- weights ----------------------------------------------------------------------------------------------
 
     async def _load(self, ready: WeightsReady) -> None:
-        """Load weights and report it. If that fails, keep trying and report why, since a mount may come back.
+        """Load weights and report it. If that fails, report why and keep trying, since a mount may come back.
 
         A version that is superseded in the meantime is abandoned, since its files may be gone.
         """
@@ -167,7 +168,8 @@ class ReplicaService:
                 failures = 0
 
     def _retry_s(self, failures: int) -> float:
-        """Return how long to wait after `failures`: the setting up to `LOAD_ATTEMPTS`, then doubling each time."""
+        """Return how long to wait after `failures` failures: the configured delay, doubled for each one after
+        `LOAD_ATTEMPTS`."""
         doubled = 2.0 ** min(max(failures - LOAD_ATTEMPTS, 0), 16)
         return min(self._settings.load_retry_s * doubled, LOAD_RETRY_MAX_S)
 
@@ -177,7 +179,7 @@ class ReplicaService:
         return None if replica is None else replica.quarantined
 
     async def _is_released(self, ready: WeightsReady, wait_s: float) -> bool:
-        """Wait for the next attempt, other weights, or the end of a quarantine; return whether a quarantine ended."""
+        """Wait for the next attempt, other weights, or the end of a quarantine. Return whether a quarantine ended."""
         was_quarantined = self._quarantine is not None
 
         def is_released() -> bool:
@@ -199,7 +201,7 @@ class ReplicaService:
         await self._bus.inbox.send_when_back(broke)
 
     async def _while_run_lasts(self, run: int, loading: Coroutine[None, None, None]) -> None:
-        """Run `loading`, but cancel it when its run ends: a backend may take minutes to start."""
+        """Run `loading`, but cancel it when its run ends, since a backend may take minutes to start."""
         over = asyncio.create_task(
             self._follower.wait_for(lambda _: (wanted := self._wanted()) is None or wanted.run != run)
         )
@@ -230,7 +232,7 @@ class ReplicaService:
         await self.app.backend.load(policy, self._report_stage)
         seconds = round(loop.time() - started, 3)
         log.info("serving version %d after %.3f s", version, seconds, extra={"run": run, "version": version})
-        self._loads += 1  # reloading a version after losing it is a separate fact
+        self._loads += 1  # a version reloaded after a loss needs its own message id
         loaded = WeightsLoadedFact(
             id=f"{self._instance}-{run}-loaded-{version}-{self._loads}",
             engine=self._settings.engine,
@@ -243,7 +245,7 @@ class ReplicaService:
         await self._bus.inbox.send_when_back(loaded)
 
     def _job(self, run: int) -> RunConfig:
-        """Return the engine's job. Warn, once for each run, if our length limit is below the job's."""
+        """Return the engine's job. Warn, once per run, if our length limit is below the job's."""
         active = self._engine.active
         job = RunConfig() if active is None else RunConfig.from_json(active.config)
         own, wanted = self._settings.compute.max_model_len, job.rollout.max_model_len
@@ -259,13 +261,13 @@ class ReplicaService:
     # ---- messages ---------------------------------------------------------------------------------------------
 
     async def _report_stage(self, stage: str) -> None:
-        """Report a stage for `engine_status_detail` while the engine boots. It is dropped if the bus is unavailable."""
+        """Report a boot stage, to be shown in `engine_status_detail`. It is dropped if the bus is unavailable."""
         reached = StageReached(id=secrets.token_hex(8), engine=self._settings.engine, run=self._engine.run, stage=stage)
         with contextlib.suppress(BusUnavailable):
             await self._bus.inbox.send(reached, timeout_s=1.0)
 
     async def _stay_alive(self) -> None:
-        """Send alive messages regularly. One is dropped if the bus is unavailable, since it would be stale later."""
+        """Send alive messages regularly. They are dropped if the bus is unavailable, as they would be stale later."""
         while True:
             self._alives += 1
             alive = ReplicaAlive(
@@ -302,7 +304,8 @@ async def advertised_url(bus: Bus, settings: InferenceSettings, bound: socket.so
 
 
 async def run(settings: InferenceSettings) -> None:
-    """Serve an engine of a hive until cancelled. Raises `BusUnavailable` without a bus, or the backend's exception."""
+    """Serve an engine of a hive until cancelled. Raises `BusUnavailable` if there is no bus, or the backend's
+    exception."""
     telemetry.configure("inference")
     bound = listen(settings.http.host, settings.http.port)
     async with await Bus.connect(settings.bus_url, settings.hive, name=f"inference-{settings.engine}") as bus:
@@ -312,7 +315,7 @@ async def run(settings: InferenceSettings) -> None:
         replica = ReplicaService(bus, settings, url)
         try:
             limits = HttpLimits(connections=CONNECTIONS_FOR_A_REQUEST * settings.http.requests_max)
-            # On exit, it lets open requests finish.
+            # On exit, the server lets open requests finish.
             named = (settings.http.host, host_of(url), *settings.http.host_names)
             app = OwnHostsOnly(GatewaysOnly(replica.app, key), bound, named)
             async with http_server(app, bound, settings.http.drain_s, limits=limits):

@@ -1,4 +1,4 @@
-"""The settings of a replica, which are also its command line. A bad value is refused when the settings are made."""
+"""The settings of a replica, which are also its command line. Invalid values are refused on creation."""
 
 import argparse
 from pathlib import Path
@@ -50,11 +50,11 @@ def _tokens(typed: str) -> int | None:
 
 
 class ComputeSettings(BaseModel):
-    """Limits and numerics of a backend. A setting that is None follows from the job or is left to the backend.
+    """Limits and numerics of a backend. A setting that is None comes from the job or is left to the backend.
 
-    A job that does not set the precision gets float32 on a CPU: a CPU without bfloat16 instructions is slower in
-    bfloat16 as soon as several sequences run at once (bench/engine.py), and in float32 the logprobs agree with the
-    trainer's to 1e-4. On a GPU it gets the trainer's precision, which is the type that the model is stored in.
+    If the job does not set the precision, a CPU uses float32. A CPU without bfloat16 instructions is slower in bfloat16
+    as soon as several sequences run at the same time (bench/engine.py), and in float32 the logprobs agree with the
+    trainer's to 1e-4. A GPU then uses the trainer's precision, which is the type in which the model is stored.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -62,7 +62,7 @@ class ComputeSettings(BaseModel):
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
         Flag(default="the job's; for auto float32 on a CPU, the model's own on a GPU"),
-    ] = Field(default=None, description="of weights, keys and values")
+    ] = Field(default=None, description="type of weights, keys and values")
     device: Annotated[Device, Flag(declared_elsewhere=True)] = "cpu"
     kv_cache_bytes: Annotated[int | None, Flag(name="--kv-cache-mb", metavar="MB", read=_mebibytes, default="0")] = (
         Field(
@@ -114,24 +114,24 @@ class ComputeSettings(BaseModel):
         return self.kv_cache_bytes or KV_CACHE_BYTES
 
     def length_within(self, *limits: int) -> int:
-        """Return the least of these limits and of `max_model_len`, if that is set."""
+        """Return the smallest of these limits and of `max_model_len`, if that is set."""
         return min(limits if self.max_model_len is None else (*limits, self.max_model_len))
 
 
 class VllmSettings(BaseModel):
-    """vLLM as a child process. The type, device, lengths and memory in `ComputeSettings` apply to it too."""
+    """Settings for vLLM as a child process. The type, device, lengths and memory in `ComputeSettings` also apply."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     python: Annotated[
-        Path | None, Flag(name="--vllm-python", metavar="PATH", default="that of `bombus install vllm`")
+        Path | None, Flag(name="--vllm-python", metavar="PATH", default="the one from `bombus install vllm`")
     ] = Field(default=None, description="your own Python that has vLLM")
     tensor_parallel: Annotated[int, Flag(metavar="N")] = Field(
         default=1, ge=1, le=1024, description="GPUs that share the model"
     )
     eager: Eager = Field(default=False, description="no compilation: starts sooner, decodes a fifth slower")
     gpu_memory_utilization: Annotated[float | None, Flag(metavar="SHARE", default="vLLM's own")] = Field(
-        default=None, gt=0, le=1, description="of each GPU's memory, more than 0 and at most 1"
+        default=None, gt=0, le=1, description="fraction of each GPU's memory to use, above 0 and at most 1"
     )
     max_loras: MaxLoras = Field(
         default=4, description="adapters of an operations run in one batch; each takes GPU memory"
@@ -141,10 +141,10 @@ class VllmSettings(BaseModel):
         description="the highest rank of adapters in an operations run; each takes the memory of this rank",
     )
     start_s: Annotated[float, Flag(name="--vllm-start-timeout", metavar="SECONDS")] = Field(
-        default=900.0, gt=0, le=86_400, description="until vLLM must be ready"
+        default=900.0, gt=0, le=86_400, description="how long vLLM may take to become ready"
     )
     update_s: Annotated[float, Flag(name="--vllm-update-timeout", metavar="SECONDS")] = Field(
-        default=300.0, gt=0, le=86_400, description="for each step of a change of weights"
+        default=300.0, gt=0, le=86_400, description="how long each step of a weight change may take"
     )
     health_s: Annotated[float, Flag(name="--vllm-health-timeout", metavar="SECONDS")] = Field(
         default=60.0, gt=0, le=86_400, description="stop a vLLM process that has been unhealthy for this long"
@@ -152,24 +152,25 @@ class VllmSettings(BaseModel):
 
 
 class OpenAISettings(BaseModel):
-    """An external server: vLLM's completions with token ids, or SGLang's `/generate`, whichever it is found to be."""
+    """Settings for an external server: vLLM's completions with token ids or SGLang's `/generate`, detected
+    automatically."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    url: Annotated[str, Flag(help="of the server, such as http://10.0.0.7:8000; it has no default")] = Field(
-        default="", pattern=r"^(https?://[^\s/@]+(/.*)?)?$", description="http://HOST:PORT of a server"
+    url: Annotated[str, Flag(help="address of the server, such as http://10.0.0.7:8000; no default")] = Field(
+        default="", pattern=r"^(https?://[^\s/@]+(/.*)?)?$", description="http://HOST:PORT of a running server"
     )
     api_key_env: Annotated[
-        str, Flag(metavar="NAME", help="the variable that holds its key", default="it needs none")
-    ] = Field(default="", pattern=r"^[A-Za-z_]?\w*$", description="the name of a variable, which holds its key")
-    model: Annotated[str, Flag(metavar="NAME", default="the first that it lists")] = Field(
+        str, Flag(metavar="NAME", help="the environment variable with its key", default="it needs none")
+    ] = Field(default="", pattern=r"^[A-Za-z_]?\w*$", description="the name of an environment variable with its key")
+    model: Annotated[str, Flag(metavar="NAME", default="the first model that it lists")] = Field(
         default="", max_length=1024, description="the model's name on the server"
     )
     drain_s: Annotated[float, Flag(name="--openai-drain-timeout", metavar="SECONDS")] = Field(
-        default=60.0, ge=0, le=86_400, description="for open requests to finish before the weights change"
+        default=60.0, ge=0, le=86_400, description="how long open requests may run on before the weights change"
     )
     update_s: Annotated[float, Flag(name="--openai-update-timeout", metavar="SECONDS")] = Field(
-        default=600.0, gt=0, le=86_400, description="for the server to load new weights"
+        default=600.0, gt=0, le=86_400, description="how long the server may take to load new weights"
     )
 
 
@@ -179,22 +180,22 @@ class ServerSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     host: str = Field(default="127.0.0.1", description="where it listens")
-    port: int = Field(default=0, ge=0, le=65535, description="to listen on; 0: any free port")
+    port: int = Field(default=0, ge=0, le=65535, description="port to listen on; 0: any free port")
     host_names: Annotated[tuple[HostName, ...], Flag(name="--host-name", metavar="NAME")] = Field(
         default=(),
         description="may be given several times: a name by which it is reached; requests for names other than "
         "localhost, its address, and that of --advertise-url are refused",
     )
     requests_max: Annotated[int, Flag(name="--max-requests", metavar="N")] = Field(
-        default=1024, ge=1, le=1 << 20, description="open at once; more are answered 503"
+        default=1024, ge=1, le=1 << 20, description="requests open at a time; more are answered with 503"
     )
     drain_s: Annotated[float, Flag(name="--drain-timeout", metavar="SECONDS")] = Field(
-        default=5.0, ge=0, le=600, description="for open requests to finish when the replica stops"
+        default=5.0, ge=0, le=600, description="how long open requests may run on when the replica stops"
     )
 
 
 class InferenceSettings(BaseModel):
-    """A replica on the bus."""
+    """The settings of a replica on the bus."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -209,10 +210,10 @@ class InferenceSettings(BaseModel):
         str, Flag(metavar="URL", default="where it listens; at every address, the one from which it reaches the bus")
     ] = Field(default="", description="how gateways reach it, such as http://10.0.0.7:8000")
     replica: Annotated[str, Flag(metavar="NAME", default="a new name")] = Field(
-        default="", description="its name on the log"
+        default="", description="the replica's name on the log"
     )
     alive_every_s: Annotated[float, Flag(name="--alive-every", metavar="SECONDS")] = Field(
-        default=1.0, gt=0, le=3, description="between its heartbeats; it is considered lost after 10"
+        default=1.0, gt=0, le=3, description="between heartbeats; after 10 s without one, the replica counts as lost"
     )
     load_retry_s: Annotated[float, Flag(name="--load-retry", metavar="SECONDS")] = Field(
         default=1.0, gt=0, le=60, description="between attempts to load weights"

@@ -1,1 +1,1 @@
-"""A terminal screen that shows a hive live: it folds the log and draws the state."""
+"""A terminal screen that shows a hive live: it folds the log and draws the resulting state."""

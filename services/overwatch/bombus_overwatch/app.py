@@ -36,7 +36,7 @@ from bombus_overwatch.widgets import (
 )
 
 REDRAW_S = 0.1
-CATCH_UP_ROUNDS = 5  # while catching up, only one in so many timer ticks draws
+CATCH_UP_ROUNDS = 5  # while catching up, only every fifth timer tick draws
 PAGE_EVENTS = 100
 
 HELP = (
@@ -85,7 +85,7 @@ class Help(ModalScreen[None]):
 
 
 class Overwatch(App[None]):
-    """Shows one hive. `take` folds in an event and `report` sets the state of the link; neither of them draws.
+    """Shows one hive. `take` folds in an event, and `report` sets the state of the link; neither of them draws.
 
     `clock` returns the time in nanoseconds since the epoch.
     """
@@ -117,7 +117,7 @@ class Overwatch(App[None]):
 
     def __init__(self, hive: str, clock: Callable[[], int] = time.time_ns) -> None:
         super().__init__()
-        self.up = asyncio.Event()  # set once the screen is running and can be fed
+        self.up = asyncio.Event()  # set once the screen is running and can take events
         self.timeline = Timeline()
         self.viewer = ViewerState(hive=hive)
         self._clock = clock
@@ -157,7 +157,7 @@ class Overwatch(App[None]):
     # ---- events -----------------------------------------------------------------------------------------------
 
     def begin(self, position: int, hive: Hive) -> None:
-        """Start again from the state `hive` at `position`. The events after it follow."""
+        """Start again from the state `hive` at `position`. Later events follow through `take`."""
         self.timeline = Timeline(HiveView(hive=hive, position=position))
         self._dirty = True
 
@@ -167,16 +167,16 @@ class Overwatch(App[None]):
         self._dirty = True
 
     def report(self, link: Link, why: str = "", target: int = 0) -> None:
-        """Set the state of the link to the bus; `target` is the position to catch up with."""
+        """Set the state of the link to the bus; `target` is the position to catch up to."""
         self.viewer = replace(self.viewer, link=link, why=why, target=target)
         self._dirty = True
 
     # ---- drawing ----------------------------------------------------------------------------------------------
 
     def _redraw(self) -> None:
-        """Draw if something has changed, and at least once a second, since times are shown.
+        """Draw if something has changed, and at least once a second to update the times shown.
 
-        While catching up, draw less often, so that there is more time to fold.
+        While catching up, draw less often, to leave more time for folding.
         """
         self._rounds += 1
         if self.viewer.link == Link.CATCHING_UP and self._rounds % CATCH_UP_ROUNDS:
@@ -185,7 +185,7 @@ class Overwatch(App[None]):
             self.draw()
 
     def draw(self) -> None:
-        """Draw the live view, or the view that is held."""
+        """Draw the live view, or the held view if there is one."""
         self._dirty = False
         self._drawn_ns = self._clock()
         if self._held is not None:
@@ -225,7 +225,7 @@ class Overwatch(App[None]):
         self.draw()
 
     def _hold(self, position: int, now_ns: int = 0) -> None:
-        """Hold the view at `position` and at the time `now_ns`, by default the time of that event."""
+        """Hold the view at `position`, as seen at `now_ns` (default: the time of the event there)."""
         self._held = self.timeline.at(position)
         self._held_now_ns = now_ns
         self.draw()

@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):  # where keys are read, and where the screen is drawn
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):  # keys are read from stdin, and the screen is drawn on stderr
         complain("bombus overwatch: there is no terminal to draw in: use `bombus status`")
         return 1
     try:

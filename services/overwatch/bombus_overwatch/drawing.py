@@ -8,13 +8,13 @@ import msgspec
 LEVELS = "▁▂▃▄▅▆▇█"
 BRAILLE = 0x2800
 DRAWN_MAX = 1e300
-DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # the bit of a dot, by row and column in its cell
+DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # bit of each dot, by row and column in its cell
 
 
 def bar(done: float, target: float, width: int) -> tuple[str, str]:
-    """Return the filled part of a bar, to half a cell, and the rest of it; together they have `width` cells."""
+    """Return the filled part of a bar, to half a cell, and the rest; together they are `width` cells wide."""
     share = min(1.0, max(0.0, done / target)) if target > 0 else 0.0
-    halves = int(share * width * 2 + 1e-9)  # rounded down: a bar is full when its target is reached, not before
+    halves = int(share * width * 2 + 1e-9)  # rounded down, so that a bar is full only when its target is reached
     filled = "━" * (halves // 2) + "╸" * (halves % 2)
     return filled, "─" * (width - len(filled))
 
@@ -28,7 +28,7 @@ def buckets(values: Sequence[float], width: int) -> list[float]:
 
 
 def sparkline(values: Sequence[float], width: int, floor: float | None = None) -> str:
-    """Return a row of bars, scaled from the least value (or `floor`) to the greatest.
+    """Return a row of bars, scaled from the smallest value (or `floor`) to the largest.
 
     Values that cannot be drawn leave gaps.
     """
@@ -49,7 +49,7 @@ def sparkline(values: Sequence[float], width: int, floor: float | None = None) -
 
 
 def is_drawable(value: float) -> bool:
-    """Return whether a value is a number whose distance from any other such number is finite."""
+    """Return whether a value is small enough to be scaled without overflow, and not NaN."""
     return abs(value) < DRAWN_MAX
 
 
@@ -71,7 +71,8 @@ def range_of(values: Sequence[float], room: float = 0.05) -> Range:
 
 
 def braille_line(points: Sequence[tuple[float, float]], x: Range, y: Range, width: int, height: int) -> list[list[str]]:
-    """Return a line through the points: `height` rows of `width` cells, 2 by 4 dots each. Empty cells are spaces."""
+    """Return a line through the points, as `height` rows of `width` cells with 2 by 4 dots each. Empty cells are
+    spaces."""
     bits = [[0] * width for _ in range(height)]
     dots = [(x.place(px, 2 * width), 4 * height - 1 - y.place(py, 4 * height)) for px, py in _thin(points, x, width)]
     for (x0, y0), (x1, y1) in pairwise(dots if len(dots) > 1 else dots * 2):
@@ -83,7 +84,7 @@ def braille_line(points: Sequence[tuple[float, float]], x: Range, y: Range, widt
 
 
 def _thin(points: Sequence[tuple[float, float]], x: Range, width: int) -> list[tuple[float, float]]:
-    """Replace the points in each column of dots by their mean, since more than one would only blur the line."""
+    """Replace the points in each column of dots by their mean, since several points would only blur the line."""
     columns: dict[int, list[tuple[float, float]]] = {}
     for point in points:
         columns.setdefault(x.place(point[0], 2 * width), []).append(point)

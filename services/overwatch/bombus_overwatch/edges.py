@@ -1,4 +1,4 @@
-"""The first and last line of the screen: what is shown, how current it is, and the keys."""
+"""The first and last lines of the screen: what is shown, how current it is, and the keys."""
 
 from rich.text import Text
 
@@ -52,7 +52,7 @@ class Banner(StatusLine):
 
 
 class KeyBar(StatusLine):
-    """Shows the keys; while the view is held, its place in the past; while the bus is away, the reason."""
+    """Shows the keys. If the view is held, also shows its place in the past; if the bus is away, the reason."""
 
     def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
         viewer = self.viewer

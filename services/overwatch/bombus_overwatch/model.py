@@ -15,12 +15,12 @@ from bombus.hive.fold.evolve import evolve
 from bombus.hive.operations.state import FORWARD_BACKWARD, OPTIM_STEP, mean_loss
 from bombus.hive.state import EngineState, EvalStats, Hive
 
-TAIL_KEPT = 500  # events for each group of an engine, so that many calls do not displace the other events
+TAIL_KEPT = 500  # events per group of an engine, so that many calls do not displace other events
 VERSIONS_KEPT = 4_096
 STEPS_KEPT = 4_096
 SECONDS_KEPT = 600
 STAGES_KEPT = 100
-MODELS_SHOWN = 64  # whose history is kept: those that were trained last
+MODELS_SHOWN = 64  # models whose history is kept: the most recently trained
 SECOND = 1_000_000_000
 
 
@@ -66,17 +66,17 @@ class EngineHistory(msgspec.Struct, kw_only=True):
     """The history of one engine. Everything but the tails is reset when a run starts."""
 
     tails: dict[EventGroup, deque[LoggedEvent]] = msgspec.field(default_factory=_tails)
-    # Of training episodes, by the policy version at their claim, or by the number of the model they sampled from.
+    # Rewards of training episodes, by policy version when claimed, or by the number of the model they sampled from.
     rewards: dict[int, EvalStats] = {}
-    samplers: dict[str, int] = {}  # saved models, numbered in the order in which the first of their episodes ended
+    samplers: dict[str, int] = {}  # saved models, numbered in the order in which their first episodes ended
     samplers_seen: int = 0
     steps: deque[StepPoint] = msgspec.field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
     seconds: deque[SecondCounts] = msgspec.field(default_factory=lambda: deque(maxlen=SECONDS_KEPT))
     stages: deque[Stage] = msgspec.field(default_factory=lambda: deque(maxlen=STAGES_KEPT))
     booted_ns: int = 0
-    aborted: dict[str, int] = {}  # episodes, by the kind of failure or the reason
+    aborted: dict[str, int] = {}  # number of episodes, by kind of failure or reason
     dropped: dict[str, int] = {}
-    models: dict[str, ModelHistory] = {}  # of clients of training operations; the one that was trained last is last
+    models: dict[str, ModelHistory] = {}  # of training clients, most recently trained last
 
 
 class HiveView(msgspec.Struct, kw_only=True):
@@ -160,7 +160,7 @@ def _second_of(history: EngineHistory | ModelHistory, at_ns: int) -> SecondCount
 def _ended(history: EngineHistory, event: ev.EpisodeEnded, engine: EngineState) -> None:
     _second_of(history, event.at_ns).episodes += len(event.outcomes)
     if event.type == EpisodeType.EVAL:
-        return  # the hive's state has their statistics
+        return  # the hive's state has statistics of eval episodes
     for outcome in event.outcomes:
         stats = history.rewards.setdefault(_played_with(history, event, outcome.episode, engine), EvalStats())
         stats.episodes += 1
@@ -171,7 +171,7 @@ def _ended(history: EngineHistory, event: ev.EpisodeEnded, engine: EngineState) 
 
 
 def _played_with(history: EngineHistory, event: ev.EpisodeEnded, episode: str, engine: EngineState) -> int:
-    """Return the version that an ended episode belongs to: in an operations run, the number of its saved model."""
+    """Return the policy version of an ended episode or, in an operations run, the number of its saved model."""
     completed = engine.pool.get(episode)
     if not engine.clients_take_episodes or completed is None:
         return event.version

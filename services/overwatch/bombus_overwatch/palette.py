@@ -1,7 +1,7 @@
 """Colours, marks and number formats of the screen.
 
-The colours are the Okabe-Ito set, which can be told apart with any colour vision. A mark or a word always has the same
-meaning as the colour, so the screen can also be read without colours.
+The colours are the Okabe-Ito set, which can be told apart with any colour vision. Wherever a colour has a meaning, a
+mark or a word says the same, so the screen can also be read without colours.
 """
 
 from datetime import UTC, datetime
@@ -15,9 +15,9 @@ from bombus_overwatch.screen import Link
 
 AMBER = "#e69f00"
 SKY = "#56b4e9"
-GREEN = "#00b386"  # the set's bluish green, lighter to be readable on black
+GREEN = "#00b386"  # the set's bluish green, lightened to be readable on black
 YELLOW = "#f0e442"
-VERMILLION = "#ff7a33"  # lighter for the same reason
+VERMILLION = "#ff7a33"  # lightened for the same reason
 PURPLE = "#cc79a7"
 TEXT = "#d7dde5"
 QUIET = "#7f8a99"
@@ -59,12 +59,12 @@ LINKS: dict[Link, tuple[str, str]] = {
 
 
 def harmless(text: str) -> str:
-    """Return text of the same length without control characters, so that styles stay where they were."""
+    """Return the text without control characters. The length stays the same, so that styles stay in place."""
     return text if text.isprintable() else "".join(char if char.isprintable() else " " for char in text)
 
 
 def fit(text: str, width: int, right: bool = False) -> str:
-    """Return the text in exactly `width` cells, cut off with an ellipsis or padded."""
+    """Return the text in exactly `width` cells, padded or truncated with an ellipsis."""
     if width <= 0:
         return ""
     size = cell_len(text)
@@ -74,7 +74,7 @@ def fit(text: str, width: int, right: bool = False) -> str:
 
 
 def fit_end(text: str, width: int) -> str:
-    """Like `fit`, but keep the end: the number in an episode's id distinguishes it from the others."""
+    """Like `fit`, but keep the end of the text: episode ids differ in the number at the end."""
     return fit(text, width) if len(text) <= width or width < 2 else "…" + text[1 - width :]
 
 
@@ -92,7 +92,7 @@ def figure(value: float) -> str:
 def clock_time(at_ns: int) -> str:
     """Return the time of day in UTC, since the machines of a hive may be in different time zones.
 
-    The first events of a log have no time: a hive knows none before its first message.
+    The first events of a log have no time, since a hive does not know the time before its first message.
     """
     if not at_ns:
         return " " * 8

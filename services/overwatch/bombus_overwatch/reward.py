@@ -13,7 +13,7 @@ from bombus_overwatch.widgets import Panel
 
 AXIS = 7  # cells for the numbers beside the chart
 HELD_OUT = "◆"
-DATA_SETS_FROM_HEIGHT = 7  # a lower panel has no room for them beside its chart
+DATA_SETS_FROM_HEIGHT = 7  # a lower panel has no room for data sets beside its chart
 
 CurvePoint = tuple[int, float]
 Cell = tuple[str, str]  # a character and its colour
@@ -40,7 +40,7 @@ class RewardPanel(Panel):
 
 
 def _of_episodes(rollouts: Sequence[StepRollouts]) -> str:
-    """Return the success rate of the newest sealed batch's episodes, if they report it, and their mean length."""
+    """Return the mean length of the newest sealed batch's episodes, and their success rate if they report it."""
     if not rollouts:
         return ""
     newest = rollouts[-1]
@@ -62,7 +62,7 @@ def _legend(rewards: RewardCurves, width: int) -> Text:
 
 
 def _data_sets(rewards: RewardCurves, width: int) -> Text:
-    """Return the held-out rewards of the data sets in one line, cut off if there is no room for all."""
+    """Return the held-out rewards of the data sets in one line, truncated to fit the width."""
     return Text(fit("  ".join(f"{name} {figure(mean)}" for name, mean in rewards.data_sets), width), pal.AMBER)
 
 

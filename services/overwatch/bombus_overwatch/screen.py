@@ -1,4 +1,4 @@
-"""The contents of the screen as data: computed from the view by one pure function, and drawn by the widgets."""
+"""The contents of the screen as data, computed from the view by one pure function and drawn by the widgets."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from bombus.hive.status.rows import EngineStatus, ModelStatus, MultiModelClaimSt
 from bombus_overwatch.model import SECOND, EngineHistory, HiveView, LoggedEvent, ModelHistory, SecondCounts
 
 TAIL_SHOWN = 200
-RATE_S = 30  # the rates are means over this many seconds
+RATE_S = 30  # seconds that the rates are averaged over
 RATE_CURVE_S = 300
-NEAR_LIMIT = 0.75  # an episode this far into its idle limit stands out
+NEAR_LIMIT = 0.75  # an episode that has used this share of its idle limit stands out
 HALF_LIMIT = 0.5
 
-# The trainer's names for the metrics that have a place of their own. The others are listed by name.
+# The trainer's names for the metrics that are shown in fixed places. The other metrics are listed by name.
 LOSS = "loss"
 GRAD_NORM = "grad_norm"
 STALENESS = "staleness_mean"
@@ -34,7 +34,7 @@ class StageState(StrEnum):
 
 @dataclass(frozen=True)
 class StageRow:
-    """A stage of booting, and the time that it took or has taken so far."""
+    """A boot stage, and how long it took or has taken so far."""
 
     name: str
     took_s: float
@@ -43,12 +43,14 @@ class StageRow:
 
 @dataclass(frozen=True)
 class EpisodeRow:
-    """An open episode, or a claim of multi-model episodes: then `episode` names their engines and has the sums over
-    them."""
+    """An open episode, or a claim of multi-model episodes.
+
+    For a claim, `episode` names its engines and has the sums over its episodes.
+    """
 
     episode: OpenEpisode
-    used: float  # of its idle limit: 1.0 is the limit
-    count: int = 1  # of the engine's episodes
+    used: float  # share of its idle limit; 1.0 is the limit
+    count: int = 1  # number of episodes on this row
 
     @property
     def near(self) -> bool:
@@ -57,7 +59,7 @@ class EpisodeRow:
 
 @dataclass(frozen=True)
 class ModelRow:
-    """A model of a client of training operations. `loss` is per token, `tokens_s` the rate at which it is trained."""
+    """A training client's model. `loss` is per token; `tokens_s` is the rate at which the model is trained."""
 
     model: ModelStatus
     loss: float | None
@@ -66,10 +68,10 @@ class ModelRow:
 
 @dataclass(frozen=True)
 class RewardCurves:
-    """Mean rewards by policy version. `train` has the complete versions, `now_mean` is that of the current one.
+    """Mean rewards by policy version. `train` has the complete versions; `now_mean` is the current version's mean.
 
-    In an operations run (`by_sampler`) they are by saved model, numbered in the order of their first ended episodes.
-    `data_sets` has the means for each data set of the newest version that was evaluated.
+    In an operations run (`by_sampler`), the means are by saved model, numbered in the order in which their first
+    episodes ended. `data_sets` has the mean of each data set for the newest version that was evaluated.
     """
 
     train: tuple[tuple[int, float], ...]
@@ -82,7 +84,10 @@ class RewardCurves:
 
 @dataclass(frozen=True)
 class TrainingSummary:
-    """`model` names the model that the curves belong to in an operations run; it is "" in a run with batches."""
+    """The trainer's state and curves.
+
+    In an operations run, `model` names the model that the curves belong to; in a run with batches, it is "".
+    """
 
     epoch: int
     step_in_flight: int | None
@@ -94,8 +99,8 @@ class TrainingSummary:
     loss: tuple[float, ...]
     grad_norm: tuple[float, ...]
     staleness: float | None
-    merge_share: float | None  # of calls that extended an earlier one token for token
-    others: tuple[tuple[str, float], ...]  # metrics reported by its episodes, and the last step's other metrics
+    merge_share: float | None  # share of calls that extended an earlier call token for token
+    others: tuple[tuple[str, float], ...]  # metrics that its episodes report, and the last step's other metrics
     model: str = ""
 
 
@@ -127,13 +132,13 @@ class Link(StrEnum):
 
 @dataclass(frozen=True)
 class ViewerState:
-    """The state of the viewer, as opposed to the hive. `held` is the position at which the view is held, if it is."""
+    """The state of the viewer, as opposed to the hive. `held` is the position at which the view is held, or None."""
 
     hive: str
     link: Link = Link.CONNECTING
     why: str = ""
     newest: int = 0
-    target: int = 0  # while catching up: the position that was the newest at the start
+    target: int = 0  # while catching up, the position that was newest at the start
     held: int | None = None
     oldest: int = 0  # the earliest position that can be shown
 
@@ -164,7 +169,7 @@ def engines_of(view: HiveView) -> tuple[str, ...]:
 
 
 def screen_data(view: HiveView, now_ns: int, engine: str = "", group: EventGroup = EventGroup.ALL) -> Screen:
-    """Return what to show at `now_ns` for `engine`, or for the first one if that is unknown. The tail shows `group`."""
+    """Return what to show at `now_ns` for `engine`, or for the first engine if unknown. The tail shows `group`."""
     engines = engines_of(view)
     chosen = engine if engine in engines else next(iter(engines), "")
     state = view.hive.engines.get(chosen) or EngineState(name=chosen)
@@ -191,8 +196,10 @@ def screen_data(view: HiveView, now_ns: int, engine: str = "", group: EventGroup
 
 
 def _episodes(view: HiveView, status: EngineStatus, now_ns: int) -> tuple[EpisodeRow, ...]:
-    """Return a row for each open episode of an engine, and one for each claim of multi-model ones, the longest idle
-    first."""
+    """Return a row for each open single-model episode of an engine and for each claim of multi-model episodes.
+
+    The longest idle come first.
+    """
     rows = [_episode_row(episode) for episode in status.open_episodes if not episode.partners]
     claims = multi_model_claims(view.hive, now_ns) if len(rows) < len(status.open_episodes) else ()
     rows += [_multi_model_row(claim) for claim in claims if status.engine in claim.engines]
@@ -205,7 +212,7 @@ def _multi_model_row(claim: MultiModelClaimStatus) -> EpisodeRow:
         client=claim.client,
         type=claim.type,
         task=claim.task,
-        version=-1,  # each engine has its own
+        version=-1,  # each engine has its own version
         calls=claim.calls,
         completion_tokens=claim.completion_tokens,
         idle_s=claim.idle_s,
@@ -220,7 +227,7 @@ def _episode_row(episode: OpenEpisode, count: int = 1) -> EpisodeRow:
 
 
 def _stages(engine: EngineState, history: EngineHistory, now_ns: int) -> tuple[StageRow, ...]:
-    """A stage ends where the next one begins, and the last one when booting ends."""
+    """Return the boot stages. Each stage ends when the next one begins; the last one ends when booting ends."""
     if history.booted_ns:
         last, end_ns = StageState.DONE, history.booted_ns
     elif engine.phase == Phase.BOOTING:
@@ -318,7 +325,7 @@ def _window(seconds: Sequence[SecondCounts], now: int) -> Rates:
         if 0 <= age < RATE_CURVE_S:
             curve[RATE_CURVE_S - 1 - age] += entry.tokens
     lasted = now - seconds[0].second + 1 if seconds else RATE_S
-    window = min(RATE_S, max(1, lasted))  # so that the rate of a new run is not underestimated
+    window = min(RATE_S, max(1, lasted))  # shorter for a new run, to not underestimate its rate
     return Rates(tokens / window, episodes / window, tuple(curve))
 
 
@@ -327,7 +334,7 @@ def _by_count(counts: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
 
 
 def _tail(view: HiveView, engine: str, group: EventGroup) -> tuple[TailRow, ...]:
-    """Return the newest events of the engine and of the hive itself, the newest last."""
+    """Return the newest events of the engine and of the hive itself, newest last."""
     histories = (view.histories[name] for name in (HIVE, engine) if name in view.histories)
     kept: Iterable[LoggedEvent] = (kept for history in histories for kept in list(history.tails[group])[-TAIL_SHOWN:])
     newest = sorted(kept, key=lambda entry: entry.position)[-TAIL_SHOWN:]

@@ -17,7 +17,7 @@ AWAY = "the bus is away: this is the last known state, and updates resume when t
 async def run(nats_url: str, hive: str) -> None:
     """Show the hive until the user quits. While the bus is away, the screen waits for it.
 
-    Raises `ValueError` for a bad hive name, and `LogCorrupted`, after closing the screen, for a corrupt log.
+    Raises `ValueError` for a bad hive name. If the log is corrupt, closes the screen and raises `LogCorrupted`.
     """
     app = Overwatch(Subjects(hive).hive)
     feed = asyncio.create_task(_feed(app, nats_url, hive))
@@ -32,19 +32,19 @@ async def run(nats_url: str, hive: str) -> None:
 
 
 async def _feed(app: Overwatch, nats_url: str, hive: str) -> None:
-    """Follow the log until cancelled. Raises faults of the log."""
+    """Follow the log until cancelled. Raises errors in the log."""
     await app.up.wait()
     while True:
         try:
             async with await Bus.connect(nats_url, hive, name="overwatch") as bus:
                 await follow(app, bus)
         except (BusUnavailable, ServerRefused) as error:
-            app.report(Link.CONNECTING, str(error))  # the server or the hive's streams do not exist yet
+            app.report(Link.CONNECTING, str(error))  # the server or the hive's streams may not exist yet
         await asyncio.sleep(RETRY_S)
 
 
 async def follow(app: Overwatch, bus: Bus) -> None:
-    """Fold the hive's events into the screen, starting with the oldest that is kept, until the bus is closed.
+    """Fold the hive's events into the screen, starting with the oldest one kept, until the bus is closed.
 
     Raises what `Reader.read` raises.
     """
@@ -61,7 +61,7 @@ async def follow(app: Overwatch, bus: Bus) -> None:
 
 
 async def _watch(app: Overwatch, bus: Bus, follower: Follower, target: int) -> None:
-    """Keep the state of the link on the screen up to date. It looks at our socket and sends the server nothing."""
+    """Keep the link state on the screen up to date, by checking our own socket; the server is sent nothing."""
     shown: Link | None = None
     while True:
         link = _link(bus.is_connected, follower.position >= target)

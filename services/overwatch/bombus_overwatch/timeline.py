@@ -1,4 +1,4 @@
-"""A view that can go back in time: the newest events in chunks, with a copy of the view at the start of each."""
+"""A view that can go back in time: the newest events in chunks, each with a copy of the view at its start."""
 
 from bisect import bisect_left
 from collections import deque
@@ -10,7 +10,7 @@ from bombus.hive.events import Event
 from bombus_overwatch.model import HiveView, fold
 
 CHUNK_EVENTS = 1_000
-CHUNKS_KEPT = 6  # so that at least the newest 5,000 events can be shown again
+CHUNKS_KEPT = 6  # enough that at least the newest 5,000 events can be shown again
 
 T = TypeVar("T")
 
@@ -18,8 +18,8 @@ T = TypeVar("T")
 def replicate(value: T) -> T:
     """Return a copy that shares what cannot change: frozen structs, tuples, numbers and text.
 
-    Each container holds one kind of value, so its first value tells whether the values must be copied too. Only the
-    types that the state and the view consist of are supported.
+    All values in a container are of the same kind, so its first value shows whether the values must be copied too. Only
+    the types that the state and the view consist of are supported.
     """
     if isinstance(value, msgspec.Struct):
         if value.__struct_config__.frozen:
@@ -55,7 +55,8 @@ class TimelineChunk:
 
 
 class Timeline:
-    """`live` is the fold of all events so far on top of `start`; `at` returns an earlier view."""
+    """The newest events of a log. `live` is the fold of all events so far on top of `start`; `at` returns an earlier
+    view."""
 
     def __init__(
         self, start: HiveView | None = None, chunk_events: int = CHUNK_EVENTS, chunks_kept: int = CHUNKS_KEPT
@@ -83,13 +84,13 @@ class Timeline:
         return self.live.position
 
     def moved(self, position: int, events: int) -> int:
-        """Return the position `events` events later, or earlier if negative, within the events that are kept."""
+        """Return the position `events` events later (earlier if negative), limited to the events that are kept."""
         positions = [self.oldest, *(kept for chunk in self._chunks for kept in chunk.positions)]
         index = bisect_left(positions, position) + events
         return positions[min(max(index, 0), len(positions) - 1)]
 
     def at(self, position: int) -> HiveView:
-        """Return a new view of all events up to `position`, but not before `oldest`."""
+        """Return a new view with all events up to `position`, which is limited to `oldest`."""
         chunk = self._chunks[0]
         for later in self._chunks:
             if later.start.position > position:

@@ -1,4 +1,4 @@
-"""The panels of the screen. A panel draws a `Screen`; it computes nothing and does not know events."""
+"""The panels of the screen. A panel draws a `Screen`; it computes nothing and knows nothing of events."""
 
 from dataclasses import dataclass
 
@@ -34,7 +34,7 @@ STAGE_MARKS = {
 
 
 class Panel(Widget):
-    """A box with a title. `lines` returns rich text for the available size; the excess is cut off."""
+    """A box with a title. `lines` returns rich text for the available size; anything beyond that is cut off."""
 
     def __init__(self, title: str = "", id: str | None = None, classes: str = "panel") -> None:
         super().__init__(id=id, classes=classes)
@@ -66,9 +66,9 @@ class Panel(Widget):
 
 
 class PhaseBar(Panel):
-    """Shows the phase of the engine, for how long it has been in it, and what it waits for.
+    """Shows the engine's phase, how long it has been in that phase, and what it is waiting for.
 
-    Once a gateway has read the model, a third line shows the format that it found.
+    Once a gateway has read the model, a third line shows the format that the gateway found.
     """
 
     def retitle(self, screen: Screen) -> None:
@@ -108,7 +108,7 @@ class PhaseBar(Panel):
 
 
 class Notice(Panel):
-    """Shows in full why the run is suspended or failed, or what is wrong with its services; hidden otherwise."""
+    """Shows in full why the run is suspended or has failed, or what is wrong with its services; hidden otherwise."""
 
     def retitle(self, screen: Screen) -> None:
         status = screen.status
@@ -132,7 +132,7 @@ def _warning(status: EngineStatus) -> str:
 
 
 def _serves(screen: Screen) -> bool:
-    """Return whether an operations run is active, which has models and no batches."""
+    """Return whether an operations run is active. Such a run has models and no batches."""
     status = screen.status
     is_on = status is not None and status.phase not in (Phase.BOOTING, Phase.OFFLINE)
     return is_on and status is not None and status.clients_take_episodes
@@ -171,7 +171,7 @@ class ModelsPanel(Panel):
 
 
 class CollectionPanel(Panel):
-    """Shows progress towards the next batch, or the stages of booting while the engine boots or is offline."""
+    """Shows progress towards the next batch, or the boot stages while the engine is booting or offline."""
 
     def retitle(self, screen: Screen) -> None:
         self.display = not _serves(screen)
@@ -228,7 +228,7 @@ def _measure(measure: Measure, width: int) -> Text:
 
 
 class EpisodesPanel(Panel):
-    """Shows running episodes, the longest idle first."""
+    """Shows running episodes, longest idle first."""
 
     def retitle(self, screen: Screen) -> None:
         near = sum(row.count for row in screen.episodes if row.near)
@@ -262,7 +262,7 @@ class EpisodesPanel(Panel):
 
 @dataclass(frozen=True)
 class _Columns:
-    """Widths of the text columns, which share the room beside the numbers. A column of width 0 is left out."""
+    """Widths of the text columns, which share the room left by the numbers. A column of width 0 is left out."""
 
     name: int
     client: int
@@ -285,7 +285,7 @@ class _Columns:
 
 
 def _cell(text: str, width: int) -> str:
-    """Return untrusted text in a column of this width, of which one cell is a space."""
+    """Return untrusted text in a column of this width, including one trailing space."""
     return fit(one_line(text), width - 1) + " " if width > 1 else ""
 
 
@@ -351,7 +351,7 @@ def _health(replica: ReplicaStatus) -> tuple[str, str]:
 
 
 class ReplicasPanel(Panel):
-    """Shows inference replicas and what they serve, then how many episodes were lost and why."""
+    """Shows inference replicas and what they serve, followed by how many episodes were lost and why."""
 
     def retitle(self, screen: Screen) -> None:
         replicas = screen.status.replicas if screen.status else ()
@@ -384,7 +384,7 @@ class ReplicasPanel(Panel):
 
 
 class TailPanel(Panel):
-    """Shows the newest events, the newest at the bottom."""
+    """Shows the newest events, with the latest at the bottom."""
 
     def retitle(self, screen: Screen) -> None:
         self.border_title = f"Events: {screen.tail_group}"

@@ -1,1 +1,1 @@
-"""The trainer: it reads batches from the log, makes optimizer steps and publishes weights."""
+"""The trainer: reads batches from the log, takes optimizer steps and publishes weights."""

@@ -1,4 +1,4 @@
-"""The interface between the trainer service and its backends: torch or verl's engine, on one rank or several."""
+"""The interface between the trainer service and its backends: torch or verl's engine, on one or more ranks."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -33,7 +33,8 @@ class BackendLost(EngineFault):
 class TrainerBackend(Protocol):
     """One model in training. It is not thread-safe: make one call at a time.
 
-    A step that raises may have made some of its updates: load a new backend, or `restore`, before the next step.
+    If a step raises, it may already have made some of its updates, so load a new backend or `restore` before the next
+    step.
     """
 
     @property
@@ -41,7 +42,7 @@ class TrainerBackend(Protocol):
 
     @property
     def files(self) -> Mapping[str, bytes]:
-        """The tokenizer's files."""
+        """The tokenizer's files, by name."""
         ...
 
     @property
@@ -54,26 +55,24 @@ class TrainerBackend(Protocol):
         interrupted: Callable[[], bool] = lambda: False,
         account: Callable[[StepTokens], None] = lambda tokens: None,
     ) -> dict[str, float]:
-        """Train on a batch and return the step's metrics. A batch without anything to train on changes nothing.
+        """Train on a batch and return the step's metrics. A batch with nothing to train on changes nothing.
 
-        `account` is called with what became of the batch's tokens.
+        `account` is called with what became of the batch's tokens. `backends.steps.StepBackend` implements this method
+        on top of what each backend computes.
 
-        `backends.steps.StepBackend` implements this on top of what each backend computes.
-
-        An update whose loss or gradient is not finite is left out: parameters and optimizer stay as they are, and the
-        metric `updates_left_out` counts it. Raises `Interrupted` when `interrupted()` is true between two
-        micro-batches.
+        An update whose loss or gradient is not finite is skipped: parameters and optimizer stay as they are, and the
+        metric `updates_left_out` counts it. Raises `Interrupted` if `interrupted()` is true between two micro-batches.
         """
         ...
 
     def save(self, root: Path, facts: StepFacts) -> Checkpoint[StepFacts]:
-        """Write a checkpoint below `root`. Returns once it would survive a power cut."""
+        """Write a checkpoint to a folder under `root`. Returns once the checkpoint would survive a power failure."""
         ...
 
     def restore(self, path: Path, digest: str) -> None:
         """Load the state of a checkpoint.
 
-        Raises `CheckpointLost` if it is missing or damaged, `EngineFault` if it belongs to another model or backend.
+        Raises `CheckpointLost` if it is missing or damaged, or `EngineFault` if it belongs to another model or backend.
         """
         ...
 
@@ -88,7 +87,7 @@ class TrainerBackend(Protocol):
 
 
 class OperationBackend(Protocol):
-    """Training clients' models on one base, see `operations.executor.OperationExecutor`. Make one call at a time."""
+    """Training clients' models on one base; see `operations.executor.OperationExecutor`. Make one call at a time."""
 
     @property
     def models(self) -> dict[str, int]: ...

@@ -1,4 +1,4 @@
-"""`bombus trainer`: a trainer alone, in one process."""
+"""`bombus trainer`: a trainer on its own, in one process."""
 
 import argparse
 import os

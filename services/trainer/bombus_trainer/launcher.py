@@ -1,7 +1,7 @@
-"""`python -m bombus_trainer.launcher`: start a hive whose trainer has its ranks on several machines.
+"""`python -m bombus_trainer.launcher`: start a hive whose trainer has ranks on several machines.
 
-It runs all processes of a hive except the trainer. In mode auto it also runs torchrun on this machine, as node 0, and
-prints the command for each other machine; in mode connect it prints the commands for all machines. Rank 0 is the
+It runs all processes of a hive except the trainer. In mode auto, it also runs torchrun on this machine, as node 0, and
+prints the command for each other machine; in mode connect, it prints the commands for all machines. Rank 0 is the
 trainer on the bus, and the other ranks follow it.
 """
 
@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def layout_of(arguments: argparse.Namespace) -> tuple[Layout, TrainerPart]:
-    """Return this machine's layout, and the trainer's configuration on each machine. Raises `Refused(BAD_CONFIG)`."""
+    """Return this machine's layout, and the trainer's configuration on every machine. Raises `Refused(BAD_CONFIG)`."""
     check_counts(arguments, {"nnodes": NODES_MAX, "nproc_per_node": PROCESSES_MAX, "master_port": 65_535})
     check_range("--operation-timeout", arguments.operation_timeout, 1, TIMEOUT_S_MAX)
     name = arguments.engine
@@ -150,7 +150,7 @@ def layout_of(arguments: argparse.Namespace) -> tuple[Layout, TrainerPart]:
     cluster, jobs = reconcile(described, jobs, {name: arguments.nnodes})
     engine = cluster.engines[name]
     trainer = engine.trainer
-    assert trainer is not None  # put there by the flags
+    assert trainer is not None  # set from the flags
     if trainer.backend != "verl":
         raise Refused(Code.BAD_CONFIG, f"engines.{name}.trainer.backend is {trainer.backend}, but must be verl")
     if arguments.mode == CONNECT:
@@ -176,7 +176,7 @@ def layout_of(arguments: argparse.Namespace) -> tuple[Layout, TrainerPart]:
 
 
 def _with_flags(plain: Tree, arguments: argparse.Namespace) -> Tree:
-    """Return the document, overridden with the flags about the trainer, the gateway and the hive."""
+    """Return the document, overridden by the flags about the trainer, the gateway and the hive."""
     typed = typed_overrides(arguments, FLAGS)
     engine = plain["engines"][arguments.engine]
     trainer = put_over({"backend": "verl", **(engine.get("trainer") or {})}, typed["trainer"])
@@ -200,14 +200,14 @@ def worker_line(layout: Layout, trainer: TrainerPart, engine: str, nats: str, no
 
 
 async def run(layout: Layout, trainer: TrainerPart, arguments: argparse.Namespace) -> None:
-    _url_file(layout).unlink(missing_ok=True)  # left by a launcher that was killed
+    _url_file(layout).unlink(missing_ok=True)  # may be left over from a launcher that was killed
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(Supervisor(layout).run())
         tasks.create_task(_introduce(layout, trainer, arguments))
 
 
 async def _introduce(layout: Layout, trainer: TrainerPart, arguments: argparse.Namespace) -> None:
-    """Print the commands to type on machines, and report when the trainer is ready."""
+    """Print the commands to run on each machine, and report when the trainer is ready."""
     nats = layout.cluster.nats or await _own_bus(_url_file(layout))
     elsewhere = range(1, arguments.nnodes) if arguments.mode == AUTO else range(arguments.nnodes)
     if elsewhere:

@@ -1,4 +1,4 @@
-"""Load a job's model into the backend that the job names, and pack its tokenizer into an object."""
+"""Loads a job's model into the backend that the job names, and packs its tokenizer into an object."""
 
 import logging
 from collections.abc import Mapping
@@ -65,7 +65,7 @@ def _check_processes(job: RunConfig, ranks: Ranks) -> None:
 
 
 def load_executor(settings: TrainerSettings, allow_download: bool = False, ranks: Ranks | None = None) -> Executor:
-    """Load the job's model at step 0. Raises `EngineFault` if there is none, or its backend is not torch."""
+    """Load the job's model at step 0. Raises `EngineFault` if there is no such model, or the backend is not torch."""
     job = settings.job
     if job.trainer.backend != "torch":
         raise EngineFault(f"trainer.backend is {job.trainer.backend}, but this can only be done with the torch backend")
@@ -78,7 +78,8 @@ def load_base(
 ) -> OperationExecutor:
     """Load the job's model as the base of training operations, on all `ranks` (None: this process alone).
 
-    The torch backend executes them, whichever backend the job names. Raises `EngineFault` if there is no such model.
+    The torch backend executes the operations, whichever backend the job names. Raises `EngineFault` if there is no such
+    model.
     """
     ranks = ranks or Ranks.alone()
     _check_processes(job, ranks)
@@ -89,7 +90,7 @@ def load_base(
 
 
 def base_files(job: RunConfig, options: TrainerOptions) -> dict[str, bytes]:
-    """Return the files of the tokenizer for the job's model. Raises `EngineFault` if no gateway could use them."""
+    """Return the tokenizer's files for the job's model. Raises `EngineFault` if no gateway could use them."""
     return text_files(job, _folder(job, options.allow_download), options.allow_download)
 
 
@@ -101,7 +102,7 @@ def check_model(folder: Path, tokens: int) -> None:
 
 
 def _folder_to_load(job: RunConfig, allow_download: bool) -> Path:
-    """Return the folder of the job's model, and log that loading begins, as nothing else is logged until it ends."""
+    """Return the folder of the job's model, after logging that loading begins: nothing else is logged until it ends."""
     folder = _folder(job, allow_download)
     size = byte_size(sum(file.stat().st_size for file in folder.glob("*.safetensors")))
     log.info("loading %s, %s of weights: this takes seconds to minutes, depending on their size", job.model.path, size)
@@ -111,13 +112,13 @@ def _folder_to_load(job: RunConfig, allow_download: bool) -> Path:
 def _folder(job: RunConfig, allow_download: bool) -> Path:
     dtype = "bfloat16" if job.model.dtype == "auto" else job.model.dtype
     folder = resolve_model(job.model.path, dtype=dtype, seed=job.model.seed % SEEDS, allow_download=allow_download)
-    if job.rollout.max_model_len != LENGTH_BY_DEFAULT:  # the default is reduced to the model's context
+    if job.rollout.max_model_len != LENGTH_BY_DEFAULT:  # the default is limited to the model's context
         check_context(load_config(folder), job.rollout.max_model_len)
     return folder
 
 
 def text_files(job: RunConfig, folder: Path, allow_download: bool = False) -> dict[str, bytes]:
-    """Return the files of the tokenizer for the model in `folder`, with the job's chat template.
+    """Return the tokenizer's files for the model in `folder`, with the job's chat template.
 
     Raises `EngineFault` if they do not fit the model, or if no gateway could use them.
     """
@@ -131,6 +132,6 @@ def text_files(job: RunConfig, folder: Path, allow_download: bool = False) -> di
 
 
 def pack_tokenizer(files: Mapping[str, bytes]) -> tuple[str, bytes]:
-    """Return the name (with its digest) and the bytes of the object from which gateways read the tokenizer."""
+    """Return the name (including its digest) and the bytes of the object from which gateways read the tokenizer."""
     blob = msgspec.msgpack.encode(dict(sorted(files.items())))
     return f"tokenizer-{sha256(blob).hexdigest()}", blob

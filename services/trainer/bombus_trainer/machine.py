@@ -1,4 +1,4 @@
-"""Describe the machine. It determines the last bits of sums, so the same step elsewhere may give other bytes."""
+"""Describes the machine. The last bits of sums depend on it, so a step may give other bytes on another machine."""
 
 import platform
 from pathlib import Path
@@ -11,7 +11,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 def this_machine(device: str) -> str:
     """Describe this machine, such as `cpu: AMD EPYC 9654 (AVX512), torch 2.13.0, 2 threads`.
 
-    If two descriptions are equal, the bytes of a step should be too.
+    If two machines have equal descriptions, a step should give the same bytes on both.
     """
     if device == "cpu":
         unit = f"{_cpu_model()} ({torch.backends.cpu.get_cpu_capability()})"

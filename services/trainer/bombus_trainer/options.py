@@ -16,13 +16,13 @@ OBJECTS_FULL_EVERY = 16
 
 
 class TrainerOptions(TrainerMachineOptions):
-    """`folder` holds checkpoints and weights.
+    """The options of a trainer process.
 
-    Replicas must see it under the same path, unless weights are published through the object store. Jobs may write
-    their debug rollout data below `debug_root`. `retry_s` is the pause after a step's first failure; it doubles with
-    each further one, up to `retry_s_max`. A superseded trainer checks every `presence_s` whether its successor is
-    alive. In an operations run, a model gets a recovery checkpoint after `checkpoint_s`, or after `checkpoint_bytes`
-    of operations.
+    `folder` is for checkpoints and weights. Replicas must see it under the same path, unless weights are published
+    through the object store. Jobs may write their debug rollout data to folders under `debug_root`. `retry_s` is the
+    pause after a step's first failure; it doubles with each further failure, up to `retry_s_max`. A superseded trainer
+    checks every `presence_s` whether its successor is alive. In an operations run, a model gets a recovery checkpoint
+    after `checkpoint_s`, or after `checkpoint_bytes` of operations.
     """
 
     engine: Annotated[EngineName, Flag(metavar="NAME", help="the engine it works for", read=name_of("engine"))] = "main"
@@ -50,7 +50,7 @@ class TrainerOptions(TrainerMachineOptions):
         Flag(
             name="--load-patience",
             metavar="SECONDS",
-            help="how long a failing load is retried before the run is suspended; a fault of the job ends it at once",
+            help="how long a failing load is retried before the run is suspended; job faults end it immediately",
         ),
     ] = Field(default=300.0, ge=0.0, le=86_400.0)
     retry_s: Annotated[float, NoFlag()] = Field(default=1.0, gt=0.0, le=600.0)
@@ -61,21 +61,22 @@ class TrainerOptions(TrainerMachineOptions):
 
     @property
     def silence_s(self) -> float:
-        """How long this trainer may be silent before the hive considers it gone: half of `stall_s`; 0: a day."""
+        """How long this trainer may be silent before the hive considers it gone: half of `stall_s`. 0 means a day."""
         return self.stall_s / 2
 
     @property
     def full_every(self) -> int:
         """How many versions are published per full copy; all others are deltas.
 
-        In a folder it is 1 by default: there hashing a version costs more than reading it, so deltas save nothing.
+        With weights in a folder, the default is 1: hashing a version costs more than reading it there, so deltas save
+        nothing.
         """
         return self.weights_full_every or (1 if self.weights_by == "folder" else OBJECTS_FULL_EVERY)
 
     @field_validator("folder")
     @classmethod
     def _folder_is_absolute(cls, folder: Path) -> Path:
-        """Make the path absolute: files that the log names must be found from any working directory."""
+        """Make the path absolute, since files that the log names must be found from any working directory."""
         return folder.absolute()
 
 

@@ -1,6 +1,6 @@
 """Ownership of a run: become its trainer, notice when it ends, and publish facts under its trainer epoch (R11).
 
-service.py decides what to do with a run that is owned.
+service.py decides what to do with an owned run.
 """
 
 import logging
@@ -33,14 +33,15 @@ class RunOver(Exception):
 class RunOwnership:
     """One trainer's ownership of its engine's runs, one run after the other. `follow()` must run as its own task.
 
-    A superseded trainer stands aside only while its successor answers pings. Safety does not depend on that: facts of
-    an older trainer epoch are ignored, so an answer that comes too late costs an attempt, never a step. If it waited
-    for a fixed time instead, two live trainers would never finish a step that takes longer than that.
+    A superseded trainer stands aside only while its successor answers pings. Safety does not depend on the pings, since
+    facts of an older trainer epoch are ignored: an answer that comes too late costs an attempt, never a step. If a
+    superseded trainer waited for a fixed time instead, two live trainers would keep superseding each other and never
+    finish a step that takes longer than that time.
     """
 
     def __init__(self, bus: Bus, options: TrainerOptions, name: str) -> None:
-        self.run = 0  # the run that we own, or owned last
-        self.epoch = 0  # the trainer epoch in which we opened it; 0: not opened yet
+        self.run = 0  # the run that we own, or the last one that we owned
+        self.epoch = 0  # the trainer epoch in which we opened it; 0 until it is opened
         self.over = threading.Event()  # read by the training thread between micro-batches
         self.doing: Callable[[], str] = str  # describes the trainer's current work
         self.removed: set[str] = set()  # callers' checkpoints whose folders can be deleted
@@ -60,7 +61,7 @@ class RunOwnership:
 
     @property
     def job(self) -> RunConfig:
-        """Return the job of the run. Raises `EngineFault` if it has none."""
+        """The job of the run. Raises `EngineFault` if it has none."""
         active = self.engine.active
         if active is None:
             raise EngineFault(
@@ -76,7 +77,8 @@ class RunOwnership:
         await self._follower.caught_up()
 
     async def next_run(self) -> None:
-        """Wait for a run that we have not owned yet, and own it. Runs without a policy or operations are skipped."""
+        """Wait for a run that we have not owned yet, and own it. Runs without either a policy or operations are
+        skipped."""
         await self._follower.wait_for(lambda _: self._is_new(self.engine))
         self.run = self.engine.run
 
@@ -103,12 +105,13 @@ class RunOwnership:
             self.over.set()
 
     async def wait(self, holds: Callable[[EngineState], bool], timeout_s: float | None = None) -> None:
-        """Wait until `holds(engine)`. Raises `RunOver` if the run ends first, `TimeoutError` after `timeout_s`."""
+        """Wait until `holds(engine)` is true. Raises `RunOver` if the run ends first, or `TimeoutError` after
+        `timeout_s`."""
         await self._follower.wait_for(lambda _: self.is_over() or holds(self.engine), timeout_s)
         self.check()
 
     def check(self) -> None:
-        """Raise `RunOver` if the run has ended."""
+        """Raise `RunOver` if the run is over for this trainer."""
         if self.is_over():
             raise RunOver
 
@@ -118,10 +121,10 @@ class RunOwnership:
         except TimeoutError:
             pass
 
-    # ---- opening it and giving it up --------------------------------------------------------------------------
+    # ---- opening and giving up a run --------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Become the run's trainer. From then on, facts of earlier trainers are ignored. Raises `RunOver`."""
+        """Become the run's trainer. From then on, facts from earlier trainers are ignored. Raises `RunOver`."""
         self.epoch = 0
         self.over.clear()
         opens = TrainerOpens(
@@ -167,7 +170,7 @@ class RunOwnership:
     async def _answer_pings(self, epoch: int) -> None:
         """Answer pings to this trainer epoch until the connection is closed.
 
-        A process that is gone has no subscription, and one that hangs does not answer.
+        A process that is gone has no subscription, and a process that hangs does not answer.
         """
 
         async def answer(message: ReceivedMessage) -> None:
@@ -194,8 +197,8 @@ class RunOwnership:
     async def say(self, fact: Message, shows: Callable[[EngineState], bool], said: Point | None = None) -> None:
         """Put a fact into the inbox and wait until the log shows it. Raises `RunOver` if the run ends first.
 
-        After each reconnection the fact is resent under the same id: a power cut may have lost the end of the inbox
-        (R6).
+        After each reconnection, the fact is sent again under the same id, because a power failure may have lost the end
+        of the inbox (R6).
         """
         while True:
             connections = self._connections

@@ -1,8 +1,9 @@
-"""Make calls on all ranks of a trainer: the leader announces them, the others follow, and none waits for a failed one.
+"""Makes calls on all ranks of a trainer: the leader announces each call, the others follow, and no rank waits for a
+failed one.
 
 Between calls the other ranks wait on torch's store, for hours if need be; the process group's timeout applies only
 during a call. After each call, every rank reports its outcome. If all report the same failure (such as a damaged
-checkpoint), they can continue. Otherwise some ranks may be in the middle of a collective: then all processes end.
+checkpoint), they can continue. Otherwise some ranks may be in the middle of a collective, so all processes end.
 """
 
 import logging
@@ -33,7 +34,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 LOAD, LOAD_BASE, STOP = "load", "load_base", "stop"
-GRACE_S = 10.0  # how long the others may take to report, once one has failed
+GRACE_S = 10.0  # how long the other ranks may take to report after one has failed
 POLL_S = 60.0
 RankCall = tuple[str, tuple[object, ...]]  # a method of the loaded backend, and its arguments
 
@@ -65,12 +66,12 @@ class Board:
         self._store.set(f"outcome/{self._number}/{self.ranks.rank}", "" if failure is None else f"!{_words(failure)}")
 
     def outcome(self, rank: int, patience_s: float) -> str | None:
-        """Return the error that a rank has reported ("" if it succeeded), or None if it does not report in time."""
+        """Return the error that a rank reports ("" if it succeeded), or None if it does not report in time."""
         key = f"outcome/{self._number}/{rank}"
         return self._store.get(key).decode().removeprefix("!") if self._arrives(key, patience_s) else None
 
     def forget(self) -> None:
-        """Remove the current call, which all ranks have made, so that the store does not grow with each call."""
+        """Remove the current call, which all ranks have completed, so that the store does not grow with each call."""
         for key in (f"call/{self._number}", *(f"outcome/{self._number}/{rank}" for rank in range(self.ranks.size))):
             self._store.delete_key(key)
 
@@ -101,7 +102,8 @@ class Leader:
         return _LeaderOperations(self, self.run((LOAD_BASE, (job, executor)), lambda: self._load_base(job, executor)))
 
     def run(self, call: RankCall, ours: Callable[[], T]) -> T:
-        """Make a call on all ranks; `ours` is this rank's part. Raises the error that all raised, or `BackendLost`."""
+        """Make a call on all ranks; `ours` is this rank's part. Raises the error if all ranks raised it, else
+        `BackendLost`."""
         if self._lost is not None:
             raise self._lost
         failure: Exception | None = None
@@ -122,7 +124,7 @@ class Leader:
         raise self._lost from failure
 
     def stop(self) -> None:
-        """End the other ranks, if they are still there."""
+        """End the other ranks, if they are still running."""
         try:
             if self._lost is None:
                 self._board.announce((STOP, ()))
@@ -176,7 +178,7 @@ class _LeaderBackend:
 class _LeaderOperations:
     """The models of training clients on all ranks, as the leader's service sees them.
 
-    Each rank holds all models, so reads need only the leader's backend, and the leader alone removes files.
+    Each rank has all models, so reads need only the leader's backend, and only the leader removes files.
     """
 
     def __init__(self, leader: Leader, ours: OperationBackend) -> None:
@@ -227,8 +229,8 @@ class _LeaderOperations:
 def follow(board: Board, load: Loader, load_base: BaseLoader) -> None:
     """Follow the leader's calls until it stops this rank.
 
-    Raises `BackendLost` if this rank fails and the leader reports no outcome within the grace period. By then this
-    rank has left the process group, so that the others do not wait for it.
+    Raises `BackendLost` if this rank fails and the leader reports no outcome within the grace period. Before that, this
+    rank leaves the process group, so that the others do not wait for it.
     """
     loaders: dict[str, Callable[..., object]] = {LOAD: load, LOAD_BASE: load_base}
     backend: object = None

@@ -20,7 +20,7 @@ LEADER = 0
 
 
 class Ranks:
-    """This process as rank `rank` of `size`. All ranks must call each method, and a call blocks until all have."""
+    """This process as rank `rank` of `size`. Every rank must call each method, and a call blocks until all have."""
 
     def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None) -> None:
         self.rank = rank
@@ -57,14 +57,14 @@ class Ranks:
         return cast(list[T], held)
 
     def of_all(self, work: Callable[[], T]) -> list[T]:
-        """Return the result of `work` on each rank, by rank. If it fails on one rank, its error is raised on all."""
+        """Return the result of `work` on each rank, by rank. If it fails on any rank, its error is raised on all."""
         if self._group is None:
             return [work()]
         found = self.gather(_outcome(work))
         return [_value(each) for each in found]
 
     def by_leader(self, work: Callable[[], T]) -> T:
-        """Run `work` on the leader alone. Return its result, or raise its error, on every rank."""
+        """Run `work` only on the leader. Return its result, or raise its error, on every rank."""
         if self._group is None:
             return work()
         return _value(self.share(_outcome(work) if self.leads else None))
@@ -92,10 +92,10 @@ class Ranks:
 def _outcome(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
         return work(), None
-    except Exception as error:  # whatever it is, every rank raises it
+    except Exception as error:  # whatever it is, every rank must raise it
         try:
             pickle.loads(pickle.dumps(error))
-        except Exception:  # an error of another library may not survive pickling
+        except Exception:  # another library's error may not survive pickling
             return None, RuntimeError(f"{type(error).__name__}: {error}")
         return None, error
 

@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(arguments, options)
     finally:
-        ray.shutdown()  # this ends the tasks
+        ray.shutdown()  # ends the tasks
 
 
 def _run(arguments: argparse.Namespace, options: TrainerOptions) -> int:
@@ -68,7 +68,7 @@ def _run(arguments: argparse.Namespace, options: TrainerOptions) -> int:
         "WORLD_SIZE": str(arguments.ranks),
         "MASTER_ADDR": address,
         "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store exists already
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store already exists
         "LOCAL_RANK": "0",  # Ray shows a task only its own device
     }
     needs = {"num_gpus": 1} if options.device != "cpu" else {"num_cpus": 1}

@@ -1,4 +1,4 @@
-"""The trainer on the bus: follow the log, make each outstanding step once, and publish its outcome (R11)."""
+"""The trainer on the bus: follows the log, makes each outstanding step once, and publishes the outcome (R11)."""
 
 import asyncio
 import logging
@@ -49,10 +49,10 @@ from bombus_trainer.versions import Versions
 
 log = logging.getLogger(__name__)
 
-LOAD_SHARE = 0.75  # the largest share of the time to boot that a load may take; the run ends when that time is over
+LOAD_SHARE = 0.75  # largest share of the time allowed for booting that a load may take
 NO_CHECKPOINT = ("", "")
 MADE_AGAIN, DIFFERS = "steps_made_again", "made_again_differs"  # metrics of the first step after a crash
-NONFINITE_STEPS = "nonfinite_steps"  # a metric: how many steps in a row, up to this one, left out an update
+NONFINITE_STEPS = "nonfinite_steps"  # metric: how many consecutive steps, up to this one, skipped an update
 
 
 class Trainer:
@@ -69,7 +69,10 @@ class Trainer:
         load: Loader | None = None,
         load_base: BaseLoader | None = None,
     ) -> None:
-        """`load` loads a job, `load_base` the base of training operations; by default both load into this process."""
+        """Initialize with `load`, which loads a job, and `load_base`, which loads the base of training operations.
+
+        By default, both load into this process.
+        """
         self._load_backend = load or (lambda job: load_backend(job, options))
         self._load_base = load_base or (lambda job, executor: loading.load_base(job, options, executor))
         self.name = name or f"trainer-{secrets.token_hex(4)}"
@@ -81,7 +84,7 @@ class Trainer:
         self._tokenizer = ""
         self._waited_s = 0.0  # how long it waited for the newest batch
         self._restored = 0  # the step of the checkpoint from which the model was loaded
-        self._made_again: dict[str, float] = {}  # metrics about the steps retrained after it, for the next step
+        self._made_again: dict[str, float] = {}  # metrics about steps retrained since, for the next step to report
         self._debug: DebugRollouts | None = None
         self._watch = Watch(bus, options, self._ownership)
 
@@ -137,11 +140,11 @@ class Trainer:
                 await self._step(executor, self._outstanding())
                 failed.clear()
                 continue
-            except Exception as error:  # out of memory, a full disk, a bug: counted, and given up in the end
+            except Exception as error:  # out of memory, a full disk or a bug; counted, to give up in the end
                 if self._reports.counts(error, failed):
                     await self._report_failure(error, failed.failures)
                     check_lost(error)
-            executor = None  # frees its memory for the next one
+            executor = None  # free its memory for the next one
             await self._reports.pause(failed)
 
     async def _next_batch(self) -> None:
@@ -150,7 +153,7 @@ class Trainer:
         self._waited_s = perf_counter() - start
 
     async def _check_finite(self) -> None:
-        """Suspend the run if too many steps in a row, up to the newest on the log, had updates that were not finite."""
+        """Suspend the run if too many consecutive steps, up to the newest on the log, had non-finite updates."""
         bad = int(_metrics_before(self._ownership.engine).get(NONFINITE_STEPS, 0))
         if bad >= self._ownership.job.trainer.max_nonfinite_steps:
             await self._reports.suspend(
@@ -224,8 +227,8 @@ class Trainer:
         self._made_again[DIFFERS] = float(differs)
         if differs:
             log.error(
-                "retraining step %d gave other weights than version %d on the log (sha256 %s and %s): either sums were "
-                "computed in another order (another machine, other --threads), or kernels are not deterministic",
+                "retraining step %d gave different weights from version %d on the log (sha256 %s and %s): either sums "
+                "were computed in another order (another machine, other --threads), or kernels are not deterministic",
                 *(ready.version, ready.version, sha256, ready.weights.sha256),
             )
 
@@ -237,7 +240,7 @@ class Trainer:
         self._tokenizer = name
 
     async def _publish_missing_weights(self, executor: TrainerBackend, versions: Versions) -> None:
-        """Publish version 0, or the version of a completed step whose weights never reached the log."""
+        """Publish version 0, or the version of a completed step, if its weights never reached the log."""
         engine = self._ownership.engine
         newest = 0 if engine.step_done is None else engine.step_done.step
         if engine.version < newest:
@@ -265,7 +268,7 @@ class Trainer:
     # ---- a step -----------------------------------------------------------------------------------------------
 
     async def _step(self, executor: TrainerBackend, batch: BatchReady) -> None:
-        """Make one attempt: train, save a checkpoint if due, report it. After any error the step may be retried."""
+        """Make one attempt: train, save a checkpoint if due, and report it. After an error, the step may be retried."""
         self._attempt += 1
         ownership = self._ownership
         reached(Point.TRAINER_BATCH_FOUND)
@@ -326,7 +329,7 @@ class Trainer:
         return metrics, msgspec.structs.replace(accounts[0], left_out=accounts[0].left_out | left_out)
 
     async def _read(self, executor: TrainerBackend, batch: BatchReady) -> ReadBatch:
-        """Read the calls of a batch, or the rollout groups that it consists of. Raises `BusUnavailable`."""
+        """Read the calls, or the rollout groups, of a batch. Raises `BusUnavailable`."""
         engine = self._ownership.engine
         if batch.taken:
             bodies = Parts(self._bus, self._bus.subjects.trajectories_stream)
@@ -375,7 +378,8 @@ class Trainer:
     # ---- failures ---------------------------------------------------------------------------------------------
 
     async def _report_failure(self, error: Exception, failures: int) -> None:
-        """Report a failed step, which the coordinator counts; outside a step, suspend the run if failures persist."""
+        """Report a failed step, which the coordinator counts. If no step was under way, suspend the run if failures
+        persist."""
         ownership = self._ownership
         batch = ownership.engine.batch
         waits = lacks_room(error)
@@ -419,7 +423,7 @@ class Trainer:
 
 
 def nonfinite_steps(metrics: Mapping[str, float], before: Mapping[str, float]) -> float:
-    """Return how many steps in a row have left updates out, given the metrics of a step and of the one before."""
+    """Return how many consecutive steps have skipped updates, given the metrics of a step and of the step before it."""
     left_out = metrics[LEFT_OUT]
     if not left_out:
         return 0.0
@@ -428,7 +432,7 @@ def nonfinite_steps(metrics: Mapping[str, float], before: Mapping[str, float]) -
 
 
 def _metrics_before(engine: EngineState) -> Mapping[str, float]:
-    """Return the metrics of the newest step; none if the run was resumed since, so that counts start over."""
+    """Return the metrics of the newest step, or none if the run was resumed since then, so that counts start over."""
     done = engine.step_done
     return {} if done is None or done.at_ns <= engine.resumed_ns else done.metrics
 
@@ -438,7 +442,7 @@ def _has_made(engine: EngineState, step: int) -> bool:
 
 
 def _counts(engine: EngineState) -> tuple[int, int]:
-    """Return two counts, one of which a failed step changes even if the run was suspended and resumed since."""
+    """Return two counts. A failed step changes one of them, even if the run has been suspended and resumed since."""
     return engine.step_failures, engine.suspensions
 
 

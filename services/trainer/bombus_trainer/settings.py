@@ -11,13 +11,14 @@ from bombus.config.trainer import TrainerConfig
 from bombus.operations import AdapterSpec
 
 ADAM_EPSILON = 1e-8  # torch's default
-CPU_BIN_TOKENS = 4096  # the most tokens of a micro-batch on a CPU, unless the operator allows more
+CPU_BIN_TOKENS = 4096  # maximum per micro-batch on a CPU, unless the operator allows more
 
 
 class TrainerSettings(BaseModel):
     """All settings that determine what a step computes. Those that a job can set are declared only in `RunConfig`.
 
-    `bin_tokens` is the most tokens of a micro-batch, limited by the job's `max_tokens_per_bin` and this machine.
+    `bin_tokens` is the maximum number of tokens in a micro-batch, limited by the job's `max_tokens_per_bin` and this
+    machine.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -29,9 +30,9 @@ class TrainerSettings(BaseModel):
 
     @classmethod
     def of_job(cls, job: RunConfig, device: str = "cpu", bin_tokens_max: int = 0) -> Self:
-        """Return a job's settings on this machine, on which micro-batches of up to `bin_tokens_max` tokens fit.
+        """Return a job's settings on a machine that can process micro-batches of up to `bin_tokens_max` tokens.
 
-        0 leaves the size of micro-batches to the job, on a CPU only up to `CPU_BIN_TOKENS`.
+        If that is 0, the job determines the size of micro-batches, on a CPU only up to `CPU_BIN_TOKENS`.
         """
         wanted = job.trainer.max_tokens_per_bin
         fitting = bin_tokens_max or (CPU_BIN_TOKENS if device == "cpu" else wanted)
@@ -44,22 +45,22 @@ class TrainerSettings(BaseModel):
 
     @property
     def estimator(self) -> Estimator:
-        """Our estimator of advantages; GRPO if the job names one of verl's, see `verl_adv_estimator`."""
+        """Our estimator of advantages; GRPO if the job names one of verl's (see `verl_adv_estimator`)."""
         return named(Estimator, self.config.adv_estimator) or Estimator.GRPO
 
     @property
     def loss(self) -> Loss:
-        """Our policy loss; the clipped one if the job names one of verl's, see `verl_policy_loss`."""
+        """Our policy loss; the clipped loss if the job names one of verl's (see `verl_policy_loss`)."""
         return named(Loss, self.config.loss) or Loss.CLIPPED
 
     @property
     def verl_adv_estimator(self) -> str:
-        """The job's estimator if it is one of verl's, by its name in verl's registry; otherwise empty."""
+        """The name in verl's registry of the job's estimator if it is one of verl's; otherwise empty."""
         return "" if named(Estimator, self.config.adv_estimator) else self.config.adv_estimator
 
     @property
     def verl_policy_loss(self) -> str:
-        """The job's loss if it is one of verl's, by its name in verl's registry; otherwise empty."""
+        """The name in verl's registry of the job's loss if it is one of verl's; otherwise empty."""
         return "" if named(Loss, self.config.loss) else self.config.loss
 
     @property
@@ -78,7 +79,7 @@ class TrainerSettings(BaseModel):
 
     @property
     def constant_length(self) -> int:
-        """The number of tokens that each episode counts as with the aggregation `constant`: Dr. GRPO's divisor."""
+        """The length in tokens that the aggregation `constant` assumes for every episode: Dr. GRPO's divisor."""
         return self.job.rollout.max_response_length
 
     @property
@@ -86,14 +87,14 @@ class TrainerSettings(BaseModel):
         """Adam's epsilon, scaled like the gradient.
 
         With the aggregation `constant`, both are divided by `constant_length`, which cancels out in Adam's update. An
-        unscaled epsilon would be larger than the gradient when answers are short and the divisor is 15,000.
+        unscaled epsilon would be larger than the gradient when answers are short and the divisor is, say, 15,000.
         """
         constant = self.config.loss_aggregation is Aggregation.CONSTANT
         return ADAM_EPSILON / self.constant_length if constant else ADAM_EPSILON
 
     @property
     def corrects(self) -> bool:
-        """Whether a separate weight, applied to the loss, corrects for the sampler's logprobs."""
+        """Whether a separate weight on the loss corrects for the sampler's logprobs."""
         return self.config.correction != Correction.NONE and self.config.tis_clip > 0.0
 
     @property

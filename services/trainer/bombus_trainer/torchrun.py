@@ -10,7 +10,7 @@ from bombus.machine.process import PARENT_VARIABLE, die_with_parent
 
 if __name__ == "__main__":
     die_with_parent()
-    os.environ.pop(PARENT_VARIABLE, None)  # each rank's parent is this process
+    os.environ.pop(PARENT_VARIABLE, None)  # the ranks' parent is this process, not the supervisor
     try:
         main()
     except SignalException as stopped:  # torchrun has ended its ranks

@@ -1,4 +1,4 @@
-"""Publish policy versions: full copies, deltas or adapters, in a shared folder or the object store (R15)."""
+"""Publishes policy versions: full copies, deltas or adapters, in a shared folder or the object store (R15)."""
 
 import asyncio
 import logging
@@ -37,15 +37,15 @@ from bombus_trainer.recovery.progress import Kind, in_thread
 
 log = logging.getLogger(__name__)
 
-OBJECT_BYTES_MAX = 10**9  # the largest model that may go through the object store
-COPIES = 3  # versions that the store must have room for: the newest two, and the next
+OBJECT_BYTES_MAX = 10**9  # size of the largest model that may go through the object store
+COPIES = 3  # versions that must fit into the store: the newest two, and the next
 
 
 class Versions:
     """The versions published in one trainer epoch; each opening of a run has its own `Versions`.
 
-    Each version has a directory below `root`, whether or not replicas read it from there. Within the `async with`
-    block this answers replicas that cannot assemble the newest version from deltas and request a full copy.
+    Each version has a directory in `root`, whether or not replicas read it from there. Within the `async with` block,
+    replicas that cannot assemble the newest version from deltas may request a full copy, and are answered.
     """
 
     def __init__(self, bus: Bus, options: TrainerOptions, root: Path, run: int, trainer_epoch: int) -> None:
@@ -56,9 +56,9 @@ class Versions:
         self._epoch = trainer_epoch
         self._held = HostCopy()
         self._executor: TrainerBackend | None = None  # the backend that exported the held version
-        self._adapter_base: Weights | None = None  # the model below the adapters, once replicas can find it
-        self._booted = False  # a version was published or recalled: requests can be answered
-        self._full_until = 0  # no delta is tried before this version, as the last one was too large
+        self._adapter_base: Weights | None = None  # the model under the adapters, once replicas can find it
+        self._booted = False  # a version was published or recalled, so requests can be answered
+        self._full_until = 0  # no delta is tried before this version, since the last one was too large
         self._lock = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
@@ -100,13 +100,17 @@ class Versions:
             return await self._store(weights)
 
     async def publish_fixed(self, source: WeightsSource, tokenizer: str) -> Weights:
-        """Write version 0 of weights that never change, as a full copy where replicas look for it."""
+        """Write weights that never change as version 0, as a full copy where replicas look for it."""
         write = partial(export, source, VersionTarget(self._root, 0, self._epoch, tokenizer))
         async with self._lock:
             return await self._store(await in_thread(Kind.WEIGHTS, "writing the base", write))
 
     async def _publish_base(self, executor: TrainerBackend, newest: WeightsReady | None) -> Weights:
-        """Return the model below the adapters: the newest version's if it exists and is the same, else publish it."""
+        """Return the model under the adapters. The newest version's base is reused if it exists and has the same
+        weights.
+
+        Otherwise, a new base is published.
+        """
         published = None if newest is None else newest.weights.adapter_of
         if published is not None and (self._directory(published.where) / FULL_FILE).exists():
             digest = partial(digest_of, executor, part=ModelPart.BASE)
@@ -130,7 +134,7 @@ class Versions:
         return weights
 
     def _base(self, version: int, newest: WeightsReady | None) -> WeightsReady | None:
-        """Return the newest version if its values are held and its chain has room for another delta."""
+        """Return the newest version if its values are held here and its chain has room for another delta."""
         if newest is None or version < self._full_until or not self._holds(newest):
             return None
         return newest if len(self._chain(newest.weights)) < self._options.full_every else None
@@ -163,14 +167,14 @@ class Versions:
         """Remove every version except `named` and the versions that they build on."""
         links = [link for ready in named if ready is not None for link in self._chain(ready.weights)]
         wheres = [link.where for link in links]
-        async with self._lock:  # a full copy that is being written is a draft, which would be removed
+        async with self._lock:  # an unfinished full copy is a draft, which would be removed
             remove = partial(remove_others, self._root, wheres, self._epoch)
             await in_thread(Kind.REMOVAL, "removing old versions", remove)
             if self._stored:
                 await self._prune_objects({PurePath(where).name for where in wheres})
 
     def _chain(self, weights: Weights) -> list[Weights]:
-        """Return these weights and the versions that they build on, as far as those are on this machine."""
+        """Return these weights and the versions that they build on, as far as they are on this machine."""
         try:
             return chain(weights, self._directory)
         except EngineFault as fault:
@@ -178,7 +182,7 @@ class Versions:
             return [weights]
 
     def _directory(self, where: str) -> Path:
-        """Return our directory for the version at `where` on the log."""
+        """Return our directory for the version that is at `where` on the log."""
         return self._root / PurePath(where).name
 
     async def _prune_objects(self, kept: set[str]) -> None:
@@ -194,7 +198,7 @@ class Versions:
     # ---- full copies on demand --------------------------------------------------------------------------------
 
     async def recall(self, executor: TrainerBackend, newest: WeightsReady | None) -> None:
-        """After a restart, hold a host copy of the newest version, from `executor`, if it was published as a delta."""
+        """After a restart, make a host copy of the newest version from `executor`, if it was published as a delta."""
         await self._hold(executor, newest)
         self._booted = True
 
@@ -211,18 +215,18 @@ class Versions:
             self._held = HostCopy()
 
     async def _on_request(self, message: ReceivedMessage) -> None:
-        if self._booted:  # a replica without an answer repeats its request
+        if self._booted:  # a replica that gets no answer repeats its request
             await self._bus.answer(message.reply, await self._give(message.data))
 
     async def _give(self, requested: bytes) -> Answer:
-        """Write the full file of a requested version, which the request names by its `where` on the log."""
+        """Write the full file of a requested version, which is named by its `where` on the log."""
         where = requested.decode(errors="replace")
         try:
             async with self._lock:
                 await self._complete(where)
         except Refused as refused:
             return Refusal(code=refused.code, why=refused.why)
-        except (BombusError, OSError) as error:  # sent to the replica, which reports it
+        except (BombusError, OSError) as error:  # the answer tells the replica, which reports it
             log.exception("cannot write a full copy of %s", where)
             return Refusal(code=Code.INTERNAL, why=f"the trainer could not write it: {error}")
         return Done()
@@ -247,17 +251,17 @@ class Versions:
 
 
 def check_fits(size: int, room: int) -> None:
-    """Raise `EngineFault` when weights of `size` bytes do not fit an object store of `room` bytes.
+    """Raise `EngineFault` if weights of `size` bytes do not fit into an object store of `room` bytes.
 
     A `room` of 0 or less means no limit.
     """
     if size > OBJECT_BYTES_MAX:
         raise EngineFault(
-            f"weights of {size / 1e9:.1f} GB are too large for the object store, which takes up to "
+            f"weights of {size / 1e9:.1f} GB are too large for the object store, which allows up to "
             f"{OBJECT_BYTES_MAX / 1e9:.1f} GB: a shared folder is required (--weights-by folder)"
         )
     if 0 < room < COPIES * size:
         raise EngineFault(
-            f"the object store holds {room / 1e6:.1f} MB, but must hold {COPIES} versions of {size / 1e6:.1f} MB: "
+            f"the object store has {room / 1e6:.1f} MB, but must hold {COPIES} versions of {size / 1e6:.1f} MB: "
             "give it more room, or share a folder (--weights-by folder)"
         )

@@ -1,4 +1,4 @@
-"""`torchrun ... -m bombus_trainer.worker`: one rank of a trainer. Rank 0 is the trainer on the bus, the others follow.
+"""`torchrun ... -m bombus_trainer.worker`: one rank of a trainer. Rank 0 is the trainer on the bus; the others follow.
 
 It takes the options of `bombus trainer`, and its rank from torchrun's environment.
 """
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         complain(f"bombus_trainer.worker: {error.why}")
         return 2
     os.environ[PARENT_VARIABLE] = str(os.getppid())
-    die_with_parent(signal.SIGKILL)  # when torchrun dies, so does this process, even if it is stopped
+    die_with_parent(signal.SIGKILL)  # end with torchrun, even while stopped
     rank = os.environ["RANK"]
     logs.configure("trainer", arguments.log_level, hive=arguments.hive, engine=options.engine, rank=rank)
     if options.threads:
@@ -76,7 +76,7 @@ def run(url: str, hive: str, options: TrainerOptions) -> int:
 
 
 def _join(options: TrainerOptions) -> Board:
-    """Join the other ranks at torchrun's address. Gradients go through gloo on CPUs, through NCCL on GPUs."""
+    """Join the other ranks at torchrun's address. Gradients go through gloo on CPUs, and through NCCL on GPUs."""
     timeout = timedelta(seconds=options.operation_timeout_s)
     store, rank, size = next(rendezvous("env://", timeout=timeout))
     backend = "gloo"

@@ -1,4 +1,4 @@
-"""Compute logits from the output layer: some families scale them or apply a soft cap."""
+"""Computes logits from the output layer. Some families scale them or apply a soft cap."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Build a tiny model with random weights and the architecture of another: code that computes it computes the other too.
+"""Builds a tiny model with random weights and another model's architecture. Code that computes it computes both.
 
 A miniature keeps everything that characterises a family: kinds of layers, caps, scales, sinks, rotary embeddings,
 groups of heads. Widths, counts and windows shrink, so that a short probe is longer than the windows.
@@ -23,8 +23,8 @@ PARAMETERS_MAX = 50_000_000
 WINDOW = 16
 CONTEXT = 512
 HEAD_DIM = 8
-SPREAD = 0.2  # std of the weights, so that output distributions are far from uniform and errors show
-NUDGE = 0.1  # std of noise added to biases, norms, sinks and buffers, which are initialised to zeros or ones
+SPREAD = 0.2  # std of the weights; makes output distributions far from uniform, so that errors show
+NUDGE = 0.1  # std of the noise added to biases, norms, sinks and buffers, which are initialised to zeros or ones
 
 SIZES = {
     "vocab_size": 96,
@@ -106,7 +106,7 @@ OF_FAMILY: Mapping[str | None, Mapping[str, Any]] = {
     "mamba2": {"num_heads": 8},
     "reformer": {"axial_pos_shape": [16, 32], "axial_pos_embds_dim": [8, 24], "attention_head_size": HEAD_DIM},
 }
-TIED_LAYERS = ("zamba",)  # families that share weights among layers of a kind, so that two of each kind are needed
+TIED_LAYERS = ("zamba",)  # families that share weights among layers of a kind and so need two of each kind
 
 
 def miniature_config(config: "PretrainedConfig") -> "PretrainedConfig":
@@ -119,17 +119,18 @@ def miniature_config(config: "PretrainedConfig") -> "PretrainedConfig":
 
 
 def write_miniature(config: "PretrainedConfig", folder: Path, seed: int = 0) -> None:
-    """Write a small random model of `config`'s architecture. Raises `EngineFault` if its code cannot make one."""
+    """Write a small random model of `config`'s architecture. Raises `EngineFault` if the family's code cannot create
+    one."""
     with _trying(config):
         small = miniature_config(config)
         _miniature(small, seed).save_pretrained(folder)
-        small.save_pretrained(folder)  # in some families, the model's own config is only the text part of it
+        small.save_pretrained(folder)  # in some families, the saved model's own config is only the text part
 
 
 def miniature(config: "PretrainedConfig", attn: str, seed: int = 0) -> "PreTrainedModel":
     """Return a small random model of `config`'s architecture, in evaluation mode, with the attention function `attn`.
 
-    Raises `EngineFault` if the family's code cannot make one.
+    Raises `EngineFault` if the family's code cannot create one.
     """
     with _trying(config):
         model = _miniature(miniature_config(config), seed).eval()
@@ -143,7 +144,7 @@ def _trying(config: "PretrainedConfig") -> Iterator[None]:
         yield
     except Exception as error:  # a family's own code may raise anything
         raise EngineFault(
-            f"this model's architecture ({config.model_type}) cannot be tried in a small size: {in_one_line(error)}"
+            f"this model's architecture ({config.model_type}) cannot be tried with a small model: {in_one_line(error)}"
         ) from error
 
 
@@ -168,7 +169,7 @@ def _miniature(small: "PretrainedConfig", seed: int) -> "PreTrainedModel":
 
 
 def empty_model(config: "PretrainedConfig") -> "PreTrainedModel":
-    """Make a float32 model of `config` without its weights: on the meta device they take no memory.
+    """Create a float32 model of `config` without weights: on the meta device, they take no memory.
 
     Raises `EngineFault` if transformers cannot create it.
     """
@@ -224,8 +225,8 @@ def _count_of_layers(document: Mapping[str, Any]) -> int:
 def _kept_layers(document: Mapping[str, Any], before: int) -> list[int]:
     """Return the layers to keep: the first of each kind.
 
-    Layers are of one kind if they agree in every list with an entry per layer. Layers that share the keys of others are
-    a separate kind.
+    Layers are of the same kind if they agree in every list that has an entry per layer. Layers that share other layers'
+    keys are a separate kind.
     """
     columns = [value for value in document.values() if isinstance(value, list) and len(value) == before]
     tail = before - (document.get("num_kv_shared_layers") or 0)
@@ -271,7 +272,7 @@ def _number(name: str, value: Any, document: Mapping[str, Any]) -> Any:
 
 
 def _rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Shorten the lists of rotary parameters that have a number for each pair of a head's elements."""
+    """Shorten those lists in the rotary parameters that have a number for each pair of a head's elements."""
     small: dict[str, Any] = {}
     for name, value in parameters.items():
         if isinstance(value, dict):

@@ -1,6 +1,7 @@
-"""The check when a model is loaded: serve or train it only if our results equal those of transformers' forward pass.
+"""The check when a model is loaded: it is served or trained only if our results equal those of transformers' forward
+pass.
 
-The family's name plays no part in it. An exception in the family's code becomes a refusal too, in one sentence.
+The check ignores the family's name. An exception in the family's code also becomes a refusal, in one sentence.
 """
 
 import logging
@@ -20,18 +21,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PROBE_TOKENS = 48  # for models without windows and large blocks
+PROBE_TOKENS = 48  # enough for models without windows or large blocks
 BEYOND_WINDOW = 24  # tokens of the probe after the longest window has begun to slide
-COMPARED_MAX = 96  # the last tokens of a line, which lie beyond the windows
-# The differences in nats that rounding explains: MEAN_MAX for the mean, BULK_MAX for all logprobs in float32, or for
-# 90 % of them in half precision. In half precision, rounding can route a token to another expert. In correctly computed
-# random miniatures in bfloat16, the worst of 190 logprobs was off by 0.94 (mixtral), 0.71 (olmoe) and 1.23 (gpt_oss),
-# as much as transformers' own two attentions differ from each other. 90 % were within 0.14, and the mean was at most
-# 0.06.
+COMPARED_MAX = 96  # maximum number of last tokens of a line, which lie beyond the windows
+# Differences in nats that rounding explains: MEAN_MAX for the mean, BULK_MAX for all logprobs in float32, or for 90 %
+# of them in half precision, where rounding can route a token to another expert. In correctly computed random miniatures
+# in bfloat16, the worst of 190 logprobs was off by 0.94 (mixtral), 0.71 (olmoe) and 1.23 (gpt_oss), as much as
+# transformers' own two attentions differ from each other. 90 % were within 0.14, and the mean was at most 0.06.
 MEAN_MAX = {torch.float32: 2e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 BULK_MAX = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.06}
 BULK = 0.9
-GRADIENTS_MAX = 1e-2  # the difference of gradients in float32 that rounding explains, as a fraction of their norm
+GRADIENTS_MAX = 1e-2  # difference of float32 gradients that rounding explains, as a fraction of their norm
 SCALES_OF_POSITIONS = ("dynamic", "longrope")  # kinds of rotary embedding that depend on the longest sequence
 
 
@@ -43,7 +43,7 @@ def refusing(config: "PretrainedConfig", what: str) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:  # a family's own code may raise anything, but users should not get a traceback
+    except Exception as error:  # a family's own code may raise anything, but users must not get a traceback
         raise EngineFault(_refusal(config, what, _sentence(error))) from error
 
 
@@ -61,20 +61,21 @@ def _sentence(error: Exception) -> str:
 
 
 def context_of(config: "PretrainedConfig") -> int:
-    """Return the longest sequence in tokens. Raises `EngineFault` if the configuration does not state it."""
+    """Return the longest sequence length in tokens. Raises `EngineFault` if the configuration does not state it."""
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(context, int) or context < 1:
         raise EngineFault(
-            f"the configuration of this model ({config.model_type}) states no max_position_embeddings, so its longest "
-            "sequence cannot be known: use another model"
+            f"the configuration of this model ({config.model_type}) states no max_position_embeddings, so the length "
+            "of its longest sequence is unknown: use another model"
         )
     return context
 
 
 def sequence_limit(config: "PretrainedConfig", wanted: int) -> int:
-    """Return the longest allowed sequence: `wanted` tokens, or the model's context if that is shorter (then log it).
+    """Return the longest allowed sequence: `wanted` tokens, or the model's context if that is shorter (which is
+    logged).
 
-    Raises `EngineFault` for a model that does not support sequences of that length, see `check_positions`.
+    Raises `EngineFault` for a model that does not support sequences of that length; see `check_positions`.
     """
     context = context_of(config)
     if context < wanted:
@@ -148,7 +149,8 @@ def probe_sequences(vocabulary: int, tokens: int) -> list[Tensor]:
 
 
 def uneven_sequences(vocabulary: int, window: int) -> list[Tensor]:
-    """Return two long answers to a prompt of 4 tokens, and two short answers to a prompt longer than `window`."""
+    """Return four lines: two long answers to a prompt of 4 tokens, and two short answers to a prompt longer than
+    `window`."""
     lines = []
     for prompt, answer in ((4, 2 * window), (3 * window, 4)):
         trunk = np.arange(prompt)
@@ -157,7 +159,7 @@ def uneven_sequences(vocabulary: int, window: int) -> list[Tensor]:
 
 
 def reference_logprobs(model: "PreTrainedModel", line_T: Tensor) -> Tensor:
-    """Return the logprobs of a line's last tokens, computed with transformers' own attention, moved to the CPU."""
+    """Return the logprobs of a line's last tokens, computed with transformers' own attention and moved to the CPU."""
     ours = model.config._attn_implementation
     count = compared(line_T)
     model.set_attn_implementation("eager")
@@ -183,7 +185,7 @@ def check_gradients(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
     if not apart <= GRADIENTS_MAX * size:
         raise EngineFault(
             f"its gradients differ by {float(apart / size):.3g} times their size from those of transformers' own "
-            "passes, so it does something that is not computed here"
+            "passes, so it computes something that bombus does not"
         )
 
 
@@ -193,7 +195,7 @@ def chosen(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """How far logprobs are from those of transformers, in nats."""
+    """How far our logprobs are from those of transformers, in nats."""
 
     worst: float
     mean: float
@@ -210,5 +212,5 @@ class Disagreement:
         if not (most <= BULK_MAX[dtype] and self.mean <= MEAN_MAX[dtype]):
             raise EngineFault(
                 f"its logprobs differ by up to {self.worst:.3g} from those of transformers' own forward pass, so it "
-                "does something that is not computed here"
+                "computes something that bombus does not"
             )

@@ -1,7 +1,7 @@
 """How a layer turns queries and keys into attention weights, read from the arguments of its attention function.
 
 transformers calls our attention function with the keyword arguments of its own backends. Arguments that change the
-result are applied, and unknown ones are refused: ignoring one would make the model silently wrong.
+result are applied, and unknown arguments are refused, since ignoring one would make the model silently wrong.
 """
 
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from bombus.errors import EngineFault
 
-# Arguments that do not change results here: dropout, which an RL policy does not use, outputs that are not read, and
-# positions that were applied before.
+# Arguments that do not change results here: dropout, which an RL policy does not use; outputs that are not read; and
+# positions, which have already been applied.
 WITHOUT_EFFECT = frozenset(
     {
         "cache_position",
@@ -32,8 +32,9 @@ WITHOUT_EFFECT = frozenset(
 class Scoring:
     """How a layer turns the product of a query and a key into an attention weight.
 
-    A token sees the last `window` tokens, itself included; all of them if that is None. `softcap` c turns a score s
-    into c tanh(s / c). `sinks_H` is an extra score for each head that takes part in the softmax but has no value.
+    A token sees the last `window` tokens, including itself, or all tokens if `window` is None. `softcap` c turns a
+    score s into c tanh(s / c). `sinks_H` is an extra score for each head that takes part in the softmax but has no
+    value.
     """
 
     scaling: float
@@ -43,14 +44,14 @@ class Scoring:
 
     @property
     def fused(self) -> bool:
-        """Return whether a fused kernel, which never holds all scores, can compute it."""
+        """Whether a fused kernel, which never has all scores in memory, can compute it."""
         return self.softcap is None and self.sinks_H is None
 
     def capped(self, scores: Tensor) -> Tensor:
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
 
     def shares(self, scores: Tensor, heads_first: int = 0) -> Tensor:
-        """Return the softmax over the last dimension, without the share of the sinks.
+        """Return the softmax over the last dimension, without the share that goes to the sinks.
 
         Dimensions `heads_first` and `heads_first` + 1 of `scores` together make up the query heads.
         """
@@ -65,7 +66,7 @@ class Scoring:
 def read_scoring(
     query: Tensor, attention_mask: Tensor | None, scaling: float | None, options: Mapping[str, object]
 ) -> Scoring:
-    """Read the keyword arguments of an attention function. Raises `EngineFault` for an unknown or unsupported one."""
+    """Read an attention function's keyword arguments. Raises `EngineFault` for unknown or unsupported arguments."""
     if attention_mask is not None:
         raise EngineFault("its layers attend through a mask of their own")
     left = {name: value for name, value in options.items() if value is not None and name not in WITHOUT_EFFECT}
@@ -81,7 +82,7 @@ def read_scoring(
 
 
 def hidden(back: Tensor, window: int | None) -> Tensor:
-    """Return which keys a query does not see: later ones, and `window` or more tokens earlier ones.
+    """Return which keys a query does not see: later keys, and keys that are `window` or more tokens earlier.
 
     `back` is how many tokens each key is before the query.
     """
@@ -91,7 +92,8 @@ def hidden(back: Tensor, window: int | None) -> Tensor:
 def attend_in_full(
     query_BNGQD: Tensor, key_BNKD: Tensor, value_BNKE: Tensor, mask_BQK: Tensor, scoring: Scoring
 ) -> Tensor:
-    """Attend with all scores in memory, in float32: [B, N, G, Q, E], where G query heads share each of N key heads.
+    """Compute attention with all scores in memory, in float32: [B, N, G, Q, E]; G query heads share each of N key
+    heads.
 
     `mask_BQK` is added to the scores.
     """

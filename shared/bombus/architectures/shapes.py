@@ -1,4 +1,4 @@
-"""Find the shape of each layer's cache for one token by running the layers, instead of reading the configuration."""
+"""Finds the shape of each layer's cache for one token by running the layers, instead of reading the configuration."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ from bombus.errors import EngineFault
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-NOT_PASSED_ON = "its layers do not pass on the arguments that an attention function gets from outside"
+NOT_PASSED_ON = "its layers do not pass on extra arguments to their attention function"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +28,16 @@ class LayerShape:
 
 
 class ShapeRecorder:
-    """Records the shapes of a model's layers, in place of the state that our attention function normally gets."""
+    """Records the shapes of a model's layers. Passed instead of the state that our attention function usually gets."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
 
     def note(self, module: torch.nn.Module, query_1HTD: Tensor, key_1HTD: Tensor, value_1HTE: Tensor) -> Tensor:
-        """Note a layer's shape, and return an output [1, T, H, E] of zeros."""
+        """Record a layer's shape, and return an output [1, T, H, E] of zeros."""
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int):
-            raise EngineFault("some of its layers share their attention, and with it the place of their keys")
+            raise EngineFault("some of its layers share their attention, and so the place for their keys")
         if layer in self.shapes:
             raise EngineFault("a layer attends more than once, to different keys each time")
         self.shapes[layer] = LayerShape(key_1HTD.shape[1], key_1HTD.shape[3], value_1HTE.shape[3])
@@ -48,7 +48,7 @@ class ShapeRecorder:
 def layer_shapes(model: "PreTrainedModel", argument: str) -> list[LayerShape]:
     """Return the shape of each layer's cache for one token. Raises `EngineFault` if a layer is not attention.
 
-    `argument` is the keyword by which the model's attention function receives a `ShapeRecorder`.
+    `argument` is the keyword argument through which the model's attention function receives a `ShapeRecorder`.
     """
     recorder = ShapeRecorder()
     ids = torch.zeros((1, 1), dtype=torch.long, device=next(model.parameters()).device)
@@ -58,7 +58,7 @@ def layer_shapes(model: "PreTrainedModel", argument: str) -> list[LayerShape]:
         raise EngineFault("its layers take no attention function from outside, or have no attention")
     layers = int(model.config.get_text_config().num_hidden_layers)
     if others := [layer for layer in range(layers) if layer not in recorder.shapes]:
-        raise EngineFault(f"{len(others)} of its {layers} layers keep another state than keys and values of attention")
+        raise EngineFault(f"{len(others)} of its {layers} layers keep state other than attention keys and values")
     if len(recorder.shapes) > layers:
-        raise EngineFault(f"it attends in {len(recorder.shapes)} layers and not in its {layers} alone")
+        raise EngineFault(f"it attends in {len(recorder.shapes)} layers, not only in its {layers}")
     return [recorder.shapes[layer] for layer in range(layers)]

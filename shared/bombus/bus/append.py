@@ -1,7 +1,7 @@
-"""Append decisions to the event log: many in flight at once, each fenced by what it must follow (R2, R4).
+"""Appends decisions to the event log, with many in flight, each fenced by what it must follow (R2, R4).
 
-The log always holds a prefix of the decisions, never a part of one. After any failure the log's last event shows how
-many are stored, or that another coordinator leads.
+The log always holds a prefix of the decisions, and never part of a decision. After any failure, the last event on the
+log shows how many decisions are stored, or that another coordinator leads.
 """
 
 import asyncio
@@ -30,16 +30,16 @@ logger = logging.getLogger(__name__)
 
 BATCH_MESSAGES_MAX = 1_000  # the server's limit
 ACK_WAIT_S = 3.0
-FULL_S = 1.0  # how long a compaction of a full log may take
+FULL_S = 1.0  # how long compacting a full log may take
 _PAUSE_S = 0.05
 _PAUSE_MAX_S = 1.0
 
 
 class Outgoing(msgspec.Struct, frozen=True):
-    """An event to append. `headers` carry at least the epoch (`Bombus-Epoch`); its author uses `msg_id` only once.
+    """An event to append. `headers` have at least the epoch (`Bombus-Epoch`). A `msg_id` must be used only once.
 
-    On the log the id is prefixed with the connection's, so that two coordinators that both believe they lead never
-    write the same one.
+    On the log, the id is prefixed with the connection's token, so that two coordinators that both believe they lead
+    never write the same id.
     """
 
     subject: str
@@ -52,13 +52,13 @@ AtomicWrite = Sequence[Outgoing]  # stored as a whole: one event, or a batch of 
 
 
 async def append(bus: Bus, decisions: Sequence[Sequence[Outgoing]], expected_last: int, timeout_s: float = 30.0) -> int:
-    """Append the events of `decisions` after event `expected_last`; return the new last sequence once all are stored.
+    """Append the events of `decisions` after event `expected_last`. Return the new last sequence once all are stored.
 
-    Each decision is stored as a whole or not at all. After a failure the same call may be repeated over the same bus:
-    events that are already stored are recognised. The first append of an epoch is its `epoch.opened`, alone. Raises
-    `Deposed` when another coordinator has written, `BusUnavailable` when the log cannot be reached within `timeout_s`,
-    `StreamFull` when it is full for longer than a compaction under way may take, `StreamEndLost` when it is shorter
-    than `expected_last`, `ValueError` for a decision of more than 1,000 events.
+    Each decision is stored as a whole or not at all. After a failure, the same call may be repeated over the same bus,
+    since events that are already stored are recognised. The first append of an epoch must be its `epoch.opened`, alone.
+    Raises `Deposed` if another coordinator has written, `BusUnavailable` if the log cannot be reached within
+    `timeout_s`, `StreamFull` if the log is full for longer than a compaction in progress may take, `StreamEndLost` if
+    it is shorter than `expected_last`, and `ValueError` for a decision of more than 1,000 events.
     """
     rest = [decision for decision in decisions if decision]
     for decision in rest:
@@ -78,7 +78,7 @@ async def append(bus: Bus, decisions: Sequence[Sequence[Outgoing]], expected_las
         bus.epoch_fence = None
         stored = await _count_stored(bus, rest, expected_last)
         if stored == 0 and isinstance(failure, ServerRefused) and pause_s > _PAUSE_S:
-            raise failure  # it was refused twice, so the failure of a server is not the reason
+            raise failure  # refused twice, so a server failure is not the reason
         expected_last += sum(map(len, rest[:stored]))
         rest = rest[stored:]
         if rest:
@@ -92,9 +92,9 @@ async def append(bus: Bus, decisions: Sequence[Sequence[Outgoing]], expected_las
 
 
 async def _attempt(bus: Bus, decisions: Sequence[Sequence[Outgoing]], last: int) -> BombusError | None:
-    """Send everything. Return the first failure, or None when every event is stored at its expected position."""
+    """Send everything. Return the first failure, or None if every event is stored at its expected position."""
     if len(decisions) == 1:
-        return await _append_step(bus, [decisions[0]], last, {})  # the expected sequence is fence enough
+        return await _append_step(bus, [decisions[0]], last, {})  # the expected sequence is a sufficient fence
     try:
         epoch_fence = await _epoch_fence(bus, int(decisions[0][0].headers[EPOCH]))
     except BusUnavailable as error:
@@ -112,12 +112,12 @@ async def _attempt(bus: Bus, decisions: Sequence[Sequence[Outgoing]], last: int)
 
 
 def plan_steps(decisions: Sequence[Sequence[Outgoing]], chained: bool) -> list[list[AtomicWrite]]:
-    """Cut an append into steps. Each step waits for the one before; within a step nothing waits.
+    """Split an append into steps. Each step waits for the one before it; within a step, nothing waits.
 
-    On one replica (`chained`) everything is one step: single events as they are, and everything from the first to the
-    last decision of several events in as few atomic batches as possible, because there each batch costs the server a
-    sync of its disk. On three replicas the server refuses a second message under the same fence while one is in
-    flight, and batches cost little: everything goes in batches, one to a step.
+    On one replica (`chained`), everything is one step. Single events are written as they are, but everything from the
+    first to the last decision with several events goes into as few atomic batches as possible, because each batch there
+    costs the server a disk sync. On three replicas, the server refuses a second message under the same fence while one
+    is in flight, and batches cost little. There everything goes into batches, one per step.
     """
     several = [index for index, decision in enumerate(decisions) if len(decision) > 1]
     first, last = (several[0], several[-1]) if several else (len(decisions), -1)
@@ -137,10 +137,10 @@ async def _append_step(
 ) -> BombusError | None:
     """Send all writes without waiting, then wait for all of them. Return the first failure.
 
-    An expected sequence alone does not fence the writes after the first: when another coordinator has appended as many
-    events as the refused writes before it held, it matches by accident. So each write also carries `fence`, which
-    requires that the last `epoch.opened` is still ours. (Naming the event before by its message id would work on one
-    replica; on three, nats-server 2.15 treats the mismatch as a write error and stops the stream.)
+    An expected sequence does not suffice as a fence for the writes after the first. It would match by accident if
+    another coordinator had appended as many events as the refused writes before it had. So each write also carries
+    `fence`, which requires that the last `epoch.opened` is still ours. (Naming the previous event by its message id
+    would work on one replica; on three, nats-server 2.15 treats the mismatch as a write error and stops the stream.)
     """
     acks: list[tuple[int, asyncio.Future[PubAck]]] = []
     failure: BombusError | None = None
@@ -162,7 +162,7 @@ async def _append_step(
 
 
 async def _outcomes(acks: Sequence[asyncio.Future[PubAck]]) -> list[PubAck | BombusError]:
-    """Wait for all acknowledgements; return each or its failure. `asyncio.gather` needs a callback for each."""
+    """Wait for all acknowledgements and return each or its failure. `asyncio.gather` would need a callback for each."""
     results: list[PubAck | BombusError] = []
     try:
         for ack in acks:
@@ -177,14 +177,14 @@ async def _outcomes(acks: Sequence[asyncio.Future[PubAck]]) -> list[PubAck | Bom
 
 
 async def _send(bus: Bus, write: AtomicWrite, fence: Mapping[str, str]) -> asyncio.Future[PubAck]:
-    """Send one event as it is, several as an atomic batch, of which the server acknowledges only the last."""
+    """Send a single event as it is, or several as an atomic batch, of which the server acknowledges only the last."""
     event = write[-1]
     if len(write) == 1:
         headers = {**event.headers, **fence}
     else:
         for each in write:
             bus.publisher.check(each.body)
-        batch = secrets.token_hex(8)  # a new one for each attempt: the server may still hold the start of the last
+        batch = secrets.token_hex(8)  # new for each attempt, since the server may still hold the start of the last
         for number, each in enumerate(write[:-1], start=1):
             headers = {MSG_ID: log_id(bus, each), BATCH_ID: batch, BATCH_SEQUENCE: str(number), **each.headers}
             await bus.publisher.send_without_ack(each.subject, each.body, {**headers, **fence})
@@ -196,7 +196,7 @@ async def _send(bus: Bus, write: AtomicWrite, fence: Mapping[str, str]) -> async
 
 
 async def _count_stored(bus: Bus, decisions: Sequence[Sequence[Outgoing]], expected_last: int) -> int:
-    """Return how many of these decisions are on the log after `expected_last`, from a leader read of its last event."""
+    """Return how many of the decisions the log has after `expected_last`, by its last event as read from the leader."""
     epoch = int(decisions[0][0].headers[EPOCH])
     stored = await bus.last(bus.subjects.events_stream)
     last = 0 if stored is None else stored.seq
@@ -218,7 +218,8 @@ async def _count_stored(bus: Bus, decisions: Sequence[Sequence[Outgoing]], expec
 
 
 async def _epoch_fence(bus: Bus, epoch: int) -> EpochFence:
-    """Return the epoch's opening position and the log's replicas, which are read once per epoch and after failures."""
+    """Return the epoch's opening position and the log's number of replicas. Both are read once per epoch and after
+    failures."""
     if bus.epoch_fence is None or bus.epoch_fence.epoch != epoch:
         opened = await bus.last(bus.subjects.events_stream, _epoch_subject(bus))
         if opened is not None and int(opened.headers.get(EPOCH, "0")) > epoch:

@@ -20,12 +20,12 @@ from bombus.hive.decoding import decoded
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = 1 << 20  # less if the server accepts only smaller messages
+CHUNK_BYTES = 1 << 20  # smaller if the server limits messages to less
 STALL_S = 10.0
 
 
 class BlobMissing(LogCorrupted):
-    """No object has this name."""
+    """Raised if no object has this name."""
 
 
 class _Meta(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -46,7 +46,7 @@ def _digest(data: bytes) -> str:
 
 
 def _name_in(token: str) -> str | None:
-    """Return the object's name in the last part of its subject, or None if another program has written there."""
+    """Return the object's name in the last part of its subject, or None if another program wrote there."""
     try:
         return base64.urlsafe_b64decode(token).decode()
     except ValueError:
@@ -62,7 +62,7 @@ class Blobs:
         self._stream = blob_stream(bus.subjects)
 
     async def put(self, name: str, data: bytes) -> None:
-        """Store an object, replacing an older one of the same name.
+        """Store an object, replacing any older one of the same name.
 
         The chunks are stored first, then the description that makes them an object. The chunks of the older object are
         removed last.
@@ -104,7 +104,7 @@ class Blobs:
     async def get(self, name: str) -> bytes:
         """Return an object, checked against its digest.
 
-        Raises `BlobMissing` when there is none, `LogCorrupted` when its bytes differ from those that were stored.
+        Raises `BlobMissing` if it does not exist, or `LogCorrupted` if its bytes differ from those that were stored.
         """
         meta = await self._find(name)
         while True:
@@ -142,7 +142,7 @@ class Blobs:
         return list(reply.state.subjects)
 
     async def _read_chunks(self, meta: _Meta) -> bytes | None:
-        """Return the object's bytes, or None when the chunks stop coming before all are here."""
+        """Return the object's bytes, or None if the chunks end before all have arrived."""
         chunks: list[bytes] = []
         size = 0
         async with Reader(self._bus, self._stream, filter_subject=self._chunks_subject(meta.nuid)) as reader:
@@ -166,7 +166,7 @@ class Blobs:
             raise LogCorrupted(f"object {name}: its description cannot be read: {error}") from error
 
     async def _replaced(self, name: str) -> _Meta | None:
-        """Return the description of an object to be removed; None if there is none or it cannot be read."""
+        """Return the description of the object that is being replaced; None if there is none or it cannot be read."""
         try:
             return await self._find(name)
         except LogCorrupted as error:

@@ -1,8 +1,8 @@
-"""Read a long part of a stream fast: over its own connection, with a dedicated parser.
+"""Reads a long part of a stream fast, over its own connection and with a dedicated parser.
 
-nats-py spends some 10 us on a message with headers, this under 2. It handles only the plain case and stops at anything
-else; the caller then continues after the last message in the usual way, so it can only make reading faster, never
-wrong.
+nats-py spends some 10 us on a message with headers, and this module under 2. It handles only the plain case and stops
+at anything else; the caller then continues after the last message in the usual way. So it can only make reading faster,
+never wrong.
 """
 
 import asyncio
@@ -14,21 +14,22 @@ import msgspec
 
 from bombus.bus.wire import NO_HEADERS, LazyHeaders, Stored, parse_headers
 
-CREDIT_MESSAGES = 10_000  # in each of two requests
+CREDIT_MESSAGES = 10_000  # messages in each of two requests
 EXPIRES_S = 2.0
 HEARTBEAT_S = 0.5
 SILENCE_S = 2.0
-CHUNK_BYTES = 512 << 10  # parsed at once, in some milliseconds
+CHUNK_BYTES = 512 << 10  # parsed in one go, which takes some milliseconds
 _PORT = 4222
 _NS = 1_000_000_000
 
 
 class BulkStopped(Exception):
-    """Something unexpected arrived, which the error message names. Everything read before it is valid."""
+    """Raised if something unexpected arrives, which the error message names. Everything read before it is valid."""
 
 
 class StreamRange(msgspec.Struct, frozen=True):
-    """The messages `first` to `last` of a stream, read from a pull consumer without acknowledgements that begins there.
+    """The messages `first` to `last` of a stream, read from a pull consumer without acknowledgements that begins at
+    `first`.
 
     `inbox` is a subject that nothing else uses; `credit_bytes` is the limit of one request.
     """
@@ -44,8 +45,8 @@ class StreamRange(msgspec.Struct, frozen=True):
 async def read_bulk(server: ParseResult, wanted: StreamRange) -> AsyncGenerator[list[Stored], None]:
     """Yield every message of the range, in order, in groups that take some milliseconds to parse.
 
-    Raises `BulkStopped` or `OSError` before the end: at a gap, an error, two seconds without a message, or a server
-    that requires more than a password.
+    Raises `BulkStopped` or `OSError` before the end at a gap, at an error, after two seconds without a message, or for
+    a server that requires more than a password.
     """
     try:
         reader, writer = await _open(server)
@@ -64,7 +65,7 @@ async def read_bulk(server: ParseResult, wanted: StreamRange) -> AsyncGenerator[
 async def _next_group(reader: asyncio.StreamReader, puller: "_Puller") -> list[Stored]:
     while True:
         puller.request_more()
-        await asyncio.sleep(0)  # a read that does not have to wait lets no other task run
+        await asyncio.sleep(0)  # lets other tasks run, which a read with data ready does not
         chunk = await reader.read(CHUNK_BYTES)
         if not chunk:
             raise BulkStopped("the server closed the connection")
@@ -74,7 +75,7 @@ async def _next_group(reader: asyncio.StreamReader, puller: "_Puller") -> list[S
 
 
 async def _open(server: ParseResult) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect and log in. As in nats-py, a user without a password is a token."""
+    """Connect and log in. As in nats-py, a user name without a password is a token."""
     if server.scheme != "nats" or server.hostname is None:
         raise BulkStopped(f"only plain connections can be read in bulk, but this is {server.scheme}")
     options = {"verbose": False, "pedantic": False, "lang": "python", "version": "1", "protocol": 1, "headers": True}
@@ -87,7 +88,7 @@ async def _open(server: ParseResult) -> tuple[asyncio.StreamReader, asyncio.Stre
         try:
             info = await reader.readline()
             if not info.startswith(b"INFO ") or json.loads(info[5:]).get("tls_required"):
-                raise BulkStopped(f"the server wants another greeting: {info[:20]!r}")
+                raise BulkStopped(f"the server expects a different greeting: {info[:20]!r}")
             writer.write(f"CONNECT {json.dumps(options)}\r\nPING\r\n".encode())
             answer = await reader.readline()
             if answer != b"PONG\r\n":
@@ -106,8 +107,8 @@ class _Puller:
         self._range = wanted
         self._next = wanted.first
         self._credit = 0  # messages requested and neither delivered nor given back
-        self._ack_head = 0  # length of a reply subject up to the message's sequence, the same in all of them
-        self._pieces: list[bytes] = []  # the beginning of a message whose end is still to come
+        self._ack_head = 0  # length of a reply subject before the message's sequence; always the same
+        self._pieces: list[bytes] = []  # the beginning of an incomplete message
         self._have = 0
         self._need = 0
         self._write(f"SUB {wanted.inbox} 1\r\n".encode())
@@ -117,7 +118,7 @@ class _Puller:
         return self._next > self._range.last
 
     def request_more(self) -> None:
-        """Keep two requests in flight, which cover no more than the range."""
+        """Keep two requests in flight, without requesting more than the range."""
         wanted = self._range
         while self._credit <= CREDIT_MESSAGES and (left := wanted.last + 1 - self._next - self._credit) > 0:
             request = {
@@ -146,10 +147,10 @@ class _Puller:
         return group
 
     def _take(self, data: bytes, group: list[Stored]) -> int:
-        """Put the messages in `data` into `group`; return the offset of the first incomplete one."""
+        """Append the messages in `data` to `group`. Return the offset of the first incomplete message."""
         find, seq, ack_head, complete_up_to, at = data.find, self._next, self._ack_head, len(data) - 2, 0
         self._need = 0
-        # Search for one byte, not for two, which takes twice as long.
+        # Search for a single byte; searching for two takes twice as long.
         while (line_end := find(b"\n", at) - 1) >= 0:
             words = data[at:line_end].split(b" ")
             if words[0] != b"HMSG" and words[0] != b"MSG":
@@ -171,7 +172,7 @@ class _Puller:
                 continue
             if not ack_head:
                 ack_head = self._ack_head = self._ack_head_of(words[3])
-            ack = words[3][ack_head:].split(b".")  # sequence in the stream, in the consumer, time, ...
+            ack = words[3][ack_head:].split(b".")  # sequence in the stream, sequence in the consumer, time, ...
             if int(ack[0]) != seq:
                 raise BulkStopped(f"{ack[0].decode()} came, but {seq} was expected")
             headers = LazyHeaders(data[start:body]) if body > start else NO_HEADERS
@@ -202,4 +203,4 @@ class _Puller:
         unused = parse_headers(head).get("Nats-Pending-Messages")
         if status[:3] not in (b"404", b"408", b"409") or unused is None:
             raise BulkStopped(f"status {status.decode('utf-8', 'replace')}")
-        self._credit -= int(unused)  # the request has reached its limit of time or bytes
+        self._credit -= int(unused)  # the request has reached its time or byte limit

@@ -55,33 +55,33 @@ logger = logging.getLogger(__name__)
 
 CANCEL_AGAIN_S = 0.1
 LOOK_AGAIN_S = 0.02
-LOOK_S = 1.0  # for a closed port to refuse a connection
+LOOK_S = 1.0  # how long a closed port may take to refuse a connection
 DEFAULT_PORT = 4222
 PENDING_BYTES_MAX = 8 << 20
 GET_MESSAGES_IN_FLIGHT = 64
-GET_BYTES_IN_FLIGHT = 16 << 20  # under the 64 MB that the server holds for a connection before it cuts it off
-GET_BYTES_FIRST = GET_BYTES_IN_FLIGHT // 4  # the assumed size of each message until the first has arrived
-GET_ROOM_S = 60.0  # for other readers' messages to arrive
+GET_BYTES_IN_FLIGHT = 16 << 20  # well below the 64 MB that the server buffers before it cuts off a connection
+GET_BYTES_FIRST = GET_BYTES_IN_FLIGHT // 4  # assumed size of each message until the first has arrived
+GET_ROOM_S = 60.0  # how long to wait for other readers' messages to arrive
 GETS_WAITING_MAX = 10_000
 SECRET_BYTES = 32
-PAYLOAD_BYTES_MIN = 64 << 10  # below it, not even headers, events and snapshots fit
-STREAMS_WAIT_S = 60.0  # for another service to make them
+PAYLOAD_BYTES_MIN = 64 << 10  # with less, not even headers, events and snapshots fit
+STREAMS_WAIT_S = 60.0  # how long to wait for another service to create them
 SECRET_ATTEMPTS = 40
 _SAFE_SUBJECT = re.compile(r"^[A-Za-z0-9_$-]+(\.[A-Za-z0-9_$-]+)*\Z")
 _NOT_IN_A_TOKEN = re.compile(r"[^A-Za-z0-9_-]")
 
 
 class Bus:
-    """A connection to the bus of one hive, made by `Bus.connect`.
+    """A connection to the bus of one hive, created by `Bus.connect`.
 
     It reconnects forever; calls that cannot wait for that raise `BusUnavailable`. `publisher` publishes into streams,
-    `inbox` sends facts and commands to the coordinator, `requests` sends requests to the server.
+    `inbox` sends facts and commands to the coordinator, and `requests` sends requests to the server.
     """
 
     def __init__(self, client: Any, subjects: Subjects, inbox: str) -> None:
         self.subjects = subjects
         self.token = inbox.rsplit(".", 1)[1]  # unique to this connection
-        self.epoch_fence: EpochFence | None = None  # kept here from one append to the next
+        self.epoch_fence: EpochFence | None = None  # kept between appends
         self._client = client
         self._inbox = inbox
         self._inboxes = 0
@@ -99,11 +99,11 @@ class Bus:
     async def connect(
         cls, url: str, hive: str, name: str = "bombus", timeout_s: float = 10.0, *, patient: bool = True
     ) -> Self:
-        """Connect to `url` (several servers with commas between). `name` shows in the server's monitoring.
+        """Connect to `url` (several servers are separated by commas). `name` is shown in the server's monitoring.
 
-        Raises `BusUnavailable` when no server answers within `timeout_s`; unless `patient`, immediately if nothing
-        listens. Raises `Refused` when the server takes only tiny messages or the URL cannot be read, `ValueError` for a
-        bad hive name.
+        Raises `BusUnavailable` if no server answers within `timeout_s`, or, unless `patient`, immediately if nothing
+        listens. Raises `Refused` if the server accepts only tiny messages or the URL cannot be read, and `ValueError`
+        for a bad hive name.
         """
         check_bus_address(url)
         subjects = Subjects(hive)
@@ -113,7 +113,7 @@ class Bus:
         prefix = f"_INBOX.{hive}.{_NOT_IN_A_TOKEN.sub('-', name)}"
         client = Client()
         errors = _ErrorLog()
-        made: list[Bus] = []  # the bus below, once the client is connected
+        made: list[Bus] = []  # contains the bus created below, once the client is connected
 
         async def disconnected() -> None:
             for bus in made:
@@ -173,11 +173,11 @@ class Bus:
 
     @property
     def is_closed(self) -> bool:
-        """Return whether it was closed, by us or by a server that refuses to let us reconnect."""
+        """Whether the connection was closed, by us or by a server that refuses to let us reconnect."""
         return bool(self._client.is_closed)
 
     async def close(self) -> None:
-        """Close at once. Messages that still wait for an acknowledgement fail with `BusUnavailable`."""
+        """Close immediately. Messages that still wait for an acknowledgement fail with `BusUnavailable`."""
         self.publisher.close()
         await _close(self._client)
 
@@ -225,11 +225,11 @@ class Bus:
     # ---- streams ----------------------------------------------------------------------------------------------
 
     async def ensure_streams(self, limits: StreamLimits = AS_THEY_ARE) -> None:
-        """Create the hive's streams and buckets, and change existing ones to the `limits` that are given.
+        """Create the hive's streams and buckets, and change existing ones to any `limits` that are given.
 
-        Several services may do so at once. Raises `BusUnavailable` when the servers lack the storage for the limits or
-        are too few for the replicas, `Refused` when a stream holds more than its new limit, or when replicas are
-        requested from a single server.
+        Several services may do this at the same time. Raises `BusUnavailable` if the servers lack the storage for the
+        limits or are too few for the replicas, and `Refused` if a stream holds more than its new limit, or if replicas
+        are requested from a single server.
         """
         for config in stream_configs(self.subjects, limits):
             name = config["name"]
@@ -276,7 +276,7 @@ class Bus:
                 await self._create(config)
 
     async def _create(self, config: Mapping[str, Any]) -> bool:
-        """Create a stream; return False if its name is in use."""
+        """Create a stream. Return False if its name is in use."""
         name, body = config["name"], json.dumps(config).encode()
         call = ApiCall(f"stream {name}", f"STREAM.CREATE.{name}", decode_info, body, accept=NAME_IN_USE)
         reply = await self.requests.api(call)
@@ -292,10 +292,10 @@ class Bus:
         return {short: await self.state(name) for short, name in limited_streams(self.subjects).items()}
 
     async def purge_below(self, stream: str, seq: int, subject: str = ">") -> int:
-        """Remove every message (on `subject`) before `seq`; return how many there were."""
+        """Remove every message (on `subject`) before `seq`. Return how many were removed."""
         if seq <= 1:
-            return 0  # the server treats a purge without a position as a purge of everything
-        only = {} if subject == ">" else {"filter": subject}  # with a filter it takes much longer
+            return 0  # to the server, a purge without a position means a purge of everything
+        only = {} if subject == ">" else {"filter": subject}  # a filter makes a purge much slower
         body = json.dumps({"seq": seq, **only}).encode()
         call = ApiCall(f"purge of {stream}", f"STREAM.PURGE.{stream}", decode_purge, body)
         return (await self.requests.api(call)).purged
@@ -303,23 +303,23 @@ class Bus:
     async def last(self, stream: str, subject: str = ">") -> Stored | None:
         """Return the last message of a stream, or of a subject in it.
 
-        It is read from the leader, so everything acknowledged is seen.
+        It is read from the leader, so every acknowledged message is seen.
         """
         return await self._leader_get(stream, {"last_by_subj": subject})
 
     async def get(self, stream: str, seq: int) -> Stored:
-        """Return the message at `seq`. Raises `LogCorrupted` when there is none."""
+        """Return the message at `seq`. Raises `LogCorrupted` if there is none."""
         answer = await self.requests.request(f"$JS.API.DIRECT.GET.{stream}", b'{"seq":%d}' % seq)
         if answer.headers is not None and "Nats-Sequence" in answer.headers:
             return stored_from_direct(answer)
-        # A replica that lags may not have it yet: the leader decides.
+        # A replica that lags may not have the message yet, so ask the leader.
         stored = await self._leader_get(stream, {"seq": seq})
         if stored is None:
             raise LogCorrupted(f"{stream} has no message at {seq}")
         return stored
 
     async def is_kept(self, stream: str, place: MessagePlace) -> bool:
-        """Return whether a stream still has a message or had it until it was purged, so that its end was not lost."""
+        """Return whether a stream still has a message, or had it until a purge: then the stream's end was not lost."""
         state = await self.state(stream)
         if not state.first_seq <= place.seq <= state.last_seq:
             return place.seq < state.first_seq
@@ -331,7 +331,7 @@ class Bus:
     async def get_many(self, stream: str, seqs: Sequence[int]) -> list[Stored]:
         """Return the messages at `seqs`, in that order, with many requests in flight. Raises as `get` does.
 
-        All readers of this connection share one bound on the requests in flight.
+        All readers of this connection share one limit on the requests in flight.
         """
         found: dict[int, Stored] = {}
         wanted = deque(dict.fromkeys(seqs))
@@ -363,15 +363,16 @@ class Bus:
         return task
 
     async def secret(self, name: str) -> bytes:
-        """Return the hive's secret `name`: 32 random bytes, made by the first caller, or the first after it was deleted
-        from its bucket.
+        """Return the hive's secret `name`: 32 random bytes, created by the first caller.
+
+        If the secret was deleted from its bucket, the next caller creates a new one.
         """
         subject = f"$KV.{self.subjects.secrets_bucket}.{name}"
         if not _SAFE_SUBJECT.match(name):
             raise ValueError(f"{name!r} is not a valid name for a secret")
         for _ in range(SECRET_ATTEMPTS):
             stored = await self.last(secret_stream(self.subjects), subject)
-            if stored is not None and stored.data:  # a key that was deleted has an empty value
+            if stored is not None and stored.data:  # a deleted key has an empty value
                 return stored.data
             try:
                 await self.publisher.publish(
@@ -381,7 +382,7 @@ class Bus:
                     headers={EXPECTED_LAST_OF_SUBJECT: str(stored.seq) if stored is not None else "0"},
                 )
             except WrongSequence:
-                await asyncio.sleep(0.05)  # another caller was first; on three replicas theirs may not be readable yet
+                await asyncio.sleep(0.05)  # another caller was first; on three replicas, theirs may not be readable yet
         raise BusUnavailable(f"the secret {name} could be neither read nor created")
 
     # ---- for the other modules of this package ------------------------------------------------------------------
@@ -393,11 +394,11 @@ class Bus:
 
     @property
     def client(self) -> Any:
-        """Return nats-py's client, for calls that this class has no method for."""
+        """nats-py's client, for calls that this class has no method for."""
         return self._client
 
     def on_reconnect(self, notify: Callable[[], None]) -> Callable[[], None]:
-        """Call `notify` after each reconnection and when the connection closes; return a function that stops this."""
+        """Call `notify` after each reconnection and when the connection closes. Return a function that stops this."""
         self._on_reconnect.add(notify)
         return lambda: self._on_reconnect.discard(notify)
 
@@ -428,7 +429,8 @@ class Bus:
 
 
 class _ErrorLog:
-    """Logs the connection's errors; a repeated one, such as that of a failed attempt, is a warning only once."""
+    """Logs the connection's errors. A repeated error, such as that of each failed attempt, is logged as a warning only
+    once."""
 
     def __init__(self) -> None:
         self.last = ""
@@ -442,7 +444,7 @@ class _ErrorLog:
         logger.log(logging.DEBUG if repeated else logging.WARNING, "nats: %s", self.last)
 
     def forget(self) -> None:
-        """Log every error again, now that the connection is back."""
+        """Log every error as a warning again, now that the connection is back."""
         self._logged.clear()
 
 
@@ -456,7 +458,7 @@ async def _look_for_server(url: str) -> None:
             writer.close()
         except ConnectionRefusedError:
             continue
-        except OSError:  # such as a name that is not known yet: the client finds out
+        except OSError:  # such as a name that cannot be resolved yet: the client will find out
             pass
         return
     raise BusUnavailable(f"no NATS server listens at {without_login(url)}")
@@ -464,12 +466,12 @@ async def _look_for_server(url: str) -> None:
 
 async def _connect(client: Any, **options: Any) -> None:
     await client.connect(**options)
-    while not client.is_connected:  # nats-py returns from an attempt at which the server hung up without a word
+    while not client.is_connected:  # nats-py also returns if the server hung up silently
         await asyncio.sleep(LOOK_AGAIN_S)
 
 
 async def _close(client: Any) -> None:
-    with suppress(OSError):  # of data that was still unsent when the connection was lost
+    with suppress(OSError):  # raised for data that was unsent when the connection was lost
         await client.close()
     await _end(client._reconnection_task)
 
@@ -478,7 +480,7 @@ async def _end(task: asyncio.Task[Any] | None) -> None:
     """Cancel one of the client's tasks until it ends.
 
     If an attempt to connect fails just as it is cancelled, the cancellation is lost (`asyncio.wait_for` in Python
-    3.11), and the client would run forever and keep its process from ending.
+    3.11). The client would then run forever and keep its process from ending.
     """
     if task is asyncio.current_task():
         return
@@ -488,7 +490,7 @@ async def _end(task: asyncio.Task[Any] | None) -> None:
 
 
 async def _check_payload(client: Client) -> None:
-    """Raise `Refused`, and close the client, when the server takes only tiny messages."""
+    """Raise `Refused`, and close the client, if the server accepts only tiny messages."""
     if client.max_payload < PAYLOAD_BYTES_MIN:
         await _close(client)
         raise Refused(

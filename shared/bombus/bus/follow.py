@@ -1,4 +1,4 @@
-"""Follow a hive's events and keep their fold, which is how every service but the coordinator knows the state."""
+"""Follows a hive's events and keeps their fold, which is how every service except the coordinator knows the state."""
 
 import asyncio
 import importlib.metadata
@@ -23,11 +23,11 @@ class Follower:
     """Keeps `hive`, the fold of all events up to `position`. Start `run()` as a task; it ends when cancelled.
 
     `on_event(position, event)` is called after each event is folded, and must not block. With `on_start`, every event
-    still on the log is folded, and `on_start` is first called with the position and the state before them. Without it,
-    the fold begins at the newest snapshot.
+    still on the log is folded, and `on_start` is first called with the position and the state before these events.
+    Without it, the fold begins at the newest snapshot.
 
-    An event that only a newer release understands is skipped with a warning: nothing is decided from this fold, and the
-    coordinator refuses what is not allowed. A reader that must not skip events is `strict`.
+    An event that only a newer release understands is skipped with a warning. That is safe because nothing is decided
+    from this fold, and the coordinator refuses what is not allowed. A reader that must not skip events is `strict`.
     """
 
     def __init__(
@@ -43,20 +43,20 @@ class Follower:
         self._on_event = on_event
         self._on_start = on_start
         self._strict = strict
-        self._left_out: set[str] = set()  # subjects of events that were left out
+        self._left_out: set[str] = set()  # subjects of skipped events
         self._newest: Stored | None = None
         self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
 
     @property
     def traceparent(self) -> str:
-        """Return the trace of the event folded last, "" without tracing."""
+        """The trace of the event folded last; "" without tracing."""
         return "" if self._newest is None else self._newest.headers.get(TRACEPARENT, "")
 
     async def run(self) -> None:
         """Fold until cancelled. Raises `LogCorrupted` at an unreadable event and, if `strict`, `NewerEvent`."""
         while True:
             await self._start()
-            self._wake()  # the snapshot may be of the last event
+            self._wake()  # the snapshot may already include the last event
             async with Reader(self._bus, self._bus.subjects.events_stream, self.position + 1) as reader:
                 while self._fold(await reader.read()):
                     self._wake()
@@ -115,7 +115,7 @@ class Follower:
         self._waiting = still_waiting
 
     async def wait_for(self, predicate: Predicate, timeout_s: float | None = None) -> None:
-        """Return once `predicate(hive)` holds. Raises `TimeoutError`."""
+        """Return once `predicate(hive)` is true. Raises `TimeoutError`."""
         await self._wait(lambda: predicate(self.hive), timeout_s)
 
     async def wait_position(self, position: int, timeout_s: float | None = 5.0) -> None:
@@ -123,7 +123,7 @@ class Follower:
         await self._wait(lambda: self.position >= position, timeout_s)
 
     async def caught_up(self, timeout_s: float | None = 60.0) -> None:
-        """Return once the fold holds everything that was on the log when this was called."""
+        """Return once the fold includes everything that was on the log when this was called."""
         last = await self._bus.last(self._bus.subjects.events_stream)
         if last is not None:
             await self.wait_position(last.seq, timeout_s)

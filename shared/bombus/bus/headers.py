@@ -1,13 +1,13 @@
-"""The names of message headers, our own and those of the server that we set, and what headers add to a message."""
+"""The names of message headers, both our own and the server's that we set, and how much headers add to a message."""
 
 from collections.abc import Mapping
 
 from bombus.errors import Code, Refused
 
-EPOCH = "Bombus-Epoch"  # on events: the epoch of the coordinator that wrote it (R4)
-INBOX = "Bombus-Inbox"  # on events: the inbox sequence that it answers (R2)
-INBOX_DIGEST = "Bombus-Inbox-Digest"  # on events: the digest of that message, whose sequence may be reused (R6)
-TIME = "Bombus-Time"  # on events that were copied from another log: when they were written there, in nanoseconds
+EPOCH = "Bombus-Epoch"  # on events: the epoch of the coordinator that wrote the event (R4)
+INBOX = "Bombus-Inbox"  # on events: the sequence of the inbox message that the event answers (R2)
+INBOX_DIGEST = "Bombus-Inbox-Digest"  # on events: the digest of that message, since its sequence may be reused (R6)
+TIME = "Bombus-Time"  # on events copied from another log: when they were written there, in nanoseconds
 REPLY = "Bombus-Reply"  # on commands: the core NATS subject for the answer
 TRACEPARENT = "traceparent"  # W3C trace context
 
@@ -23,7 +23,7 @@ TTL = "Nats-TTL"
 
 _BLOCK_BYTES = len(b"NATS/1.0\r\n\r\n")
 _LINE_BYTES = len(b": \r\n")
-_UTF8_BYTES = 4  # of a character
+_UTF8_BYTES = 4  # maximum per character
 
 
 def header_bytes(headers: Mapping[str, str]) -> int:
@@ -34,13 +34,13 @@ def header_bytes(headers: Mapping[str, str]) -> int:
 
 
 def check_size(limit: int, what: str, body: bytes, headers: Mapping[str, str]) -> None:
-    """Raise `Refused` for a message that, with headers, is over the server's limit: it would end the connection.
+    """Raise `Refused` for a message that, with headers, is over the server's limit, since it would end the connection.
 
     `what` names the message in the error.
     """
     characters = sum(map(len, headers)) + sum(map(len, headers.values()))
     if len(body) + _BLOCK_BYTES + _LINE_BYTES * len(headers) + _UTF8_BYTES * characters <= limit:
-        return  # the usual case, which is faster to check than the exact size
+        return  # the usual case; faster to check than the exact size
     if len(body) + (extra := header_bytes(headers)) > limit:
         raise Refused(
             Code.TOO_LARGE,

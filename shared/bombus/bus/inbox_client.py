@@ -1,6 +1,6 @@
-"""The inbox's client side: facts are put into the stream, and so are commands, whose answers come over core NATS.
+"""The client side of the inbox: puts facts and commands into the stream, and receives commands' answers over core NATS.
 
-One subscription serves all commands of a connection that wait for their answers. Core NATS delivers at most once, so a
+One subscription serves all of a connection's commands that wait for answers. Core NATS delivers at most once, so a
 command without an answer is put into the inbox again: the same command id gets the same answer (R3).
 """
 
@@ -22,7 +22,7 @@ from bombus.hive.subjects import Subjects
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 3.0  # longer than a slice of a claim's wait and a coordinator's takeover
+RETRY_S = 3.0  # longer than one slice of a claim's wait, and than a coordinator's takeover
 PENDING_MAX = 20_000
 
 
@@ -34,7 +34,7 @@ class InboxClient:
         self._publisher = publisher
         self._subjects = subjects
         self._prefix = f"{reply_inbox}."
-        # None: send the command again. An error: nothing is decided for now.
+        # A result of None means: send the command again. An error means that nothing is decided for now.
         self._pending: dict[int, asyncio.Future[AnyAnswer | BusUnavailable | None]] = {}
         self._next = 0
 
@@ -70,8 +70,8 @@ class InboxClient:
     async def request(self, message: Message, timeout_s: float = 10.0, *, traceparent: str = "") -> AnyAnswer:
         """Put a command into the inbox and return the coordinator's answer.
 
-        Raises `Refused` when the answer is a refusal, `BusUnavailable` when there is none within `timeout_s`, or as
-        soon as the leader says that it decides nothing for now. The command may still be decided later.
+        Raises `Refused` if the answer is a refusal. Raises `BusUnavailable` if there is no answer within `timeout_s`,
+        or as soon as the leader says that it decides nothing for now. The command may still be decided later.
         """
         if len(self._pending) >= PENDING_MAX:
             raise Refused(Code.OVERLOADED, f"{PENDING_MAX} commands are waiting for answers; try again later")
@@ -94,7 +94,7 @@ class InboxClient:
         return answer
 
     def connection_back(self) -> None:
-        """Resend every pending command, whose answer may have been lost while the connection was down."""
+        """Resend every pending command, since its answer may have been lost while the connection was down."""
         for answered in self._pending.values():
             if not answered.done():
                 answered.set_result(None)
@@ -109,7 +109,8 @@ class InboxClient:
         while True:
             answered: asyncio.Future[AnyAnswer | BusUnavailable | None] = loop.create_future()
             self._pending[token] = answered
-            # Not the command's own id: the stream would drop the second attempt as a duplicate, unanswered.
+            # Do not use the command's own id: the stream would drop a second attempt as a duplicate, and it would get
+            # no answer.
             msg_id = f"{message.id}@{headers[REPLY]}.{attempt}"
             await self._publisher.publish(subject, body, msg_id=msg_id, headers=headers, timeout_s=timeout_s)
             attempt += 1

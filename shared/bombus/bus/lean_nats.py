@@ -1,6 +1,6 @@
-"""Imports nats-py without aiohttp, which it needs only for websockets: that would cost each process 12 MB and 0.2 s.
+"""Imports nats-py without aiohttp, which would cost each process 12 MB and 0.2 s, and is needed only for websockets.
 
-`allow_websockets` imports it if it is needed. If the program has already imported either package, nothing changes.
+`allow_websockets` imports aiohttp if it is needed. If the program has already imported either package, nothing changes.
 """
 
 import sys
@@ -15,7 +15,7 @@ if not sys.modules.keys() & {"nats", "aiohttp"}:
 
 
 def allow_websockets(url: str) -> None:
-    """Give nats-py aiohttp, which servers at `ws://` or `wss://` need. If it is not installed, nats-py says so."""
+    """Import aiohttp for nats-py if `url` needs it (`ws://` or `wss://`). If it is not installed, nats-py says so."""
     if not any(scheme in url for scheme in ("ws://", "wss://")):
         return
     from nats.aio import transport

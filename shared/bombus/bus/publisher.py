@@ -1,4 +1,5 @@
-"""Publish into streams: one inbox for all acknowledgements, a bounded window, repeats under the same message id.
+"""Publish into streams: one inbox receives all acknowledgements, the window is bounded, and a message that is resent
+keeps its id.
 
 This uses neither nats-py's `publish_async`, which loses failures and leaks its slots, nor its `publish`, which costs a
 task and a timer for each message (bench/bus.py measures them).
@@ -23,16 +24,16 @@ from bombus.errors import BombusError, BusUnavailable, Code, Refused
 
 logger = logging.getLogger(__name__)
 
-MESSAGES_MAX = 4096  # in flight at once
+MESSAGES_MAX = 4096  # the most messages in flight
 BYTES_MAX = 32 << 20
 SWEEP_S = 0.1
 HEADER_ROOM_BYTES = 4096  # reserved for headers that are not known yet
 _OVERHEAD_BYTES = 256
-_NO_RESPONDER = "no stream takes this subject, or it has no leader now"
+_NO_RESPONDER = "no stream accepts this subject, or its stream has no leader now"
 
 
 class _Entry(msgspec.Struct, eq=False):
-    """A message that waits for its acknowledgement. `failure` is why it has none yet, if known."""
+    """A message that waits for its acknowledgement. `failure` is why it was not acknowledged last time, if known."""
 
     subject: str
     body: bytes
@@ -48,13 +49,13 @@ class _Entry(msgspec.Struct, eq=False):
 
     @property
     def late(self) -> BombusError:
-        """The error to raise when its time is up."""
+        """The error to raise when the message has waited for too long."""
         why = f"{self.subject}: no acknowledgement within {self.timeout_s:g} s"
         return BusUnavailable(why) if self.failure is None else self.failure
 
 
 class Publisher:
-    """Publishes for one connection, whose owner calls `connection_lost` and `connection_back`."""
+    """Publishes over one connection, whose owner calls `connection_lost` and `connection_back`."""
 
     def __init__(
         self,
@@ -91,8 +92,8 @@ class Publisher:
     ) -> PubAck:
         """Store one message and return its position. It is resent under `msg_id` until it is acknowledged.
 
-        Raises `BusUnavailable` when there is no acknowledgement within `timeout_s` or the stream is full,
-        `WrongSequence` when an expected sequence in `headers` does not hold, `Refused` when it is over the server's
+        Raises `BusUnavailable` if there is no acknowledgement within `timeout_s` or the stream is full, `WrongSequence`
+        if the stream is not at the sequence that `headers` expect, and `Refused` if the message is over the server's
         size limit.
         """
         return await (await self.submit(subject, body, msg_id=msg_id, headers=headers, timeout_s=timeout_s))
@@ -106,7 +107,8 @@ class Publisher:
         headers: Mapping[str, str] | None = None,
         timeout_s: float = 10.0,
     ) -> asyncio.Future[PubAck]:
-        """Send as `publish` does, and return a future for the acknowledgement, so that many can be in flight at once.
+        """Send as `publish` does, and return a future for the acknowledgement, so that many can be in flight at the
+        same time.
 
         Messages of one task go out in the order of its calls. This waits only for room in the window.
         """
@@ -156,7 +158,7 @@ class Publisher:
         return entry.future
 
     async def send_without_ack(self, subject: str, body: bytes, headers: Mapping[str, str]) -> None:
-        """Send without waiting for an acknowledgement, of which an atomic batch gets only one, for its last message."""
+        """Send without waiting for an acknowledgement. An atomic batch gets only one, for its last message."""
         check_size(self._client.max_payload, subject, body, headers)
         try:
             await self._client.publish(subject, body, headers=headers)
@@ -167,17 +169,17 @@ class Publisher:
     def message_bytes_max(self) -> int:
         """Return the largest body that can be published now, in bytes: the server's limit less room for headers.
 
-        The limit is that of the server to which the connection was made last.
+        The limit is that of the server to which the latest connection was made.
         """
         return int(self._client.max_payload) - HEADER_ROOM_BYTES
 
     def check(self, body: bytes) -> None:
-        """Raise `Refused` when `body`, with headers that are not known yet, may be over the server's limit."""
+        """Raise `Refused` if `body`, together with headers that are not known yet, may exceed the server's limit."""
         if len(body) > self.message_bytes_max:
             raise Refused(
                 Code.TOO_LARGE,
-                f"a message of {len(body)} bytes is over the bus's limit of {self._client.max_payload} with "
-                f"{HEADER_ROOM_BYTES} kept for headers; send less at once or raise the server's max_payload",
+                f"a message of {len(body)} bytes exceeds the bus's limit of {self._client.max_payload}, of which "
+                f"{HEADER_ROOM_BYTES} are for headers: send less at a time, or raise the server's max_payload",
             )
 
     def connection_lost(self) -> None:
@@ -190,7 +192,7 @@ class Publisher:
         self._resend(list(self._waiting.items()))
 
     def close(self) -> None:
-        """Fail every message that still waits."""
+        """Fail every message that is still waiting."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -203,7 +205,7 @@ class Publisher:
         try:
             await self._client.publish(entry.subject, entry.body, entry.reply, entry.headers)
         except OutboundBufferLimitError:
-            pass  # disconnected a moment ago: `connection_back` sends it again
+            pass  # the connection has just been lost: `connection_back` sends it again
         except (ConnectionClosedError, ConnectionDrainingError):
             self._finish(token, entry, BusUnavailable(f"{entry.subject}: the bus is closed"))
 
@@ -211,10 +213,10 @@ class Publisher:
         token = int(message.subject[len(self._prefix) :])
         entry = self._waiting.get(token)
         if entry is None:
-            return  # it was given up, or this acknowledges a repeat
+            return  # the message was given up, or this acknowledges a resend
         result = ack_of(message.data, entry.subject) if message.data else NotNow(f"{entry.subject}: {_NO_RESPONDER}")
         if isinstance(result, AckLost) and entry.repeat:
-            entry.failure = result  # the acknowledgement of what was sent before may still come
+            entry.failure = result  # an earlier attempt may still be acknowledged
         elif isinstance(result, NotNow) and entry.repeat:
             entry.failure = result
             entry.sent_at = self._loop.time() - self._repeat_after_s  # the next sweep sends it again
@@ -250,7 +252,7 @@ class Publisher:
 
     def _resend(self, entries: list[tuple[int, _Entry]]) -> None:
         if not entries or self._closed or (self._resending is not None and not self._resending.done()):
-            return  # the next sweep finds them
+            return  # the next sweep finds the entries again
         now = self._loop.time()
         for _, entry in entries:
             entry.sent_at = now
@@ -261,7 +263,7 @@ class Publisher:
         for token, entry in entries:
             if token not in self._waiting:
                 continue
-            try:  # the connection may be to another server by now, or the server may have another limit
+            try:  # by now this may be another server, or one with another limit
                 check_size(self._client.max_payload, entry.subject, entry.body, entry.headers)
             except Refused as refused:
                 self._finish(token, entry, refused)

@@ -1,10 +1,10 @@
-"""Read a stream from a position on: every message once, in order, across restarts of the server.
+"""Read a stream from a given position: every message once, in order, across restarts of the server.
 
-This uses an ephemeral pull consumer without acknowledgements. nats-py's `fetch` pays a timer for each message and its
-ordered consumer drops messages silently; here they arrive by callback against credits, their delivery sequence is
-checked, and upon any gap, error status or silence a new consumer continues after the last message received in order. It
-has a new name: in a cluster, the server that has just died may still own the old one. A large backlog is read by
-`bulk`.
+This uses an ephemeral pull consumer without acknowledgements. nats-py's `fetch` costs a timer for each message, and its
+ordered consumer drops messages silently. Here messages are requested with credits and arrive by callback, and their
+delivery sequence is checked. After any gap, error status or silence, a new consumer continues after the last message
+received in order. It has a new name: in a cluster, the server that has just died may still own the old one. `bulk`
+reads a large backlog.
 """
 
 import asyncio
@@ -31,23 +31,23 @@ from bombus.errors import BombusError, BusUnavailable, StreamEndLost
 logger = logging.getLogger(__name__)
 
 CREDIT_MESSAGES = 5_000
-CREDIT_BYTES = 8 << 20  # in each request: without it large messages exceed the server's limit for a connection
+CREDIT_BYTES = 8 << 20  # limit of each request: without it, large messages exceed the server's limit for a connection
 EXPIRES_S = 2.0
 HEARTBEAT_S = 0.5
 SILENCE_S = 2.0
-CREATE_S = 0.5  # allowed for making a consumer, doubled with each attempt up to CREATE_S_MAX
+CREATE_S = 0.5  # time allowed for making a consumer, doubled with each attempt up to CREATE_S_MAX
 CREATE_S_MAX = 2.0
-BULK_MESSAGES = 5_000  # from this many on, a separate connection pays off
+BULK_MESSAGES = 5_000  # size of a backlog for which a separate connection pays off
 INACTIVE_S = 30.0
 _PAUSE_S = 0.05
 _NS = 1_000_000_000
-_MESSAGE_ROOM_BYTES = 64 << 10  # subject, reply and headers of a message of the largest size
+_MESSAGE_ROOM_BYTES = 64 << 10  # room for the subject, reply and headers of a message of the largest size
 
 
 class Reader:
-    """Reads the messages of `stream` from `start_seq` on, or from the first that is still kept.
+    """Reads the messages of `stream` from `start_seq` on, or from the first one that is still kept.
 
-    `after` is the message before it, if known: the stream must have it, as it must have every message that was read
+    `after` is the message before it, if known. The stream must still have that message, and the last one that was read
     (R6).
 
     Use it with `async with`, or call `close`. One task reads at a time. Reading ahead is bounded (15,000 messages, 24
@@ -87,8 +87,8 @@ class Reader:
     async def read(self, max_messages: int = CREDIT_MESSAGES) -> list[Stored]:
         """Wait for at least one message and return those that have arrived, in order. A cancelled read loses nothing.
 
-        Raises `StreamEndLost` when the stream has lost the message that was read last, `BusUnavailable` when the bus
-        was closed, `ServerRefused` when there is no such stream. While the bus is only disconnected, it waits.
+        Raises `StreamEndLost` if the stream has lost the message that was read last, `BusUnavailable` if the bus was
+        closed, and `ServerRefused` if there is no such stream. While the bus is only disconnected, it waits.
         """
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep())
@@ -113,7 +113,7 @@ class Reader:
                 yield stored
 
     async def close(self) -> None:
-        """Stop reading. The server removes the consumer at once, or after a while when it cannot be reached."""
+        """Stop reading. The server removes the consumer immediately, or after a while if it cannot be reached."""
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
@@ -135,7 +135,7 @@ class Reader:
         tokens = message.reply.split(".")
         at = 3 if len(tokens) == 9 else 5
         if tokens[at] != self._consumer:
-            return  # from a consumer that was given up
+            return  # from a consumer that was abandoned
         self._active = True
         delivered = int(tokens[at + 3])
         if delivered != self._delivered + 1:
@@ -172,7 +172,7 @@ class Reader:
     def _give_up(self, why: str) -> None:
         """Stop listening to this consumer; the keeper makes another."""
         if self._consumer:
-            logger.info("reader of %s at %d: a new consumer: %s", self.stream, self._last, why)
+            logger.info("reader of %s at %d: making a new consumer: %s", self.stream, self._last, why)
         self._consumer = ""
         self._wake.set()
 
@@ -202,7 +202,7 @@ class Reader:
                 await self._give_credit()
         except BombusError as error:
             self._fail(error)
-        except Exception as error:  # nothing awaits the keeper: the reader must learn of it
+        except Exception as error:  # nothing awaits the keeper, so the reader must be told
             logger.exception("reader of %s", self.stream)
             self._fail(BusUnavailable(f"reader of {self.stream}: {error!r}"))
         finally:
@@ -210,7 +210,7 @@ class Reader:
             await self._unsubscribe(subscription)
 
     async def _read_backlog(self) -> None:
-        """Read the backlog in bulk if it is large. However that ends, a consumer continues after it."""
+        """Read the backlog in bulk if it is large. Wherever that ends, a consumer continues."""
         server = self._bus.client.connected_url
         if self._filter is not None or server is None:
             return
@@ -230,10 +230,10 @@ class Reader:
                 await self._delete(backlog.consumer)
             logger.info("reader of %s: read %d to %d in bulk", self.stream, first, state.last_seq)
         except (BulkStopped, BusUnavailable, OSError) as error:
-            logger.info("reader of %s at %d: no longer in bulk, because of %r", self.stream, self._last, error)
+            logger.info("reader of %s at %d: stopped reading in bulk, because of %r", self.stream, self._last, error)
 
     async def _take(self, group: list[Stored]) -> None:
-        """Append a group to the buffer; return when there is room for another."""
+        """Append a group to the buffer, and return when there is room for another one."""
         self._newest = group[-1]
         self._last = self._newest.seq
         self._buffer += group
@@ -246,8 +246,8 @@ class Reader:
     async def _make_consumer(self) -> None:
         """Make a consumer that starts after the last message, waiting while the bus cannot be reached.
 
-        Each attempt makes a consumer under another name: when a cluster has assigned one to a server that has just
-        died, its name is taken and nothing answers for it until that server is back.
+        Each attempt uses a new name. If a cluster has assigned a consumer to a server that has just died, its name
+        stays taken and nothing answers for it until that server is back.
         """
         timeout_s = CREATE_S
         while True:
@@ -261,7 +261,7 @@ class Reader:
                 if self._bus.is_closed:
                     raise
                 level = logging.WARNING if timeout_s == CREATE_S else logging.INFO  # warn only once
-                logger.log(level, "reader of %s waits: %s", self.stream, unavailable)
+                logger.log(level, "reader of %s is waiting: %s", self.stream, unavailable)
                 timeout_s = min(2 * timeout_s, CREATE_S_MAX)
                 await asyncio.sleep(_PAUSE_S)
         self._delivered = 0
@@ -294,7 +294,7 @@ class Reader:
             await self._bus.client.publish(f"$JS.API.CONSUMER.DELETE.{self.stream}.{name}")
 
     async def _check_end(self) -> None:
-        """Raise `StreamEndLost` if the stream has lost its end, since the server accepts a position after it (R6)."""
+        """Raise `StreamEndLost` if the stream has lost its end: the server would accept a position beyond it (R6)."""
         place = self._before if self._newest is None else self._newest.place
         if place.seq > 0 and not await self._bus.is_kept(self.stream, place):
             raise StreamEndLost(self.stream, place.seq)
@@ -355,5 +355,5 @@ class Reader:
 
 
 def _flat(inbox: str) -> str:
-    """Return the unique part of an inbox as a consumer's name."""
+    """Return the unique part of an inbox, to be used as a consumer's name."""
     return "-".join(inbox.rsplit(".", 2)[1:])

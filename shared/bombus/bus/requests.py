@@ -13,7 +13,7 @@ from bombus.errors import BusUnavailable
 
 _ReplyT = TypeVar("_ReplyT", bound=ApiReply)
 RETRY_S = 1.0  # a stream does not answer requests that were sent before it had a leader
-RETRY_S_MAX = 4.0  # while much other data arrives, behind which the answer may be
+RETRY_S_MAX = 4.0  # used while much other data arrives, since the answer may be queued after it
 MUCH_BYTES = 256 << 10
 _PAUSE_S = 0.05
 
@@ -23,7 +23,7 @@ class _AttemptFailed(Exception):
 
 
 class ApiCall(msgspec.Struct, Generic[_ReplyT], frozen=True):
-    """A call of JetStream's API, `$JS.API.<subject>`. `what` names it in errors.
+    """A call to JetStream's API, `$JS.API.<subject>`. `what` names it in errors.
 
     `accept` is the code of an error that the caller handles.
     """
@@ -45,16 +45,15 @@ class Requests:
         self._client = client
         self._prefix = f"{inbox}."
         self._timeout_s = timeout_s
-        self._pending: dict[int, asyncio.Future[ReceivedMessage | None]] = {}  # None: send the request again
+        self._pending: dict[int, asyncio.Future[ReceivedMessage | None]] = {}  # a result of None means: send it again
         self._next = 0
 
     async def open(self) -> None:
         await self._client.subscribe(f"{self._prefix}*", cb=self._on_answer)
 
     async def request(self, subject: str, body: bytes = b"", timeout_s: float | None = None) -> ReceivedMessage:
-        """Return the answer to one of the attempts. Raises `BusUnavailable` when none comes within `timeout_s`,
-        `Refused` when the request is over the server's size limit.
-        """
+        """Return the answer to one of the attempts. Raises `BusUnavailable` if none comes within `timeout_s`, and
+        `Refused` if the request is over the server's size limit."""
         loop = asyncio.get_running_loop()
         allowed_s = self._timeout_s if timeout_s is None else timeout_s
         deadline = loop.time() + allowed_s
@@ -75,9 +74,9 @@ class Requests:
         raise BusUnavailable(f"{subject}: {why} within {allowed_s:g} s")
 
     async def api(self, call: ApiCall[_ReplyT], timeout_s: float | None = None) -> _ReplyT:
-        """Make a call of JetStream's API and return the decoded answer.
+        """Make a call to JetStream's API and return the decoded answer.
 
-        Raises the error that `error_of` returns, a temporary one only once it has lasted for `timeout_s`.
+        Raises the error that `error_of` returns; a temporary error is raised only after it has lasted for `timeout_s`.
         """
         deadline = asyncio.get_running_loop().time() + (self._timeout_s if timeout_s is None else timeout_s)
         while True:
@@ -109,7 +108,7 @@ class Requests:
             answer = await self._answer(answered, until)
         except (ConnectionClosedError, ConnectionDrainingError) as error:
             raise BusUnavailable(f"{subject}: the bus is closed") from error
-        except Error as error:  # the root of nats-py's errors: a connection that breaks shows in several of them
+        except Error as error:  # nats-py's base error: a broken connection raises one of several subclasses
             raise _AttemptFailed(str(error) or type(error).__name__) from error
         if answer is None:
             raise _AttemptFailed("the connection broke")
@@ -120,8 +119,8 @@ class Requests:
     async def _answer(self, answered: asyncio.Future[ReceivedMessage | None], until: float) -> ReceivedMessage | None:
         """Wait for an answer until the time is up or too little data is arriving. Raises `TimeoutError`.
 
-        Repeating a request whose answer is on its way would double the traffic, until the server cut off the connection
-        as too slow.
+        Repeating a request whose answer is on its way would double the traffic, until the server dropped the connection
+        as a slow consumer.
         """
         loop = asyncio.get_running_loop()
         while True:

@@ -22,19 +22,19 @@ from bombus.private import private_folder, write_private
 
 HOST = "127.0.0.1"
 USER = "bombus"
-PASSWORD = re.compile(r"[A-Za-z0-9_-]{16,128}")  # valid in a URL and in a configuration
+PASSWORD = re.compile(r"[A-Za-z0-9_-]{16,128}")  # characters valid both in a URL and in a configuration
 MAX_PENDING_BYTES = 64 << 20
-MEMORY_LIMIT = "512MiB"  # above which Go collects garbage more often
+MEMORY_LIMIT = "512MiB"  # limit above which Go collects garbage more often
 _POLL_S = 0.02
-# A stream that could not write stays broken until the server is restarted, even when it could write again.
-ROOM_BYTES = 16 << 20  # must fit on the disk before a restart: twice the largest message
-AGAIN_S_MAX = 60.0  # the longest pause before a server that broke again is restarted
+# A stream that failed to write stays broken until the server is restarted, even when there is room again.
+ROOM_BYTES = 16 << 20  # free space required before a restart: twice the largest message
+AGAIN_S_MAX = 60.0  # the longest pause before a server that has broken again is restarted
 LOG_BYTES_MAX, LOGS_KEPT = 16 << 20, 4
 # What nats-server 2.15 logs when it cannot write, and when it switches JetStream off because of that.
 _BROKEN = (b"critical write error", b"failed to store a msg", b"disabling jetstream", b"will be disabled")
 
 # This runs in the child before it becomes the server, so that Linux kills it when its parent dies. A preexec_fn could
-# do the same but is unsafe in a process with threads. Checking the parent afterwards closes a race.
+# do the same but is unsafe in a process with threads. The check of the parent afterwards closes a race.
 _TRAMPOLINE = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -47,12 +47,12 @@ os.execv(sys.argv[2], sys.argv[2:])
 class EmbeddedServer:
     """A nats-server: call `start`, then use `url`.
 
-    Clients need the password in `url`, which is made with the folder and stays the same: the port is open to every
-    process of this machine, such as an agent in a sandbox that shares its network.
+    Clients need the password in `url`, because every process on this machine can reach the port, even an agent in a
+    sandbox that shares its network. The password is created with the folder and stays the same.
 
-    A supervisor calls `wait` and, when that returns, `start` again: the port and the data stay the same. With `port` 0
-    it takes a free one and keeps it. `store_bytes_max` bounds the sum of all streams' limits; by default the server
-    takes three quarters of the free disk. All methods block: from asyncio, call them in a thread.
+    A supervisor calls `wait` and, when that returns, `start` again: the port and the data stay the same. With `port` 0,
+    the server takes a free port and keeps it. `store_bytes_max` bounds the sum of all streams' limits; by default the
+    server takes three quarters of the free disk. All methods block: from asyncio, call them in a thread.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class EmbeddedServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._exited = threading.Event()
         self.broken = ""  # what the server logged when it could not write, "" while it can
-        self._restarts = 0  # since it last worked for long
+        self._restarts = 0  # number of restarts since it last worked for long
         self._started_s = self._broken_s = 0.0
 
     @property
@@ -82,15 +82,15 @@ class EmbeddedServer:
 
     @property
     def pid(self) -> int | None:
-        """Return the process id of the running server, None when there is none."""
+        """Return the process id of the server, or None if it is not running."""
         process = self._process
         return None if process is None or self._exited.is_set() else process.pid
 
     def start(self, timeout_s: float = 20.0) -> None:
         """Start the server and return when JetStream answers.
 
-        Raises `BusUnavailable` with the end of its log when it does not answer within `timeout_s`, and when another
-        server uses this folder, which two at once would corrupt.
+        Raises `BusUnavailable` with the end of the server's log if it does not answer within `timeout_s`. Also raises
+        it if another server is using this folder: two at the same time would corrupt it.
         """
         if self.pid is not None:
             raise RuntimeError("the server is running")
@@ -101,7 +101,7 @@ class EmbeddedServer:
         self._password = _password_in(self.data_dir)
         config = self.data_dir / "nats-server.conf"
         write_private(config, self._config())
-        for stale in self.data_dir.glob("nats-server_*.ports"):  # of a server that was killed
+        for stale in self.data_dir.glob("nats-server_*.ports"):  # left over from a server that was killed
             stale.unlink()
         deadline = time.monotonic() + timeout_s
         self._spawn([str(binary), "--config", str(config)], lock)
@@ -119,7 +119,7 @@ class EmbeddedServer:
             raise
 
     def needs_restart(self) -> bool:
-        """Return whether the server failed to write (see `broken`), for whatever reason, but now could.
+        """Return whether the server failed to write (see `broken`), for whatever reason, and could write now.
 
         If it breaks again soon after a restart, the pause before the next restart doubles, up to a minute.
         """
@@ -134,13 +134,13 @@ class EmbeddedServer:
         return True
 
     def _note(self, line: bytes) -> None:
-        """Set `broken` if a line of the server's log says that it cannot write."""
+        """Set `broken` if a line of the server's log says that the server cannot write."""
         if not self.broken and any(symptom in line.lower() for symptom in _BROKEN):
             self._broken_s = time.monotonic()
             self.broken = line.decode(errors="replace").strip()
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Wait until the server has exited and return its exit code; None when it still runs after `timeout_s`."""
+        """Wait until the server has exited. Return its exit code, or None if it still runs after `timeout_s`."""
         if self._process is None:
             raise RuntimeError("the server was not started")
         if not self._exited.wait(timeout_s):
@@ -148,7 +148,7 @@ class EmbeddedServer:
         return self._process.returncode
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """Tell the server to exit, and kill it when it has not after `timeout_s`. Do nothing when it is not running."""
+        """Tell the server to exit, and kill it if that takes over `timeout_s`. Do nothing if it is not running."""
         process = self._process
         if process is None:
             return
@@ -159,9 +159,10 @@ class EmbeddedServer:
             self._exited.wait()
 
     def _spawn(self, command: list[str], lock: IO[bytes]) -> None:
-        """Start the child from a thread that lives as long as it does, because Linux treats the thread as its parent.
+        """Start the child from a thread that lives as long as the child does, because Linux treats that thread as its
+        parent.
 
-        The child holds the folder's `lock` from here on.
+        The child holds the folder's `lock` from then on.
         """
         if sys.platform == "linux":
             command = [sys.executable, "-I", "-S", "-c", _TRAMPOLINE, str(os.getpid()), *command]
@@ -175,9 +176,9 @@ class EmbeddedServer:
                 self._process = process = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,  # read here even if the disk is too full for a log
+                    stdout=subprocess.PIPE,  # read by this process even if the disk is too full for a log
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,  # Ctrl-C goes to the services first; the server is stopped after
+                    start_new_session=True,  # Ctrl-C reaches the services first; the server is stopped after them
                     env=os.environ | {"GOMEMLIMIT": MEMORY_LIMIT},
                     pass_fds=(lock.fileno(),),
                 )
@@ -245,7 +246,7 @@ jetstream {{
 
 
 class _ServerLog:
-    """The file of a server's log, and the older ones. Lines that a full disk cannot hold are dropped."""
+    """The file of a server's log, and its predecessors. Lines that do not fit on a full disk are dropped."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -281,7 +282,7 @@ class _ServerLog:
 
 
 def _has_room(folder: Path) -> bool:
-    """Return whether a file of `ROOM_BYTES` can be written, for which bytes, inodes and quota must suffice."""
+    """Return whether a file of `ROOM_BYTES` can be written: free space, inodes and quota must all suffice."""
     probe = folder / "room"
     try:
         with probe.open("wb") as file:
@@ -296,20 +297,20 @@ def _has_room(folder: Path) -> bool:
 
 
 def lock_folder(folder: Path) -> IO[bytes]:
-    """Lock a server's folder until all processes that have the file open have ended. Raises `BusUnavailable`."""
+    """Lock a server's folder until all processes that have the lock file open have ended. Raises `BusUnavailable`."""
     lock = (folder / "lock").open("wb")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         lock.close()
         raise BusUnavailable(
-            f"another nats-server is running on {folder}: stop it, or wait until it is done"
+            f"another nats-server is running in {folder}: stop it, or wait until it has exited"
         ) from error
     return lock
 
 
 def find_server() -> Path:
-    """Return the nats-server of this environment, or else the one on PATH. Raises `BusUnavailable` without one."""
+    """Return the nats-server of this environment, or else the one on PATH. Raises `BusUnavailable` without either."""
     beside = Path(sys.executable).parent / "nats-server"
     if os.access(beside, os.X_OK):
         return beside
@@ -323,18 +324,18 @@ def find_server() -> Path:
 
 
 def _password_in(folder: Path) -> str:
-    """Return the password of a folder's server, created if missing. Call it while holding the folder's lock."""
+    """Return the password of a folder's server, created if missing. The caller must hold the folder's lock."""
     path = folder / "password"
     if not path.exists():
         write_private(path, secrets.token_urlsafe(24))
     password = path.read_text(errors="replace").strip()
     if not PASSWORD.fullmatch(password):
-        raise BusUnavailable(f"{path} holds no password: delete it, and the next start creates a new one")
+        raise BusUnavailable(f"{path} contains no password: delete it, and the next start will create one")
     return password
 
 
 def _jetstream_answers(port: int, name: str, password: str, timeout_s: float) -> bool:
-    """Return whether the JetStream of server `name` answers, using a bare socket without a client."""
+    """Return whether the JetStream of server `name` answers. Uses a bare socket instead of a client."""
     try:
         with socket.create_connection((HOST, port), timeout=min(1.0, timeout_s)) as connection:
             who = {"user": USER, "pass": password, "name": "bombus-ready"}
@@ -348,7 +349,7 @@ def _jetstream_answers(port: int, name: str, password: str, timeout_s: float) ->
                 if not chunk or b"HMSG bombus.ready 1" in received or len(received) > 1 << 20:
                     return False  # no responders: JetStream is still reading its files
             if f'"server_name":"{name}"'.encode() not in received:
-                return False  # another server has this port; ours is about to report it
+                return False  # another server has this port; our own is about to report that
             return b'"type":"io.nats.jetstream.api.v1.account_info_response"' in received and b'"error"' not in received
     except OSError:
         return False

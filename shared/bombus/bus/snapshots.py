@@ -1,7 +1,7 @@
-"""Snapshots of a hive's state in the object store. Recovery loads the newest usable one and folds the log after it.
+"""Snapshots of a hive's state in the object store. Recovery loads the newest usable one and folds the events after it.
 
 A snapshot names the event at which it ends by sequence and message id. If that event is not on the log (because the log
-was recreated, or lost its end in a power cut), the snapshot is ahead of the log and is not used (R6).
+was recreated, or lost its end in a power cut), the snapshot is not used (R6).
 """
 
 import logging
@@ -18,17 +18,17 @@ from bombus.hive.state import FOLD, Hive
 
 log = logging.getLogger(__name__)
 
-KEPT = 2  # of the newest: recovery begins at one of them (R12)
-PARTS = 3  # of the log, each with a snapshot at which a compaction can stop
+KEPT = 2  # number of the newest snapshots that are kept: recovery begins at one of them (R12)
+PARTS = 3  # number of parts of the log that each have a snapshot at which a compaction can stop
 _PREFIX = "snapshot-"
 _NUMBER = re.compile(r"[0-9]{16}")
 _MAGIC = b"bombus snapshot\n"
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """`hive` is the fold of all events up to `position`, by version `fold` of `evolve`.
+    """The fold of all events up to `position`, in `hive`, as version `fold` of `evolve` made it.
 
-    `event_id` is the message id of that event, `answered` the inbox sequence that it answers.
+    `event_id` is the message id of the event at `position`, and `answered` the inbox sequence that this event answers.
     """
 
     fold: int
@@ -62,12 +62,12 @@ async def store(bus: Bus, body: bytes, position: int) -> None:
 
 
 async def prune(bus: Bus, newest: int = 0, held: Collection[int] = ()) -> None:
-    """Remove the snapshots that are neither needed nor held, and those of another log that was longer.
+    """Remove the snapshots that are neither needed nor held, including those left from an earlier, longer log.
 
-    The log reaches up to event `newest` at least.
+    The log reaches at least to event `newest`.
     """
     found = await positions(bus)
-    events = await bus.state(bus.subjects.events_stream)  # after the list: no snapshot in it is newer
+    events = await bus.state(bus.subjects.events_stream)  # read second, so that no listed snapshot is newer
     for unused in {*found} - {*needed(found, events.first_seq, max(events.last_seq, newest))} - {*held}:
         await Blobs(bus).delete(_name(unused))
 
@@ -75,8 +75,8 @@ async def prune(bus: Bus, newest: int = 0, held: Collection[int] = ()) -> None:
 def needed(positions: Sequence[int], first: int, last: int) -> list[int]:
     """Return which of the snapshots at the sorted `positions` to keep for a log of the events `first` to `last`.
 
-    They are the newest `KEPT`, the oldest from which all later events can be folded, and enough of those in between
-    that each of the `PARTS` parts of the log has one: never more than `2 * PARTS + KEPT`.
+    They are the newest `KEPT`, the oldest from which all later events can be folded, and enough of those in between for
+    each of the `PARTS` parts of the log to have one: never more than `2 * PARTS + KEPT`.
     """
     own = [position for position in positions if first - 1 <= position <= last]
     apart = (last - first + 1) // PARTS
@@ -97,7 +97,7 @@ async def positions(bus: Bus) -> list[int]:
 
 
 async def load(bus: Bus, position: int) -> Snapshot:
-    """Load the snapshot at `position`. Raises `LogCorrupted` when it is missing, damaged or of another log."""
+    """Load the snapshot at `position`. Raises `LogCorrupted` if it is missing or damaged, or belongs to another log."""
     snapshot = decode(await Blobs(bus).get(_name(position)))
     stream = bus.subjects.events_stream
     state = await bus.state(stream)
@@ -106,18 +106,18 @@ async def load(bus: Bus, position: int) -> Snapshot:
     if position > state.last_seq:
         raise LogCorrupted(f"it is ahead of the log, which ends at {state.last_seq}")
     if position < state.first_seq - 1:
-        raise LogCorrupted(f"the log begins at {state.first_seq}, too far after it")
+        raise LogCorrupted(f"the log begins too far after it, at event {state.first_seq}")
     if position >= state.first_seq and (await bus.get(stream, position)).headers.get(MSG_ID) != snapshot.event_id:
-        raise LogCorrupted(f"event {position} is a different one on this log")
+        raise LogCorrupted(f"event {position} on this log is a different event")
     return snapshot
 
 
 async def start_of(bus: Bus, from_first: bool = False) -> Snapshot:
     """Return the state at which to start folding: the newest snapshot that fits this log, or an empty one.
 
-    With `from_first`, it is the state before the first event that is kept. A snapshot of another version of the fold is
-    used only when the log does not reach back to its first event. Raises `LogCorrupted` when the log begins after all
-    readable snapshots, and `BusUnavailable`.
+    With `from_first`, it is the state before the first event that is kept. A snapshot from another version of the fold
+    is used only if the log does not reach back to its first event. Raises `LogCorrupted` if the log begins after all
+    readable snapshots, or `BusUnavailable`.
     """
     begins_at = (await bus.state(bus.subjects.events_stream)).first_seq
     compacted = begins_at > 1
@@ -140,8 +140,8 @@ async def start_of(bus: Bus, from_first: bool = False) -> Snapshot:
 async def oldest(bus: Bus) -> Snapshot:
     """Return the state before the first event that is kept, whichever version stored it.
 
-    It is empty if the log has its first event, and a later state if that one cannot be read. Raises `LogCorrupted` when
-    no snapshot can be read, and `BusUnavailable`.
+    It is empty if the log still has its very first event, and a later state if the oldest snapshot cannot be read.
+    Raises `LogCorrupted` if no snapshot can be read, or `BusUnavailable`.
     """
     begins_at = (await bus.state(bus.subjects.events_stream)).first_seq
     if begins_at <= 1:

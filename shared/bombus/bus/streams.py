@@ -13,7 +13,7 @@ SECRETS_BYTES_MAX = 1 << 20
 
 
 def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[dict[str, Any]]:
-    """Return the configuration of every stream as it is created, in the form that the server's API takes."""
+    """Return the configuration with which each stream is created, in the form that the server's API takes."""
     own = {secret_stream(subjects): SECRETS_BYTES_MAX, lease_stream(subjects): LEASES_BYTES_MAX}
     sizes = {**own, **_sizes(subjects, NEW_STREAMS), **_sizes(subjects, limits)}
     replicas = limits.replicas or NEW_STREAMS.replicas
@@ -34,7 +34,7 @@ def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[dict[str, A
             "num_replicas": replicas,
             "duplicate_window": window_s * 1_000_000_000,
             "deny_delete": True,
-            "deny_purge": False,  # the coordinator removes what is answered or no longer needed (R12)
+            "deny_purge": False,  # the coordinator removes messages that are answered or no longer needed (R12)
             "allow_direct": True,
             "allow_msg_ttl": True,
             **more,
@@ -46,7 +46,7 @@ def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[dict[str, A
         stream(subjects.calls_stream, subjects.all_calls, allow_atomic=True),
         stream(subjects.ops_stream, subjects.all_ops),
         stream(subjects.trajectories_stream, subjects.all_trajectories),
-        # The layout of NATS' own object store and key-value buckets, so that its tools can read them.
+        # The layout of NATS's own object store and key-value buckets, so that its tools can read them.
         stream(blob_stream(subjects), "")
         | {
             "subjects": [f"$O.{subjects.blobs_bucket}.C.>", f"$O.{subjects.blobs_bucket}.M.>"],
@@ -61,7 +61,7 @@ def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[dict[str, A
 
 
 def changes_of(subjects: Subjects, stream: str, limits: StreamLimits) -> dict[str, int]:
-    """Return the settings of a stream that the operator has given, under the names of the server's API."""
+    """Return the settings of a stream that the operator has given, under their names in the server's API."""
     found = {"num_replicas": limits.replicas, "max_bytes": _sizes(subjects, limits).get(stream)}
     return {name: value for name, value in found.items() if value is not None}
 
@@ -79,7 +79,7 @@ def limited_streams(subjects: Subjects) -> dict[str, str]:
 
 
 def stream_text(state: StreamState) -> str:
-    """Return a text with a stream's size, limit and replicas."""
+    """Return a short text with a stream's size, limit and replicas."""
     limit = f" of {byte_size(state.max_bytes)}" if state.max_bytes > 0 else ""
     late = f", of which {state.late} offline or not caught up" if state.late else ""
     replicas = "1 replica" if state.replicas == 1 else f"{state.replicas} replicas"

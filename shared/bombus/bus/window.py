@@ -1,4 +1,4 @@
-"""A bound on messages in flight, by number and by bytes. A sender that finds it full waits, then is refused (R20)."""
+"""A bound on messages in flight, by number and by bytes. When it is full, senders wait, and are then refused (R20)."""
 
 import asyncio
 from collections import deque
@@ -7,10 +7,10 @@ from bombus.errors import BusUnavailable
 
 
 class Window:
-    """A bound served first come, first served. A message larger than `bytes_max` passes when it is alone."""
+    """A bound that serves senders in order. A message larger than `bytes_max` passes only when it is alone."""
 
     def __init__(self, messages_max: int, bytes_max: int, waiting_max: int | None = None) -> None:
-        """Make a window in which at most `waiting_max` senders wait, by default `messages_max`."""
+        """Make a window in which at most `waiting_max` senders wait (by default, `messages_max`)."""
         if messages_max < 1 or bytes_max < 1:
             raise ValueError(f"a window needs room for 1 message and 1 byte, not {messages_max} and {bytes_max}")
         self.messages_max = messages_max
@@ -21,7 +21,7 @@ class Window:
         self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     def try_acquire(self, size: int) -> bool:
-        """Take room for one message of `size` bytes if there is some and no other sender waits for it."""
+        """Take room for a message of `size` bytes if there is some and no other sender is waiting for it."""
         if self._queue or not self._fits(size):
             return False
         self.messages += 1
@@ -29,7 +29,7 @@ class Window:
         return True
 
     async def acquire(self, size: int, timeout_s: float) -> None:
-        """Wait for room. Raises `BusUnavailable` when there is none within `timeout_s`."""
+        """Wait for room. Raises `BusUnavailable` if there is none within `timeout_s`."""
         if self.try_acquire(size):
             return
         if len(self._queue) >= self._waiting_max:
@@ -42,19 +42,19 @@ class Window:
             async with asyncio.timeout(timeout_s):
                 await turn
         except BaseException as error:
-            if turn.done() and not turn.cancelled():  # our turn came at the moment at which we gave up
+            if turn.done() and not turn.cancelled():  # our turn came just as we gave up
                 self.release(size)
             else:
                 turn.cancel()
                 self._admit()
             if isinstance(error, TimeoutError):
                 raise BusUnavailable(
-                    f"no room for {timeout_s:g} s: {self.messages} messages, {self.bytes} bytes are in flight"
+                    f"no room within {timeout_s:g} s: {self.messages} messages, {self.bytes} bytes are in flight"
                 ) from None
             raise
 
     def release(self, size: int) -> None:
-        """Give back the room of one message of `size` bytes."""
+        """Give back the room taken by a message of `size` bytes."""
         self.messages -= 1
         self.bytes -= size
         self._admit()

@@ -14,7 +14,7 @@ from bombus.errors import BombusError, BusUnavailable, Code, Refused
 
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
-NO_PEERS = 10005  # too few servers are known, as when a cluster has just started
+NO_PEERS = 10005  # too few servers are known, for instance because a cluster has just started
 NO_MESSAGE = 10037
 STREAM_NOT_FOUND = 10059
 NAME_IN_USE = 10058
@@ -22,17 +22,17 @@ NOT_A_CLUSTER = 10074  # a single server was asked for several replicas
 STREAM_FULL = 10077
 TOO_LITTLE_STORAGE = 10047
 MESSAGE_TOO_LARGE = 10054
-IN_PROCESS = 10158  # a stream of several replicas has received the same message id, and has no majority for it yet
-# A wrong last sequence (10164 on three replicas), and a batch of which a part is stored already.
+IN_PROCESS = 10158  # a replicated stream has received the same message id, but has no majority for it yet
+# A wrong last sequence (10164 with three replicas), and a batch that is partly stored already.
 WRONG_SEQUENCE = frozenset({10071, 10164, 10201})
 
 
 class WrongSequence(BombusError):
-    """The stream does not end at the expected position: another writer appended to it, or this was written before."""
+    """The stream does not end at the expected position: another writer appended to it, or this was written earlier."""
 
 
 class AckLost(BusUnavailable):
-    """No acknowledgement came, for instance because the connection broke: the message may or may not be stored."""
+    """No acknowledgement came, for instance because the connection broke. The message may or may not be stored."""
 
 
 class StreamFull(BusUnavailable):
@@ -40,11 +40,11 @@ class StreamFull(BusUnavailable):
 
 
 class NotNow(BusUnavailable):
-    """The server cannot do this now, for instance because a stream has no leader; nothing was stored."""
+    """The server cannot do this now, for instance because a stream has no leader. Nothing was stored."""
 
 
 class ServerRefused(BombusError):
-    """The server understood and declined, for a reason that a retry does not change: most likely a bug in bombus."""
+    """The server understood and declined, for a reason that a retry does not change. Most likely a bug in bombus."""
 
     def __init__(self, what: str, code: int, err_code: int, description: str) -> None:
         super().__init__(f"{what}: {description} ({code}, {err_code})")
@@ -54,10 +54,10 @@ class ServerRefused(BombusError):
 
 
 class MessagePlace(msgspec.Struct, frozen=True, gc=False):
-    """A message in a stream: its sequence, and a digest that distinguishes it from another one under that sequence
-    (R6).
+    """The place of a message in a stream: its sequence, and a digest that would differ for another message at that
+    sequence (R6).
 
-    The digest is "" if it is not known, as on events of versions that wrote none.
+    The digest is "" if it is not known, as for events from versions that wrote none.
     """
 
     seq: int = 0
@@ -81,7 +81,7 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def written_ns(self) -> int:
-        """Return when this event was written: for an imported event, when its original hive stored it."""
+        """Return when this event was written; for an imported event, when its original hive stored it."""
         return int(self.headers.get(TIME, self.time_ns))
 
     @property
@@ -91,7 +91,7 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
 
 
 class PubAck(msgspec.Struct, frozen=True, gc=False):
-    """An acknowledgement. `duplicate` means that the message id was stored before, at `seq` (on one replica)."""
+    """An acknowledgement. `duplicate` means that the message id was already stored, at `seq` (with one replica)."""
 
     seq: int
     duplicate: bool = False
@@ -106,7 +106,7 @@ class StreamState(msgspec.Struct, frozen=True):
     bytes: int
     max_bytes: int
     replicas: int
-    late: int = 0  # replicas that are offline or have not caught up
+    late: int = 0  # number of replicas that are offline or have not caught up
 
     @property
     def fill(self) -> float:
@@ -115,7 +115,7 @@ class StreamState(msgspec.Struct, frozen=True):
 
 
 class EpochFence(msgspec.Struct, frozen=True):
-    """The position of an epoch's `epoch.opened`, which an append requires to be the newest one; 0 if there is none."""
+    """The position of an epoch's `epoch.opened`, 0 if there is none. An append requires that it is the newest one."""
 
     epoch: int
     opened: int
@@ -132,7 +132,7 @@ class ReceivedMessage(Protocol):
 
 
 class ApiReply(Protocol):
-    """The common part of all answers of JetStream's API."""
+    """The part that all answers of JetStream's API share."""
 
     @property
     def error(self) -> "ApiError | None": ...
@@ -173,7 +173,7 @@ class _State(msgspec.Struct, frozen=True):
     last_seq: int = 0
     messages: int = 0
     bytes: int = 0
-    subjects: dict[str, int] = {}  # only when the request has a filter
+    subjects: dict[str, int] = {}  # present only if the request has a filter
 
 
 class _Config(msgspec.Struct, frozen=True):
@@ -216,7 +216,7 @@ class InfoReply(msgspec.Struct, frozen=True):
 
 
 class ConfigReply(msgspec.Struct, frozen=True):
-    """The answer to STREAM.INFO with all of the configuration, which an update must repeat."""
+    """The answer to STREAM.INFO with the complete configuration, which an update must repeat."""
 
     config: dict[str, Any] = {}
     state: _State = _State()
@@ -298,7 +298,7 @@ def stored_from_get(raw: _RawMessage) -> Stored:
 
 
 def stored_from_direct(message: ReceivedMessage) -> Stored:
-    """Decode an answer to DIRECT.GET, which any replica gives, with the server's headers among the message's own."""
+    """Decode an answer to DIRECT.GET, which any replica may give. The server's headers are among the message's own."""
     headers = message.headers or {}
     return Stored(
         int(headers["Nats-Sequence"]),
@@ -322,7 +322,7 @@ def parse_headers(raw: bytes) -> Mapping[str, str]:
 
 
 class LazyHeaders(Mapping[str, str]):
-    """A header block that is parsed on first use: in a long log most of them are never read."""
+    """A header block that is parsed on first use: on a long log, most headers are never read."""
 
     __slots__ = ("_parsed", "_raw")
 
@@ -346,7 +346,7 @@ class LazyHeaders(Mapping[str, str]):
 
 
 def parse_time_ns(text: str) -> int:
-    """Return the nanoseconds since the epoch of an RFC 3339 time in UTC with up to nine digits of fraction."""
+    """Return an RFC 3339 time in UTC, with up to nine decimals of a second, as nanoseconds since the epoch."""
     moment, _, fraction = text.removesuffix("Z").partition(".")
     seconds = int(datetime.fromisoformat(moment + "+00:00").timestamp())
     return seconds * 1_000_000_000 + int((fraction or "0").ljust(9, "0")[:9])

@@ -11,10 +11,10 @@ from bombus.replay.running import run_on_source
 from bombus.replay.source import Source
 from bombus.terminal import say
 
-DESCRIPTION = """Accounts for every sampled token: trained on, masked by a rule, dropped for a reason, of an evaluation,
-or still outstanding. Rollout groups and training operations are accounted for likewise. The exit status is 1 if the
-log disagrees with itself anywhere, such as a step that does not account for what its episodes have sampled."""
-SHOWN = 10  # differences
+DESCRIPTION = """Accounts for every sampled token: trained on, masked by a rule, dropped for a reason, for evaluation,
+or still outstanding. Rollout groups and training operations are accounted for too. The exit status is 1 if the
+log contradicts itself anywhere, for example if a step does not account for what its episodes sampled."""
+SHOWN = 10  # the most differences that are printed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def audited(source: Source) -> AuditReport:
-    """Read a whole log."""
+    """Audit a whole log."""
     hive, position = await source.base()
     audit = Audit(hive, position)
     async for entry in source.events(position):
@@ -61,7 +61,7 @@ def lines_of(report: AuditReport, title: str) -> list[str]:
     if not report.differences_count:
         lines.append("no differences: every token is accounted for")
     else:
-        lines.append(f"{report.differences_count:,} differences, of which the first:")
+        lines.append(f"{report.differences_count:,} differences, the first of which are:")
         for found in report.differences[:SHOWN]:
             where = f"engine {found.engine}" + (f", episode {found.episode}" if found.episode else "")
             lines.append(f"  event {found.seq:,}, {where}: {found.why}")

@@ -13,7 +13,7 @@ from bombus.hive.state import EngineState
 from bombus.terminal import complain, say
 
 Act = Callable[[Bus, EngineState], Awaitable[str]]
-"""Sends the command to an engine in this state, if it is needed, and returns the text to print."""
+"""Sends the command to an engine, if its state requires it, and returns the text to print."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, what: str) -> None:
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def run(what: str, arguments: argparse.Namespace, act: Act) -> int:
-    """Run a command and return its exit code. Raises `Refused` if the hive has no such engine or refuses."""
+    """Run a command and return its exit code. Raises `Refused` if the hive has no such engine or declines it."""
     try:
         say(asyncio.run(_run(what, arguments, act)))
     except Refused:

@@ -1,4 +1,4 @@
-"""`bombus demo`: starts a hive, trains a model in it, and draws how it learned."""
+"""`bombus demo`: starts a hive, trains a model in it, and draws its learning curve."""
 
 import argparse
 import asyncio
@@ -84,13 +84,13 @@ def run(arguments: argparse.Namespace) -> int:
         complain(f"bombus demo: stopped; the same command with --out {out} resumes where it stopped")
         raise
     except BombusError as error:
-        complain(*f"bombus demo: {error}".split("\n"))  # the end of a log, whose lines are safe
+        complain(*f"bombus demo: {error}".split("\n"))  # the end of a log, already escaped
         return 1
 
 
 @dataclass(frozen=True)
 class _Place:
-    """The place of a game's training: its folder, its demo, and the URL of its hive, "" if the demo starts one."""
+    """Where a game is trained: the folder, the demo, and the URL of the hive, or "" if the demo starts one."""
 
     folder: Path
     demo: DemoOf
@@ -98,7 +98,7 @@ class _Place:
 
 
 def _found(model: str) -> str:
-    """Return `smollm2`, or the absolute path of a model's folder. Raises `Refused` when there is none."""
+    """Return `smollm2`, or the absolute path of a model's folder. Raises `Refused` if there is no model there."""
     if model == SMOLLM2:
         return model
     folder = Path(model).expanduser().absolute()
@@ -131,7 +131,7 @@ def _tiny(place: _Place, turns: int, minutes: float) -> int:
     seed = place.demo.seed
     began = BEGAN if turns == 1 else time.monotonic()
     game = Letters(turns)
-    # The game of two turns takes small updates and a higher temperature: otherwise some pairs of letters settle on the
+    # The game of two turns needs small updates and a higher temperature: otherwise some pairs of letters settle on the
     # wrong one, all their rewards are equal, and there is nothing left to learn from.
     rate, updates, temperature = (3e-3, 1, 1.0) if turns == 1 else (5e-4, 4, 1.4)
     goal = TINY_THRESHOLDS[-1]
@@ -226,8 +226,7 @@ def _main(place: _Place, model: str, minutes: float) -> int:
 @dataclass(frozen=True)
 class _Demo:
     """One hive and the training in it. `began` is when the command started, on the monotonic clock; `threads` is the
-    number of torch's threads on the CPU, 0 for one per core.
-    """
+    number of CPU threads that torch uses, 0 for one per core."""
 
     place: _Place
     game: Game
@@ -237,9 +236,9 @@ class _Demo:
     threads: int = 0
 
     def train(self) -> tuple[Curve, Path | None]:
-        """Run the rest of the training, in a hive, and keep the weights.
+        """Do the rest of the training in a hive, and keep the weights.
 
-        Returns the curve, and the folder of the newest weights, None if they are in a hive elsewhere.
+        Returns the curve and the folder of the newest weights, or None for the folder if the hive runs elsewhere.
         """
         curve, kept = load_curve(self.place.folder), self.place.folder / "model"
         if curve is not None and kept.is_dir() and is_over(self.plan, curve, curve.trained_s()):
@@ -257,7 +256,7 @@ class _Demo:
             display.show("starting the hive")
             async with self._hive() as url, AsyncSwarmClient(url) as client:
                 display.show("loading the model")
-                # An abandoned run has open episodes, which nothing plays. The next run begins where it stopped.
+                # An abandoned run has open episodes that nobody plays. The new run begins where that one stopped.
                 await client.auto_sync_train_config_and_start_engine(self.job, force_restart=earlier is not None)
                 player = Player(client, self.game)
                 training = Training(player, self.plan, Keeper(folder, curve, display), self.began)
@@ -271,7 +270,7 @@ class _Demo:
         return curve, weights
 
     def _hive(self) -> AbstractAsyncContextManager[str]:
-        """Start a hive, or use the running one. Yields its URL."""
+        """Start a hive, or use the running one. The context manager yields its URL."""
         from bombus.demo import hive
 
         private_folder(self.place.folder)
@@ -279,7 +278,7 @@ class _Demo:
 
 
 def _keep_weights(out: Path) -> Path | None:
-    """Copy the newest version, as one model, out of the hive's folder, which keeps only two versions."""
+    """Copy the newest version, with any adapter merged, out of the hive's folder, which keeps only two versions."""
     from bombus.weights.adapters import ADAPTER_FILE
     from bombus.weights.merging import save_merged
 

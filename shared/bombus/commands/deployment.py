@@ -15,13 +15,13 @@ from bombus.config.placement import check_placement
 from bombus.errors import Code, Refused
 from bombus.terminal import complain
 
-DEFAULTS: Tree = {"trainer": {}, "inference": [{}]}  # for an engine that no file describes
+DEFAULTS: Tree = {"trainer": {}, "inference": [{}]}  # used for an engine that no file describes
 
-# The options that the operator of a trainer's machine decides.
+# The options that are up to the operator of a trainer's machine.
 TRAINER_FLAGS: Overrides = {
     "trainer.bin_tokens": Flag(
         metavar="N",
-        help="the most tokens in a trainer's micro-batch; 0: the job's on a GPU, at most 4096 on a CPU",
+        help="the most tokens in a trainer's micro-batch; 0: the job's limit on a GPU, at most 4096 on a CPU",
     ),
     "trainer.allow_download": Flag(
         help="let trainers fetch models from a hub", default="only where the cluster file says so"
@@ -30,18 +30,18 @@ TRAINER_FLAGS: Overrides = {
 HIVE_FLAGS: Overrides = {
     "gateway.host": Flag(help="where the gateway listens"),
     "gateway.host_names": Flag(
-        help="a name by which clients reach the gateway, once or several times; without a client key, names other "
+        help="a name by which clients reach the gateway (repeatable); without a client key, names other "
         "than localhost and its address are refused",
     ),
     "gateway.inference_hosts": Flag(
-        help="hosts where training clients may have inference servers that get their weights, once or several times",
+        help="hosts where training clients may have inference servers that get their weights (repeatable)",
         default="nowhere",
     ),
     "gateway.bases": Flag(
-        help="the model behind a name that training clients use, once or several times, such as "
+        help="the model that training clients get by a name of their own (repeatable), such as "
         "meta-llama/Llama-3.2-1B=smollm2",
     ),
-    "gateway.models_max": Flag(help="models of training clients on one engine at once, if memory allows"),
+    "gateway.models_max": Flag(help="the most models of training clients on an engine at a time, if memory allows"),
     "gateway.port": Flag(also="--swarm-port", help="the gateway's port; 0: any free port, which is printed"),
     "data_dir": Flag(metavar="DIR", help="for the log, checkpoints and weights", default=".bombus, in this folder"),
     "nats": Flag(metavar="URL", help="an external NATS server", default="our own is started"),
@@ -50,7 +50,7 @@ HIVE_FLAGS: Overrides = {
 DEVICE = Flag(help="the device of trainers and replicas: cpu, cuda or cuda:N")
 THREADS = Flag(metavar="N", help="torch's threads on the CPU; 0: one for each core")
 PROCESS_FLAGS: Overrides = {
-    "gateway.count": Flag(name="--gateways", metavar="N", help="how many gateways, sharing the port"),
+    "gateway.count": Flag(name="--gateways", metavar="N", help="how many gateways share the port"),
     "coordinator.count": Flag(name="--coordinators", metavar="N", help="how many coordinators, of which one leads"),
     "inference.count": Flag(name="--replicas", metavar="N", help="how many inference replicas for each engine"),
     "trainer.backend": Flag(name="--trainer-backend", help="what trains each engine"),
@@ -80,13 +80,13 @@ def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         type=name_of("engine"),
         metavar="NAME",
-        help="an engine's name, once or several times; with a cluster file: only these of its engines (default: main)",
+        help="an engine's name (repeatable); with a cluster file: start only these engines (default: main)",
     )
     add_overrides(parser, PROCESS_FLAGS)
 
 
 def deployment(arguments: argparse.Namespace) -> tuple[Cluster, Jobs]:
-    """Return the cluster and jobs of the file and the flags, which override it. Raises `Refused(BAD_CONFIG)`."""
+    """Return the cluster and jobs from the file, as overridden by the flags. Raises `Refused(BAD_CONFIG)`."""
     check_counts(arguments, dict.fromkeys(("gateways", "coordinators", "replicas", "trainer_processes"), PROCESSES_MAX))
     plain, jobs = document(arguments.config, arguments.engine or ["main"], DEFAULTS)
     _choose_engines(plain["engines"], arguments.engine)
@@ -97,9 +97,9 @@ def deployment(arguments: argparse.Namespace) -> tuple[Cluster, Jobs]:
 
 
 def document(config: Path | None, names: Sequence[str], engine: Tree) -> tuple[Tree, Jobs]:
-    """Return a cluster file, as it is written, and its jobs.
+    """Return a cluster file, as written, and its jobs.
 
-    For a job file, or without a file, the cluster has engines of these names, each described by `engine`.
+    For a job file, or without a file, the cluster has an engine for each of `names`, described by `engine`.
 
     Raises `Refused(BAD_CONFIG)`.
     """
@@ -112,27 +112,28 @@ def document(config: Path | None, names: Sequence[str], engine: Tree) -> tuple[T
 
 
 def put_over(part: Tree, flags: Tree) -> Tree:
-    """Return a trainer's or replica's part, overridden by flags. A device other than a GPU removes the GPU numbers."""
+    """Return the part of a trainer or replica with the flags applied. A device other than a GPU removes the GPU
+    numbers."""
     kept = {key: value for key, value in part.items() if key != "devices" or flags.get("device", "cuda") == "cuda"}
     return {**kept, **flags}
 
 
 def tell_ignored(jobs: Jobs) -> None:
-    """Print a line for each key of a job that has no effect here, as its author may rely on it."""
+    """Print a line for each key of a job that has no effect here, in case its author relies on it."""
     for name, job in jobs.items():
         for key in job.ignored:
             complain(f"engine {name}: {no_effect(key)}")
 
 
 def check_counts(arguments: argparse.Namespace, most: Mapping[str, int]) -> None:
-    """Raise `Refused(BAD_CONFIG)` for a given count outside 1 to its limit. `most` has the limits by attribute."""
+    """Raise `Refused(BAD_CONFIG)` for a typed count that is not between 1 and its limit in `most`, by attribute."""
     for name, limit in most.items():
         if getattr(arguments, name) is not None:
             check_range(f"--{name.replace('_', '-')}", getattr(arguments, name), 1, limit)
 
 
 def check_engine(name: str, engines: Tree) -> None:
-    """Raise `Refused(BAD_CONFIG)` when the file has no engine of that name."""
+    """Raise `Refused(BAD_CONFIG)` if the file has no engine of that name."""
     if name not in engines:
         raise Refused(Code.BAD_CONFIG, f"--engine {name} is not one of the file's engines: {', '.join(engines)}")
 
@@ -165,7 +166,7 @@ def _engine_with_flags(name: str, part: Tree, trainer: Tree, replica: Tree) -> T
         raise Refused(
             Code.BAD_CONFIG, f"--replicas does not apply to engine {name}: its file has {len(kinds)} kinds of replicas"
         )
-    elsewhere = {key: value for key, value in replica.items() if key == "count"}  # of a server that is not ours
+    elsewhere = {key: value for key, value in replica.items() if key == "count"}  # for a server that we do not start
     kinds = [put_over(kind, elsewhere if kind.get("backend") == "openai" else replica) for kind in kinds]
     changed = {**part, "inference": kinds}
     if part.get("trainer") is not None:

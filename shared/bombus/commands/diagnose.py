@@ -1,4 +1,4 @@
-"""`bombus diagnose`: says in plain words what is wrong with the learning of a run, and what to try."""
+"""`bombus diagnose`: says in plain words what is wrong with the learning in a run, and what to try."""
 
 import argparse
 from contextlib import aclosing
@@ -20,9 +20,9 @@ from bombus.replay.source import Logged, NotOnLog, Source
 from bombus.terminal import say, say_json
 
 DESCRIPTION = """Says what is wrong with the learning of a run: the figure that shows it, since which step, and what to
-try. It needs the log alone, of a hive that runs or has stopped. The exit status is 0 if nothing is found, and 1 if
+try. It needs only the log: the hive may be running or stopped. The exit status is 0 if nothing is found, and 1 if
 something is, or if the log or the run cannot be read."""
-ANSWERS_READ = 128  # newest steps whose answers are read: 0.1 s of computing for each, if they are long
+ANSWERS_READ = 128  # number of newest steps whose answers are read: each takes 0.1 s if they are long
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         default="",
         metavar="RUN",
-        help="main-2, or main for the newest run of this engine (default: that of the only engine)",
+        help="main-2, or main for the newest run of this engine (default: the newest run of the only engine)",
     )
     add_source_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print it as JSON, for programs")
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def read_series(source: Source, name: str) -> RunSeries:
-    """Read the steps of a run, or of an engine's newest one. Raises `NotOnLog`, `LogCorrupted`."""
+    """Read the steps of a run, or of an engine's newest run. Raises `NotOnLog`, `LogCorrupted`."""
     hive, position = await source.base()
     found = FoundRuns(name)
     for state in hive.engines.values():
@@ -71,7 +71,7 @@ async def read_series(source: Source, name: str) -> RunSeries:
 
 
 class FoundRuns:
-    """The newest run of each engine that a name stands for, and the names of all runs of a job."""
+    """The newest run of each engine that matches a name, and the names of all runs of jobs."""
 
     def __init__(self, name: str) -> None:
         self.configured: dict[str, ev.EngineConfigured | None] = {}
@@ -98,7 +98,7 @@ class FoundRuns:
             self._series[series.engine] = series
 
     def chosen(self, title: str) -> RunSeries:
-        """Return the only run that was found. Raises `NotOnLog`."""
+        """Return the one run that was found. Raises `NotOnLog` if there are none or several."""
         if len(self._series) == 1:
             return next(iter(self._series.values()))
         if self._series:
@@ -112,7 +112,7 @@ class FoundRuns:
 
 
 async def read_answers(source: Source, series: RunSeries) -> None:
-    """Read the sampled answers of the newest steps. Steps whose calls are no longer kept stay without."""
+    """Read the sampled answers of the newest steps. Steps whose calls are no longer kept get none."""
     for figures in series.steps[-ANSWERS_READ:]:
         try:
             records = await source.records([call for _, _, call in figures.sampled])
@@ -131,7 +131,7 @@ def lines_of(series: RunSeries, findings: list[RunFinding], title: str) -> list[
         return [f"{title}: {series.name} has completed no step: `bombus why` says what it waits for"]
     shown = [f"{title}: {series.name}, steps {series.steps[0].step} to {series.steps[-1].step}"]
     if not findings:
-        shown += ["", "Nothing was found. docs/diagnose.md says what is looked for, and how often it is missed."]
+        shown += ["", "No problem was found. docs/diagnose.md says what this looks for, and how often it misses it."]
     for finding in findings:
         shown += ["", f"{finding.kind.in_words}: {finding.figure}"]
         shown.append(f"  from step {finding.step} (event {finding.seq}), last seen at step {finding.until}")

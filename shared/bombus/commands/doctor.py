@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="PATH_OR_NAME",
-        help="a model to check: whether its chat template renders, and engine and trainer compute its architecture",
+        help="a model to check: does its chat template render, and do engine and trainer support its architecture",
     )
     parser.add_argument("--json", action="store_true", help="print it as JSON, for programs")
 

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--float32",
         action="store_true",
-        help="with --merged: write float32, which keeps all of the adapter (default: as the base model is stored)",
+        help="with --merged: write float32, which keeps all of the adapter (default: the base model's stored dtypes)",
     )
     parser.add_argument("--engine", metavar="NAME", help="required when the hive has several")
     parser.add_argument("--run", type=int, metavar="R", help="which run of the engine (default: the newest)")
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Found:
-    """A version on the log, with its files on this machine."""
+    """A version that the log has, with its files on this machine."""
 
     hive: str
     run: LoggedRun
@@ -73,7 +73,7 @@ def _export(arguments: argparse.Namespace) -> None:
     out: Path = arguments.out.absolute()
     if arguments.float32 and not arguments.merged:
         raise BadUsage("--float32 requires --merged: an adapter is float32, and a whole model is copied as it is")
-    # Files are written outside the event loop, in which Ctrl-C would wait until all of them are written.
+    # Files are written outside the event loop: inside it, Ctrl-C would have no effect until all are written.
     with drafted(out, arguments.force) as draft, TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
         found = asyncio.run(_find(arguments, Path(scratch)))
         exported = _write(found, draft, arguments)
@@ -112,11 +112,11 @@ def _tell(found: _Found, exported: ExportedFiles, out: Path) -> None:
 
 
 class CopyReport:
-    """Reports progress every few seconds if a copy takes longer than that."""
+    """Reports progress every few seconds while a copy takes that long."""
 
     def __init__(self, every_s: float = PROGRESS_S) -> None:
         self._every_s = every_s
-        self._next = 0.0  # set when the copy has begun, after what it needs was imported
+        self._next = 0.0  # set when the copy begins, after its imports
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()

@@ -1,4 +1,4 @@
-"""`bombus install`: makes a separate environment for vLLM or verl, which cannot share the one of bombus."""
+"""`bombus install`: makes a separate environment for vLLM or verl, which cannot share bombus's own."""
 
 import argparse
 import shlex
@@ -14,7 +14,7 @@ from bombus.terminal import complain, say
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", choices=ENVIRONMENTS, help="vllm serves models, verl trains them on many GPUs")
     parser.add_argument("--force", action="store_true", help="reinstall it, even if it exists")
-    parser.add_argument("--dry-run", action="store_true", help="print the commands and run none of them")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands without running them")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ from bombus.replay.source import BusSource, Source
 from bombus.terminal import complain, say
 
 PROGRESS_S = 2.0
-LOST_SHOWN = 8  # rollout groups
+LOST_SHOWN = 8  # the most lost rollout groups that are listed
 IMPORT_EPILOG = """example:
   bombus log export monday.bombuslog --data /srv/hive     # while the hive runs, or after it was stopped
   cp -a /srv/hive/engines monday-engines                  # checkpoints and weights, which are not on the log
@@ -138,7 +138,7 @@ async def _import(path: Path, data: Path, limits: StreamLimits) -> None:
 
 
 class _Progress:
-    """Reports progress every few seconds if a log takes longer than that."""
+    """Reports progress every few seconds while a log takes that long."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + PROGRESS_S

@@ -10,11 +10,11 @@ SUBCOMMANDS = {
     "episodes": Command("bombus.replay.episodes", "the ended episodes, sorted by their rewards", "server"),
     "state": Command("bombus.replay.state", "what the hive was doing at a position of its log", "server"),
     "diff": Command("bombus.replay.diff", "what changed between two positions", "server"),
-    "episode": Command("bombus.replay.episode.command", "an episode as a person reads it, token by token", "server"),
+    "episode": Command("bombus.replay.episode.command", "an episode in readable form, token by token", "server"),
     "lineage": Command("bombus.replay.lineage", "what a weights version was made of", "server"),
     "batch": Command("bombus_trainer.replay.batch", "write the samples of a step to a file", "trainer"),
     "train": Command("bombus_trainer.replay.train", "train a step again from the log, without inference", "trainer"),
-    "what-if": Command("bombus_coordinator.what_if", "make batches of the same episodes by other rules", "coordinator"),
+    "what-if": Command("bombus_coordinator.what_if", "form batches of the same episodes by other rules", "coordinator"),
 }
 
 

@@ -1,4 +1,4 @@
-"""`bombus resume`: retries a suspended run, or suspended models, once the cause of the failure is removed."""
+"""`bombus resume`: retries a suspended run, or suspended models, once the cause of the failure has been removed."""
 
 import argparse
 import uuid
@@ -25,7 +25,7 @@ async def _resume(bus: Bus, engine: EngineState) -> str:
         return f"run {engine.run} of engine {engine.name} is not suspended: it is {engine.phase}"
     await bus.inbox.request(inbox.Resume(id=uuid.uuid4().hex, engine=engine.name))
     if not engine.suspended:
-        return f"the trainer of engine {engine.name} tries again to rebuild {waiting}"
+        return f"the trainer of engine {engine.name} will try again to rebuild {waiting}"
     return (
         f"run {engine.run} of engine {engine.name} resumes at step {engine.global_step}. "
         f"It was suspended: {one_line(engine.suspended)}"

@@ -1,4 +1,4 @@
-"""`bombus rollout`: any command plays episodes, each in a copy of a workspace, and another command rewards it."""
+"""`bombus rollout`: plays episodes with any command, each in a copy of a workspace; another command rewards them."""
 
 import argparse
 import asyncio
@@ -36,23 +36,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
         metavar="PATH",
-        help="a file with a JSON object per line: `prompt`, perhaps `task_id`, and fields of your own; or a folder "
+        help="a file with a JSON object per line: `prompt`, optionally `task_id`, and fields of your own; or a folder "
         "of tasks in Harbor's format, which have their own files, tests and limits",
     )
     parser.add_argument(
         "--agent",
         required=True,
         metavar="CMD",
-        help="the agent. {prompt}, {task_id}, {workspace} and other fields of the task are put in as single arguments; "
-        "no shell is run unless you write sh -c",
+        help="the agent. {prompt}, {task_id}, {workspace} and other fields of the task become single arguments; "
+        "no shell is used unless you write sh -c",
     )
     parser.add_argument(
         "--reward",
         default="",
         metavar="CMD",
         help="run after the agent: if the last line that it prints is a number, that is the reward, whatever the exit "
-        "code; else it is 1 for the exit code 0 and 0 for any other. Takes the same fields. Not for a folder of tasks, "
-        "whose own tests judge",
+        "code; otherwise 1 for exit code 0, and 0 for any other. It gets the same fields. Not for a folder of tasks, "
+        "whose own tests decide",
     )
     parser.add_argument(
         "-n",
@@ -100,9 +100,9 @@ async def _roll_out(plan: RolloutPlan, job: Job | None) -> int:
 
 
 async def _repeat(plan: RolloutPlan, client: AsyncSwarmClient) -> int:
-    """Return how many episodes each task gets. A mismatch with the job is reported, and accepted if the run still ends.
+    """Return how many episodes each task gets. Print a warning if that, or the number of tasks, does not fit the job.
 
-    Raises `Refused` for a number of steps that would never be reached.
+    Raises `Refused` if the given number of steps would never be reached.
     """
     given = plan.options.n
     if plan.options.eval:

@@ -24,7 +24,7 @@ from bombus.tasks.search.corpus import bundled_documents, read_documents
 from bombus.tasks.search.index import LocalIndex
 from bombus.terminal import complain, say
 
-FILES_MAX = 65_536  # a running sample opens four: its port, and connections to that and to the hive
+FILES_MAX = 65_536  # a running sample uses four: its port, and connections to it and to the hive
 EPILOG = """\
 example:
   bombus slime --prompt-data train.jsonl --input-key prompt --label-key answer --hf-checkpoint models/qwen \\
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _allow_files() -> None:
-    """Raise this process's limit of open files, often 1,024, up to the hard limit: otherwise it would wait silently."""
+    """Raise this process's limit of open files, often 1,024, to the hard limit: beyond it, samples wait silently."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, FILES_MAX)
     if soft != resource.RLIM_INFINITY and soft < most:

@@ -1,4 +1,4 @@
-"""`bombus start`: runs a coding agent in this terminal on a hive's model, and asks for the reward at the end."""
+"""`bombus start`: runs a coding agent in this terminal on a hive's model, and asks you for the reward at the end."""
 
 import argparse
 import tempfile
@@ -21,12 +21,12 @@ from bombus.terminal import complain, say
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "The harness runs in the workspace itself, with its own configuration, and is one episode. At its end you "
+        "The harness runs in the workspace itself, with its own configuration. It is one episode; at its end you "
         "are asked for the reward."
     )
     parser.add_argument("harness", choices=PRESETS, help="the harness to start")
     parser.add_argument(
-        "arguments", nargs=argparse.REMAINDER, metavar="ARG", help="everything after the harness is for the harness"
+        "arguments", nargs=argparse.REMAINDER, metavar="ARG", help="everything after the harness is passed to it"
     )
     parser.add_argument(
         "--workspace", type=Path, default=Path(), metavar="DIR", help="where it works (default: this folder)"
@@ -95,7 +95,7 @@ def _start(session: HarnessSession, client: SwarmClient, task: Task) -> int:
 
 
 def _reward() -> float | None:
-    """Ask for the reward. None aborts the episode."""
+    """Ask for the reward. Return None if the episode should be aborted."""
     while True:
         try:
             typed = input("reward (a number; leave empty to abort the episode): ").strip()
@@ -109,4 +109,4 @@ def _reward() -> float | None:
             reward = nan
         if is_reward(reward):
             return reward
-        say(f"{typed} is not a number of at most {REWARD_MAX:.0e} in size")
+        say(f"{typed} is not a number whose absolute value is at most {REWARD_MAX:.0e}")

@@ -19,7 +19,7 @@ from bombus.hive.status.data import status_dict
 from bombus.hive.status.text import render_status
 from bombus.terminal import complain, say, say_json
 
-ASK_S = 2.0  # how long a trainer has to say what it works on
+ASK_S = 2.0  # time that a trainer has to report what it is doing
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
         why = error or "the log could not be read in time"
         complain(f"bombus status: {why}", *hint_at_bus(arguments))
         return 1
-    now_ns = time.time_ns()  # a hive in which nothing happens has no newer event
+    now_ns = time.time_ns()  # the newest event of an idle hive may be old
     if arguments.json:
         shown = {"doing": doing, "environments": msgspec.to_builtins(environments)}
         say_json({**status_dict(hive, now_ns), "streams": msgspec.to_builtins(streams), **shown})
@@ -58,7 +58,7 @@ async def _look(url: str, name: str) -> tuple[Hive, dict[str, StreamState], dict
 
 
 async def _doing(bus: Bus, hive: Hive) -> dict[str, str]:
-    """Ask the trainers what they work on, which is not on the log. Trainers that are idle are left out."""
+    """Ask the trainers what they are doing, which is not on the log. Trainers that are idle are left out."""
     engines = [engine for engine in hive.engines.values() if engine.phase != Phase.OFFLINE and engine.trainer]
     answers = await asyncio.gather(*(_ask(bus, engine) for engine in engines))
     return {engine.name: answer for engine, answer in zip(engines, answers, strict=True) if answer}
@@ -74,7 +74,7 @@ async def _ask(bus: Bus, engine: EngineState) -> str:
 
 
 async def fold(bus: Bus) -> Hive:
-    """Return the present state of a hive. Raises `TimeoutError`."""
+    """Return the current state of a hive. Raises `TimeoutError`."""
     follower = Follower(bus)
     following = asyncio.create_task(follower.run())
     try:

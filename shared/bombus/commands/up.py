@@ -22,7 +22,7 @@ BETTER = "write the address into a cluster file that only you can read, as `nats
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_deployment_arguments(parser)
-    parser.add_argument("--dry-run", action="store_true", help="print the commands of all processes, and start none")
+    parser.add_argument("--dry-run", action="store_true", help="print all processes' commands without starting them")
     parser.add_argument(
         "--nats-port",
         type=int,
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--debug-root",
         type=Path,
         metavar="DIR",
-        help="let jobs write debug rollout data anywhere below (default: only below the folder of their run)",
+        help="a folder below which jobs may write debug rollout data (default: only the folder of their run)",
     )
     add_key_arguments(parser)
     add_log_argument(parser)

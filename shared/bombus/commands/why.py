@@ -1,4 +1,4 @@
-"""`bombus why`: what waits for what, since when, and who could end it, from a log alone."""
+"""`bombus why`: shows what is waiting for what, since when, and who could end it, from a log alone."""
 
 import argparse
 import time
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         default="",
         metavar="RUN|EPISODE|ENGINE",
-        help="main-2, main-2-17, main or a client's model (default: every engine that waits for something)",
+        help="a run (main-2), episode (main-2-17), engine (main) or client's model (default: every engine that waits)",
     )
     add_source_arguments(parser)
     parser.add_argument(
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class _Moment(msgspec.Struct):
-    """A hive at a time, after event `seq` of its log. `led_ns` is when a leader was last at work, 0 if unknown."""
+    """A hive after event `seq` of its log. `led_ns` is when a leader was last at work, 0 if unknown."""
 
     hive: Hive
     seq: int
@@ -81,13 +81,13 @@ async def _show(source: Source, arguments: argparse.Namespace) -> None:
 def _lines(links: list[ChainLink]) -> list[str]:
     first, *others = links
     last = links[-1]
-    end = f", or time at {clock(last.until_ns)}" if last.until_ns and last.who != TIME else ""
+    end = f"; otherwise it ends at {clock(last.until_ns)}" if last.until_ns and last.who != TIME else ""
     lines = [first.what, *(f"  {link.what}" for link in others)]
     return lines if last.who == NOBODY else [*lines, f"  who can end this: {last.who}{end}"]
 
 
 async def moment_of(source: Source, text: str) -> _Moment:
-    """Fold a log up to a position or a time or, without either, as far as it goes. Raises `NotOnLog`."""
+    """Fold a log up to a position or a time or, if `text` is empty, to its end. Raises `NotOnLog`."""
     end, led_ns = await source.end(), await source.led_ns()
     newest_ns = max(end.time_ns, led_ns, time.time_ns() if source.running else 0)
     at = _Moment(*await source.base(), LastEvents())
@@ -106,7 +106,7 @@ async def moment_of(source: Source, text: str) -> _Moment:
 
 
 async def _fold_until(source: Source, at: _Moment, text: str, newest_ns: int) -> None:
-    """Fold a log up to a time. Whether anybody led then is known from the events that follow."""
+    """Fold a log up to a time. The events that follow tell whether there was a leader then."""
     until_ns = next_ns = 0
     async with aclosing(source.events(at.seq)) as entries:
         async for entry in entries:
@@ -115,7 +115,7 @@ async def _fold_until(source: Source, at: _Moment, text: str, newest_ns: int) ->
                 until_ns = moment(text, start_ns, (await source.end()).time_ns)
                 if not start_ns <= until_ns <= newest_ns:
                     span = f"{date(start_ns)} {clock(start_ns)} to {date(newest_ns)} {clock(newest_ns)}"
-                    raise NotOnLog(f"{source.title} does not have this time: it is about {span}")
+                    raise NotOnLog(f"{source.title} does not cover this time: it spans {span}")
             if entry.time_ns <= until_ns:
                 at.fold(entry)
                 continue

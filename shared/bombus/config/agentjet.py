@@ -1,4 +1,4 @@
-"""Reads AgentJet's keys below `ajet:`, and verl's own next to them: the meaning of each here, and which are refused.
+"""Reads AgentJet's keys below `ajet:`, and verl's own next to them: what each one means here, and which are refused.
 
 A key that affects training is applied or refused; any other key is listed as having no effect.
 """
@@ -9,7 +9,7 @@ from typing import Any
 from bombus.config.groups import Tree, bad_config, shown
 from bombus.config.xorl import Only
 
-# AgentJet's keys below `ajet.`, and ours for the same setting.
+# AgentJet's keys below `ajet.`, with our name for the same setting.
 AJET_KEYS: dict[str, str] = {
     "project_name": "experiment.project_name",
     "experiment_name": "experiment.experiment_name",
@@ -47,7 +47,7 @@ AJET_KEYS: dict[str, str] = {
     "lora.target_modules": "trainer.target_modules",
 }
 _OPTIM = "actor_rollout_ref.actor.optim"
-# verl's own keys, which may be used next to `ajet:` or in its place.
+# verl's own keys, which may be used next to `ajet:` or instead of it.
 VERL_KEYS: dict[str, str] = {
     "actor_rollout_ref.model.path": "model.path",
     "actor_rollout_ref.model.tokenizer_path": "model.tokenizer",
@@ -98,7 +98,7 @@ _ADAMW = Only(("AdamW", "adamw"), "the optimizer is AdamW")
 _TORCH = Only(("torch.optim",), "the optimizer is torch's AdamW")
 _IN_STEPS = Only((0, 0.0), "give lr_warmup_steps, a number of steps")
 _ONE_CYCLE = Only((0.5,), "a cosine schedule decays only once")
-# Accepted only with values that change nothing here.
+# Keys that are accepted only with values that change nothing here.
 LIMITED: dict[str, Only] = {
     "ajet.rollout.gamma": Only((1, 1.0), "the rewards of an episode's calls are not discounted"),
     "ajet.rollout.top_p": Only((1, 1.0), "training episodes are sampled from the whole distribution"),
@@ -119,7 +119,7 @@ LIMITED: dict[str, Only] = {
             ("optimizer_impl", _TORCH),
             ("lr_warmup_steps_ratio", _IN_STEPS),
             ("num_cycles", _ONE_CYCLE),
-            ("zero_indexed_step", Only((True,), "the first step has the number 0")),
+            ("zero_indexed_step", Only((True,), "steps are numbered from 0")),
         )
     },
 }
@@ -144,11 +144,11 @@ HARMLESS = {
         "use_prefix_grouper",
     ),
     *("entropy_checkpointing", "checkpoint", "profiler", "shuffle", "data_loader_seed", "rollout_n"),
-    *("lam", "kl_ctrl", "kl_penalty"),  # for critics, and for a divergence in the reward, which are refused elsewhere
+    *("lam", "kl_ctrl", "kl_penalty"),  # for critics and for a KL term in the reward; both are refused by other keys
 }
 _INSTEAD = {
     "clip_ratio": "give clip_ratio_low and clip_ratio_high",
-    "ppo_mini_batch_size": "give ajet.trainer_common.mini_batch_num, the optimizer steps of a batch",
+    "ppo_mini_batch_size": "give ajet.trainer_common.mini_batch_num, the number of optimizer steps per batch",
 }
 IGNORED: dict[str, str] = {
     "ajet.trainer_common.n_gpus_per_node": "in the cluster file, `devices` of the trainer and of inference set which "
@@ -157,8 +157,8 @@ IGNORED: dict[str, str] = {
     "ajet.trainer_common.logger": "`bombus overwatch` shows the metrics, and `bombus status --json` has them",
     "ajet.rollout.gpu_memory_utilization": "`bombus inference --help` has the flags of a replica's memory",
 }
-# The keys that `Job` adds for readers that expect all of AgentJet's keys. `EXPECTED` has the values that are not listed
-# as without effect, `PASSED_ON` the values that it adds if its author gives none.
+# The keys that `Job` adds for readers that expect all of AgentJet's keys. `EXPECTED` has the values that are not
+# reported as having no effect, and `PASSED_ON` the values that `Job` adds if the author gives none.
 EXPECTED: dict[str, tuple[object, ...]] = {
     "ajet.enable_swarm_mode": (True,),
     "ajet.backbone": ("verl", "torch"),
@@ -179,14 +179,14 @@ _RESUME_MODES = {"disable": "never"}  # AgentJet's and verl's names -> ours
 
 
 def has_keys(tree: Mapping[str, object]) -> bool:
-    """Return whether a document is written in AgentJet's keys, or in verl's."""
+    """Return whether a document uses AgentJet's or verl's keys."""
     return "ajet" in tree or "actor_rollout_ref" in tree
 
 
 def read(tree: Mapping[str, object]) -> tuple[Tree, dict[str, str], list[str]]:
     """Read a document's keys. Return our groups, the document's key for each of our paths, and the keys without effect.
 
-    Raises `Refused(BAD_CONFIG)`, which names the key.
+    Raises `Refused(BAD_CONFIG)` with the name of the key.
     """
     given: Tree = {}
     names: dict[str, str] = {}
@@ -215,7 +215,7 @@ def read(tree: Mapping[str, object]) -> tuple[Tree, dict[str, str], list[str]]:
 
 
 def _check_harmless(path: str, value: object) -> None:
-    """Raise `Refused` for a key that affects training but has no equivalent here."""
+    """Raise `Refused` for a key or value that affects training but has no equivalent here."""
     if path in LIMITED:
         if value is not None and value not in LIMITED[path].values:
             raise bad_config(f"{path} = {shown(value)} is refused: {LIMITED[path].why}")
@@ -241,7 +241,7 @@ def _as_ours(field: str, value: object) -> object:
 
 
 def _leaves(tree: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """Yield keys as dotted paths. A subtree without any known key is yielded as one leaf."""
+    """Yield keys as dotted paths, with their values. A subtree without any known key is yielded as one leaf."""
     known = [*KEYS, *KL_SWITCHES, *LIMITED]
     inner = {".".join(key.split(".")[:depth]) for key in known for depth in range(1, key.count(".") + 1)}
     todo: list[tuple[str, Mapping[Any, object]]] = [("", tree)]

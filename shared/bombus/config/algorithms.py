@@ -16,7 +16,7 @@ class Estimator(StrEnum):
 
     @property
     def over_batch(self) -> bool:
-        """Whether advantages are normalized over all tokens of a batch, so that one group is not enough for them."""
+        """Whether advantages are normalized over all tokens of a batch, so that a single group is not enough."""
         match self:
             case Estimator.REINFORCE_PLUS_PLUS | Estimator.REINFORCE_PLUS_PLUS_BASELINE:
                 return True
@@ -34,9 +34,9 @@ class Loss(StrEnum):
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """How far below and above 1 the ratio is clipped by default; docs/algorithms.md has the sources.
+        """How far below and above 1 the ratio is clipped by default. docs/algorithms.md has the sources.
 
-        A ratio is above 0, so 1 below means that there is no lower bound.
+        Since a ratio is above 0, a distance of 1 below means that there is no lower bound.
         """
         match self:
             case Loss.CLIPPED | Loss.IMPORTANCE_SAMPLING:  # the latter is never clipped
@@ -67,7 +67,7 @@ class KlEstimator(StrEnum):
 
     @property
     def importance_weighted(self) -> bool:
-        """Whether tokens are weighted by current / old, so that the estimate is of the policy that is being trained."""
+        """Whether tokens are weighted by current / old, so that the estimate is of the policy in training."""
         match self:
             case KlEstimator.K3_UNBIASED:
                 return True
@@ -89,7 +89,7 @@ class Correction(StrEnum):
 
 
 class Overlong(StrEnum):
-    """How to treat an episode with a call that was cut off at a limit of the job."""
+    """How to treat an episode with a call that was cut off at one of the job's limits."""
 
     KEEP = "keep"
     MASK = "mask"
@@ -106,7 +106,7 @@ ALIASES: dict[type[StrEnum], dict[str, str]] = {
     },
     KlEstimator: {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "k3+": "k3_unbiased", "low_var_kl+": "k3_unbiased"},
 }
-CRITIC_ESTIMATORS = ("gae", "ppo")  # verl's name and slime's
+CRITIC_ESTIMATORS = ("gae", "ppo")  # verl's and slime's names
 
 Algorithm = TypeVar("Algorithm", bound=StrEnum)
 
@@ -114,7 +114,7 @@ Algorithm = TypeVar("Algorithm", bound=StrEnum)
 def named(kind: type[Algorithm], text: str) -> Algorithm | None:
     """Return the algorithm that `text` names, by our name or an alias, or None if there is none.
 
-    Spellings such as `dr-grpo` and `reinforce++` are accepted.
+    Variants in spelling such as `dr-grpo` and `reinforce++` are accepted.
     """
     plain = text.lower().replace("-", "_").replace("++", "_plus_plus")
     plain = ALIASES.get(kind, {}).get(plain, plain)

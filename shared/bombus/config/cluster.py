@@ -1,4 +1,4 @@
-"""A cluster file: the processes of a whole deployment, and the job of each engine. `bombus up --config` starts it."""
+"""A cluster file: the processes of a whole deployment, and the job of each engine, for `bombus up --config`."""
 
 import json
 import logging
@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 
 
 class EnginePart(Part):
-    """One engine: a model that is trained and served. `job` is the job itself or a file, whose path is relative to the
-    folder of the cluster file; with it the engine is configured and started.
+    """One engine: a model that is trained and served. `job` is the job itself, or the path of its file relative to the
+    folder of the cluster file. With a job, the engine is configured and started.
 
     An engine without `trainer` or `inference` is trained or served by processes on another machine.
     """
@@ -39,9 +39,8 @@ class EnginePart(Part):
 
 
 class Cluster(Part):
-    """`nats` is the URL of an external NATS server or cluster; empty: bombus starts its own. `data_dir` is relative to
-    the working directory.
-    """
+    """A whole deployment. `nats` is the URL of an external NATS server or cluster; if it is empty, bombus starts its
+    own. `data_dir` is relative to the working directory."""
 
     hive: str = Field(default="main", description="a name of lower-case letters, digits and dashes")
     nats: str = Field(default="", max_length=4096)
@@ -68,8 +67,8 @@ class Cluster(Part):
         return self
 
 
-Jobs = dict[str, RunConfig]  # by engine
-OLD_BACKEND = "engine"  # the former name of `inference[].backend`, which is still read
+Jobs = dict[str, RunConfig]  # by engine name
+OLD_BACKEND = "engine"  # the former name of `inference[].backend`, still accepted
 _ONE_MACHINE: Mapping[str, int] = MappingProxyType({})
 
 
@@ -88,8 +87,8 @@ def is_cluster(tree: Mapping[str, Any]) -> bool:
 def parse_cluster(tree: Mapping[str, Any], folder: Path) -> tuple[Cluster, Jobs]:
     """Return the deployment that a document describes, and its jobs. Paths of jobs are relative to `folder`.
 
-    The two are not reconciled yet, because flags may still change them: see `reconcile`. Raises `Refused(BAD_CONFIG)`
-    with one sentence.
+    Cluster and jobs are not reconciled yet, because flags may still change the cluster: see `reconcile`. Raises
+    `Refused(BAD_CONFIG)` with one sentence.
     """
     cluster = validated_cluster(tree)
     jobs: Jobs = {}
@@ -116,7 +115,7 @@ def validated_cluster(tree: Mapping[str, Any], flag_of: Callable[[str], str] = l
 
 
 def _with_backends(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the document with `engine`, the old name of `backend` in parts of `inference`, renamed to `backend`.
+    """Return the document with `engine`, the former name of `backend` in `inference`, renamed to `backend`.
 
     Logs a warning for each. Raises `Refused(BAD_CONFIG)` if both are given.
     """
@@ -144,11 +143,12 @@ def _with_backend(part: Any, place: str) -> Any:
 
 
 def reconcile(cluster: Cluster, jobs: Jobs, machines: Mapping[str, int] = _ONE_MACHINE) -> tuple[Cluster, Jobs]:
-    """Make trainers and their jobs agree on backend and processes: a setting that one leaves open is set by the other.
+    """Make trainers and their jobs agree on backend and processes: a setting that only one gives also applies to the
+    other.
 
-    `machines` maps engines to the number of machines that the trainer runs on, if it is not 1. The trainer's part then
-    describes each machine, and its job's `processes` counts those of all machines. Raises `Refused(BAD_CONFIG)` if a
-    trainer and its job disagree.
+    `machines` maps an engine to the number of machines that its trainer runs on, if that is not 1. The trainer's part
+    then describes each machine, and its job's `processes` counts the processes on all of them. Raises
+    `Refused(BAD_CONFIG)` if a trainer and its job disagree.
     """
     engines, settled = dict(cluster.engines), dict(jobs)
     for name, engine in cluster.engines.items():
@@ -195,7 +195,7 @@ def _reconciled_trainer(name: str, part: TrainerPart, job: RunConfig | None, mac
         raise bad_config(f"{place}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from error
 
 
-# ---- the sentence of a refusal -----------------------------------------------------------------------------------
+# ---- the sentence for an invalid value ---------------------------------------------------------------------------
 
 
 def _sentence(error: ValidationError, flag_of: Callable[[str], str]) -> str:
@@ -217,7 +217,7 @@ def _sentence(error: ValidationError, flag_of: Callable[[str], str]) -> str:
 
 
 def _at(location: tuple[int | str, ...]) -> tuple[str, FieldInfo | type[Part] | None]:
-    """Return the dotted name of a location and its field or, for an unknown key, the model that lacks it."""
+    """Return the dotted name of a location and its field or, for an unknown key, the model that does not have it."""
     names: list[str] = []
     model: type[Part] | None = Cluster
     found: FieldInfo | None = None
@@ -225,13 +225,13 @@ def _at(location: tuple[int | str, ...]) -> tuple[str, FieldInfo | type[Part] | 
         if isinstance(part, int):
             names[-1] += f"[{part}]"
         elif model is None:
-            break  # the rest names the member of a union that was tried
+            break  # the rest names the union member that was tried
         elif part in model.model_fields and not (found is not None and _is_mapping(found.annotation)):
             names.append(part)
             found = model.model_fields[part]
             model = part_of(found.annotation) if not _is_mapping(found.annotation) else model
         elif found is not None and _is_mapping(found.annotation):
-            names.append(str(part))  # the name of an engine
+            names.append(str(part))  # an engine's name
             model, found = part_of(found.annotation), None
         else:
             return ".".join([*names, str(part)]), model
@@ -243,7 +243,7 @@ def _is_mapping(kind: Any) -> bool:
 
 
 def part_of(kind: Any) -> type[Part] | None:
-    """Return the model X in `X`, `X | None`, `tuple[X, ...]` or `dict[str, X]`."""
+    """Return the model X in `X`, `X | None`, `tuple[X, ...]` or `dict[str, X]`, or None if there is none."""
     if isinstance(kind, type) and issubclass(kind, Part):
         return kind
     if get_origin(kind) in (tuple, dict, Union, UnionType):

@@ -1,6 +1,6 @@
-"""Reads and writes job documents: AgentJet's YAML (`ajet:`), verl's and xorl's keys, our own block (`bombus:`).
+"""Reads and writes job documents: AgentJet's YAML (`ajet:`), verl's and xorl's keys, and our own block (`bombus:`).
 
-A mistake in a document raises `Refused(BAD_CONFIG)`, which names the field, the value and the range.
+A mistake in a document raises `Refused(BAD_CONFIG)`, which names the field, the value and the allowed range.
 """
 
 import json
@@ -37,9 +37,9 @@ LENGTHS = ("max_prompt_length", "max_response_length", "max_response_length_in_o
 
 
 def parse_job(document: str | Mapping[str, Any]) -> RunConfig:
-    """Return the configuration in a document, which is text in YAML or JSON, or the parsed mapping.
+    """Return the configuration in a document, given as YAML or JSON text or as the parsed mapping.
 
-    Keys below `ajet` are AgentJet's, and verl's keys may be used next to them. A document without either may have
+    Keys below `ajet` are AgentJet's, and verl's keys may be used next to them. A document that has neither may have
     xorl's keys at the top level. The groups below `bombus` use our own names and take precedence; `trainer` accepts
     slime's names too. Any of the four lengths may be given; the others are derived. Raises `Refused(BAD_CONFIG)`.
     """
@@ -72,7 +72,7 @@ def _check_it_can_learn(job: RunConfig, names: Mapping[str, str]) -> None:
 
 
 def no_effect(key: str) -> str:
-    """Return a sentence that says that a key of a job has no effect, and why or what to use instead."""
+    """Return a sentence saying that a key of a job has no effect, and why or what to use instead."""
     why = agentjet.IGNORED.get(key) or xorl.IGNORED.get(key)
     return f"{key} of the job has no effect" + (f": {why}" if why else "")
 
@@ -83,14 +83,15 @@ def _flat_keys(tree: Mapping[str, Any]) -> Tree:
 
 
 def _check_model_is_named(flat: Mapping[str, object], own: object) -> None:
-    """Raise `Refused` for flat keys without a model: xorl has no default model."""
+    """Raise `Refused` if there are flat keys but no model: xorl has no default model."""
     named = isinstance(own, Mapping) and isinstance(own.get("model"), Mapping) and "path" in own["model"]
     if flat and "model.path" not in flat and not named:
-        raise bad_config("model_path is missing: it names the model that is trained")
+        raise bad_config("model_path is missing: it names the model to train")
 
 
 def own_groups(tree: Mapping[str, Any]) -> Tree:
-    """Return a document's own block, with xorl's flat keys and verl's as its fields. Raises `Refused(BAD_CONFIG)`."""
+    """Return the groups of a document's own block, filled in from xorl's flat keys and verl's. Raises
+    `Refused(BAD_CONFIG)`."""
     groups: Tree = agentjet.read({key: {} if key == "ajet" else value for key, value in tree.items()})[0]
     xorl.put(xorl.read(_flat_keys(tree))[0], groups)
     for group, fields in _own_block(tree.get("bombus")).items():
@@ -99,17 +100,17 @@ def own_groups(tree: Mapping[str, Any]) -> Tree:
 
 
 def read_document(text: str, name: str = "the job") -> Tree:
-    """Parse a YAML or JSON text into a mapping. JSON needs no library, other YAML the extra `bombus[yaml]`.
+    """Parse YAML or JSON text into a mapping. JSON needs no library; other YAML needs the extra `bombus[yaml]`.
 
     YAML with anchors, aliases or merge keys is refused (see `plain_yaml`).
 
-    Raises `Refused(BAD_CONFIG)`, or `Refused(TOO_LARGE)` above `JOB_BYTES_MAX`; both name the document as `name`.
+    Raises `Refused(BAD_CONFIG)`, or `Refused(TOO_LARGE)` above `JOB_BYTES_MAX`; both refer to the document as `name`.
     """
     if len(text) > JOB_BYTES_MAX:
-        raise Refused(Code.TOO_LARGE, f"{name}: {len(text)} characters are over the limit of {JOB_BYTES_MAX}")
+        raise Refused(Code.TOO_LARGE, f"{name}: {len(text)} characters exceed the limit of {JOB_BYTES_MAX}")
     try:
         tree = _plain(_json_or_yaml(text, name), name, "")
-        json.dumps(tree, ensure_ascii=False).encode()  # fails for lone surrogates
+        json.dumps(tree, ensure_ascii=False).encode()  # raises for lone surrogates
     except (ValueError, OverflowError, RecursionError) as error:  # an impossible date, or brackets nested too deep
         raise bad_config(f"{name}: it cannot be read as YAML: {error}") from error
     if not isinstance(tree, dict):
@@ -128,7 +129,7 @@ def _plain_tree(tree: Mapping[str, Any], name: str) -> Tree:
 
 
 def _plain(value: object, name: str, place: str) -> object:
-    """Return a value with strings as its keys. Raises `Refused(BAD_CONFIG)` for a type that JSON does not have."""
+    """Return a value with all keys as strings. Raises `Refused(BAD_CONFIG)` for a type that JSON does not have."""
     if isinstance(value, Mapping):
         inside = f"{place}." if place else ""
         return {
@@ -138,7 +139,7 @@ def _plain(value: object, name: str, place: str) -> object:
         return [_plain(each, name, f"{place}[{index}]") for index, each in enumerate(value)]
     if isinstance(value, date | time | bytes | bytearray | set | frozenset | complex):
         what = "a date or a time" if isinstance(value, date | time) else f"of type {type(value).__name__}"
-        raise bad_config(f"{name}: {place or 'it'} is {what}; give a text in quotes, a number, a list or a mapping")
+        raise bad_config(f"{name}: {place or 'it'} is {what}; use a string in quotes, a number, a list or a mapping")
     return value
 
 
@@ -157,7 +158,7 @@ def _json_or_yaml(text: str, name: str) -> object:
         try:
             return json.loads(text)
         except ValueError:
-            pass  # a flow mapping in YAML may start with a brace too
+            pass  # a YAML flow mapping may start with a brace too
     try:
         import yaml
 
@@ -171,7 +172,7 @@ def _json_or_yaml(text: str, name: str) -> object:
 
 
 def _syntax_error(text: str, name: str, error: Exception) -> str:
-    """Return where and why a text is not valid YAML, in one line; PyYAML's own message has up to eight."""
+    """Return where and why a text is not valid YAML, in one line; PyYAML's own message may take eight."""
     mark, why = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     if mark is None:  # a character that YAML does not allow
         before = text[: getattr(error, "position", 0)]
@@ -180,7 +181,7 @@ def _syntax_error(text: str, name: str, error: Exception) -> str:
     else:
         line, column = mark.line + 1, mark.column + 1
     why = str(why).replace("'<stream end>'", "the end")
-    if "<block " in why:  # PyYAML's word for lines that are indented alike
+    if "<block " in why:  # PyYAML's name for lines with the same indentation
         why = "this line does not fit the indentation of those above it"
     return f"{name}, line {line}, column {column}: {why}"
 
@@ -209,9 +210,9 @@ def _derive_lengths(rollout: Tree) -> None:
 
 
 def derive_lengths(given: Mapping[str, int], base: Mapping[str, int] | None = None) -> dict[str, int]:
-    """Return all four lengths: those `given` unchanged, the others from `base` (the defaults) as far as they fit.
+    """Return all four lengths: those `given` unchanged, the others from `base` (or the defaults) as far as they fit.
 
-    Lengths that cannot fit are returned as they are, and refused when the configuration is validated.
+    Lengths that do not fit together are returned as they are; validation of the configuration refuses them.
     """
     base = base or {name: RolloutConfig.model_fields[name].default for name in LENGTHS}
     turn = given.get("max_response_length_in_one_turn")
@@ -251,7 +252,7 @@ def to_yaml(tree: Mapping[str, Any], indent: int = 0) -> str:
 
 
 def _scalar(value: object) -> str:
-    if isinstance(value, float):  # YAML 1.1 reads an exponent as a number only after a decimal point
+    if isinstance(value, float):  # YAML 1.1 reads an exponent as a number only if there is a decimal point
         text = json.dumps(value)
         return text.replace("e", ".0e") if "e" in text and "." not in text else text
     if isinstance(value, list | tuple):
@@ -261,7 +262,7 @@ def _scalar(value: object) -> str:
 
 
 def read_job_file(path: str | Path) -> Tree:
-    """Read the document in a file. Raises `Refused(BAD_CONFIG)`, which names the file."""
+    """Read the document in a file. Raises `Refused(BAD_CONFIG)` with the name of the file."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Command-line arguments generated from the fields of a settings model, and refusals that name the flag as typed."""
+"""Command-line arguments generated from the fields of a settings model, and errors that name the flag as typed."""
 
 import argparse
 import shlex
@@ -18,7 +18,7 @@ Settings = TypeVar("Settings", bound=BaseModel)
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one sentence, without the list of all arguments."""
+    """A parser that reports an error in one sentence, without the list of all arguments."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}; see `{self.prog} --help`\n")
@@ -29,13 +29,13 @@ class Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """Describes the command-line flag of a field as far as it does not follow from the field itself.
+    """Describes a field's command-line flag, where it differs from what the field itself says.
 
     Put it into the field's annotation: `port: Annotated[int, Flag(metavar="N")] = Field(default=0, description=...)`.
 
-    - `name` is the flag, such as `--nats`; by default the field's name with dashes. `also` is another name of it.
+    - `name` is the flag, such as `--nats`; by default the field's name with dashes. `also` is another name for it.
     - `help` replaces the field's description.
-    - `default` describes the default if its value does not explain itself: "a new name".
+    - `default` describes the default if its value is not self-explanatory: "a new name".
     - `choices` are the values that can be typed, if the field accepts others too.
     - `read` converts the typed text (each item if the field is a tuple); it raises `argparse.ArgumentTypeError`.
     - `declared_elsewhere`: another function, such as `add_hive_arguments`, adds the argument to the parser.
@@ -57,7 +57,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class NoFlag:
-    """Marks a field that the command line does not set; its value is passed to `settings_from`."""
+    """Marks a field that the command line does not set. Its value is passed to `settings_from`."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ class FlagArgument:
 def add_settings_arguments(parser: argparse.ArgumentParser, model: type[BaseModel]) -> None:
     """Add an argument for each field of a settings model, with the field's flag, type, choices, help and default.
 
-    The fields of nested models get arguments too. If the field of a nested model has a title, its arguments are listed
-    in the help under that title and the field's description.
+    The fields of nested models get arguments too. If a field that holds a nested model has a title, its arguments are
+    listed in the help under that title, with the field's description.
     """
     groups: dict[str, argparse._ActionsContainer] = {}
     for argument in _arguments(model):
@@ -132,7 +132,7 @@ def settings_from(
 ) -> Settings:
     """Create settings from parsed arguments. Raises `Refused(BAD_CONFIG)` with a sentence for each problem.
 
-    `given` holds values by dotted path, for fields without a flag or to override typed values. For `flags` see
+    `given` has values by dotted path, for fields without a flag or to override typed values. For `flags` see
     `made_of_flags`.
     """
     tree: dict[str, Any] = {}
@@ -192,9 +192,9 @@ def name_of(what: str) -> Callable[[str], str]:
 
 
 def check_range(flag: str, value: float, least: float, most: float) -> None:
-    """Raise `Refused(BAD_CONFIG)` for a value outside `least` to `most`."""
+    """Raise `Refused(BAD_CONFIG)` for a value that is not between `least` and `most`."""
     if not least <= value <= most:
-        raise Refused(Code.BAD_CONFIG, f"{flag} {value} is refused: it takes {least} to {most}")
+        raise Refused(Code.BAD_CONFIG, f"{flag} {value} is refused: it must be from {least} to {most}")
 
 
 def flags_of(model: type[BaseModel]) -> dict[str, str]:
@@ -203,7 +203,7 @@ def flags_of(model: type[BaseModel]) -> dict[str, str]:
 
 
 def typed_flags(settings: BaseModel, *names: str) -> list[str]:
-    """Return the command-line words that set these fields (by default all) if they differ from their defaults."""
+    """Return the command-line words that set these fields (all by default) where they differ from their defaults."""
     found = {argument.path: argument for argument in _arguments(type(settings))}
     words = []
     for name in names or found:
@@ -220,8 +220,8 @@ def typed_flags(settings: BaseModel, *names: str) -> list[str]:
 def made_of_flags(model: type[Settings], given: Mapping[str, object], flags: Mapping[str, str] = {}) -> Settings:
     """Create settings from typed values. Raises `Refused(BAD_CONFIG)` with a sentence for each problem.
 
-    Sentences refer to a field by its flag. `flags` overrides that by the dotted path of a field; its empty path maps to
-    the flag to name if several fields do not fit together.
+    The sentences refer to a field by its flag. `flags` replaces the flag of a field, by dotted path; the empty path
+    gives the flag to name if several fields do not fit together.
     """
     try:
         return model.model_validate(given)

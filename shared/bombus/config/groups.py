@@ -1,4 +1,4 @@
-"""The base class of a configuration's groups of settings, and the wording of refusals."""
+"""The base class for the groups of settings in a configuration, and the wording of errors."""
 
 import difflib
 import json
@@ -35,7 +35,7 @@ class ConfigGroup(BaseModel):
 
 
 def allowed(field: FieldInfo) -> str:
-    """Return a clause about the values that a field accepts, such as `it takes a number, at least 0, at most 1`."""
+    """Return a clause on the values that a field accepts, such as `it must be a number, at least 0, at most 1`."""
     signs = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
     bounds = [
         f"{word} {getattr(bound, sign)}"
@@ -44,16 +44,16 @@ def allowed(field: FieldInfo) -> str:
         if getattr(bound, sign, None) is not None
     ]
     if field.description and not bounds:
-        return f"it takes {field.description}"
+        return f"it must be {field.description}"
     kind = without_none(field.annotation)
     if isinstance(kind, type) and issubclass(kind, StrEnum):
-        return "it takes one of " + ", ".join(kind)
+        return "it must be one of " + ", ".join(kind)
     choices = getattr(kind, "__args__", ())
     if choices and all(isinstance(choice, str) for choice in choices):
-        return "it takes one of " + ", ".join(choices)
+        return "it must be one of " + ", ".join(choices)
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
     word = words.get(cast(type, kind), "two numbers from 0 to below 1")
-    return ", ".join([f"it takes {word}", *bounds])
+    return ", ".join([f"it must be {word}", *bounds])
 
 
 def without_none(kind: Any) -> Any:
@@ -67,14 +67,14 @@ def bad_config(why: str) -> Refused:
 
 
 def shown(value: object) -> str:
-    """Return a value as error messages quote it, in at most 80 characters."""
+    """Return a value as quoted in error messages, in at most 80 characters."""
     if isinstance(value, Mapping):
         return "a mapping"
     text = json.dumps(value, default=str) if not isinstance(value, list) else f"a list of {len(value)}"
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-# Our name of a setting, and its names in other projects (peft, transformers, TRL, verl, OpenAI).
+# Our name of a setting, and the names that other projects use for it (peft, transformers, TRL, verl, OpenAI).
 MEANT: dict[str, tuple[str, ...]] = {
     "lr": ("learning_rate", "learningrate", "step_size", "actor_lr"),
     "lora_rank": ("lora_r", "r", "rank", "lora_dim"),
@@ -108,7 +108,7 @@ MEANT: dict[str, tuple[str, ...]] = {
 
 
 def nearest(name: str, paths: Iterable[str]) -> str | None:
-    """Return the setting among `paths` that an unknown name most likely means: by `MEANT`, else by its spelling.
+    """Return the setting among `paths` that an unknown name most likely means, by `MEANT` or else by spelling.
 
     If several settings match by `MEANT`, return the one with the most similar spelling.
     """

@@ -1,4 +1,4 @@
-"""The configuration of a run: what one engine trains, and how. It is validated when it is created."""
+"""The configuration of a run: what an engine trains, and how. It is validated when it is created."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,10 +19,10 @@ from bombus.hive.records import TEMPERATURE_MIN, digest
 
 SHORT_METHOD_PREFIX = "rollout_until_"
 METHODS = frozenset(method.value for method in Method)
-IGNORED_MAX = 200  # the most keys without effect that a job lists
+IGNORED_MAX = 200  # the most keys without effect that a job records
 LIST_MAX = 64
-PARSED_MAX = 64  # the most jobs of the log that a process keeps parsed
-NO_CHAT_TEMPLATE = "none"  # the value of model.chat_template for no template
+PARSED_MAX = 64  # the most jobs from the log that a process keeps in parsed form
+NO_CHAT_TEMPLATE = "none"  # the value of model.chat_template that stands for no template
 MAPPINGS = ("model.chat_template_kwargs",)  # the fields that accept a mapping of scalars
 
 
@@ -39,19 +39,19 @@ CollectionMethod = Annotated[Method, BeforeValidator(_method)]
 
 
 class ModelConfig(ConfigGroup):
-    """`path` is `tiny`, `smollm2`, a folder or a name on the hub. So is `tokenizer`, which is needed only if the
-    model's folder has none.
+    """The model of a run. `path` is `tiny`, `smollm2`, a folder, or a name on the hub. `tokenizer` has the same form,
+    and is needed only if the model's folder has none.
 
-    The folder of a LoRA run (an export, another adapter of peft, a version that a trainer has published, or the run's
-    folder of versions) stands for its base with the adapter merged into it, in the base's precision unless `dtype` is
+    The folder of a LoRA run (an export, another peft adapter, a version that a trainer has published, or the run's
+    folder of versions) means its base with the adapter merged into it, in the base's precision unless `dtype` is
     `float32`.
 
-    `seed` is the seed of fresh weights and of sampling. `chat_template` replaces the model's own template: it is the
+    `seed` is the seed of fresh weights and of sampling. `chat_template` replaces the model's own template. It is the
     text of a template, or a file on the trainer's machine; `none` is for jobs that use only plain completions.
 
-    `chat_template_kwargs` are variables of the template, such as `enable_thinking`.
-    Requests may add or override variables if `rollout.allow_chat_template_kwargs` is set.
-    `tools` is for models whose template does not render tools: `hermes` describes them in the text of messages.
+    `chat_template_kwargs` are variables of the template, such as `enable_thinking`. Requests may add or override
+    variables if `rollout.allow_chat_template_kwargs` is set. `tools` is for models whose template does not render
+    tools: `hermes` describes them in the text of messages.
     """
 
     path: str = Field(default="Qwen/Qwen2.5-7B-Instruct", min_length=1, max_length=1024)
@@ -74,28 +74,29 @@ class ModelConfig(ConfigGroup):
 
 
 class RolloutConfig(ConfigGroup):
-    """Lengths are in tokens. `temperature` is the default for calls that do not give one.
+    """How episodes are sampled. Lengths are in tokens. `temperature` is the default for calls that do not give one.
 
     `max_response_length` limits all answers of one conversation together, `max_response_length_in_one_turn` each
     answer. `max_prompt_length` limits the prompt before the first answer, `max_model_len` prompt and answers together.
 
-    `history` applies if the model's chat template drops a part of what was sampled, such as the reasoning of earlier
+    `history` matters if the model's chat template drops part of what was sampled, such as the reasoning of earlier
     turns: with `template` the next call begins a new training sequence, with `keep` all of it stays in one sequence.
 
-    `sampling` applies to parameters that would bias the gradient of a training episode (temperature 0, top_p, top_k,
-    min_p, penalties, logit_bias): they are overridden by the job's values, refused, or obeyed nevertheless.
-    `unsupported` applies to request fields that are not supported here, such as a tool of the server or an image: they
-    are left out, or refused. `relax_parameters` leaves them out too, but refuses a part of a training episode's
-    conversation, such as an image, which the model would not see. The response header `x-bombus-overridden` names
-    what was overridden or left out.
+    `sampling` says what happens to parameters that would bias the gradient of a training episode (temperature 0, top_p,
+    top_k, min_p, penalties, logit_bias): they are overridden by the job's values, refused, or obeyed anyway.
+    `unsupported` says what happens to request fields that are not supported here, such as a tool of the server or an
+    image: they are left out, or refused. `relax_parameters` leaves them out too, but refuses a part of a training
+    episode's conversation, such as an image, which the model would not see. The response header `x-bombus-overridden`
+    names what was overridden or left out.
 
-    A forced tool call and a response format (JSON, or JSON of a schema) are obeyed in evaluation episodes if a replica
-    of the engine supports structured output, as vLLM's do. Otherwise they are unsupported. So they are in training
-    episodes, unless `sampling` is `obey`: then the constraints are enforced, and the answers are not trained on.
+    A forced tool call and a response format (JSON, or JSON of a schema) are obeyed in evaluation episodes if one of the
+    engine's replicas supports structured output, as vLLM's do. Otherwise they are unsupported. In training episodes
+    they are unsupported as well, unless `sampling` is `obey`: then the constraints are enforced, and the answers are
+    not trained on.
 
-    `auxiliary_calls` applies to calls that a harness makes for itself with the key of an episode, such as a title for
-    the session or a summary when its context is full: with `mask` they are recorded but not trained on, with `train`
-    they are treated as all other calls.
+    `auxiliary_calls` says what happens to calls that a harness makes for itself with the key of an episode, such as a
+    title for the session or a summary when its context is full: with `mask` they are recorded but not trained on, with
+    `train` they are treated like all other calls.
 
     `allow_chat_template_kwargs` lets requests pass variables to the chat template: see docs/templates.md.
     """
@@ -111,7 +112,7 @@ class RolloutConfig(ConfigGroup):
     sampling: Literal["override", "refuse", "obey"] = "override"
     unsupported: Literal["relax_parameters", "relax", "refuse"] = "relax_parameters"
     auxiliary_calls: Literal["mask", "train"] = "mask"
-    allow_chat_template_kwargs: bool = False  # in requests
+    allow_chat_template_kwargs: bool = False  # whether requests may set it
 
     @property
     def trains_auxiliary_calls(self) -> bool:
@@ -140,17 +141,16 @@ class RolloutConfig(ConfigGroup):
 
 
 class CollectionConfig(ConfigGroup):
-    """`batch_size` is in tasks, `*_s` in seconds, and staleness in policy versions.
+    """How episodes become batches. `batch_size` is in tasks, `*_s` in seconds, and staleness in policy versions.
 
-    With `max_staleness` above 0 episodes continue while a step is computed (docs/asynchronous.md).
-    With the methods in which clients agree, syncing weights takes at least `agreed_sync_s`: a client of the swarm
-    contract that has agreed polls for that phase every 5 s, and would wait forever if it missed it.
-    `client_silence_s` is for clients that send heartbeats, as those of bombus do: if these stop for so long, for
-    example because the process was killed, their episodes are aborted. A program stopped in a debugger is silent too.
-    Calls of the newest `replay_steps` steps are kept for replay, fewer if the stream of calls is over half full.
-    With `rollout_groups` the job trains on groups that environments of Atropos have scored. With `episode_groups` its
-    episodes become rollout groups too: for its own trainer if `rollout_groups` is also set, otherwise for an outside
-    trainer (docs/atropos.md).
+    With `max_staleness` above 0, episodes continue while a step is computed (docs/asynchronous.md). With the methods in
+    which clients agree to end a batch, syncing weights takes at least `agreed_sync_s`: a swarm client that has agreed
+    polls for that phase every 5 s, and would wait forever if it missed it. `client_silence_s` is for clients that send
+    heartbeats, as bombus's own do: if the heartbeats stop for that long, for example because the process was killed,
+    the client's episodes are aborted. A program stopped in a debugger is silent too. Calls of the newest `replay_steps`
+    steps are kept for replay, or fewer if the stream of calls is more than half full. With `rollout_groups` the job
+    trains on groups that Atropos environments have scored. With `episode_groups` its episodes become rollout groups
+    too: for its own trainer if `rollout_groups` is also set, otherwise for an outside trainer (docs/atropos.md).
     """
 
     method: CollectionMethod = Method.ENOUGH_TASKS
@@ -171,9 +171,8 @@ class CollectionConfig(ConfigGroup):
 
 
 class ExperimentConfig(ConfigGroup):
-    """`dir` is kept with the job but has no effect: `--data-dir` of `bombus up`, or `--folder` of a trainer, sets the
-    folder of checkpoints.
-    """
+    """The names of a run. `dir` is kept with the job but has no effect: `--data-dir` of `bombus up`, or `--folder` of a
+    trainer, sets the folder of checkpoints."""
 
     project_name: str = Field(default="ajet_default_project", min_length=1, max_length=256)
     experiment_name: str = Field(default=UNNAMED, min_length=1, max_length=256)
@@ -181,7 +180,7 @@ class ExperimentConfig(ConfigGroup):
 
 
 class RunConfig(ConfigGroup):
-    """The whole configuration of a run. `ignored` lists the given keys that have no effect."""
+    """The whole configuration of a run. `ignored` lists the keys that were given but have no effect."""
 
     model: ModelConfig = ModelConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -191,7 +190,7 @@ class RunConfig(ConfigGroup):
     ignored: tuple[str, ...] = Field(default=(), exclude=True)
 
     def ignoring(self, keys: Sequence[str]) -> "RunConfig":
-        """Return a copy that lists these keys too, up to `IGNORED_MAX` in all."""
+        """Return a copy that also lists these keys, up to `IGNORED_MAX` in all."""
         return self.model_copy(update={"ignored": (*self.ignored, *keys)[:IGNORED_MAX]})
 
     @model_validator(mode="after")
@@ -222,7 +221,7 @@ class RunConfig(ConfigGroup):
         return self
 
     def to_collection(self) -> Collection:
-        """Return the settings of this job that the coordinator needs."""
+        """Return the settings in this job that the coordinator needs."""
         rules = self.collection
         return Collection(
             method=rules.method,
@@ -247,7 +246,7 @@ class RunConfig(ConfigGroup):
         )
 
     def to_command(self, command: str, engine: str) -> Configure:
-        """Return the command, of this id, that gives an engine this job."""
+        """Return the command, with this id, that gives an engine this job."""
         return Configure(
             id=command,
             engine=engine,
@@ -267,10 +266,10 @@ class RunConfig(ConfigGroup):
 
     @staticmethod
     def from_json(text: str) -> "RunConfig":
-        """Parse the result of `to_json`, including that of an earlier version. Raises `Refused(BAD_CONFIG)`.
+        """Parse the result of `to_json`, even from an earlier version. Raises `Refused(BAD_CONFIG)`.
 
-        A process parses each text once: the job can be read from its event whenever it is needed. The fold holds only
-        the text, and what it needs itself as `Collection`: it must not depend on what a release reads from a job.
+        A process parses each text only once, so the job may be read from its event whenever it is needed. The fold
+        keeps only the text, and what it needs itself as `Collection`: it must not depend on how a release parses a job.
         """
         return _parsed(text)
 
@@ -307,12 +306,12 @@ def _validated_json(text: str, names: Mapping[str, str]) -> RunConfig:
         raise bad_config(_sentence(error, names)) from error
 
 
-# Fields of jobs on older logs, and their current names.
+# Fields of jobs on older logs, with their current names.
 _RENAMED = {("collection", "scored_groups"): "rollout_groups", ("rollout", "side_calls"): "auxiliary_calls"}
 
 
 def in_todays_fields(text: str) -> str:
-    """Return a job from the log with its fields under their current names."""
+    """Return a job from the log with its fields renamed to their current names."""
     if not any(f'"{name}"' in text for name in ("allow_biased_sampling", *(name for _, name in _RENAMED))):
         return text
     job = json.loads(text)
@@ -326,7 +325,7 @@ def in_todays_fields(text: str) -> str:
 
 
 def _check_plain(name: str, value: object) -> None:
-    """Raise `Refused` for anything but scalars and short lists of scalars: nested aliases can expand without bound."""
+    """Raise `Refused` for anything but scalars and short lists of scalars: nested aliases can expand without limit."""
     items = value if isinstance(value, list) else [value]
     plain = all(item is None or isinstance(item, bool | int | float | str) for item in items)
     if not plain or len(items) > LIST_MAX:
@@ -334,7 +333,7 @@ def _check_plain(name: str, value: object) -> None:
 
 
 def _sentence(error: ValidationError, names: Mapping[str, str]) -> str:
-    # A default that depends on a wrong field is not a second mistake.
+    # If a field is wrong, the defaults that depend on it are not further mistakes.
     found = [each for each in error.errors(include_url=False) if each["type"] != "default_factory_not_called"]
     sentences = []
     for problem in found[:3]:

@@ -1,4 +1,4 @@
-"""Flags that override the keys of a cluster file. A flag has the type, the choices and the default of its key."""
+"""Flags that override the keys of a cluster file. A flag has the type, choices and default of its key."""
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +11,7 @@ from bombus.config.groups import Tree
 from bombus.config.parts import CoordinatorPart, GatewayPart, InferencePart, TrainerPart
 from bombus.config.streams import StreamLimits
 
-Overrides = Mapping[str, Flag]  # by key, such as `gateway.port`; parts that the flag leaves empty are those of the key
+Overrides = Mapping[str, Flag]  # by key, such as `gateway.port`; a flag's empty parts come from the key
 PARTS: dict[str, type[BaseModel]] = {
     "": Cluster,
     "gateway": GatewayPart,
@@ -41,7 +41,7 @@ def typed_overrides(arguments: argparse.Namespace, flags: Overrides) -> dict[str
 
 
 def flag_of(arguments: argparse.Namespace, flags: Overrides) -> Callable[[str], str]:
-    """Return a function that maps a place in the document to the flag that set its value, or "" if the file did."""
+    """Return a function that maps a place in the document to the flag that set its value, or to "" if no flag did."""
     typed = typed_overrides(arguments, flags)
     names = {argument.path: argument.name for argument in _arguments(flags)}
 

@@ -11,13 +11,13 @@ from bombus.hive.subjects import check_name
 PROCESSES_MAX = 64
 GPU_MAX = 1023
 BASES_MAX = 64
-MODELS_MAX_MAX = 4096  # of training clients, on one engine
+MODELS_MAX_MAX = 4096  # upper bound of `models_max`
 Count = Annotated[int, Field(ge=0, le=PROCESSES_MAX)]
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")]
 Threads = Annotated[int, Field(ge=0, le=1024)]
 Eager = Annotated[bool, Flag(name="--vllm-eager")]
 MaxLoras = Annotated[int, Flag(name="--vllm-max-loras", metavar="N"), Field(ge=1, le=1024)]
-MaxLoraRank = Annotated[int, Flag(name="--vllm-max-lora-rank", metavar="RANK"), Field(ge=1, le=512)]  # vLLM's own
+MaxLoraRank = Annotated[int, Flag(name="--vllm-max-lora-rank", metavar="RANK"), Field(ge=1, le=512)]  # vLLM's limit
 MaxRunning = Annotated[int, Flag(metavar="N"), Field(ge=1, le=4096)]
 HiveName = Annotated[str, AfterValidator(partial(check_name, what="hive"))]
 EngineName = Annotated[str, AfterValidator(partial(check_name, what="engine"))]
@@ -35,7 +35,7 @@ class Part(BaseModel):
 
 
 class GatewayOptions(BaseModel):
-    """Where clients reach a gateway, and the names that they may use, for cluster files and `bombus gateway`."""
+    """Where clients reach a gateway, and the names that they may use. For cluster files and `bombus gateway`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -46,7 +46,7 @@ class GatewayOptions(BaseModel):
         Flag(
             name="--host-name",
             metavar="NAME",
-            help="may be given several times: a name by which clients reach it; without a client key, requests for "
+            help="a name by which clients reach the gateway (repeatable); without a client key, requests for "
             "names other than localhost, its address, and that of --public-url are refused",
         ),
     ] = Field(default=(), description="names of hosts, such as [hive.lan]")
@@ -55,8 +55,8 @@ class GatewayOptions(BaseModel):
         Flag(
             name="--inference-host",
             metavar="HOST[:PORT]",
-            help="may be given several times: hosts on which training clients may have inference servers that get "
-            "their weights",
+            help="hosts on which training clients may have their own inference servers, which get "
+            "their weights (repeatable)",
             default="none",
         ),
     ] = Field(default=(), description="hosts, with a port or without, such as [gpu-1, 10.0.0.7:30000]")
@@ -73,7 +73,7 @@ class GatewayOptions(BaseModel):
         int,
         Flag(
             metavar="N",
-            help="models of training clients on one engine at once; once this limit is reached, each key still gets "
+            help="models of training clients on one engine at a time; once this limit is reached, each key still gets "
             "its share, and memory may allow fewer",
         ),
     ] = Field(default=64, ge=1, le=MODELS_MAX_MAX)
@@ -89,13 +89,13 @@ class GatewayOptions(BaseModel):
 
 
 class GatewayPart(GatewayOptions, Part):
-    """Where clients connect. `count` processes share the port; 0: it runs on another machine. `port` 0 is any free
-    port, which `bombus up` prints.
+    """Where clients connect. `count` processes share the port; 0: the gateway runs on another machine. `port` 0 means
+    any free port, which `bombus up` prints.
 
-    A gateway without a client key answers requests for localhost, for its own address, and for `host_names`.
-    Training clients may have their own inference servers, which get their weights, on `inference_hosts`.
-    `bases` maps names by which [training clients](training.md) ask for bases to models as in `model.path` of a job, and
-    `models_max` is how many models of training clients an engine has at once.
+    A gateway without a client key answers requests for localhost, for its own address, and for `host_names`. Training
+    clients may have their own inference servers, which get their weights, on `inference_hosts`. `bases` maps the names
+    by which [training clients](training.md) ask for bases to models, given as in `model.path` of a job. `models_max` is
+    how many models of training clients an engine may have at the same time.
     """
 
     host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
@@ -103,7 +103,7 @@ class GatewayPart(GatewayOptions, Part):
 
 
 class LogOptions(Part):
-    """How a growing log is compacted, for cluster files and the flags of `bombus coordinator`."""
+    """How a growing log is compacted. For cluster files and the flags of `bombus coordinator`."""
 
     compact: Annotated[bool, Flag(help="whether the oldest events are removed once the log is over 60 % full")] = True
     archive: Annotated[
@@ -118,7 +118,7 @@ class LogOptions(Part):
 
 
 class CoordinatorPart(LogOptions):
-    """One of `count` processes leads and the others stand by; 0: it runs on another machine.
+    """The coordinator. One of `count` processes leads and the others stand by; 0: it runs on another machine.
 
     With `compact` the leader removes the oldest events once the log is over 60 % full, until it is about 40 % full. If
     a folder `archive` is given, they are written there first; it is relative to the working directory.
@@ -142,11 +142,11 @@ class PlacedPart(Part):
 
 
 class TrainerMachineOptions(BaseModel):
-    """Settings of the operator of a trainer's machine, for cluster files and the flags of `bombus trainer`."""
+    """Settings chosen by the operator of a trainer's machine. For cluster files and the flags of `bombus trainer`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    threads: Annotated[Threads, Flag(help="threads of torch on the CPU; 0: one for each core")] = 0
+    threads: Annotated[Threads, Flag(help="torch's threads on the CPU; 0: one for each core")] = 0
     bin_tokens: Annotated[
         int,
         Flag(
@@ -191,17 +191,18 @@ class TrainerMachineOptions(BaseModel):
 
 
 class TrainerPart(TrainerMachineOptions, PlacedPart):
-    """The processes that train an engine. `threads` is torch's number of CPU threads in each; 0: one for each core.
+    """The processes that train an engine. `threads` is the number of CPU threads that torch uses in each; 0: one for
+    each core.
 
-    Each process gets one of `devices`, and `device` is then cuda; if neither is given it is cpu. `share_devices` lets
-    other parts use the same GPUs. A micro-batch has at most `bin_tokens` tokens; 0: the job's limit on a GPU, at most
-    4096 on a CPU. With `allow_download` models may be downloaded from a hub. A trainer whose work makes no progress for
-    `stall_s` is replaced; once its pace is known, the limit follows from that.
+    Each process gets one of `devices`, and `device` is then cuda. If neither is given, `device` is cpu. `share_devices`
+    lets other parts use the same GPUs. A micro-batch has at most `bin_tokens` tokens; 0: the job's limit on a GPU, at
+    most 4096 on a CPU. With `allow_download`, models may be downloaded from a hub. A trainer whose work makes no
+    progress for `stall_s` is replaced; once its pace is known, the limit follows from that.
 
-    Weights reach replicas through a shared folder, or through the hive's object store: a full copy every
-    `weights_full_every` versions (0: 1 with a folder, 16 with the object store), and only the changes in between. A
-    LoRA job publishes the model once and then only adapters, or in each step the model with the adapter `merged` into
-    it.
+    Weights reach replicas through a shared folder, or through the hive's object store. A full copy is made every
+    `weights_full_every` versions (0: 1 with a folder, 16 with the object store); in between, only changes are sent. A
+    LoRA job publishes the model once and then only adapters or, with `merged`, the model with the adapter merged into
+    it at each step.
     """
 
     backend: Literal["torch", "verl"] = "torch"
@@ -224,19 +225,20 @@ _NOT_FOR_OPENAI = ("device", "devices", "share_devices", "threads", "dtype", "kv
 
 
 class InferencePart(PlacedPart):
-    """Replicas of one kind, which serve the engine in whose section they are; `backend` is the software that runs them.
+    """Replicas of one kind, which serve the engine in whose section they are listed. `backend` is the software that
+    runs them.
 
     `url`, `model` and `api_key_env` belong to backend openai; `tensor_parallel`, `eager` (no compilation), `python` (an
     interpreter with your own vLLM), `gpu_memory_utilization`, `max_loras` and `max_lora_rank` belong to backend vllm.
 
-    Each replica gets `tensor_parallel` of `devices`, in order, and `device` is then cuda; if neither is given it is
-    cpu. `share_devices` lets other parts use the same GPUs. `max_model_len` is in tokens; it and `dtype` default to the
-    job's. `max_running` is the number of sequences at once. `kv_cache_mb` is memory for keys and values; 0: the
-    backend's own default, which for vLLM on GPUs is the fraction `gpu_memory_utilization` of their memory (0: vLLM's
-    own default). `api_key_env` names the environment variable that holds the server's key.
+    Each replica gets `tensor_parallel` of `devices`, in order, and `device` is then cuda. If neither is given, `device`
+    is cpu. `share_devices` lets other parts use the same GPUs. `max_model_len` is in tokens; it and `dtype` default to
+    the job's values. `max_running` is the most sequences that run at the same time. `kv_cache_mb` is memory for keys
+    and values; 0: the backend's own default, which for vLLM on GPUs is the fraction `gpu_memory_utilization` of their
+    memory (0: vLLM's own default). `api_key_env` names the environment variable that holds the server's key.
 
-    `adapters_mb` is memory for LoRA adapters in addition to the engine's own policy, from which training clients
-    sample; 0: none. vLLM has up to `max_loras` of them in one batch, of ranks up to `max_lora_rank`.
+    `adapters_mb` is memory for LoRA adapters that training clients sample from, in addition to the engine's own policy;
+    0: none. vLLM has up to `max_loras` of them in one batch, of ranks up to `max_lora_rank`.
     """
 
     backend: Literal["torch", "vllm", "openai"] = "torch"
@@ -256,10 +258,10 @@ class InferencePart(PlacedPart):
     eager: Eager = False
     python: str = Field(default="", max_length=4096)
     url: str = Field(
-        default="", pattern=r"^(https?://[^\s/@]+(/\S*)?)?$", description="http://HOST:PORT of a server that runs"
+        default="", pattern=r"^(https?://[^\s/@]+(/\S*)?)?$", description="http://HOST:PORT of a running server"
     )
     model: str = Field(default="", max_length=1024)
-    api_key_env: str = Field(default="", pattern=r"^([A-Za-z_]\w*)?$", description="the name of a variable")
+    api_key_env: str = Field(default="", pattern=r"^([A-Za-z_]\w*)?$", description="an environment variable")
 
     @field_validator("max_model_len")
     @classmethod
@@ -281,7 +283,7 @@ class InferencePart(PlacedPart):
         if not self.url:
             raise ValueError("url is missing: backend openai uses a server that runs elsewhere")
         if self.count > 1:
-            raise ValueError(f"count {self.count} is refused: one replica stands for the server at {self.url}")
+            raise ValueError(f"count {self.count} is refused: a single replica stands for the server at {self.url}")
         return self
 
     @model_validator(mode="after")
@@ -297,7 +299,8 @@ class InferencePart(PlacedPart):
 
 
 def none_or_at_least(value: int, least: int) -> int:
-    """Return a value that may be 0 (set by other settings). Raises `ValueError` if it is between 0 and `least`."""
+    """Return a value that may be 0 (meaning that other settings determine it). Raises `ValueError` between 0 and
+    `least`."""
     if 0 < value < least:
         raise ValueError(f"{value} is neither 0 nor at least {least}")
     return value

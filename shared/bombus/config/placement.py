@@ -1,7 +1,7 @@
-"""The GPUs of each process of a deployment, and the check that no two processes share a GPU by accident.
+"""The GPUs of each process in a deployment, and the check that no two processes share a GPU by accident.
 
-A trainer's processes get one of its `devices` each, in order. `gpus_of_replicas` returns the GPUs of replicas.
-`bombus.host.layout` starts each process with only its GPUs in CUDA_VISIBLE_DEVICES.
+Each of a trainer's processes gets one of its `devices`, in order. `gpus_of_replicas` returns the GPUs of replicas.
+`bombus.host.layout` starts each process with only its own GPUs in CUDA_VISIBLE_DEVICES.
 """
 
 from collections.abc import Iterator
@@ -12,15 +12,15 @@ from bombus.config.parts import InferencePart, PlacedPart
 
 
 def gpus_of_replicas(part: InferencePart) -> list[tuple[int, ...]]:
-    """Return the GPUs of each replica: consecutive groups of `tensor_parallel`, empty if `devices` names none."""
+    """Return the GPUs of each replica, in consecutive groups of `tensor_parallel`; empty if `devices` names none."""
     each = part.tensor_parallel
     return [part.devices[each * number : each * (number + 1)] for number in range(part.count)]
 
 
 def check_placement(cluster: Cluster) -> None:
-    """Raise `Refused(BAD_CONFIG)` if a GPU is given twice and not every part that has it allows sharing.
+    """Raise `Refused(BAD_CONFIG)` if several parts use a GPU and not all of them allow sharing.
 
-    If one part names its GPUs, every part that runs on a GPU must: by default all of them use the first GPU.
+    If one part names its GPUs, every part that runs on a GPU must do so: by default all of them use the first GPU.
     """
     placed = list(_parts_on_gpus(cluster))
     if not any(part.devices for _, part in placed):

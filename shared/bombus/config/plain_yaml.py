@@ -1,7 +1,8 @@
-"""YAML without anchors, aliases, merge keys, deep nesting and very long numbers, which make short texts expensive.
+"""YAML without anchors, aliases, merge keys, deep nesting and very long numbers, with which a short text can be costly
+to load.
 
-With these, 416 bytes took seven seconds to load, and 100 KB took more than a gigabyte of memory. Dates are read as
-text, since no setting is a date, and a run may be named after one.
+With them, 416 bytes took seven seconds to load, and 100 KB took more than a gigabyte of memory. Dates are read as text:
+no setting is a date, and a run may be named after one.
 """
 
 from typing import Any
@@ -13,7 +14,7 @@ from yaml.nodes import MappingNode, Node, ScalarNode
 from yaml.scanner import ScannerError
 
 DEPTH_MAX = 32
-NODES_MAX = 4096  # keys and values
+NODES_MAX = 4096  # the most keys and values
 NUMBER_CHARACTERS_MAX = 64
 
 _TIMESTAMP = "tag:yaml.org,2002:timestamp"
@@ -33,7 +34,7 @@ class _PlainLoader(yaml.SafeLoader):  # type: ignore[misc] # PyYAML has no types
         self._nodes = 0
 
     def fetch_flow_collection_start(self, token: Any) -> None:
-        """Refuse deeply nested brackets while scanning: each level slows the scanner down."""
+        """Refuse deeply nested brackets already while scanning, because each level slows the scanner down."""
         if self.flow_level >= DEPTH_MAX:
             raise ScannerError(None, None, _nested(), self.get_mark())
         super().fetch_flow_collection_start(token)

@@ -12,29 +12,29 @@ RENAMED = {
     "kl_loss_type": "kl_estimator",
     "tis_upper_bound": "tis_clip",
     "tis_lower_bound": "tis_clip_low",
-    "sample_packing_sequence_len": "max_tokens_per_bin",  # xorl's
+    "sample_packing_sequence_len": "max_tokens_per_bin",  # xorl's name
 }
 SWITCHES: dict[str, tuple[str, dict[bool, object]]] = {
     "calculate_per_token_loss": ("loss_aggregation", {True: "token", False: "episode"}),
     "disable_grpo_std_normalization": ("normalise_by_std", {True: False, False: True}),
 }
-ESTIMATORS: dict[object, dict[str, object]] = {  # slime's names of estimators that also select a loss
+ESTIMATORS: dict[object, dict[str, object]] = {  # slime's names for estimators that also select a loss
     "gspo": {"adv_estimator": "grpo", "loss": "gspo"},
     "cispo": {"adv_estimator": "grpo", "loss": "cispo"},
 }
-CORRECTIONS: dict[str, dict[str, str]] = {  # by tis_level and tis_mode
+CORRECTIONS: dict[str, dict[str, str]] = {  # keyed by tis_level, then tis_mode
     "token": {"truncate": "token_tis", "clip": "token_tis", "mask": "token_mask"},
     "sequence": {"truncate": "sequence_tis", "clip": "sequence_tis", "mask": "sequence_mask"},
 }
 TIS = ("tis_mode", "tis_level", "use_tis")
 OTHERS = ("eps_clip", "advantage_estimator", "use_kl_loss", *TIS)
-SLIMES = (RENAMED.keys() | SWITCHES.keys() | set(OTHERS)) - {"sample_packing_sequence_len"}  # not our names
+SLIMES = (RENAMED.keys() | SWITCHES.keys() | set(OTHERS)) - {"sample_packing_sequence_len"}  # only slime's
 
 
 def from_slime(given: Mapping[str, object]) -> dict[str, tuple[object, str]]:
     """Return each of our fields with its value and the option that set it. Options that are not slime's pass through.
 
-    `eps_clip` sets both bounds unless the upper one is given too. `kl_loss_coef` has no effect if `use_kl_loss` is
+    `eps_clip` sets both bounds unless the upper bound is given too. `kl_loss_coef` has no effect if `use_kl_loss` is
     false. Raises `Refused(BAD_CONFIG)` if two options set the same field, if an option does not accept its value, or
     for a nonzero `kl_coef` alongside slime's options.
     """
@@ -85,7 +85,7 @@ def _without_kl_in_reward(given: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _put_correction(found: dict[str, tuple[object, str]], given: Mapping[str, object]) -> None:
-    """Set the correction that `use_tis`, `tis_level` and `tis_mode` select together.
+    """Set the correction that `use_tis`, `tis_level` and `tis_mode` together select.
 
     Truncation ignores `tis_lower_bound`. In the other modes, the lower bound defaults to 1 / the upper bound.
     """
@@ -111,11 +111,11 @@ def _one_of(option: str, value: object, names: Mapping[str, object], default: st
     if value is None:
         return default
     if not isinstance(value, str) or value not in names:
-        raise bad_config(f"bombus.trainer.{option} = {value!r} is refused: it takes one of {', '.join(names)}")
+        raise bad_config(f"bombus.trainer.{option} = {value!r} is refused: it must be one of {', '.join(names)}")
     return value
 
 
 def _switch(option: str, value: object) -> bool:
     if not isinstance(value, bool):
-        raise bad_config(f"bombus.trainer.{option} = {value!r} is refused: it takes true or false")
+        raise bad_config(f"bombus.trainer.{option} = {value!r} is refused: it must be true or false")
     return value

@@ -1,4 +1,4 @@
-"""The settings of a hive's streams: how many servers keep each stream, and at what size it is full."""
+"""The settings of a hive's streams: how many servers keep each stream, and the size at which it is full."""
 
 import argparse
 import re
@@ -10,7 +10,7 @@ from bombus.config.flags import Flag
 from bombus.config.parts import Part
 
 STREAM_BYTES_MIN = 4096
-PAYLOAD_BYTES = 8 << 20  # `max_payload` of our own server: the largest message that it accepts, including headers
+PAYLOAD_BYTES = 8 << 20  # `max_payload` of the server that we start: its largest message, including headers
 _TAKES = "a size of at least 4KiB, such as 512MB or 4GiB"
 _SIZE = re.compile(r"^(\d+(?:\.\d+)?) ?([kMGT]?)(i?)B?\Z")
 _POWERS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4}
@@ -47,13 +47,13 @@ Limit = Annotated[Size | None, Field(description=_TAKES)]
 
 class StreamLimits(Part):
     """How many servers keep each stream, and the size at which it is full and accepts no more messages. Each server
-    reserves that size on its disk.
+    reserves that much of its disk.
 
     Settings that are not given stay unchanged. A new stream gets 1 replica and 256MiB for `inbox` (messages that are
     not decided yet), 1GiB for `events` (the log), 4GiB for `calls` (the records of model calls), 1GiB for `ops`
     (training operations and their results), 2GiB for `trajectories` (rollout groups), 2GiB for `blobs` (snapshots,
-    tokenizers, and weights sent through the object store). Existing streams are changed when the hive starts. More
-    than one replica needs a cluster of at least as many NATS servers, at `nats`.
+    tokenizers, and weights sent through the object store). Existing streams are changed when the hive starts. More than
+    one replica requires a cluster of at least as many NATS servers, given in `nats`.
     """
 
     replicas: Annotated[
@@ -76,7 +76,7 @@ class StreamLimits(Part):
     @classmethod
     def _an_odd_number_of_servers(cls, replicas: int | None) -> int | None:
         if replicas not in (None, 1, 3, 5):
-            raise ValueError("it takes 1, 3 or 5")
+            raise ValueError("it must be 1, 3 or 5")
         return replicas
 
 
@@ -110,9 +110,9 @@ def bytes_reserved(limits: StreamLimits) -> int:
 
 
 def disk_needed(limits: StreamLimits) -> int:
-    """Return how many bytes of a disk must be free for a new hive.
+    """Return how many bytes must be free on a disk for a new hive.
 
-    The server lets streams use three quarters of it, and full streams must leave the reserve that new work requires.
+    The server lets streams use three quarters of that, and full streams must leave the reserve that new work requires.
     """
     reserved = bytes_reserved(limits)
     return max(-(-reserved * 4 // 3), reserved + DISK_RESERVE_BYTES)

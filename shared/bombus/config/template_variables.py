@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 VARIABLES_MAX = 64
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# The variables that rendering itself passes to a template: no others may have these names.
+# The variables that rendering itself passes to a template: no other variable may have one of these names.
 GIVEN = frozenset(
     {
         "messages",

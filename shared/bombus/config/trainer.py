@@ -30,12 +30,13 @@ def _kl_estimator(value: object) -> object:
 
 
 def _known(kind: type[Algorithm], name: str, info: ValidationInfo) -> str:
-    """Return our spelling of a name. Raises `ValueError` if the torch backend does not know it; verl checks its own."""
+    """Return our spelling of a name. Raises `ValueError` if the torch backend does not know it; verl checks its own
+    names."""
     if info.data.get("backend") != "torch":
         return name
     found = named(kind, name)
     if found is None:
-        raise ValueError(f"it takes one of {', '.join(kind)}; with backend verl, any name that verl knows")
+        raise ValueError(f"it must be one of {', '.join(kind)}; with backend verl, any name that verl knows")
     return found.value
 
 
@@ -54,7 +55,8 @@ def _own_clip_high(given: Tree) -> float:
 
 
 def _own_correction(given: Tree) -> Correction:
-    """Return the loss's default. importance_sampling needs none, since its ratio is relative to the sampler."""
+    """Return the loss's default correction. importance_sampling needs none: its ratio is already relative to the
+    sampler."""
     match loss := _loss(given):
         case Loss.IMPORTANCE_SAMPLING:
             return Correction.NONE
@@ -65,12 +67,12 @@ def _own_correction(given: Tree) -> Correction:
 
 
 def _own_lr(given: Tree) -> float:
-    """Return the default learning rate: adapters need about ten times that of all weights (docs/algorithms.md)."""
+    """Return the default learning rate: adapters need about ten times that of full training (docs/algorithms.md)."""
     return LORA_LR if given["lora_rank"] else FULL_LR
 
 
 def _loss(given: Tree) -> Loss:
-    return named(Loss, given["loss"]) or Loss.CLIPPED  # the defaults of verl's losses are the same as these
+    return named(Loss, given["loss"]) or Loss.CLIPPED  # verl's losses have the same defaults
 
 
 class TrainerConfig(ConfigGroup):
@@ -79,25 +81,25 @@ class TrainerConfig(ConfigGroup):
     An estimator or loss is ours if we have one of that name; with the backend verl, any other name is looked up in
     verl. `processes` processes train together; 0 means as many as the trainer was started with. With the backend torch,
     each has the whole model and computes a share of the sequences; verl shards the model over them. With the backend
-    verl, groups of `ulysses_parallel_size` processes split each sequence, and so the activations of long sequences;
-    this number must divide the number of the model's heads.
+    verl, groups of `ulysses_parallel_size` processes split each sequence, and with it the activations of long
+    sequences; this number must divide the model's number of heads.
 
     `attn_implementation` selects the attention kernels: `sdpa` and `native` are torch's own, `eager` holds all scores
     in memory in float32, and the flash-attn names are for verl on GPUs with that package installed. `auto` is
     `flash_attention_2` with verl if it is installed, and otherwise `sdpa`.
 
-    The defaults of `clip_low`, `clip_high` and `correction` depend on `loss`, that of `loss_aggregation` on
-    `adv_estimator`. `tis_clip` bounds the importance weight of the sampler's logprobs (0: no correction). A schedule
-    other than constant decays to `min_lr_ratio` x `lr` at `total_steps`, which it requires, and stays there: the run
-    continues until it is stopped. A `kl_coef` of 0 means that no reference model is kept, and a `lora_rank` of 0 that
+    The defaults of `clip_low`, `clip_high` and `correction` depend on `loss`, and the default of `loss_aggregation` on
+    `adv_estimator`. `tis_clip` bounds the importance weight that corrects the sampler's logprobs (0: no correction). A
+    schedule other than constant decays to `min_lr_ratio` x `lr` at `total_steps`, which it requires, and stays there:
+    the run continues until it is stopped. With a `kl_coef` of 0 no reference model is kept, and with a `lora_rank` of 0
     all weights are trained. `lr` is 1e-6 by default, and 1e-5 with LoRA.
 
     An update whose loss or gradient is not finite is left out; after `max_nonfinite_steps` steps in a row with such an
     update, the run is suspended.
 
-    Every `checkpoint_every`-th step saves a checkpoint, and so does a step a hundred steps after the newest one. After
-    a crash, the steps since the newest checkpoint are repeated from the log. The newest `checkpoints_kept` of a run
-    stay on disk, but at least two.
+    Every `checkpoint_every`-th step saves a checkpoint, and so does a step that comes a hundred steps after the newest
+    checkpoint. After a crash, the steps since the newest checkpoint are repeated from the log. The newest
+    `checkpoints_kept` of a run stay on disk, but at least two.
 
     With `resume: auto` a run continues where the last run of its job stopped: at the newest checkpoint on this engine,
     with its optimizer and version. Two jobs are the same if they have the same project and experiment, model,
@@ -107,9 +109,9 @@ class TrainerConfig(ConfigGroup):
 
     `overlong_buffer` is in tokens. A micro-batch has up to `max_tokens_per_bin` tokens (xorl calls that
     `sample_packing_sequence_len`), on a CPU at most 4096 unless the trainer's `--bin-tokens` allows more; without
-    `enable_packing` it has one sequence. With `share_prefixes`, the torch backend computes common prefixes of the
-    sequences in a micro-batch only once. Each step's samples are written to `save_debug_rollout_data`, a path on the
-    trainer's machine below the run's folder, or below a folder that its operator allows.
+    `enable_packing` it has one sequence. With `share_prefixes`, the torch backend computes prefixes that several
+    sequences in a micro-batch have in common only once. Each step's samples are written to `save_debug_rollout_data`, a
+    path on the trainer's machine below the run's folder, or below a folder that its operator allows.
     """
 
     backend: Literal["torch", "verl"] = "torch"
@@ -123,7 +125,7 @@ class TrainerConfig(ConfigGroup):
     enable_lora: bool | None = None  # None: follows lora_rank
     lora_rank: int = Field(default=0, ge=0, le=1024)
     lora_alpha: int = Field(default=16, ge=1, le=65_536)
-    target_modules: str = Field(default="all-linear", min_length=1, max_length=1024)  # or names, comma-separated
+    target_modules: str = Field(default="all-linear", min_length=1, max_length=1024)  # or comma-separated names
     lr: Float = Field(default_factory=_own_lr, ge=0, le=1)
     warmup_steps: int = Field(default=0, ge=0, le=1_000_000)
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -166,7 +168,7 @@ class TrainerConfig(ConfigGroup):
     )
 
     def own_choices(self) -> Tree:
-        """Return the names of the algorithms, and the fields that differ from the defaults of these algorithms."""
+        """Return the names of the algorithms, and the fields that differ from those algorithms' defaults."""
         names: Tree = {"backend": self.backend, "adv_estimator": self.adv_estimator, "loss": self.loss}
         defaults = TrainerConfig(**names).model_dump(mode="json")
         return names | {name: value for name, value in self.model_dump(mode="json").items() if value != defaults[name]}
@@ -234,7 +236,7 @@ class TrainerConfig(ConfigGroup):
         if self.enable_lora is False and self.lora_rank:
             raise ValueError(f"enable_lora is false, but lora_rank is {self.lora_rank}: give only one of them")
         if 0 < self.dual_clip <= 1:
-            raise ValueError(f"dual_clip {self.dual_clip} is refused: it takes 0 (none) or more than 1")
+            raise ValueError(f"dual_clip {self.dual_clip} is refused: it must be 0 (none) or more than 1")
         if self.dual_clip and self.loss != Loss.CLIPPED and self.backend == "torch":
             raise ValueError(f"dual_clip belongs to the loss clipped, not to {self.loss}")
         given = self.model_fields_set

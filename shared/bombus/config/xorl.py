@@ -1,4 +1,4 @@
-"""Reads xorl's flat server configuration as a job: the meaning of each of its keys here, and the refused values."""
+"""Reads xorl's flat server configuration as a job: what each of its keys means here, and which values are refused."""
 
 import difflib
 from collections.abc import Mapping
@@ -8,17 +8,17 @@ import msgspec
 
 from bombus.config.groups import Tree, bad_config, shown
 
-LORA_RANK_DEFAULT = 32  # xorl's own default, if LoRA is enabled without a rank
+LORA_RANK_DEFAULT = 32  # xorl's own default if LoRA is enabled without a rank
 
 
 class Only(msgspec.Struct, frozen=True):
-    """A key that is accepted only with values that change nothing here, and refused with any other."""
+    """A key that is accepted only with values that change nothing here."""
 
     values: tuple[object, ...]
     why: str
 
 
-# xorl's key -> ours, for keys whose value is used unchanged.
+# xorl's key -> our path, for keys whose value is used unchanged.
 MAPPED: dict[str, str] = {
     "model_path": "model.path",
     "tokenizer_path": "model.tokenizer",
@@ -46,7 +46,7 @@ READ: dict[str, str] = {
 _OWN = "each backend chooses its own"
 _PLACE = "the log determines where a run continues"
 _WORKERS = "services connect through the bus"
-# Accepted but without effect: they are about speed, logging or a process layout that bombus does not have.
+# Accepted but without effect: these concern speed, logging, or a process layout that bombus does not have.
 IGNORED: dict[str, str] = {
     "moe_implementation": _OWN,
     "ce_mode": _OWN,
@@ -86,7 +86,7 @@ IGNORED: dict[str, str] = {
     "sync_inference_method": "`bombus inference --backend` decides this",
 }
 
-# What a refused kind of parallelism would need, and what to do instead.
+# What each refused kind of parallelism would need, and what to use instead.
 _INSTEAD = "data_parallel_shard_size shards every weight over more processes"
 _SHORTER = "lower max_tokens_per_bin, or set enable_gradient_checkpointing"
 _STAGES = (
@@ -143,7 +143,7 @@ Given = dict[str, object]  # our path -> value
 def read(flat: Mapping[str, object]) -> tuple[Given, dict[str, str], list[str]]:
     """Read flat keys. Return the values by our path, the key that set each of them, and the keys without effect.
 
-    Raises `Refused(BAD_CONFIG)`, which names the key.
+    Raises `Refused(BAD_CONFIG)` with the name of the key.
     """
     given: Given = {}
     names: dict[str, str] = {}
@@ -182,12 +182,12 @@ def _lora(flat: Mapping[str, object]) -> _Derived:
         return {"trainer.lora_rank": (0, "lora_rank"), "trainer.enable_lora": (False, "enable_lora")}
     rank = flat.get("lora_rank", LORA_RANK_DEFAULT)
     if rank == 0:
-        raise bad_config("lora_rank = 0 is refused if enable_lora is true: it takes a whole number, at least 1")
+        raise bad_config("lora_rank = 0 is refused if enable_lora is true: it must be a whole number, at least 1")
     found: _Derived = {"trainer.lora_rank": (rank, "lora_rank")}
     targets = flat.get("lora_target_modules")
     if targets is not None:
         if not isinstance(targets, list) or not targets or not all(isinstance(name, str) for name in targets):
-            raise bad_config(f"lora_target_modules = {shown(targets)} is refused: it takes a list of names")
+            raise bad_config(f"lora_target_modules = {shown(targets)} is refused: it must be a list of names")
         found["trainer.target_modules"] = (",".join(targets), "lora_target_modules")
     return found
 
@@ -196,7 +196,7 @@ def _processes(flat: Mapping[str, object]) -> _Derived:
     mode = flat.get("data_parallel_mode", "fsdp2")
     size, ulysses = flat.get("data_parallel_shard_size", 1), flat.get("ulysses_parallel_size", 1)
     if mode not in ("fsdp2", "none"):
-        raise bad_config(f"data_parallel_mode = {shown(mode)} is refused: it takes one of fsdp2, none")
+        raise bad_config(f"data_parallel_mode = {shown(mode)} is refused: it must be one of fsdp2, none")
     if mode == "none" and (size, ulysses) != (1, 1):
         raise bad_config(
             "data_parallel_mode = none has one process: set data_parallel_shard_size and ulysses_parallel_size to 1, "
@@ -213,11 +213,12 @@ def _processes(flat: Mapping[str, object]) -> _Derived:
 
 
 def _check_init_device(flat: Mapping[str, object], alone: bool) -> None:
-    """Raise `Refused` for a device on which weights cannot be initialised. `alone` says that there is one process."""
+    """Raise `Refused` for a device on which weights cannot be initialised. `alone` means that there is only one
+    process."""
     key = "init_device"
     device = flat.get(key)
     if device not in (None, "meta", "cpu", "cuda"):
-        raise bad_config(f"{key} = {shown(device)} is refused: it takes one of meta, cpu, cuda")
+        raise bad_config(f"{key} = {shown(device)} is refused: it must be one of meta, cpu, cuda")
     if device == "cuda" and not alone:
         raise bad_config(
             f"{key} = cuda is refused with several processes: each would hold all weights on its GPU before it gets "
@@ -232,7 +233,7 @@ def _is_whole(value: object) -> TypeGuard[int]:
 def _flag(flat: Mapping[str, object], key: str) -> bool | None:
     value = flat.get(key)
     if value is not None and not isinstance(value, bool):
-        raise bad_config(f"{key} = {shown(value)} is refused: it takes true or false")
+        raise bad_config(f"{key} = {shown(value)} is refused: it must be true or false")
     return value
 
 

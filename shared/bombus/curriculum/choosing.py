@@ -18,7 +18,8 @@ def priority(task: str, progress: CurriculumProgress) -> float:
 
 
 def open_tasks(progress: CurriculumProgress) -> Iterator[str]:
-    """Yield the tasks that may be chosen next: the current tier's, and earlier tiers' that are due or have returned.
+    """Yield the tasks that may be chosen next: those of the current tier, and those of earlier tiers that are due or
+    have returned.
 
     A task of an earlier tier that never graduated is not chosen again.
     """
@@ -31,7 +32,7 @@ def open_tasks(progress: CurriculumProgress) -> Iterator[str]:
 
 
 def choose(progress: CurriculumProgress, seed: int, draw: int, taken: Collection[str] = ()) -> str | None:
-    """Return the open task with the highest priority that is not taken, None if all are taken.
+    """Return the open task with the highest priority that is not taken, or None if all are taken.
 
     Equal priorities are ordered by a digest of the seed, the number of the draw, and the task's id.
     """

@@ -1,4 +1,4 @@
-"""`Curriculum`: tasks, their recorded results, and the file that keeps these."""
+"""`Curriculum`: tasks, their recorded results, and the file that stores the results."""
 
 import threading
 from collections.abc import Collection
@@ -37,13 +37,13 @@ class CurriculumFigures(NamedTuple):
 class Curriculum:
     """Chooses the next task. Only `record_result` changes its state. Threads may share it.
 
-    With a `path`, results are kept in that file, and are read when the curriculum is reopened. Raises `Refused` if
-    another process has the file open, or if the plan lacks the tier that the file is at.
+    With a `path`, results are stored in that file, and read again when the curriculum is reopened. Raises `Refused` if
+    another process has the file open, or if the plan lacks the tier that the file has reached.
     """
 
     def __init__(self, plan: CurriculumPlan, path: Path | str | None = None) -> None:
         self.progress = CurriculumProgress(plan)
-        self._lock = threading.Lock()  # a decision is valid only for its state: nothing may change before it is folded
+        self._lock = threading.Lock()  # the state must not change between a decision and its fold
         self._journal = CurriculumJournal(Path(path)) if path is not None else None
         if self._journal is not None:
             self.progress.fold(self._journal.events)
@@ -54,7 +54,7 @@ class Curriculum:
     def record_result(
         self, task: Task | str, achieved: bool, reward: float, *, group: str = ""
     ) -> list[AnyCurriculumEvent]:
-        """Record the result of a group of a task, once for the whole group, and return the events that follow from it.
+        """Record the result of a group of a task, once for the whole group, and return the resulting events.
 
         A named group is recorded only once: repeating it changes nothing and returns no events. Raises `Refused` for a
         task that the curriculum does not have, and for a reward that is not a number.
@@ -73,7 +73,7 @@ class Curriculum:
         return events
 
     def choose(self, seed: int, draw: int, taken: Collection[str] = ()) -> str | None:
-        """Return the id of the next task, None if all open tasks are in `taken`. Changes nothing."""
+        """Return the id of the next task, or None if all open tasks are in `taken`. Changes nothing."""
         with self._lock:
             return choosing.choose(self.progress, seed, draw, taken)
 

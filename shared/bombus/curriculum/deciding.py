@@ -1,6 +1,6 @@
 """Decides which events follow from a result: tasks graduate, are reviewed or return, and tiers are reached. Pure.
 
-These events are recorded, so that a later change of the rules does not change what has happened.
+The events are recorded, so a later change of the rules does not change what has already happened.
 """
 
 import math
@@ -31,9 +31,9 @@ class RecordResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decide(command: RecordResult, progress: CurriculumProgress) -> list[AnyCurriculumEvent]:
-    """Return the events that follow; none for a group that is already recorded.
+    """Return the events that follow, or none for a group that is already recorded.
 
-    Raises `Refused` for an unknown task, for a reward that is not finite, and for a group's name that is too long.
+    Raises `Refused` for an unknown task, for a reward that is not finite, and for a group name that is too long.
     """
     _check(command, progress)
     if command.group and command.group in progress.groups:

@@ -1,4 +1,5 @@
-"""The events of a curriculum. They may only be extended: new fields have defaults, and no field changes its meaning."""
+"""The events of a curriculum. They may only be extended: new fields have defaults, and fields never change their
+meaning."""
 
 import msgspec
 
@@ -8,7 +9,7 @@ class CurriculumEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type
 
 
 class ResultRecorded(CurriculumEvent, frozen=True, kw_only=True, tag="result.recorded"):
-    """A group of episodes of a task has ended. `group` is its name, by which it is recorded only once; "" for none."""
+    """A group of episodes of a task has ended. A named `group` is recorded only once; "" means no name."""
 
     task: str
     achieved: bool
@@ -39,7 +40,7 @@ class TaskReturned(CurriculumEvent, frozen=True, kw_only=True, tag="task.returne
 
 
 class TierReached(CurriculumEvent, frozen=True, kw_only=True, tag="tier.reached"):
-    """The tier before this one is mastered. `fast`: after only a few results, nearly all of them successes."""
+    """The previous tier is mastered. `fast`: after only a few results, nearly all of them successes."""
 
     tier: str
     fast: bool = False

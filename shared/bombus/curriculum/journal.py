@@ -1,6 +1,5 @@
-"""A file of events, one line for each decision. Only one process writes it. A kill in the middle of a line loses only
-that line, which was never acknowledged.
-"""
+"""A file of events, one line for each decision. Only one process writes it. A process killed in the middle of a line
+loses only that line, which was never acknowledged."""
 
 import fcntl
 import os
@@ -45,7 +44,7 @@ class CurriculumJournal:
         """Write the events of one decision, all or none of them. Raises `JournalFull`, `Refused` or `OSError`."""
         if self._file < 0:
             raise ValueError(f"{self.path} is closed")
-        if os.getpid() != self._process:  # a forked process shares the lock
+        if os.getpid() != self._process:  # a forked process would share the lock
             raise Refused(
                 Code.NOT_ACTIVE,
                 f"{self.path} was opened before this process was forked: record results in the process that opened it",
@@ -58,7 +57,7 @@ class CurriculumJournal:
                 raise JournalFull(f"the disk of {self.path} is full: make room, and record the result again")
             os.fsync(self._file)
         except BaseException:
-            os.ftruncate(self._file, self._bytes)  # a half-written line would be in the way of the next one
+            os.ftruncate(self._file, self._bytes)  # a half-written line would corrupt the next one
             raise
         self._bytes += len(line)
 

@@ -12,12 +12,13 @@ TASK_ID_CHARACTERS_MAX = 512  # the hive's limit
 
 
 def _check_range(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:  # false for NaN, too
+    if not low <= value <= high:  # false for NaN too
         raise ValueError(f"{name} is {value}: it must be from {low:g} to {high:g}")
 
 
 class TierRules(msgspec.Struct, frozen=True, kw_only=True):
-    """When a tier is mastered: after `results_min` results of its tasks, at a success rate of `rate_min` or more."""
+    """When a tier is mastered: after at least `results_min` results of its tasks, with a success rate of at least
+    `rate_min`."""
 
     results_min: int = 5
     rate_min: float = 0.6
@@ -30,7 +31,8 @@ class TierRules(msgspec.Struct, frozen=True, kw_only=True):
 class MasteryRules(msgspec.Struct, frozen=True, kw_only=True):
     """The rules that all tiers share.
 
-    A success rate is a mean over the last `window` results in which each result weighs `decay` times the one after it.
+    A success rate is a weighted mean over the last `window` results: each result weighs `decay` times as much as the
+    one after it.
     """
 
     window: int = 10
@@ -39,13 +41,13 @@ class MasteryRules(msgspec.Struct, frozen=True, kw_only=True):
     graduation_results: int = 3
     fast_results: int = 3
     fast_rate: float = 0.9
-    review_first: int = 3  # results until a task that has graduated is due again; doubled by each review that succeeds
+    review_first: int = 3  # results until a task that has graduated is due again; doubled by each successful review
     review_longest: int = 48
     novelty: float = 100.0
-    weakness: float = 50.0  # times (1 - success rate)
+    weakness: float = 50.0  # multiplied by (1 - success rate)
     review: float = 30.0
     recency: float = -20.0
-    recent: int = 2  # for how many results of all tasks a played task counts as recent
+    recent: int = 2  # a task counts as recent until all tasks together have this many more results
 
     def __post_init__(self) -> None:
         for name in ("window", "graduation_results", "fast_results", "review_first", "review_longest"):
@@ -62,7 +64,7 @@ class MasteryRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CurriculumTier(msgspec.Struct, frozen=True, kw_only=True):
-    """A tier: the ids of its tasks, and when it is mastered."""
+    """A tier: the ids of its tasks, and the rules by which it is mastered."""
 
     name: str
     tasks: tuple[str, ...]
@@ -70,7 +72,7 @@ class CurriculumTier(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CurriculumPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The tiers in the order in which they are mastered. The last one is never left."""
+    """The tiers in the order in which they are mastered. The last tier is never left."""
 
     tiers: tuple[CurriculumTier, ...]
     mastery: MasteryRules = MasteryRules()
@@ -108,7 +110,8 @@ FIVE_TIERS = {
 def plan_of(
     tasks: Sequence[Task], tiers: dict[str, TierRules] | None = None, mastery: MasteryRules | None = None
 ) -> CurriculumPlan:
-    """Return the plan for tasks whose `metadata` names their `tier`, which is one of `tiers` (five by default).
+    """Return the plan for tasks whose `metadata` names their `tier`, which must be one of `tiers` (by default, there
+    are five).
 
     Tiers without tasks are left out. Raises `ValueError` for a task whose tier is not among them.
     """

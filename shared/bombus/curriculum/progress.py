@@ -14,20 +14,20 @@ from bombus.curriculum.events import (
 )
 from bombus.curriculum.plan import CurriculumPlan, CurriculumTier
 
-GROUPS_REMEMBERED = 4096  # newest groups whose names are kept, so that each is recorded only once
+GROUPS_REMEMBERED = 4096  # number of newest groups whose names are kept, so that each is recorded only once
 
 
 class TaskProgress(msgspec.Struct, kw_only=True):
-    """The results of one task. `recent` holds the newest of them, oldest first."""
+    """The results of one task. `recent` has the newest of them, oldest first."""
 
     results: int = 0
     recent: tuple[bool, ...] = ()
-    rewards: float = 0.0  # their sum
-    newest: int = 0  # the number of results of all tasks when its newest one was recorded
+    rewards: float = 0.0  # the sum of all rewards
+    newest: int = 0  # how many results all tasks together had when this task's newest one was recorded
     has_graduated: bool = False
     has_returned: bool = False
-    interval: int = 0  # results between its reviews
-    due: int = 0  # it is due for review when all tasks together have this many results
+    interval: int = 0  # number of results between its reviews
+    due: int = 0  # the task is due for review when all tasks together have this many results
 
 
 class CurriculumProgress:
@@ -40,8 +40,8 @@ class CurriculumProgress:
         self.tasks: dict[str, TaskProgress] = {}
         self.results = 0
         self.tier_index = 0
-        self.unknown_tier = ""  # the tier that was reached last, if the plan lacks it
-        self.tier_results = 0  # of tasks of the current tier, since it was reached
+        self.unknown_tier = ""  # the latest tier reached, if the plan does not have it
+        self.tier_results = 0  # number of results of the current tier's tasks since it was reached
         self.tier_recent: tuple[bool, ...] = ()
         self.groups: dict[str, None] = {}
 
@@ -54,11 +54,11 @@ class CurriculumProgress:
         return self.tier_index == len(self.plan.tiers) - 1
 
     def of(self, task: str) -> TaskProgress:
-        """Return the progress of a task, for reading only."""
+        """Return the progress of a task. The caller must not change it."""
         return self.tasks.get(task) or TaskProgress()
 
     def rate(self, task: str) -> float:
-        """Return a task's success rate, 0 for one without results."""
+        """Return a task's success rate, or 0 if it has no results."""
         return decayed_rate(self.of(task).recent, self.plan.mastery.decay)
 
     def tier_rate(self) -> float:
@@ -66,7 +66,7 @@ class CurriculumProgress:
         return decayed_rate(self.tier_recent, self.plan.mastery.decay)
 
     def evolve(self, event: AnyCurriculumEvent) -> None:
-        """Apply an event, in place."""
+        """Apply an event in place."""
         match event:
             case ResultRecorded():
                 self._recorded(event)
@@ -84,7 +84,7 @@ class CurriculumProgress:
                 self.tier_results, self.tier_recent = 0, ()
 
     def fold(self, events: Iterable[AnyCurriculumEvent]) -> "CurriculumProgress":
-        """Apply events in their order. Return self."""
+        """Apply events in order, and return self."""
         for event in events:
             self.evolve(event)
         return self
@@ -110,7 +110,8 @@ class CurriculumProgress:
 
 
 def decayed_rate(results: Sequence[bool], decay: float) -> float:
-    """Return the share of successes, in which each result weighs `decay` times the one after it; 0 without results."""
+    """Return the weighted share of successes: each result weighs `decay` times as much as the one after it. 0 without
+    results."""
     weight, total, achieved = 1.0, 0.0, 0.0
     for result in reversed(results):
         total += weight

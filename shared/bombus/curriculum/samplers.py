@@ -1,4 +1,4 @@
-"""Endless iterators of tasks for `run_group` and `begin_episodes`: chosen by a curriculum, or each equally often."""
+"""Endless iterators of tasks for `run_group` and `begin_episodes`: chosen by a curriculum, or all equally often."""
 
 import math
 import random
@@ -10,7 +10,8 @@ from bombus.sdk.types import Task, WorkflowOutput
 
 
 class UniformSampler:
-    """Yields all tasks in random order, then all of them in another random order, and so on, determined by the seed."""
+    """Yields all tasks in random order, then all of them in another random order, and so on. The seed determines the
+    orders."""
 
     def __init__(self, tasks: Sequence[Task], seed: int = 0) -> None:
         if not tasks:
@@ -35,8 +36,8 @@ class CurriculumSampler:
     """Yields the tasks that a curriculum chooses.
 
     The same seed and the same results in the same order yield the same tasks. This holds across a restart too, unless
-    groups were running at that time or had no result. A task whose group is still running is not yielded again while
-    another task is open, because two groups of one task would be mistaken for one. Threads may share a sampler.
+    groups were running at the time or had no result. A task whose group is still running is not yielded again while
+    another task is open, because two groups of the same task would be mistaken for one. Threads may share a sampler.
     """
 
     def __init__(
@@ -46,8 +47,8 @@ class CurriculumSampler:
         self._tasks = {task.task_id: task for task in tasks}
         self._seed = seed
         self._reward_of_success = reward_of_success
-        self._draws = curriculum.progress.results  # so that a restart does not repeat the first draws
-        self._running: dict[str, None] = {}  # in the order in which they were yielded
+        self._draws = curriculum.progress.results  # starts here so that a restart does not repeat the first draws
+        self._running: dict[str, None] = {}  # running tasks, in the order in which they were yielded
         self._lock = threading.Lock()  # held while a task is chosen and noted as running
         missing = curriculum.progress.tier_of.keys() - self._tasks.keys()
         if missing:
@@ -67,7 +68,7 @@ class CurriculumSampler:
         return self._tasks[chosen]
 
     def _given_longest_ago(self) -> str | None:
-        """Return the open task that has been running longest, None if no running task is open."""
+        """Return the open task that has been running longest, or None if no running task is open."""
         free = set(self.curriculum.open_tasks())
         return next((task for task in self._running if task in free), None)
 
@@ -89,9 +90,9 @@ def result_of_group(
 ) -> tuple[bool, float] | None:
     """Return whether at least half of a group's episodes succeeded, and their mean reward.
 
-    An episode without a finite reward does not count. If no episode has one, return None. An episode succeeded if its
-    output says so, or, if the output says nothing, if its reward is at least `reward_of_success`. If an episode has a
-    reward for each call, their mean counts.
+    An episode without a finite reward does not count. If no episode has a finite reward, return None. An episode
+    succeeded if its output says so or, if the output does not say, if its reward is at least `reward_of_success`. If an
+    episode has a reward for each call, the mean of these counts.
     """
     scored = [(output, reward) for output in outputs if output is not None and (reward := _reward(output)) is not None]
     if not scored:

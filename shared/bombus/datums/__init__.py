@@ -1,1 +1,1 @@
-"""The training data of an ended episode: its calls as token sequences, and advantages from its rewards."""
+"""The training data of an ended episode: its calls as token sequences, and the advantages computed from its rewards."""

@@ -1,4 +1,4 @@
-"""Advantages of the episodes of a group, from their rewards alone."""
+"""Advantages of the episodes in a group, computed from their rewards alone."""
 
 from collections.abc import Sequence
 from math import sqrt
@@ -7,7 +7,7 @@ from typing import assert_never
 from bombus.config.algorithms import Estimator
 from bombus.hive.rewards import differ, rewards_by_turn
 
-DEVIATION_EPSILON = 1e-6  # what verl and slime add to the standard deviation
+DEVIATION_EPSILON = 1e-6  # the value that verl and slime add to the standard deviation
 
 
 def group_advantages(
@@ -16,18 +16,18 @@ def group_advantages(
     estimator: Estimator = Estimator.GRPO,
     normalise_std: bool = True,
 ) -> list[float]:
-    """Compute one advantage for each of n samples of a group, from its reward r_i and its count l_i of trained tokens.
+    """Compute one advantage for each of n samples in a group, from its reward r_i and its number of trained tokens l_i.
 
     - GRPO (Shao et al. 2024, arXiv:2402.03300): r_i - mean(r), over the sample standard deviation (n - 1) if
       `normalise_std`.
     - Dr. GRPO (Liu et al. 2025, arXiv:2503.20783): r_i - mean(r).
     - RLOO (Ahmadian et al. 2024, arXiv:2402.14740): r_i - the mean of the others.
     - OPO (Hao et al. 2025, arXiv:2505.23585): r_i - sum(l r) / sum(l).
-    - REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): r_i, and with baseline r_i - mean(r). Both still have to be
+    - REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): r_i, or r_i - mean(r) with baseline. Both must still be
       normalised over the whole batch, see `whitening`.
 
-    A group of one, or of equal rewards, has nothing to compare: its advantages are 0, except for REINFORCE++ without
-    baseline.
+    In a group of one, or with equal rewards, there is nothing to compare: all advantages are 0, except for REINFORCE++
+    without baseline.
     """
     count = len(rewards)
     if estimator is Estimator.REINFORCE_PLUS_PLUS:
@@ -64,14 +64,15 @@ def call_advantages(
     estimator: Estimator = Estimator.GRPO,
     normalise_std: bool = True,
 ) -> list[list[float]]:
-    """Compute one advantage for each call of each episode of a group; `lengths` counts the calls' trained tokens.
+    """Compute one advantage for each call of each episode in a group. `lengths` are the calls' numbers of trained
+    tokens.
 
-    Without call rewards every call has its episode's advantage. If any episode has them, a call is compared with the
-    calls at the same turn of the group's other episodes: attainable rewards differ between turns, so with one baseline
-    for all turns an easy turn would be rewarded, and a hard one punished, whatever was sampled. A turn that only one
-    episode reached has nothing to compare with, so its advantage is 0. An episode without call rewards then gives its
-    reward to each of its calls. This holds for every estimator except REINFORCE++ without baseline, which does not
-    compare within a group: its advantage for a call is the call's own reward.
+    Without call rewards, every call has its episode's advantage. If any episode has call rewards, a call is compared
+    with the calls at the same turn of the group's other episodes. Attainable rewards differ between turns, so with one
+    baseline for all turns an easy turn would be rewarded, and a hard one punished, whatever was sampled. A turn that
+    only one episode reached has nothing to compare with, so its advantage is 0. An episode without call rewards then
+    gives its own reward to each of its calls. All this holds for every estimator except REINFORCE++ without baseline,
+    which does not compare within a group: its advantage for a call is the call's own reward.
 
     Raises `ValueError` if an episode has call rewards, but not one for each of its calls.
     """

@@ -1,7 +1,8 @@
 """Merge the calls of one episode into token sequences in which no sampled token is trained on more than once.
 
-A node is one choice of one call. Its path is its parent's path, the call's prompt tail and the sampled tokens; a
-leaf's path is a sequence. Branches share their common prefix, which is trained on only in the first sequence with it.
+A node is one choice of one call. Its path is its parent's path, followed by the call's prompt tail and the sampled
+tokens; a leaf's path is a sequence. Branches share a common prefix, which is trained on only in the first sequence that
+has it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ from bombus.hive.records import CallRecord, CallStatus, Choice
 
 @dataclass(frozen=True)
 class SampledSpan:
-    """The tokens [start, end) of a sequence, which are a choice of call number `call`.
+    """The tokens [start, end) of a sequence, which call number `call` sampled as one of its choices.
 
     `learnt` says whether they are trained on in this sequence.
     """
@@ -27,7 +28,7 @@ class SampledSpan:
 
 @dataclass(frozen=True)
 class CallSequence:
-    """One sequence of an episode: its tokens (int32), and the spans that the episode's own calls have sampled."""
+    """One sequence of an episode: its tokens (int32), and the spans that the episode's own calls sampled."""
 
     tokens: bytes
     spans: tuple[SampledSpan, ...]
@@ -35,7 +36,8 @@ class CallSequence:
 
 @dataclass(frozen=True)
 class CallSequences:
-    """The sequences of an episode. `merged_calls` counts the calls that extend another one instead of beginning one."""
+    """The sequences of an episode. `merged_calls` counts the calls that extend another call instead of beginning a
+    sequence."""
 
     sequences: tuple[CallSequence, ...]
     merged_calls: int
@@ -56,12 +58,12 @@ class _Node:
 def call_sequences(records: Sequence[CallRecord], context: Sequence[CallRecord] = ()) -> CallSequences:
     """Merge the calls that belong to an episode, in the order in which they were recorded.
 
-    `context` holds calls that do not belong to the episode but are parents of calls that do (they were cut off, or came
-    late). Their tokens are read but not trained on. Neither are calls at temperature 0, nor calls that the engine
-    constrained to a format: they were not drawn from the policy's distribution, and no logprob could correct for that.
-    If a format allows only one token, its probability is 1, whatever the policy's.
+    `context` has calls that do not belong to the episode but are parents of calls that do (they were cut off, or came
+    late). Their tokens are read but not trained on. Calls at temperature 0 and calls that the engine constrained to a
+    format are not trained on either: they were not drawn from the policy's distribution, and no logprob could correct
+    for that. If a format allows only one token, the token's probability is 1, whatever the policy says.
 
-    Raises `LogCorrupted` if a parent is missing or a length disagrees.
+    Raises `LogCorrupted` if a parent is missing or a length is inconsistent.
     """
     nodes = _link(records, context)
     parents = {id(node.parent) for node in nodes if node.parent is not None}
@@ -81,7 +83,7 @@ def is_learnt(record: CallRecord) -> bool:
 def learnt_tokens(record: CallRecord) -> int:
     """Return how many tokens of an episode's own call are trained on, in all of its sequences together.
 
-    If the prompt is empty, the first token is not: nothing precedes it that could predict it.
+    With an empty prompt, the first token is not trained on, because no token before it could predict it.
     """
     if not is_learnt(record):
         return 0
@@ -94,7 +96,8 @@ def choice_of(records: Sequence[CallRecord], span: SampledSpan) -> Choice:
 
 
 def _spans(way: Sequence[_Node], own: int, claimed: set[tuple[int, int]]) -> Iterator[SampledSpan]:
-    """Yield the spans sampled by the first `own` calls on the way to a leaf. Claim those that no other sequence has."""
+    """Yield the spans that the first `own` calls sampled on the way to a leaf. Claim those that no other sequence has
+    claimed."""
     for node in way:
         if node.call >= own:
             continue
@@ -107,7 +110,7 @@ def _spans(way: Sequence[_Node], own: int, claimed: set[tuple[int, int]]) -> Ite
 def _link(records: Sequence[CallRecord], context: Sequence[CallRecord]) -> list[_Node]:
     """Return the nodes, parents before children. Context calls are numbered after the episode's own."""
     numbered = [*enumerate(records), *enumerate(context, start=len(records))]
-    waiting = sorted(numbered, key=lambda pair: pair[0] < len(records))  # context first: it holds parents
+    waiting = sorted(numbered, key=lambda pair: pair[0] < len(records))  # context first, because it contains parents
     nodes: dict[str, list[_Node]] = {}
     ordered: list[_Node] = []
     while waiting:
@@ -153,7 +156,7 @@ def _nodes_of(
 
 
 def _longest_prefix(prompt: bytes, nodes: list[_Node]) -> _Node | None:
-    """Return the node with the longest path that is a prefix of `prompt`, the first of several, or None."""
+    """Return the node with the longest path that is a prefix of `prompt` (the first one, if several do), or None."""
     best: _Node | None = None
     for node in nodes:
         if node.path and (best is None or len(node.path) > len(best.path)) and prompt.startswith(node.path):

@@ -1,6 +1,7 @@
 """Ended episodes in the form that their client receives, and as data for training operations.
 
-A sequence is one conversation of the episode at its end. In a datum it is shifted by one: token i predicts target i.
+A sequence is one conversation of the episode, complete up to its end. In a datum it is shifted by one: token i predicts
+target i.
 """
 
 from array import array
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 class LearntSequence(msgspec.Struct, frozen=True):
     """A sequence up to the last token that is trained on: `tokens` (int32), and arrays of the same length.
 
-    `logprobs` (float32) is 0, and `calls` (int32), the number of the call that sampled the token, is -1 if the token
-    was not sampled. `mask` has a byte for each token, 1 if it is trained on in this sequence.
+    For a token that was not sampled, `logprobs` (float32) is 0 and `calls` (int32) is -1; otherwise `calls` is the
+    number of the call that sampled it. `mask` has a byte for each token, 1 if it is trained on in this sequence.
     """
 
     tokens: bytes
@@ -41,9 +42,9 @@ class LearntSequence(msgspec.Struct, frozen=True):
 
 
 class EndedEpisode(msgspec.Struct, frozen=True, kw_only=True):
-    """An ended episode with its sequences. `sampler` is the path of the weights from which its calls have sampled.
+    """An ended episode with its sequences. `sampler` is the path of the weights from which its calls were sampled.
 
-    `calls` is their number. `call_rewards`, if not None, has one reward for each of them.
+    `calls` is the number of its calls. `call_rewards`, if not None, has one reward for each call.
     """
 
     episode_uuid: str
@@ -56,7 +57,7 @@ class EndedEpisode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EpisodeDatum(msgspec.Struct, frozen=True, kw_only=True):
-    """A sequence of an episode in the form for a loss: N tokens, and for each the target that follows it.
+    """A sequence of an episode, in the form that a loss takes: N tokens, and for each of them the target that follows.
 
     The sampler's `logprobs`, at temperature 1, and the `advantages` are 0 wherever `mask` is 0: at targets that were
     not sampled, or are trained on in another sequence. `episode` is the id with which the episode was claimed.
@@ -97,7 +98,7 @@ def _learnt(sequence: CallSequence, records: Sequence[CallRecord]) -> LearntSequ
         logprobs[4 * span.start : 4 * span.end] = choice_of(records, span).logprobs
         calls[span.start : span.end] = array("i", [span.call]) * (span.end - span.start)
         mask[span.start : span.end] = bytes([span.learnt]) * (span.end - span.start)
-    mask[:1] = bytes(min(length, 1))  # nothing comes before the first token, so nothing can predict it
+    mask[:1] = bytes(min(length, 1))  # no token before the first one could predict it
     end = mask.rfind(1) + 1
     if not end:
         return None
@@ -109,12 +110,12 @@ def _learnt(sequence: CallSequence, records: Sequence[CallRecord]) -> LearntSequ
 
 
 def read_ended(episodes: Sequence[object]) -> list[EndedEpisode]:
-    """Return the episodes in a gateway's answer. Raises `msgspec.MsgspecError` if one cannot be decoded."""
+    """Return the episodes in a gateway's answer. Raises `msgspec.MsgspecError` if any of them cannot be decoded."""
     return decoded(lambda found: msgspec.convert(found, list[EndedEpisode]), episodes)
 
 
 def datums_of(episodes: Sequence[EndedEpisode], estimator: Estimator = Estimator.DR_GRPO) -> list[EpisodeDatum]:
-    """Return the sequences of episodes with their advantages, computed among episodes of the same task and sampler.
+    """Return the sequences of episodes with their advantages, computed among the episodes of the same task and sampler.
 
     Raises `ValueError` for an estimator that normalises over whole batches.
     """

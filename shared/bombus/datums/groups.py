@@ -1,4 +1,4 @@
-"""Convert ended episodes of one task to a rollout group, with a sequence and its reward for each conversation."""
+"""Convert ended episodes of one task to a rollout group, which has a sequence and its reward for each conversation."""
 
 from array import array
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class GroupedEpisode(msgspec.Struct, frozen=True, kw_only=True):
 class _Sequence(msgspec.Struct, frozen=True):
     """A sequence up to the last token that is trained on.
 
-    `calls` has for each token the number of the call that sampled it, or -1 if it is not trained on.
+    For each token, `calls` has the number of the call that sampled it, or -1 if it is not trained on.
     """
 
     tokens: list[int]
@@ -43,16 +43,16 @@ class _Sequence(msgspec.Struct, frozen=True):
 
 
 class EpisodeSequences(msgspec.Struct, frozen=True):
-    """An ended episode as the sequences of a group, without those that have no token to train on."""
+    """An ended episode as sequences of a group, without those that have no token to train on."""
 
     episode: GroupedEpisode
     sequences: list[_Sequence]
 
 
 def sequences_of(episode: GroupedEpisode) -> EpisodeSequences:
-    """Return an episode's sequences. Raises `LogCorrupted` for calls that are inconsistent.
+    """Return an episode's sequences. Raises `LogCorrupted` for inconsistent calls.
 
-    Raises `ValueError`, with a sentence, for an episode that cannot be in any group.
+    Raises `ValueError`, with a sentence, for an episode that cannot be part of any group.
     """
     found = (
         _sequence(sequence, episode.records) for sequence in call_sequences(episode.records, episode.context).sequences
@@ -68,9 +68,9 @@ def group_of_episodes(
 ) -> RolloutGroup:
     """Return episodes as a group. Its sequences are in the order of the episodes, each of which may have several.
 
-    If an episode has other than one sequence, or call rewards, the group includes the tokens' advantages by
-    `estimator`, since a trainer that uses the scores alone would count that episode several times. Raises `ValueError`,
-    with a sentence, if no token is to be trained on.
+    If an episode does not have exactly one sequence, or has call rewards, the group includes advantages of the tokens,
+    computed with `estimator`: a trainer that uses only the scores would count that episode several times. Raises
+    `ValueError`, with a sentence, if there is no token to train on.
     """
     episodes, found = [each.episode for each in played], [each.sequences for each in played]
     sequences = [each for of_episode in found for each in of_episode]
@@ -104,7 +104,7 @@ def _sequence(sequence: CallSequence, records: Sequence[CallRecord]) -> _Sequenc
             logprobs[span.start : span.end] = array("f", choice_of(records, span).logprobs).tolist()
             temperatures.add(records[span.call].sampling.temperature)
     if calls:
-        calls[0] = -1  # nothing comes before the first token, so nothing can predict it
+        calls[0] = -1  # no token before the first one could predict it
     end = max((place + 1 for place, call in enumerate(calls) if call >= 0), default=0)
     if not end:
         return None

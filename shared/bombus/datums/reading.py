@@ -14,7 +14,7 @@ class CallReader(Protocol):
     """A source of call records: the bus, or an archived log (`bombus.replay.source.Source`)."""
 
     async def records(self, refs: Sequence[CallRef]) -> Sequence[CallRecord]:
-        """Return the records of these references, in order, after checking each. Raises `LogCorrupted`."""
+        """Return the records that these references point to, in order, after checking each. Raises `LogCorrupted`."""
         ...
 
 
@@ -30,7 +30,7 @@ class BusCallReader:
 
 
 async def ancestors(calls: CallReader, records: Sequence[CallRecord]) -> tuple[CallRecord, ...]:
-    """Read the ancestors of an episode's calls that do not belong to it themselves (they were cut off, or came late).
+    """Read the ancestors of an episode's calls that do not belong to the episode (they were cut off, or came late).
 
     Raises `LogCorrupted`.
     """

@@ -6,7 +6,7 @@ from bombus.demo.training import Curve
 
 
 def draw(curve: Curve, path: Path, title: str, constant: float) -> None:
-    """Draw batch and held-out reward over seconds of training, with the best constant reply for comparison."""
+    """Draw the batch and held-out rewards over seconds of training, with the best constant reply for comparison."""
     import matplotlib
 
     matplotlib.use("Agg")

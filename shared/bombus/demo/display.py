@@ -1,4 +1,4 @@
-"""The display of the demo: a live table in a terminal, plain lines in a pipe."""
+"""The display of the demo: a live table in a terminal, plain lines when the output is piped."""
 
 import sys
 import time
@@ -35,7 +35,7 @@ class Display(Watcher):
         self._is_live = self._console.is_terminal
 
     def go_on(self, curve: Curve) -> None:
-        """Continue with the steps and measurements from before the training was stopped."""
+        """Continue with the steps and measurements made before the training was interrupted."""
         self._steps = list(curve.steps)
         self._measured = list(curve.measured)
 

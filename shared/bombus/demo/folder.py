@@ -1,4 +1,4 @@
-"""Keep a demo's settings and progress in its folder, so that a stopped demo can resume."""
+"""Keep a demo's settings and progress in its folder, so that an interrupted demo can resume."""
 
 from pathlib import Path
 
@@ -12,11 +12,11 @@ DEMO, CURVE = "demo.json", "curve.json"
 
 
 class DemoOf(msgspec.Struct, frozen=True):
-    """What a demo trains: a model, and the seed for everything random. `id` tells demos in the same hive apart."""
+    """What a demo trains: a model, and the seed for everything random. `id` distinguishes demos in the same hive."""
 
     model: str
     seed: int
-    id: str = ""  # "" in the folders of older versions, whose demos are one experiment
+    id: str = ""  # "" in the folders of older versions, whose demos share one experiment
 
     def __str__(self) -> str:
         return f"of the model {self.model} with seed {self.seed}"
@@ -27,7 +27,7 @@ class DemoOf(msgspec.Struct, frozen=True):
 
 
 def open_folder(out: Path, wanted: DemoOf) -> DemoOf | None:
-    """Create the folder of a demo and return None, or return the earlier demo in it, which is to be resumed.
+    """Create the folder of a demo and return None, or return the earlier demo in the folder, which must be resumed.
 
     Raises `Refused` if the demo in the folder has another model or seed, or if the folder has files but no demo.
     """
@@ -64,7 +64,7 @@ def load_curve(folder: Path) -> Curve | None:
 
 
 class Keeper(Watcher):
-    """Writes the curve to the folder after each step and measurement, and passes both on to a display."""
+    """Writes the curve to the folder after each step and measurement, and passes these on to a display."""
 
     def __init__(self, folder: Path, curve: Curve, shown: Watcher) -> None:
         self._file = folder / CURVE

@@ -1,4 +1,4 @@
-"""The games that the demo trains on: the source of their tasks, how an episode is played, and how it is rewarded."""
+"""The games that the demo trains on: where their tasks come from, how an episode is played, and how it is rewarded."""
 
 import hashlib
 import random
@@ -26,28 +26,28 @@ class GameTask(msgspec.Struct, frozen=True, kw_only=True):
 class Played(msgspec.Struct, frozen=True, kw_only=True):
     """The result of an episode: its reward, 0 to 1, and whether its answer was exactly right.
 
-    `call_rewards`, one for each model call, are reported instead of `reward` when they are given.
+    If `call_rewards` is given, one for each model call, it is reported instead of `reward`.
     """
 
     reward: float
     exact: bool
     call_rewards: tuple[float, ...] | None = None
-    kind: str = ""  # the kind of answer that it gave, for the summary at the end
+    kind: str = ""  # the kind of answer, for the summary at the end
 
 
 class ModelReply(msgspec.Struct, frozen=True):
-    """A reply of the model. `ended` says whether the model ended it, rather than the token limit."""
+    """A reply from the model. `ended` says whether the model ended it, rather than the token limit."""
 
     text: str
     ended: bool
 
 
 class CallRefused(BombusError):
-    """Raised when the gateway refuses a model call. The message is the gateway's, which says what to do."""
+    """The gateway refused a model call. The message is the gateway's and says what to do."""
 
 
 class GameModel(Protocol):
-    """The model inside one episode, with the two kinds of completion that OpenAI's API has.
+    """The model in one episode, with the two kinds of completion that OpenAI's API has.
 
     Both raise `CallRefused`.
     """
@@ -60,7 +60,7 @@ class GameModel(Protocol):
 class Game(Protocol):
     @property
     def title(self) -> str:
-        """What the game is about, in one sentence for a person."""
+        """What the game is about, in one sentence for people."""
         ...
 
     def training(self, rng: random.Random) -> GameTask:
@@ -74,18 +74,18 @@ class Game(Protocol):
     async def play(self, model: GameModel, task: GameTask) -> Played: ...
 
     def constant_reply(self) -> tuple[str, float]:
-        """Return the one fixed reply that does best on the held-out tasks, and its mean reward."""
+        """Return the fixed reply that does best on the held-out tasks, and its mean reward."""
         ...
 
 
 class Letters:
-    """`c=` is to be answered with eight times c. The model starts from scratch, so it has to learn the alphabet first.
+    """The right answer to `c=` is eight times c. The model starts from scratch, so it has to learn the alphabet first.
 
     With `turns` 2, the text after the first reply names another letter, which the second reply must repeat, so the
     model has to attend to the right one of two letters.
     """
 
-    SHARE = 8  # letters in a reply
+    SHARE = 8  # number of letters in a reply
 
     def __init__(self, turns: int = 1, letters: int = 16) -> None:
         self.turns = turns
@@ -100,7 +100,7 @@ class Letters:
         return GameTask(id=answer, prompt=f"{letters[0]}=", answer=answer)
 
     def training(self, rng: random.Random) -> GameTask:
-        """Draw every letter once before repeating any, so that a batch of sixteen one-turn tasks has each of them."""
+        """Draw every letter once before repeating any, so that a batch of sixteen one-turn tasks covers them all."""
         if len(self._deck) < self.turns:
             self._deck = rng.sample(self.letters, len(self.letters))
         return self._task([self._deck.pop() for _ in range(self.turns)])
@@ -124,7 +124,7 @@ class Letters:
             text += reply
             shares.append(reply[: self.SHARE].count(letter) / self.SHARE)
         reward = sum(shares) / self.turns
-        # One reward for each call: a good first answer is not blamed for a bad second one.
+        # One reward for each call: a good first answer must not be blamed for a bad second one.
         return Played(reward=reward, exact=reward == 1.0, call_rewards=tuple(shares) if self.turns > 1 else None)
 
     def constant_reply(self) -> tuple[str, float]:
@@ -148,7 +148,7 @@ class Needle:
     STATEMENTS = 3
     MAX_TOKENS = 8
     HELD_OUT = 128
-    SIZE = 1_000_000  # of the dataset, whose entries are generated when they are read
+    SIZE = 1_000_000  # entries of the dataset, which are generated when they are read
     TRAINING_SEED, HELD_OUT_SEED = 1, 900_000_000
     RIGHT, OTHER, NONE = "the right name", "another name of the text", "no name of the text"
 
@@ -157,7 +157,7 @@ class Needle:
 
     @staticmethod
     def _is_held_out(name: str) -> bool:
-        """Return whether a name is in the fixed quarter of all names that training does not use."""
+        """Return whether a name is in the fixed quarter of all names that training never uses."""
         return hashlib.sha256(name.lower().encode()).digest()[0] % 4 == 0
 
     def _dataset(self, seed: int) -> Any:
@@ -204,8 +204,8 @@ class Needle:
     def reward(reply: ModelReply, answer: str) -> float:
         """Return 0.9 times how well a reply matches the answer, plus 0.1 if the model ended the reply.
 
-        The match is the answer's share of the text. If the text does not contain the answer, it is 0.3 times the share
-        of the answer with which the text begins.
+        The match is the share of the text that the answer makes up. If the text does not contain the answer, it is 0.3
+        times the share of the answer with which the text begins.
         """
         text = reply.text.strip().lower()
         wanted = answer.lower()
@@ -248,7 +248,7 @@ class Needle:
     def positional_reply(self) -> tuple[str, float, float]:
         """Return the best fixed position, its mean reward and its share of exact answers.
 
-        The reply for a position always names the first, second or third person of the text.
+        The reply for a position always names the text's first, second or third person.
         """
         tasks = self.held_out()
         best = ("", 0.0, 0.0)
@@ -261,14 +261,14 @@ class Needle:
         return best
 
     def summary(self, before: dict[str, float], after: dict[str, float]) -> str:
-        """Return a summary of what was learned: the form of an answer, and how often the right name is chosen."""
+        """Return a summary of what was learned: the form of answers, and how often the right name is chosen."""
 
         def named(kinds: dict[str, float]) -> float:
             return kinds.get(self.RIGHT, 0.0) + kinds.get(self.OTHER, 0.0)
 
         chosen = after.get(self.RIGHT, 0.0) / named(after) if named(after) else 0.0
         lines = [
-            f"Form: {named(before):.0%} of the answers were a name of the text before, {named(after):.0%} are now.",
+            f"Form: {named(before):.0%} of the answers were names from the text at first, {named(after):.0%} are now.",
             f"Skill: of those, {chosen:.0%} are the right one; picking one of {self.STATEMENTS} blindly "
             f"would give {1 / self.STATEMENTS:.0%}.",
         ]

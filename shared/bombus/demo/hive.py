@@ -1,4 +1,4 @@
-"""A hive for the duration of a demo: `bombus up` as a child process."""
+"""A hive that runs for the duration of a demo: `bombus up` as a child process."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ STOP_S = 60.0
 
 
 class HiveFailed(BombusError):
-    """Raised if the hive does not start; the message includes the end of its log."""
+    """The hive did not start. The message includes the end of its log."""
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Play episodes of a game: claim a batch in one request, play its episodes concurrently, report them in one request."""
+"""Play episodes of a game: claim a batch in one request, play them concurrently, and report them in one request."""
 
 import asyncio
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class Player:
     def __init__(self, client: AsyncSwarmClient, game: Game) -> None:
         self.client = client
         self.game = game
-        # httpx costs 0.7 ms of a core for each call, and the two cores are shared with the model.
+        # httpx costs 0.7 ms of a core for each call, and the model needs the two cores as well.
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=CALL_S)
         )
@@ -31,7 +31,7 @@ class Player:
         await self._http.close()
 
     async def claim(self, count: int, kind: Literal["train", "eval"] = "train") -> list[Credentials]:
-        """Wait until the engine is rolling and has capacity, and claim `count` episodes in one request."""
+        """Wait until the engine is rolling and has capacity, then claim `count` episodes in one request."""
         return await self.client.begin_episodes(count, episode_type=kind)
 
     async def play(
@@ -39,7 +39,7 @@ class Player:
     ) -> list[Played | None]:
         """Play one claimed episode for each task, all concurrently. Return the results in the order of the tasks.
 
-        An episode whose infrastructure fails is aborted, and its result is None.
+        If the infrastructure fails an episode, the episode is aborted and its result is None.
         """
         played = await asyncio.gather(
             *(
@@ -69,7 +69,7 @@ class Player:
 
 
 class _Model:
-    """The OpenAI protocol for one episode, without OpenAI's SDK: a hundred agents share two cores with the model."""
+    """The OpenAI protocol for one episode, without OpenAI's SDK: a hundred agents and the model share two cores."""
 
     def __init__(self, http: aiohttp.ClientSession, credentials: Credentials, temperature: float) -> None:
         self._http = http
@@ -92,7 +92,7 @@ class _Model:
             headers = {
                 "authorization": f"Bearer {credentials.api_key}",
                 "content-type": "application/json",
-                # The OpenAI SDK sends this too. With it, a retry of a recorded call gets the recorded answer.
+                # The OpenAI SDK sends this too. With it, the retry of a recorded call gets the recorded answer.
                 "x-stainless-retry-count": str(attempt),
             }
             is_last = attempt == TRIES - 1
@@ -104,7 +104,7 @@ class _Model:
                         response.raise_for_status()
                         choice: dict[str, Any] = msgspec.json.decode(await response.read())["choices"][0]
                         return choice
-            except aiohttp.ClientConnectionError:  # such as an idle connection that was closed as it was reused
+            except aiohttp.ClientConnectionError:  # an idle connection may be closed just as it is reused
                 if is_last:
                     raise
             await asyncio.sleep(0.5 * 2**attempt)

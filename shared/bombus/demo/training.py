@@ -1,4 +1,4 @@
-"""The training loop of a client: play, report, wait for the next weights, and measure from time to time."""
+"""A client's training loop: play, report, wait for the next weights, and measure from time to time."""
 
 import random
 import time
@@ -20,7 +20,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     training_s: float
     reward: float
     exact: float
-    kinds: dict[str, float] = {}  # share of each kind of answer
+    kinds: dict[str, float] = {}  # the share of each kind of answer
 
 
 class Stepped(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +42,7 @@ class TrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     steps: int = 1_000_000
     train_s: float = 300.0
-    temperature: float = 1.0  # of training episodes
+    temperature: float = 1.0  # for training episodes
     stop_at: float = 2.0
     measure: bool = True
     measure_every_s: float = 60.0
@@ -58,17 +58,18 @@ class Curve(msgspec.Struct, kw_only=True):
         return max(stepped, self.measured[-1].training_s if self.measured else 0.0)
 
     def cut(self, version: int) -> None:
-        """Drop steps from `version` on, and later measurements: a stopped hive has not trained on those batches."""
+        """Drop steps from `version` on, and measurements after them: a hive that was stopped has not trained on those
+        batches."""
         self.steps = [step for step in self.steps if step.version < version]
         self.measured = [point for point in self.measured if point.version <= version]
 
     def smoothed(self) -> float:
-        """Return the mean reward of the last ten batches, 0 before there are ten."""
+        """Return the mean reward of the last ten batches, or 0 before there are ten."""
         last = self.steps[-10:]
         return sum(step.reward for step in last) / 10 if len(last) == 10 else 0.0
 
     def seconds_to(self, reward: float, of: Callable[[Stepped], float]) -> float | None:
-        """Return `of` applied to the first step at which the mean of ten batches has reached `reward`, or None."""
+        """Return `of` applied to the first step at which the mean of ten batches reached `reward`, or None."""
         for index in range(9, len(self.steps)):
             if sum(step.reward for step in self.steps[index - 9 : index + 1]) / 10 >= reward:
                 return of(self.steps[index])
@@ -81,7 +82,7 @@ def is_over(plan: TrainingPlan, curve: Curve, trained_s: float) -> bool:
 
 
 class Watcher:
-    """The interface of a display. This one shows nothing."""
+    """The interface of a display. This implementation shows nothing."""
 
     def measuring(self, done: int, total: int) -> None: ...
 
@@ -95,7 +96,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def still_to_play(left: Sequence[GameTask], results: Sequence[Played | None]) -> list[GameTask]:
-    """Return the tasks still to play after the first of `left` gave `results`.
+    """Return the tasks still to play, given the `results` of the first tasks in `left`.
 
     Episodes that were lost to infrastructure are replayed, each with the same task, since a batch needs whole groups.
     """
@@ -121,7 +122,7 @@ class Clock:
 
 
 class Training:
-    """The training loop of a demo. `began` is the time on the monotonic clock at which the command started."""
+    """The training loop of a demo. `began` is when the command started, on the monotonic clock."""
 
     def __init__(self, player: Player, plan: TrainingPlan, watcher: Watcher, began: float) -> None:
         self.player = player
@@ -133,7 +134,7 @@ class Training:
         self._rng = random.Random(plan.seed)
 
     def go_on(self, curve: Curve, version: int) -> None:
-        """Resume a training whose hive is at `version`: keep the curve so far, and skip the tasks already drawn."""
+        """Resume training in a hive that is at `version`: keep the curve so far, and skip the tasks already drawn."""
         curve.cut(version)
         self.curve, self.trained = curve, Clock(curve.trained_s())
         self._began -= curve.steps[-1].wall_s if curve.steps else 0.0
@@ -186,7 +187,7 @@ class Training:
         self.watcher.stepped(step)
 
     def _draw(self) -> list[GameTask]:
-        """Draw distinct tasks for one batch, since all episodes of a task are one group."""
+        """Draw distinct tasks for one batch, since all episodes of a task form one group."""
         drawn: dict[str, GameTask] = {}
         while len(drawn) < self.plan.batch_size:
             task = self.player.game.training(self._rng)
@@ -201,7 +202,7 @@ class Training:
         for start in range(0, len(tasks), PLAYED_AT_ONCE_MAX):
             part = tasks[start : start + PLAYED_AT_ONCE_MAX]
             claimed = await self.player.claim(len(part), "eval")
-            self.trained.pause()  # a granted claim means that the last batch is trained on and its weights are loaded
+            self.trained.pause()  # claims succeed only once the last batch is trained on and its weights loaded
             self.watcher.measuring(start, len(tasks))
             version = await self.player.client.get_global_step()
             results = await self.player.play(claimed, part, temperature=0.0)

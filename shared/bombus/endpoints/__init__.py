@@ -1,1 +1,1 @@
-"""External inference servers (SGLang, vLLM, or our own replicas): identify them, and let them load weights."""
+"""External inference servers (SGLang, vLLM, or our own replicas): identify them, and make them load weights."""

@@ -1,4 +1,5 @@
-"""Find out which server answers at an address, and have it load weights through its own routes, from shared files."""
+"""Find out which kind of server answers at an address, and have it load weights from shared files through its own
+routes."""
 
 import asyncio
 from collections.abc import Mapping
@@ -16,24 +17,25 @@ if TYPE_CHECKING:
 
 DETECT_TIMEOUT_S = 10.0
 ERROR_CHARS_MAX = 400
-ANSWER_BYTES_MAX = 1 << 20  # a list of models or adapters takes some kilobytes
+ANSWER_BYTES_MAX = 1 << 20  # enough: a list of models or adapters takes a few kilobytes
 
-# Raised on decoding an answer that is not the expected JSON, not UTF-8, or nested too deeply.
+# Raised when decoding an answer that is not the expected JSON, not UTF-8, or nested too deeply.
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class LoadFailed(BombusError):
-    """Raised when a server did not load the weights."""
+    """A server did not load the weights."""
 
 
 class ServerKind(StrEnum):
     SGLANG = "sglang"
-    VLLM = "vllm"  # or another server with vLLM's completions of token ids
+    VLLM = "vllm"  # or another server with vLLM's token-id completions
     REPLICA = "bombus"  # loads adapters in addition to its own policy
 
 
 class FoundServer(Struct, frozen=True, kw_only=True):
-    """`can_load` says whether it has a route to change its weights; `context` is its limit in tokens, 0 if unknown."""
+    """An inference server. `can_load` says whether it has a route to change its weights; `context` is its limit in
+    tokens, 0 if unknown."""
 
     kind: ServerKind
     model: str = ""
@@ -78,7 +80,7 @@ _AnswerT = TypeVar("_AnswerT", _Update, _Refusal)
 async def find_server(client: "httpx.AsyncClient", model: str = "") -> FoundServer:
     """Find out which kind of server answers.
 
-    Raises `EngineFault` if no known kind does, or if a vLLM server does not serve `model`, if that is given.
+    Raises `EngineFault` if it is not a known kind, or if `model` is given and a vLLM server does not serve it.
     """
     import httpx  # imported late: it takes 5 MB, and few gateways need it
 
@@ -107,7 +109,7 @@ async def find_server(client: "httpx.AsyncClient", model: str = "") -> FoundServ
 async def load_folder(
     client: "httpx.AsyncClient", kind: ServerKind, folder: Path, label: str, timeout_s: float
 ) -> None:
-    """Let a server load the model in a folder, which it must see under the same path, and clear its cache.
+    """Make a server load the model in a folder, which it must see under the same path, and clear its cache.
 
     `label` is the version that the server reports for these weights. Raises `LoadFailed`, or `httpx.HTTPError`.
     """
@@ -116,7 +118,7 @@ async def load_folder(
     elif kind is ServerKind.VLLM:
         await _load_into_vllm(client, folder, label, timeout_s)
     else:
-        raise LoadFailed("it takes adapters only, but this is a whole model")
+        raise LoadFailed("it loads only adapters, but this is a whole model")
 
 
 async def _load_into_sglang(client: "httpx.AsyncClient", folder: Path, label: str, timeout_s: float) -> None:
@@ -142,7 +144,7 @@ async def _load_into_vllm(client: "httpx.AsyncClient", folder: Path, label: str,
 
 
 async def load_adapter(client: "httpx.AsyncClient", folder: Path, address: str, timeout_s: float) -> None:
-    """Let one of our replicas load an adapter by its address. Raises `LoadFailed`, or `httpx.HTTPError`."""
+    """Make one of our replicas load an adapter from an address. Raises `LoadFailed`, or `httpx.HTTPError`."""
     wanted = {"address": address, "folder": str(folder)}
     answer = await _asked(client, "POST", "/adapters", timeout_s, wanted)
     if answer.status != 200:
@@ -152,7 +154,7 @@ async def load_adapter(client: "httpx.AsyncClient", folder: Path, address: str, 
 async def _asked(
     client: "httpx.AsyncClient", method: str, path: str, timeout_s: float, json: Mapping[str, object] | None = None
 ) -> _WholeAnswer:
-    """Return a server's whole answer. Raises `httpx.HTTPError`, including for an answer that is too large or late."""
+    """Return a server's whole answer. Raises `httpx.HTTPError`, also for an answer that is too large or too late."""
     import httpx
 
     body = bytearray()
@@ -163,13 +165,13 @@ async def _asked(
             client.stream(method, path, json=json, headers=headers, timeout=timeout_s) as response,
         ):
             if response.headers.get("content-encoding", "identity") != "identity":
-                raise httpx.DecodingError(f"the answer at {path} is encoded, which was not asked for")
+                raise httpx.DecodingError(f"the answer at {path} is encoded, which was not requested")
             async for chunk in response.aiter_bytes():
                 body += chunk
                 if len(body) > ANSWER_BYTES_MAX:
                     raise httpx.DecodingError(f"the answer at {path} has more than {ANSWER_BYTES_MAX} bytes")
     except TimeoutError as error:
-        raise httpx.ReadTimeout(f"the answer at {path} did not end within {timeout_s:g} s") from error
+        raise httpx.ReadTimeout(f"the answer at {path} was not complete within {timeout_s:g} s") from error
     return _WholeAnswer(response.status_code, bytes(body))
 
 

@@ -1,4 +1,5 @@
-"""The budgets of a rollout: turns, tokens, seconds, and the limits within a turn. They are validated when created."""
+"""The budgets of a rollout: turns, tokens, seconds, and the limits within a turn. They are validated when they are
+created."""
 
 import os
 from functools import partial
@@ -42,7 +43,7 @@ class RolloutBudgets(BaseModel):
     setup_s: float = Field(
         default=60.0, gt=0, le=86_400, description="seconds each to reset the environment, to score it, and to close it"
     )
-    tools_at_once: int = Field(default=8, ge=1, le=256, description="tool calls of one answer run at the same time")
+    tools_at_once: int = Field(default=8, ge=1, le=256, description="tool calls of an answer that run at the same time")
     calls_max: int = Field(default=32, ge=1, le=1024, description="tool calls in one answer")
     tool_characters_max: int = Field(
         default=20_000, ge=100, le=10_000_000, description="characters of a tool's result that are shown to the model"

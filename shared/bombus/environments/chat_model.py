@@ -1,4 +1,4 @@
-"""A model behind an OpenAI-compatible server, asked for one answer at a time over httpx."""
+"""A model served over the OpenAI protocol, asked for one answer at a time with httpx."""
 
 import asyncio
 import logging
@@ -21,11 +21,11 @@ from bombus.sdk.errors import InfraError
 log = logging.getLogger("bombus")
 
 CONNECT_S = 10.0
-QUIET_S = 1.0  # without an answer before a warning is logged
+QUIET_S = 1.0  # time without an answer before a warning is logged
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.25, 8.0
 RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
 TOO_LONG_CODES = frozenset({"context_length_exceeded", "prompt_too_long"})
-TOO_LONG_WORDS = ("maximum context length", "context length is")  # in the messages of servers that have no code for it
+TOO_LONG_WORDS = ("maximum context length", "context length is")  # in messages from servers without a code for this
 ROLE_HEADER = "x-bombus-role"
 TOTAL_TOKENS_HEADER = "x-bombus-total-tokens"
 RETRY_HEADER = "x-stainless-retry-count"  # tells a hive that this is a retry, so that it repeats its recorded answer
@@ -34,7 +34,7 @@ ECHOED = ("role", "content", "tool_calls", "reasoning_content", "reasoning")
 
 
 class NoModelAnswer(InfraError):
-    """The server gave no answer, or none that can be read."""
+    """The server gave no answer, or an unreadable one."""
 
     failure = FailureKind.MODEL
 
@@ -62,12 +62,12 @@ def beginning_refused(error: ModelRefused, tokens_max: int) -> ModelRefused:
 
 
 def never_answered(episode_s: float) -> NoModelAnswer:
-    """Return the error for an episode whose time ran out before the first answer. The model is not to blame."""
+    """Return the error for an episode that ran out of time before the first answer. This is not the model's fault."""
     return NoModelAnswer(f"the model gave no answer within {episode_s:g} s, which is all of the episode's time")
 
 
 class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer of the model. `message` continues the conversation; `call` is the call's id on the log."""
+    """An answer from the model. `message` continues the conversation; `call` is the call's id on the log."""
 
     message: MessageDict
     text: str
@@ -76,11 +76,11 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     call: str
-    versions: tuple[int, ...] = ()  # the oldest and the newest policy version that sampled it, if a hive names them
+    versions: tuple[int, ...] = ()  # the oldest and newest policy versions that sampled it, if a hive names them
 
     @property
     def is_cut(self) -> bool:
-        """Whether the answer ended because it reached its length limit."""
+        """Whether the answer was cut off at its length limit."""
         return self.finish == "length"
 
 
@@ -97,9 +97,9 @@ class CallWatch(Protocol):
 
 
 class OutageWarnings:
-    """A `CallWatch` that warns once calls have failed for a second, so that waiting is not mistaken for work.
+    """A `CallWatch` that warns once calls have been failing for a second, so that waiting is not mistaken for work.
 
-    It warns once per outage: the next warning can only follow another answer.
+    It warns once per outage: there is no second warning until a call has been answered.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -112,7 +112,7 @@ class OutageWarnings:
         self._failing_since, self._has_warned = None, False
 
     def asked_again(self, why: str) -> None:
-        """Warn if calls have failed for a second, and no warning has been given yet."""
+        """Warn if calls have been failing for a second and this outage has not been reported yet."""
         now = self._clock()
         if self._failing_since is None:
             self._failing_since = now
@@ -122,7 +122,7 @@ class OutageWarnings:
 
 
 class ChatModel:
-    """A model at a server. Use it with `async with`, in one event loop.
+    """A model on a server. Use it with `async with`, in one event loop.
 
     `sampling` contains fields for every request, such as `temperature`. `watch` is notified of every call. `transport`
     is for tests.
@@ -146,7 +146,7 @@ class ChatModel:
         self._http = httpx.AsyncClient(
             base_url=base_url,
             headers={"Authorization": f"Bearer {api_key}"},
-            timeout=httpx.Timeout(None, connect=CONNECT_S),  # `ask` limits the whole request
+            timeout=httpx.Timeout(None, connect=CONNECT_S),  # the timeout of `ask` covers the whole request
             trust_env=not is_loopback(url.host),
             verify=url.scheme == "https" and certificates(True),
             transport=transport,
@@ -168,7 +168,7 @@ class ChatModel:
         total_tokens: int | None = None,
         role: str = "",
     ) -> ChatAnswer:
-        """Return the model's answer. While the server is unreachable or busy, retry until `within_s` is over.
+        """Return the model's answer. While the server is unreachable or busy, retry until `within_s` has passed.
 
         `total_tokens` limits prompt and answer together if the server is a hive. Raises `NoModelAnswer`,
         `ModelRefused`.
@@ -271,8 +271,8 @@ def answer_of(body: bytes) -> ChatAnswer:
 
 
 def _text_of_parts(parts: list[Any]) -> str:
-    """Return the text of a content that is a list of parts, as some servers send it. Reasoning is in parts of other
-    types."""
+    """Return the text of a message whose content is a list of parts, as some servers send it. Reasoning is in parts of
+    other types."""
     texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
     return "".join(text for text in texts if isinstance(text, str))
 
@@ -284,7 +284,7 @@ def _versions(fingerprint: object) -> tuple[int, ...]:
 
 
 def _tool_calls(message: MessageDict) -> tuple[ToolCall, ...]:
-    """Return the tool calls of a message. Raises `NoModelAnswer` if one is malformed, which is the server's fault."""
+    """Return the tool calls of a message. Raises `NoModelAnswer` if any is malformed, which is the server's fault."""
     try:
         return tuple(
             ToolCall(
@@ -299,12 +299,12 @@ def _tool_calls(message: MessageDict) -> tuple[ToolCall, ...]:
 
 
 def _text(arguments: object) -> str:
-    """Return the arguments of a call as JSON text; some servers send the object itself."""
+    """Return the arguments of a call as JSON text. Some servers send the object itself."""
     return arguments if isinstance(arguments, str) else msgspec.json.encode(arguments or {}).decode()
 
 
 def _said(error: object) -> str:
-    """Return the error message of an answer without a choice, after a colon, or "" if there is none."""
+    """Return the error message of an answer that has no choices, after a colon, or "" if there is none."""
     message = error.get("message", error) if isinstance(error, dict) else error
     return f": {' '.join(str(message).split())[:FOREIGN_TEXT_MAX]}" if message else ""
 
@@ -316,7 +316,7 @@ def _refusal(response: httpx.Response) -> ModelRefused:
         if isinstance(error, dict):
             message, code = str(error.get("message", message)), str(error.get("code", ""))
     except msgspec.MsgspecError:
-        pass  # such as a proxy's error page: its text is shown unchanged
+        pass  # for instance, a proxy's error page: its text is shown unchanged
     is_too_long = response.status_code in (400, 413) and (
         code in TOO_LONG_CODES or any(words in message for words in TOO_LONG_WORDS)
     )
@@ -328,4 +328,4 @@ def _retry_after_s(response: httpx.Response) -> float:
     try:
         return max(0.0, min(float(response.headers.get("retry-after", 0)), 60.0))
     except ValueError:
-        return 0.0  # a date
+        return 0.0  # the header has a date

@@ -16,7 +16,7 @@ from bombus.sdk.errors import InfraError
 from bombus.sdk.reports import read_report
 from bombus.sdk.types import Task
 
-MessageDict = dict[str, Any]  # as in a chat completion: role, content, tool_calls, tool_call_id
+MessageDict = dict[str, Any]  # a message of a chat completion: role, content, tool_calls, tool_call_id
 
 
 class ToolSchema(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +27,7 @@ class ToolSchema(msgspec.Struct, frozen=True, kw_only=True):
     parameters: dict[str, Any] = {}
 
     def as_openai(self) -> dict[str, Any]:
-        """Return the entry of `tools` in a chat completion."""
+        """Return this tool as an entry of `tools` in a chat completion."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
@@ -41,7 +41,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a tool call, as text. If it `failed`, `text` is the bare reason, which the model sees as
+    """The result of a tool call, as text. If `failed` is true, `text` is the bare reason, which the model sees as
     `<error>Tool failed: ...</error>`."""
 
     text: str
@@ -58,9 +58,9 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
 class RolloutStatus(StrEnum):
     """How a rollout ended."""
 
-    COMPLETED = "completed"  # the model or the environment said that it is done
-    TRUNCATED = "truncated"  # a budget was used up, or the model's answer was cut at its length
-    ABORTED = "aborted"  # a failure that is not the model's fault: there is no reward
+    COMPLETED = "completed"  # the model or the environment declared it done
+    TRUNCATED = "truncated"  # a budget was used up, or the model's answer was cut off at its length limit
+    ABORTED = "aborted"  # something failed that is not the model's fault: there is no reward
 
 
 class RolloutScores(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,12 +87,12 @@ class RolloutScores(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Transcript(msgspec.Struct, kw_only=True):
-    """A rollout so far: all messages, and the totals that are compared with the budgets."""
+    """A rollout so far: all messages, and the totals that count against the budgets."""
 
     messages: list[MessageDict] = []
-    turns: int = 0  # the model's answers
-    prompt_tokens: int = 0  # of the newest request
-    completion_tokens: int = 0  # of all answers
+    turns: int = 0  # number of the model's answers
+    prompt_tokens: int = 0  # tokens in the prompt of the newest request
+    completion_tokens: int = 0  # tokens in all answers
     tool_calls: int = 0
     tool_failures: int = 0
     status: RolloutStatus | None = None  # None while the rollout is running
@@ -100,7 +100,7 @@ class Transcript(msgspec.Struct, kw_only=True):
 
 
 def task_of_its_own(task: Task) -> Task:
-    """Return a copy of a task whose messages and metadata one episode may change: their lists and dicts are copied.
+    """Return a copy of a task for one episode, which may change its messages and metadata: lists and dicts are copied.
 
     Other objects in them, such as a database, are shared with other episodes.
     """
@@ -127,13 +127,13 @@ class AgentEnvironment(Protocol):
     async def call(self, call: ToolCall) -> ToolOutcome:
         """Carry out a tool call. If the tool fails, return an outcome with `failed` set instead of raising.
 
-        A call that takes too long is cancelled. If that leaves the environment unusable, its next use raises
+        A call that takes too long is cancelled. If that makes the environment unusable, the next use raises
         `EnvironmentLost`.
         """
         ...
 
     async def is_over(self, transcript: Transcript) -> bool:
-        """Return whether the environment ends the episode now. This is called after each turn."""
+        """Return whether the environment ends the episode now. Called after each turn."""
         ...
 
     async def score(self, transcript: Transcript) -> RolloutScores:
@@ -147,25 +147,24 @@ class AgentEnvironment(Protocol):
 
 def is_environment(made: object) -> bool:
     """Return whether a class or an instance is already an `AgentEnvironment`, rather than a plain class."""
-    kind = made if inspect.isclass(made) else type(made)  # an instance's `__getattr__` may answer to any name
+    kind = made if inspect.isclass(made) else type(made)  # an instance's `__getattr__` might accept any name
     return all(hasattr(kind, name) for name in ("open", "call", "is_over", "score", "close"))
 
 
 class EnvironmentLost(InfraError):
-    """The session is dead: its server is gone, a step took too long, or its lease has lapsed. It cannot be
-    recovered."""
+    """The session is dead and cannot be recovered: its server is gone, a step took too long, or its lease lapsed."""
 
     failure = FailureKind.ENVIRONMENT
 
 
 class SandboxLost(EnvironmentLost):
-    """What the environment runs on, such as its sandbox, has failed."""
+    """What the environment runs on, for instance its sandbox, has failed."""
 
     failure = FailureKind.SANDBOX
 
 
 class EnvironmentsBusy(InfraError):
-    """All environments of a server are taken, and none became free in time."""
+    """All environments on a server are taken, and none became free in time."""
 
     failure = FailureKind.ENVIRONMENT
 
@@ -177,14 +176,13 @@ class ResetFailed(InfraError):
 
 
 class MethodFailed(InfraError):
-    """One of the environment's own methods that is not a tool failed, by default a reward."""
+    """One of the environment's own methods failed, not a tool. By default, it is a reward."""
 
     failure = FailureKind.GRADER
 
 
 def went_on(name: str, kind: FailureKind = FailureKind.TOOL) -> EnvironmentLost:
-    """Return the error for a coroutine that was still running some seconds after it was cancelled: by default a
-    tool."""
+    """Return the error for a coroutine, by default a tool, that still ran some seconds after it was cancelled."""
     return EnvironmentLost(
         f"`{name}` kept running after it was cancelled, so the environment is given up. Let the CancelledError that "
         "ends it propagate: `except Exception` does, `except:` does not",

@@ -1,4 +1,4 @@
-"""Load environments by their class name, and tasks from a JSON Lines file."""
+"""Load environments by class name, and tasks from a JSON Lines file."""
 
 import importlib
 import inspect
@@ -31,12 +31,12 @@ def load_class(name: str) -> type:
     except (ImportError, AttributeError, SyntaxError) as error:
         raise Refused(Code.BAD_CONFIG, f"{name} cannot be imported: {in_one_line(error)}") from error
     if not inspect.isclass(found):
-        raise Refused(Code.BAD_CONFIG, f"{name} is {type(found).__name__}, not a class: name the class itself")
+        raise Refused(Code.BAD_CONFIG, f"{name} is of type {type(found).__name__}, not a class: name the class itself")
     return found
 
 
 def read_environment_tasks(path: Path) -> list[Task]:
-    """Return the tasks in a file that holds one JSON object per line; empty lines are skipped.
+    """Return the tasks in a file with one JSON object per line. Empty lines are skipped.
 
     Fields that `Task` does not have go into its metadata; `prompt` is another name for `main_query`. Raises `Refused`
     with the number of the malformed line.

@@ -47,7 +47,7 @@ from bombus.task_groups import first_failure
 
 log = logging.getLogger("bombus")
 
-CHARACTERS_FOR_A_TOKEN = 4  # a rough estimate, for text whose tokens the server has not counted yet
+CHARACTERS_FOR_A_TOKEN = 4  # a rough estimate for text whose tokens the server has not counted yet
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ class WrongTask(BombusError):
 
 
 class MultiModelCredentials(Protocol):
-    """The credentials of a multi-model episode: for each role, those of the episode of its engine."""
+    """The credentials of a multi-model episode: each role has the credentials for an episode on its own engine."""
 
     @property
     def credentials(self) -> Mapping[str, Credentials]: ...
@@ -81,11 +81,11 @@ class RolloutResult(msgspec.Struct, kw_only=True):
         return self.transcript.status or RolloutStatus.ABORTED
 
     def output(self) -> WorkflowOutput:
-        """Return the outcome to end the episode with. Raises the error if the rollout was aborted."""
+        """Return the outcome with which to end the episode. Raises the error if the rollout was aborted."""
         return self._output(self.calls)
 
     def outputs(self, roles: Iterable[str]) -> dict[str, WorkflowOutput]:
-        """Return the outcome to end each role's episode with. Raises the error if the rollout was aborted."""
+        """Return the outcome with which to end each role's episode. Raises the error if the rollout was aborted."""
         return {role: self._output([call for call in self.calls if call.role == role]) for role in roles}
 
     def _output(self, calls: Sequence[RewardedCall]) -> WorkflowOutput:
@@ -158,8 +158,8 @@ class Rollout:
         return (await self.play(task, credentials)).output()
 
     async def multi_model(self, task: Task, episode: MultiModelCredentials) -> dict[str, WorkflowOutput]:
-        """Play one multi-model episode. Its roles are the agents of the class, each of which uses the model of its own
-        engine.
+        """Play one multi-model episode. Its roles are the agents of the class, and each agent uses its own engine's
+        model.
 
         Returns the outcome of each role. Raises `InfraError` if the episode was aborted.
         """
@@ -169,7 +169,7 @@ class Rollout:
     async def play(
         self, task: Task, credentials: Credentials, environment: AgentEnvironment | None = None
     ) -> RolloutResult:
-        """Play one episode, and return its full result. An `environment` that the caller passes is not closed."""
+        """Play one episode, and return its full result. An `environment` passed by the caller is not closed."""
         model = self._model(credentials)
         result = await self._played(task, environment, model, {})
         return msgspec.structs.replace(result, versions=tuple(sorted(model.versions)))
@@ -206,7 +206,7 @@ class Rollout:
                 limits.result = _aborted(limits.transcript, named)
             except InfraError as error:
                 limits.result = _aborted(limits.transcript, error)
-            except Exception as error:  # from the caller's code; a failing close must not hide it
+            except Exception as error:  # an error in the caller's code, which a failing close must not hide
                 limits.mistake = error
                 raise
             return limits.result
@@ -269,8 +269,7 @@ class Rollout:
         )
 
     async def _made(self, limits: "_MethodLimits") -> AgentEnvironment:
-        """Return the environment of one episode; its instance may not exist yet. Raises `InfraError` or
-        `WrongClass`."""
+        """Return an episode's environment, whose instance may not exist yet. Raises `InfraError` or `WrongClass`."""
         make: Any = self._make
         if inspect.isclass(make) and not is_environment(make):
             return PlainEnvironment(make)
@@ -284,31 +283,31 @@ class Rollout:
 
 
 class _MethodLimits:
-    """Limits the time of the methods of an episode's environment, including those that keep running after a
+    """Limits how long the methods of an episode's environment may take, even those that keep running after a
     cancellation.
 
-    They all run in the episode's task, so that a context entered in one method, such as a client's task group, can be
-    exited in another. `given_up` is done once that task is no longer waited for.
+    All of them run in the episode's task, so that a context entered in one method, such as a client's task group, can
+    be exited in another. `given_up` is done once nobody waits for that task any longer.
     """
 
     def __init__(self, transcript: Transcript) -> None:
         self.transcript = transcript
-        self.result: RolloutResult | None = None  # once it is known
+        self.result: RolloutResult | None = None  # None until it is known
         self.mistake: Exception | None = None  # the exception that the episode raises instead of returning a result
         self.given_up: asyncio.Future[RolloutResult] = asyncio.get_running_loop().create_future()
 
     async def scored(self, limit_s: float, scores: Awaitable[T]) -> T:
-        """Await the scores of the environment. Whatever they raise is an `InfraError`: then there is no reward."""
+        """Await the environment's scores. Any error is raised as an `InfraError`, since there is no reward then."""
         try:
             return await self.within(limit_s, contained_here(scores), "scoring the environment", FailureKind.GRADER)
         except InfraError as error:
             error.attribute_to(FailureKind.GRADER)
             raise
-        except Exception as error:  # the environment's own code
+        except Exception as error:  # any error in the environment's own code
             raise MethodFailed(f"scoring the environment failed: {with_place(error)}") from error
 
     async def within(self, limit_s: float, work: Awaitable[T], what: str, kind: FailureKind | None = None) -> T:
-        """Await a method of the environment. Raises `EnvironmentLost` if it takes too long, of this kind."""
+        """Await a method of the environment. Raises `EnvironmentLost`, with this `kind`, if it takes too long."""
         error = EnvironmentLost(f"{what} took longer than {limit_s:g} s", kind)
         giving_up = asyncio.get_running_loop().call_later(limit_s + running.CANCELLED_S, self._give_up, error)
         try:
@@ -349,9 +348,9 @@ class _ToolLoop:
         self._limits = limits
         self._transcript = limits.transcript
         self._tools: list[ToolSchema] = []
-        self._used = 0  # tokens of the conversation, as counted by the server
-        self._uncounted: list[MessageDict] = []  # messages since that count
-        self._over_at = 0.0  # the loop time at which the episode's time is used up
+        self._used = 0  # tokens in the conversation, as counted by the server
+        self._uncounted: list[MessageDict] = []  # messages added since that count
+        self._over_at = 0.0  # the loop time at which the episode runs out of time
 
     async def run(self) -> RolloutScores:
         """Play the episode to its end, and return the scores. Raises `InfraError`."""
@@ -369,7 +368,7 @@ class _ToolLoop:
         return await self._limits.scored(budgets.setup_s, self._environment.score(transcript))
 
     async def _turns(self) -> FailureKind | None:
-        """Play turn after turn. Return the budget that is used up, or None if the episode has ended before."""
+        """Play turn after turn. Return the budget that was used up, or None if the episode ended before that."""
         transcript, budgets = self._transcript, self._budgets
         while transcript.turns < budgets.turns_max and _now() < self._over_at:
             over_at = min(_now() + budgets.turn_s, self._over_at)
@@ -417,7 +416,7 @@ class _ToolLoop:
         self._uncounted += messages
 
     async def _is_over(self) -> bool:
-        return await self._within(self._environment.is_over(self._transcript), "asking whether it is over")
+        return await self._within(self._environment.is_over(self._transcript), "checking whether it is over")
 
     async def _within(self, work: Awaitable[T], what: str) -> T:
         return await self._limits.within(self._budgets.setup_s, work, what)
@@ -425,7 +424,7 @@ class _ToolLoop:
     # ---- tools --------------------------------------------------------------------------------------------------
 
     async def _use_tools(self, calls: Sequence[ToolCall], over_at: float) -> None:
-        """Carry out the tool calls of one answer, several at once, and append their results in order."""
+        """Carry out the tool calls of one answer, several of them concurrently, and append their results in order."""
         carried_out = calls[: self._budgets.calls_max]
         slots = asyncio.Semaphore(self._at_once)
 
@@ -436,7 +435,7 @@ class _ToolLoop:
         async with first_failure() as group:
             running = [group.create_task(one(call)) for call in carried_out]
         outcomes = [task.result() for task in running]
-        left = f"it was not carried out: an answer can have {self._budgets.calls_max} calls at most"
+        left = f"it was not carried out: an answer may have at most {self._budgets.calls_max} calls"
         outcomes += [ToolOutcome(text=left, failed=True)] * (len(calls) - len(carried_out))
         self._transcript.tool_calls += len(calls)
         self._transcript.tool_failures += sum(outcome.failed for outcome in outcomes)
@@ -449,13 +448,13 @@ class _ToolLoop:
 
     @property
     def _at_once(self) -> int:
-        """How many calls may run at once. If the environment does one at a time, the time limit of the waiting calls
-        has not started yet."""
+        """Return how many calls may run concurrently. If the environment allows one at a time, the time limit of calls
+        that wait does not start yet."""
         return self._budgets.tools_at_once if getattr(self._environment, "tools_run_together", False) else 1
 
     async def _outcome(self, call: ToolCall, over_at: float) -> ToolOutcome:
         """Carry out a call. A call that cannot be cancelled gets all of `tool_s` once it has begun, even if less is
-        left of the turn or the episode: cutting it off would lose its environment, and the episode with it."""
+        left of the turn or the episode: cutting it off would lose its environment, and thus the episode."""
         limit_s, left_s = self._budgets.tool_s, over_at - _now()
         if left_s <= 0:
             return ToolOutcome(text="it was not carried out: the time for this answer's tools had run out", failed=True)
@@ -471,7 +470,7 @@ class _ToolLoop:
             return ToolOutcome(text=f"it did not end within {limit_s:.3g} s, and was cancelled", failed=True)
 
     def _shown(self, outcome: ToolOutcome) -> str:
-        """Return an outcome as the text that is shown to the model."""
+        """Return an outcome as the text shown to the model."""
         text, limit = without_surrogates(outcome.text), self._budgets.tool_characters_max
         if len(text) > limit:
             text = f"{text[:limit]}\n[{len(text) - limit} more characters were left out]"

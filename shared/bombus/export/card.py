@@ -1,4 +1,4 @@
-"""The model card of an exported version: what it is, how to load it, and its origin according to the log.
+"""The model card of an exported version: what it is, how to load it, and where it comes from according to the log.
 
 It contains nothing about the machine or the time of the export, so the same version gives the same card.
 """
@@ -21,12 +21,12 @@ from bombus.weights.models import hub_name
 CARD = "README.md"
 WRITTEN_BY = "# Written by `bombus export`."
 REWARDS_SHOWN = 20
-SHARE_SHOWN = 0.001  # the smallest share of an adapter lost to rounding that is mentioned
-TEXT_CHARS_MAX = 200  # longer values of settings are not shown
+SHARE_SHOWN = 0.001  # the smallest loss of an adapter to rounding that is mentioned
+TEXT_CHARS_MAX = 200  # values of settings that are longer are not shown
 
 
 def loading(exported: ExportedFiles, place: str, base_model: str) -> list[tuple[str, str]]:
-    """Return the tools that load an export at `place`, each with the line of code or command that does it."""
+    """Return the tools that load an export at `place`, each with the code or command that does it."""
     quoted, base = shlex.quote(place), shlex.quote(base_model)
     if not exported.rank:
         return [
@@ -71,7 +71,8 @@ def card(hive: str, run: LoggedRun, number: int, exported: ExportedFiles, base_m
 
 
 def _front_matter(job: RunConfig, exported: ExportedFiles) -> Iterator[str]:
-    """Yield the metadata that the hub reads, without a base model unknown to the hub, which would refuse it."""
+    """Yield the metadata that the hub reads. A base model that the hub does not know is left out, as the hub would
+    refuse it."""
     hub = hub_name(job.model.path)
     tags = ["bombus", "reinforcement-learning", job.trainer.adv_estimator, *(["lora"] if job.trainer.lora_rank else [])]
     yield "---"
@@ -115,7 +116,7 @@ def _trained_on(run: LoggedRun, number: int, steps: Sequence[LoggedStep]) -> str
     less = f", {left_out:,} of them left out" if left_out else ""
     earlier = f"; steps 1 to {run.first} were made in earlier runs" if run.first else ""
     unknown = number - len(steps)
-    gone = f"; steps {run.first + 1} to {unknown} were compacted away from the log" if unknown > run.first else ""
+    gone = f"; steps {run.first + 1} to {unknown} were removed by compacting the log" if unknown > run.first else ""
     return f"{episodes:,} episodes in {groups:,} groups{less}{earlier}{gone}"
 
 
@@ -155,7 +156,7 @@ def _rewards(number: int, steps: Sequence[LoggedStep]) -> Iterator[str]:
 
 
 def _evenly(steps: Sequence[LoggedStep]) -> list[LoggedStep]:
-    """Return at most `REWARDS_SHOWN` of the steps, evenly spread, the first and the last among them."""
+    """Return at most `REWARDS_SHOWN` of the steps, evenly spread, including the first and the last."""
     if len(steps) <= REWARDS_SHOWN:
         return list(steps)
     gaps = REWARDS_SHOWN - 1

@@ -17,17 +17,17 @@ from bombus.weights.deltas import DELTA_FILE, DELTA_FORMAT, FULL_FILE, FULL_FORM
 from bombus.weights.objects import fetch_objects
 
 FILES = {FULL_FORMAT: FULL_FILE, DELTA_FORMAT: DELTA_FILE, ADAPTER_FORMAT: ADAPTER_FILE}
-PLACE_PARTS = 5  # weights/<hive>/<engine>/run-<run>/<version> in the folder of a trainer
+PLACE_PARTS = 5  # weights/<hive>/<engine>/run-<run>/<version> in a trainer's folder
 
 _texts = msgspec.msgpack.Decoder(dict[str, bytes])
 
 
 @dataclass(frozen=True)
 class VersionFiles:
-    """The files of a version on this machine. The digests of `model` and `adapter` still have to be checked.
+    """The files of a version on this machine. The digests of `model` and `adapter` must still be checked.
 
     `model` is the folder of a full copy, to which `deltas` (oldest first) and then `adapter` are applied. It is None if
-    only the adapter was asked for. `texts` are the tokenizer's files, by name.
+    only the adapter was requested. `texts` are the tokenizer's files, by name.
     """
 
     weights: Weights
@@ -40,7 +40,7 @@ class VersionFiles:
 class Finder:
     """Finds versions of one hive. Files from the object store are kept in the folder `cache`.
 
-    `data` is the data folder of the hive, if known: it may have been moved since the log was written.
+    `data` is the hive's data folder, if known: it may have been moved since the log was written.
     """
 
     def __init__(self, source: Source, cache: Path, data: Path | None = None) -> None:
@@ -49,7 +49,7 @@ class Finder:
         self._data = data
 
     async def check(self, run: LoggedRun, version: int) -> Weights:
-        """Return a version of a run. If it is not there, raises `NotOnLog` with the versions that are."""
+        """Return a version of a run. If it does not exist, raise `NotOnLog` with the versions that do."""
         ready = run.versions.get(version)
         if ready is not None and await self._is_there(ready.weights):
             return ready.weights
@@ -59,12 +59,12 @@ class Finder:
         else:
             why = f"version {version} of {which} is no longer at {ready.weights.where}: a trainer keeps the newest two"
         kept = [number for number, each in sorted(run.versions.items()) if await self._is_there(each.weights)]
-        raise NotOnLog(f"{why}; still there: {', '.join(map(str, kept)) or 'none'}")
+        raise NotOnLog(f"{why}; available: {', '.join(map(str, kept)) or 'none'}")
 
     async def files(self, weights: Weights, whole: bool) -> VersionFiles:
-        """Return the files of a version. An adapter comes with its base model only if `whole`.
+        """Return the files of a version. An adapter comes with its base model only if `whole` is true.
 
-        Raises `EngineFault` for missing files or a delta that differs from the log's, `LogCorrupted`, and
+        Raises `EngineFault` for missing files or for a delta that differs from the log's, `LogCorrupted`, and
         `BusUnavailable`.
         """
         texts = await self._texts(weights.tokenizer)
@@ -74,7 +74,7 @@ class Finder:
         if weights.format == FULL_FORMAT:
             return VersionFiles(weights, texts, await self._folder(weights))
         if weights.format != DELTA_FORMAT:
-            raise EngineFault(f"weights of format {weights.format!r} are not known to this version of bombus")
+            raise EngineFault(f"this version of bombus does not know the weights format {weights.format!r}")
         deltas, base = await deltas_below(await self._delta(weights), self._delta)
         return VersionFiles(weights, texts, await self._folder(base), deltas)
 
@@ -107,7 +107,7 @@ class Finder:
         return path
 
     def _place(self, weights: Weights) -> Path:
-        """Return the folder that the log names, or if it is gone, its place below the known data folder."""
+        """Return the folder that the log names or, if it is gone, the same place below the known data folder."""
         place = Path(weights.where)
         if self._data is not None and not place.is_dir():
             return self._data.joinpath("engines", *place.parts[-PLACE_PARTS:])

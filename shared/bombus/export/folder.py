@@ -34,7 +34,7 @@ def _is_export(folder: Path) -> bool:
 def drafted(out: Path, force: bool = False) -> Iterator[Path]:
     """Yield an empty folder that is renamed to `out` on success, and removed on failure.
 
-    With `force` it may replace an earlier export, but nothing else. Raises `BadUsage`.
+    With `force`, an earlier export may be replaced, but nothing else. Raises `BadUsage`.
     """
     _check_place(out, force)
     draft = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
@@ -51,7 +51,7 @@ def drafted(out: Path, force: bool = False) -> Iterator[Path]:
 
 def _put_in_place(draft: Path, out: Path) -> None:
     if not out.exists() or not any(out.iterdir()):
-        draft.rename(out)  # this replaces an empty folder
+        draft.rename(out)  # this may replace an empty folder
         return
     old = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     out.rename(old)

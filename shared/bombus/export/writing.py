@@ -21,7 +21,7 @@ CONFIG = "config.json"
 FLOATS = ("BF16", "F16", "F32", "F64")
 FLOAT32 = "F32"
 
-CopyProgress = Callable[[int, int], None]  # called with the bytes done and the total bytes
+CopyProgress = Callable[[int, int], None]  # called with the bytes done so far and the total bytes
 StoredTensors = Iterable[tuple[str, Bits]]
 
 
@@ -29,8 +29,8 @@ StoredTensors = Iterable[tuple[str, Bits]]
 class ExportedFiles:
     """What was written. `digests` maps the names of the weight files to their sha256.
 
-    `rank` is that of an adapter, or 0 for a whole model. `share_lost` is the share of an adapter, measured as a norm,
-    that was lost to rounding when it was merged.
+    `rank` is the rank of an adapter, or 0 for a whole model. `share_lost` is the share of an adapter, measured as a
+    norm, that was lost to rounding when it was merged.
     """
 
     digests: dict[str, str]
@@ -59,8 +59,8 @@ def write_whole(
 ) -> ExportedFiles:
     """Write a version as a whole model in files of at most `bytes_max`, merging its adapter if it has one.
 
-    The model keeps its stored dtypes, or with an adapter it may be written in `float32`. One tensor is held in memory
-    at a time. Raises `EngineFault` if the files differ from those recorded on the log.
+    The model keeps its stored dtypes; with an adapter, it may be written in `float32` instead. Only one tensor is in
+    memory at a time. Raises `EngineFault` if the files differ from those recorded on the log.
     """
     assert files.model is not None
     copy_companions(files.model, draft)
@@ -83,7 +83,7 @@ def write_whole(
 def _merged(
     files: VersionFiles, source: TensorFile, tensors: StoredTensors, dtype: str, rounding: Rounding
 ) -> Iterator[tuple[str, Bits]]:
-    from bombus.weights.merging import Adapter, merged_tensors  # only this case needs torch
+    from bombus.weights.merging import Adapter, merged_tensors  # imported here because only this case needs torch
 
     assert files.adapter is not None
     _check(files.adapter / ADAPTER_FILE, file_sha256(files.adapter / ADAPTER_FILE), files.weights.sha256)
@@ -99,7 +99,7 @@ def _write_texts(files: VersionFiles, draft: Path) -> None:
 
 
 def _heads(source: TensorFile, dtype: str) -> list[TensorHead]:
-    """Return the heads of the file's tensors, with floating-point ones in `dtype` if that is given."""
+    """Return the heads of the file's tensors. If `dtype` is given, floating-point tensors get that dtype."""
     owns = {name: source.dtype(name) for name in source.names}
     return [
         TensorHead(name, dtype if dtype and own in FLOATS else own, source.shape(name)) for name, own in owns.items()
@@ -109,7 +109,7 @@ def _heads(source: TensorFile, dtype: str) -> list[TensorHead]:
 def _sealed(
     source: TensorFile, tensors: StoredTensors, seal: Callable[[memoryview], None], progress: CopyProgress
 ) -> Iterator[tuple[str, Bits]]:
-    """Yield the tensors of a file, calling `seal` with the bytes of each before, and `progress` after it."""
+    """Yield the tensors of a file, calling `seal` with the bytes of each one before it, and `progress` after it."""
     total = sum(head.bytes for head in _heads(source, ""))
     done = 0
     for name, bits in tensors:

@@ -1,4 +1,4 @@
-"""Helpers that bound the size of dictionaries and of single writes."""
+"""Helpers that limit the size of dictionaries and of single writes."""
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -11,7 +11,8 @@ V = TypeVar("V")
 def trim(kept: dict[K, V], limit: int) -> None:
     """Drop the oldest entries beyond `limit`, an eighth of them at a time.
 
-    Dropping them one by one would be slow: finding the first entry of a dict steps over the deleted ones before it.
+    Dropping them one by one would be slow: to find the first entry of a dict, Python steps over the deleted ones before
+    it.
     """
     if len(kept) > limit + limit // 8:
         for key in list(islice(kept, len(kept) - limit)):
@@ -19,5 +20,5 @@ def trim(kept: dict[K, V], limit: int) -> None:
 
 
 def portions(items: Sequence[V], size: int) -> Iterator[tuple[V, ...]]:
-    """Cut a sequence into tuples of `size` items, the last of which may be shorter."""
+    """Cut a sequence into tuples of `size` items. The last one may be shorter."""
     return (tuple(items[start : start + size]) for start in range(0, len(items), size))

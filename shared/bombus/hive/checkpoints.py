@@ -1,16 +1,16 @@
-"""The checkpoints that a run keeps, and those that earlier runs have left: a new run can begin at one of them."""
+"""The checkpoints that a run keeps, and those that earlier runs have left, at which a new run can begin."""
 
 import msgspec
 
 from bombus.hive.events import Beginning, EngineStarted, StepCompleted
 
-KEPT_MIN = 2  # for recovery: the newest, and the one before in case the newest is damaged
-RUNS_KEPT = 32  # earlier runs whose checkpoints are remembered
-UNNAMED = "read_yaml_name"  # stands for the name of an experiment without one
+KEPT_MIN = 2  # for recovery: the newest, and the one before it in case the newest is damaged
+RUNS_KEPT = 32  # number of earlier runs whose checkpoints are remembered
+UNNAMED = "read_yaml_name"  # the experiment of a job that does not name one
 
 
 class LeftRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that is over: its job, and its checkpoints, oldest first."""
+    """A run that has ended: its job, and its checkpoints, oldest first."""
 
     config: str
     checkpoints: tuple[StepCompleted, ...]
@@ -24,14 +24,15 @@ def keep(kept: list[StepCompleted], done: StepCompleted, most: int) -> list[Step
 
 
 def leave(left: list[LeftRun], config: str, kept: list[StepCompleted]) -> list[LeftRun]:
-    """Return the runs that have left checkpoints, oldest first, after a run with the checkpoints `kept` has ended."""
+    """Return the ended runs that have left checkpoints, oldest first, after a run has ended with the checkpoints
+    `kept`."""
     if not kept:
         return left
     return [*left, LeftRun(config=config, checkpoints=tuple(kept))][-RUNS_KEPT:]
 
 
 def step_of(engine: str, begins: Beginning) -> StepCompleted:
-    """Return the step at which a run begins, as if the run had completed that step itself."""
+    """Return the step at which a run begins, in the form of a step that the run itself completed."""
     return StepCompleted(
         engine=engine,
         run=begins.run,
@@ -43,7 +44,7 @@ def step_of(engine: str, begins: Beginning) -> StepCompleted:
 
 
 def goes_on(begins: Beginning, run: int, started: EngineStarted | None) -> bool:
-    """Return whether a new run continues `run`, the one before it: from its beginning or one of its checkpoints."""
+    """Return whether a new run continues `run`, the previous one: from its beginning or one of its checkpoints."""
     before = None if started is None else started.begins
     return begins.run == run or (before is not None and before.checkpoint == begins.checkpoint)
 

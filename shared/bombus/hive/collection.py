@@ -1,7 +1,8 @@
 """Collection methods: when a batch is complete, which episodes it contains, and which progress is shown.
 
-`BATCH_METHODS`, at the end, declares each method once; no other code distinguishes methods. Its functions depend only
-on the pool (ended training episodes) and on open episodes, and on the time only to tell which clients are active.
+`BATCH_METHODS`, at the end, declares each method once; no other code distinguishes methods. The functions of a method
+depend only on the pool (ended training episodes) and the open episodes, and on the time only to tell which clients are
+active.
 """
 
 from collections import Counter
@@ -17,7 +18,7 @@ from bombus.hive.state import ACTIVE_S, Completed, EngineState
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """The fill of the pool, in the measures of all methods."""
+    """How full the pool is, in the measures of all methods."""
 
     episodes: int
     tasks: int
@@ -27,15 +28,16 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Targets(msgspec.Struct, frozen=True, kw_only=True):
-    """The size of a batch. Methods by agreement take the whole pool, but the swarm contract shows these sizes too."""
+    """The size of a batch. Methods by agreement take the whole pool, but the swarm contract shows these sizes for them
+    too."""
 
-    episodes: int  # pacing counts only batches with at least this many
+    episodes: int  # pacing counts only batches of at least this many
     tasks: int
     non_dummy_tasks: int
 
 
 class Measure(msgspec.Struct, frozen=True):
-    """One measure of collection and its target, 0 if the method sets none.
+    """One measure of collection and its target, or 0 if the method sets none.
 
     `decides` marks the measure that the engine's method waits for.
     """
@@ -47,7 +49,7 @@ class Measure(msgspec.Struct, frozen=True):
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True):
-    """The groups of a batch, and the episodes without a signal that leave the pool with it."""
+    """The groups of a batch, and the episodes without a signal that leave the pool together with it."""
 
     groups: tuple[BatchGroup, ...]
     no_signal: tuple[Completed, ...] = ()
@@ -59,15 +61,16 @@ class BatchMethod(msgspec.Struct, frozen=True, kw_only=True):
     `completed_ns` and `most_batches` are called only in asynchronous runs, which refuse methods by agreement.
     """
 
-    is_by_agreement: bool  # clients say when a batch is complete
-    counts_tasks: bool  # a batch needs episodes of `batch_size` different tasks
-    needs_signal: bool  # only tasks whose rewards differ count
-    enough: Callable[[EngineState, Collection, int], bool]  # whether the pool holds a batch, at a time in ns
+    is_by_agreement: bool  # whether clients say when a batch is complete
+    counts_tasks: bool  # whether a batch needs episodes of `batch_size` different tasks
+    needs_signal: bool  # whether only tasks whose rewards differ count
+    enough: Callable[[EngineState, Collection, int], bool]  # whether the pool has enough for a batch, at a time in ns
     completed_ns: Callable[[EngineState], int]  # when the pool's first batch became complete
     select: Callable[[EngineState], Selection]
     targets: Callable[[Collection], Targets]
     measures: Callable[[Targets, Progress], tuple[Measure, ...]]  # in display order
-    # The most batches that the pool can form with open episodes: those counted by task, and those that fit any task.
+    # The most batches that the pool can form together with open episodes, which are given as counts by task and as the
+    # number that fit any task.
     most_batches: Callable[[EngineState, Counter[str], int], int]
 
 
@@ -81,9 +84,10 @@ def has_signal(group: list[Completed]) -> bool:
 
 
 def pick(group: list[Completed], size: int) -> list[Completed]:
-    """Return the first `size` of a task's episodes in order of completion.
+    """Return the first `size` of a task's episodes, in the order in which they completed.
 
-    If their rewards are all equal and a later episode's differs, it replaces the last one, so the group has a signal.
+    If their rewards are all equal and a later episode's differs, that episode replaces the last one, so the group has a
+    signal.
     """
     chosen = group[:size]
     if len(group) > size and not has_signal(chosen):
@@ -200,7 +204,7 @@ def _full_in_order(engine: EngineState) -> list[list[Completed]]:
     rules = engine.collection
     return sorted(
         _full(engine),
-        # Stable: ties keep the order of first completion.
+        # The sort is stable: ties keep the order of first completion.
         key=lambda group: (_age_rank(rules, group), group[rules.num_repeat - 1].ended_ns),
     )
 
@@ -271,7 +275,8 @@ def _most_of_tasks(engine: EngineState, named: Counter[str], unnamed: int) -> in
 
 
 def _most_of_non_dummy_tasks(engine: EngineState, named: Counter[str], unnamed: int) -> int:
-    """Leave out full groups whose rewards are all equal: they are never in a batch."""
+    """Return the most batches that can be formed without the full groups whose rewards are all equal: no batch takes
+    those."""
     size = engine.collection.num_repeat
     groups = (group for group in tasks(engine) if len(group) < size or has_signal(pick(group, size)))
     pooled = Counter({group[0].task: len(group) for group in groups})
@@ -288,8 +293,9 @@ def _most_groups(named: Counter[str], unnamed: int, rules: Collection) -> int:
 def _can_make(batches: int, sizes: Counter[int], unnamed: int, rules: Collection) -> bool:
     """Return whether `batches` batches can be formed.
 
-    `sizes` maps a number of episodes to the number of tasks that have so many; `unnamed` episodes fit any task. A batch
-    has at most one group of a task. Groups that lack the fewest episodes are filled first, then new ones are begun.
+    `sizes` maps a number of episodes to the number of tasks that have that many; `unnamed` episodes fit any task. A
+    batch has at most one group of each task. Groups that lack the fewest episodes are filled first, then new groups are
+    begun.
     """
     repeat = rules.num_repeat
     complete = sum(count * min(batches, size // repeat) for size, count in sizes.items())
@@ -346,7 +352,7 @@ BATCH_METHODS: dict[Method, BatchMethod] = {
         counts_tasks=False,
         needs_signal=False,
         enough=_any_client_agrees,
-        completed_ns=_tasks_completed_ns,  # never called, nor is `most_batches`: see `BatchMethod`
+        completed_ns=_tasks_completed_ns,  # never called, like `most_batches`: see `BatchMethod`
         select=_select_all,
         targets=_targets,
         measures=_measures_of_any_client,
@@ -357,7 +363,7 @@ BATCH_METHODS: dict[Method, BatchMethod] = {
         counts_tasks=False,
         needs_signal=False,
         enough=_all_clients_agree,
-        completed_ns=_tasks_completed_ns,  # never called, nor is `most_batches`: see `BatchMethod`
+        completed_ns=_tasks_completed_ns,  # never called, like `most_batches`: see `BatchMethod`
         select=_select_all,
         targets=_targets,
         measures=_measures_of_all_clients,
@@ -373,7 +379,7 @@ def enough(engine: EngineState, now_ns: int) -> bool:
 
 
 def completed_ns(engine: EngineState) -> int:
-    """Return when the pool first held what the method requires. Call it only if `enough` holds.
+    """Return when the pool first held what the method requires. Call it only if `enough` returns true.
 
     Methods by agreement have no such time.
     """
@@ -383,14 +389,15 @@ def completed_ns(engine: EngineState) -> int:
 def select(engine: EngineState) -> Selection:
     """Select exactly what the method requires; the rest stays in the pool for the next batch.
 
-    Call it once `enough` has held; until then the pool only grows. Episodes or groups that were complete first are
-    selected first; in an asynchronous run, those with the oldest tokens, which would be too old for a later batch.
+    Call it once `enough` has returned true; until then the pool only grows. Episodes or groups that were complete first
+    are selected first. In an asynchronous run, those with the oldest tokens come first, because they would be too old
+    for a later batch.
     """
     return BATCH_METHODS[engine.collection.method].select(engine)
 
 
 def measures(engine: EngineState, now_ns: int) -> tuple[Measure, ...]:
-    """Return how far the pool is from the next batch, in the measures of the engine's method."""
+    """Return how far the pool is from holding the next batch, in the measures of the engine's method."""
     rules = engine.collection
     method = BATCH_METHODS[rules.method]
     return method.measures(method.targets(rules), progress(engine, now_ns))

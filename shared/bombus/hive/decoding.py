@@ -1,4 +1,4 @@
-"""Decoding of bytes from other processes, with a single exception type for all malformed input."""
+"""Decoding of bytes from other processes, with one exception type for all malformed input."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -10,7 +10,7 @@ _ValueT = TypeVar("_ValueT")
 
 
 def decoded(decode: Callable[[_BytesT], _ValueT], body: _BytesT) -> _ValueT:
-    """Call msgspec's `decode` on `body`. Raises `msgspec.MsgspecError` if the bytes are not a valid value of its type.
+    """Call msgspec's `decode` on `body`. Raises `msgspec.MsgspecError` if the bytes do not encode a valid value.
 
     msgspec itself raises other errors for text that is not UTF-8, and for values that are nested too deeply.
     """

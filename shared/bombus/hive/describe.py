@@ -1,4 +1,4 @@
-"""A one-line description and a group for each kind of event, for the screen and `bombus replay timeline`."""
+"""A one-line description of each kind of event, and its group, for the screen and `bombus replay timeline`."""
 
 from collections.abc import Callable, Iterable
 from enum import StrEnum
@@ -15,7 +15,7 @@ E = TypeVar("E", bound=Event)
 
 
 class EventGroup(StrEnum):
-    """A group of events by which the screen can filter. `TROUBLE` overlaps with the others."""
+    """A group of events by which the screen can filter. `TROUBLE` overlaps with the other groups."""
 
     ALL = "all"
     ENGINE = "engine"
@@ -58,7 +58,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _some(names: Iterable[str]) -> str:
-    """Return the only name, or the first and how many more there are."""
+    """Return the only name, or the first name and how many more there are."""
     all_names = list(names)
     if not all_names:
         return "nothing"
@@ -168,7 +168,7 @@ def _weights_kept(event: ev.WeightsKept) -> str:
 
 
 def _environment_joined(event: ev.EnvironmentJoined) -> str:
-    share = "" if event.minimum is None else f" and asks for {event.minimum:.0%} of each batch"
+    share = "" if event.minimum is None else f" and requests {event.minimum:.0%} of each batch"
     return f"environment {event.environment} ({event.name}) sends groups of {event.group_size}{share}"
 
 
@@ -191,7 +191,7 @@ def _groups(count: int) -> str:
 
 
 class _Says(NamedTuple):
-    """Registers the description of a kind of event in this group."""
+    """Registers the description of a kind of event that belongs to this group."""
 
     group: EventGroup
 

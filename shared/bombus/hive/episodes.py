@@ -1,14 +1,14 @@
 """Episode ids, keys and rewards.
 
-The log has an episode's name; its claim returns an id that consists of the name and a secret.
+The log has only an episode's name. A claim returns an id, which consists of the name and a secret.
 """
 
 from typing import Any
 
-KEY_PREFIX = "sk-bombus-"  # an episode's key begins with it
-SECRET_MARK = "."  # between the name and the secret; neither contains it
-REWARD_MAX = 1e9  # of its absolute value, so that squares of gradients stay far within float32
-METADATA_BYTES_MAX = 64 << 10  # for the metadata and the metrics of an episode together
+KEY_PREFIX = "sk-bombus-"  # the beginning of an episode's key
+SECRET_MARK = "."  # separates the name from the secret; neither contains it
+REWARD_MAX = 1e9  # limit of its absolute value, so that squares of gradients stay far within float32
+METADATA_BYTES_MAX = 64 << 10  # limit of an episode's metadata and metrics together
 
 
 def without_secret(claimed_id: str) -> str:
@@ -21,7 +21,7 @@ SHOWN_CHARACTERS = 100
 
 
 def reward_number(value: object) -> float:
-    """Convert a reward to a float. Raises `ValueError` if it is not a number, such as a string.
+    """Convert a reward to a float. Raises `ValueError` if it is not a number; a string is not.
 
     The result may be infinite, NaN, or larger than the hive accepts.
     """
@@ -30,13 +30,13 @@ def reward_number(value: object) -> float:
         found: Any = value.item() if hasattr(value, "item") else value
         if hasattr(type(found), "__float__"):
             return float(found)
-    except Exception:  # raised by the methods of a caller's class
+    except Exception:  # raised by the methods of the caller's class
         pass
     raise ValueError(f"a reward must be {NUMBER_FORMS}, not {_shown(value)}")
 
 
 def reward_forms_of(value: object) -> float | list[float] | dict[str, float] | None:
-    """Convert an episode's reward: a number, or one for each call, in order or by call id. Raises `ValueError`."""
+    """Convert an episode's reward: one number, or one for each call, in order or by call id. Raises `ValueError`."""
     match value:
         case None:
             return None
@@ -55,5 +55,5 @@ def reward_forms_of(value: object) -> float | list[float] | dict[str, float] | N
 def _shown(value: object) -> str:
     try:
         return f"{type(value).__name__} {repr(value)[:SHOWN_CHARACTERS]}"
-    except Exception:  # raised by `__repr__` of a caller's class: show only its type
+    except Exception:  # raised by `__repr__` of the caller's class: show only its type
         return type(value).__name__

@@ -6,13 +6,13 @@ import msgspec
 
 
 class Fate(StrEnum):
-    """What became of a sampled token. In a batch, tokens that a rule masks have no part in the loss."""
+    """What became of a sampled token. In a batch, tokens that a rule masks do not contribute to the loss."""
 
     TRAINED = "trained"
     EVALUATION = "evaluation"
-    OPEN = "open"  # its episode, or the step of its batch, has not ended
+    OPEN = "open"  # its episode, or the step of its batch, has not ended yet
     QUEUED = "queued"  # in the pool, or in a rollout group that waits for a batch
-    TAKEN = "taken"  # by a training client, which trains on it with operations
+    TAKEN = "taken"  # taken by a training client, which trains on it with operations
 
     MASKED_AUXILIARY = "masked: auxiliary call"
     MASKED_GREEDY = "masked: sampled at temperature 0"
@@ -20,7 +20,7 @@ class Fate(StrEnum):
     MASKED_FIRST = "masked: first token without a prompt"
     MASKED_OVERLONG = "masked: overlong episode"
     MASKED_NO_SIGNAL = "masked: group without signal"
-    MASKED_OFF_POLICY = "masked: off-policy"  # by the correction or OPSM, in every update
+    MASKED_OFF_POLICY = "masked: off-policy"  # masked by the correction or OPSM, in every update
 
     DROPPED_CUT_OFF = "dropped: call cut off"
     DROPPED_LATE = "dropped: call after its episode"
@@ -36,11 +36,11 @@ class Fate(StrEnum):
 
 
 class StepTokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a step made of the sampled tokens of its batch.
+    """What a step did with the sampled tokens of its batch.
 
-    `episodes` has how many tokens of an episode had each of `fates`, and `weights` the weight in the loss of each
-    trained token of an episode, in the step's first epoch. `left_out` says why an episode was left out as a whole.
-    `data` is the digest of what was trained on: tokens, masks, the sampler's logprobs, advantages and weights.
+    `episodes` has how many of an episode's tokens had each of `fates`, and `weights` the weight in the loss of each of
+    its trained tokens, in the step's first epoch. `left_out` says why an episode was left out as a whole. `data` is the
+    digest of what was trained on: tokens, masks, the sampler's logprobs, advantages and weights.
     """
 
     fates: tuple[Fate, ...] = ()

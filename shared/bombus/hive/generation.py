@@ -1,8 +1,8 @@
 """The protocol between a gateway and an inference replica: token ids in, token ids out.
 
-`POST /generate` takes a msgpack `Generate` and answers with frames, each a little-endian uint32 length and a msgpack
-`Tokens`, `PromptScores`, `Finished` or `Fault`. Closing the connection aborts the request. A gateway sends the key for
-replicas as `Authorization: Bearer KEY`.
+`POST /generate` takes a msgpack `Generate` and answers with frames. Each frame is a little-endian uint32 length,
+followed by a msgpack `Tokens`, `PromptScores`, `Finished` or `Fault`. Closing the connection aborts the request. A
+gateway sends the key for replicas as `Authorization: Bearer KEY`.
 """
 
 import struct
@@ -16,7 +16,7 @@ from bombus.hive.records import SamplingParams
 
 CONTENT_TYPE = "application/x-bombus-frames"
 FRAME_BYTES_MAX = 64 << 20
-SCORES_A_FRAME_MAX = 1 << 16  # prompt tokens in one `PromptScores`: with 20 alternatives each, 11 MB
+SCORES_A_FRAME_MAX = 1 << 16  # the most prompt tokens in one `PromptScores`: with 20 alternatives each, 11 MB
 
 
 def replica_key(secret: bytes) -> str:
@@ -25,7 +25,7 @@ def replica_key(secret: bytes) -> str:
 
 
 class CallShape(msgspec.Struct, frozen=True, array_like=True):
-    """A tool call as the model writes it: `head` with the tool's name, then the arguments in JSON of `schema`."""
+    """A tool call as the model writes it: `head` with the tool's name, then arguments as JSON that matches `schema`."""
 
     head: str
     schema: str
@@ -35,9 +35,9 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The form that an answer must have, from its first token to its end: JSON, tool calls, or either of them.
 
     `schema`, if given, is the schema of the JSON; schemas are JSON Schema, as JSON text. Tool calls are written as
-    `opens`, one of `calls`, further calls each preceded by `between`, and `closes`; without `between`, only one call is
-    allowed. Reasoning may come first. It begins with `thinks` (or in the prompt, if that is empty) and ends with
-    `thought`.
+    `opens`, one of `calls`, any further calls each preceded by `between`, and `closes`; without `between`, only one
+    call is allowed. Reasoning may come first. It begins with `thinks` (or, if that is empty, in the prompt) and ends
+    with `thought`.
     """
 
     schema: str = ""
@@ -53,16 +53,17 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A request to generate. `prompt` is int32 token ids.
 
     With `stream` false, each choice is sent in as few frames as its versions allow. `traceparent` is the trace (W3C
-    trace context). A replica refuses the request if it belongs to a different run than `run`, or if it cannot enforce
-    the `constraint`.
+    trace context). A replica refuses the request if it serves another run than `run`, or if it cannot enforce the
+    `constraint`.
 
     `adapter` is the address of a LoRA adapter, the SHA-256 of its `adapter_model.safetensors` in hex; "" is the
-    engine's own policy. A replica that does not have it answers `unknown_model`; `POST /adapters` sends it there.
+    engine's own policy. A replica that does not have the adapter answers `unknown_model`; `POST /adapters` sends it
+    there.
 
     With `prompt_logprobs` the prompt is scored too, and `top_prompt` alternatives are reported for each of its tokens.
     A `max_tokens` of 0 then means that nothing is generated; otherwise 0 means no limit. With `plain_logprobs`, the
-    logprobs of sampled tokens and their alternatives are those of the model's own distribution: at temperature 1,
-    before bias, penalties and truncation.
+    logprobs of sampled tokens and their alternatives come from the model's own distribution: at temperature 1, before
+    bias, penalties and truncation.
     """
 
     id: str
@@ -90,7 +91,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
     choice: int = 0
     version: int
     tokens: bytes  # int32
-    logprobs: bytes  # float32, of the distribution that was sampled from
+    logprobs: bytes  # float32, under the distribution that was sampled from
     top: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
@@ -100,7 +101,7 @@ class PromptScores(
     """Logprobs of the prompt's tokens from index `start`, at temperature 1 and all under one policy version.
 
     They are sent once, before any frame of choice 0, with at most `SCORES_A_FRAME_MAX` tokens in a frame. The logprob
-    of the prompt's first token is NaN, since no token precedes it. `top_tokens` and `top_logprobs` hold `width`
+    of the prompt's first token is NaN, because no token precedes it. `top_tokens` and `top_logprobs` have `width`
     alternatives for each token, the most likely first; for the first token they are token 0 and NaN.
     """
 
@@ -113,7 +114,7 @@ class PromptScores(
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="finished", tag_field="kind"):
-    """One choice is complete. `reason` is `stop` (at a stop token, the last one reported) or `length`.
+    """A choice is complete. `reason` is `stop` (at a stop token, the last one reported) or `length`.
 
     An answer that ended for any other reason has no `Finished`.
     """
@@ -144,7 +145,7 @@ def encode_request(request: Generate) -> bytes:
 
 
 def decode_request(body: bytes) -> Generate:
-    """Decode a request. Raises `msgspec.MsgspecError` if the bytes are not one."""
+    """Decode a request. Raises `msgspec.MsgspecError` if the bytes are not a request."""
     return decoded(_requests.decode, body)
 
 
@@ -162,7 +163,8 @@ class FrameReader:
     def feed(self, data: bytes) -> Iterator[Frame]:
         """Yield the frames that `data` completes.
 
-        Raises `ValueError` for a frame over the size limit, and `msgspec.MsgspecError` for one that cannot be decoded.
+        Raises `ValueError` for a frame over the size limit, and `msgspec.MsgspecError` for a frame that cannot be
+        decoded.
         """
         self._buffer += data
         start = 0

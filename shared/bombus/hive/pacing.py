@@ -1,11 +1,11 @@
 """Pacing of claims if `max_staleness` is above 0, or if ended episodes become rollout groups (R14).
 
 Step s trains version s - 1, so a token of version v has the age s - 1 - v when it is trained on. Two kinds of batches
-precede an episode that is claimed now: those whose weights no call uses yet, and those that the pool and the open
-episodes can still form. Their number is the age that the episode's samples will have, unless the episode takes longer
-than the others.
+come before an episode that is claimed now: those whose weights no call uses yet, and those that the pool and the open
+episodes can still form. Together, their number is the age that the episode's samples will have, unless the episode
+takes longer than the others.
 
-If ended episodes become rollout groups, the queued groups precede the episode too, and the bound is
+If ended episodes become rollout groups, the queued groups come before the episode too, and the limit is
 `max_carry_staleness`.
 """
 
@@ -21,19 +21,19 @@ from bombus.hive.trajectories.queue import OTHERS
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
-    """The batches that precede an episode claimed now, and why the claim has to wait ("" if it does not)."""
+    """The batches that come before an episode claimed now, and why the claim must wait ("" if it need not)."""
 
     unfinished: int  # sealed batches whose weights replicas do not serve yet, or which an outside trainer does not have
-    sealable: int  # at most this many more can be formed from the pool, open episodes, and queued rollout groups
-    max_staleness: int  # the bound: max_carry_staleness if episodes become rollout groups
+    sealable: int  # how many more can be formed at most from the pool, open episodes and queued rollout groups
+    max_staleness: int  # the limit: max_carry_staleness if episodes become rollout groups
     waits: str
 
 
 def fitting(engine: EngineState, episode: str = "") -> dict[str, Replica]:
-    """Return the replicas that may answer a call: not quarantined, with recent enough weights of this run.
+    """Return the replicas that may answer a call: not quarantined, and with sufficiently recent weights of this run.
 
-    Their version may be at most `max_staleness` older than the newest. For a call of an open episode, it must also not
-    be older than the version served when the episode was claimed.
+    Their version may be at most `max_staleness` older than the newest. For a call of an open episode, it must also be
+    no older than the version served when the episode was claimed.
     """
     oldest = max(0, engine.version - engine.collection.max_staleness)
     claimed = engine.open.get(episode)
@@ -59,7 +59,8 @@ def oldest_usable(engine: EngineState) -> int:
 def last_chances(engine: EngineState) -> list[Episode]:
     """Return the open episodes that can be in the next batch but not in a later one: a complete batch waits for them.
 
-    An episode without a recorded call counts with the version at its claim, since a call of that age may be in flight.
+    If no call of an episode has been recorded, it counts with the version at its claim, because a call of that age may
+    be in flight.
     """
     last = oldest_usable(engine)
     return [
@@ -72,7 +73,7 @@ def last_chances(engine: EngineState) -> list[Episode]:
 
 
 def held_since_ns(engine: EngineState) -> int:
-    """Return since when a complete batch has waited for its `last_chances`, which it does for at most `drain_s`."""
+    """Return since when a complete batch has been waiting for its `last_chances`. It waits for at most `drain_s`."""
     return max(completed_ns(engine), 0 if engine.weights is None else engine.weights.at_ns)
 
 
@@ -106,14 +107,14 @@ def _is_idle(engine: EngineState) -> bool:
     return engine.version >= engine.step and not engine.open_tasks
 
 
-# ---- runs that make rollout groups of episodes ---------------------------------------------------------------------
+# ---- runs that make rollout groups from episodes --------------------------------------------------------------------
 
 
 def _pace_of_groups(engine: EngineState, count: int, task_hint: str) -> Pace:
     """Return the pace for a run in which ended episodes become rollout groups.
 
-    No claim waits forever for groups that fit no batch: the queue counts in full only while it will get shorter, that
-    is while a batch can be formed from it, is being trained on, or has not reached its outside trainer.
+    No claim waits forever for groups that fit no batch: the queue counts in full only while it is going to get shorter.
+    That is so while a batch can be formed from it, is being trained on, or has not reached its outside trainer.
     """
     bound, handed = engine.collection.max_carry_staleness, engine.trajectories.batch
     unfinished = max(0, engine.step - engine.version) + (handed is not None and not handed.delivered)
@@ -138,9 +139,9 @@ def _has_made_its_last_step(engine: EngineState) -> bool:
 
 
 def _most_grouped(engine: EngineState, counts_queue: bool, more: int, task_hint: str) -> int:
-    """Return how many batches of queued groups and running episodes precede an episode that is claimed now.
+    """Return how many batches of queued groups and running episodes come before an episode that is claimed now.
 
-    Each batch is divided by weight between groups of episodes and the groups of environments that have some queued. A
+    Weights divide each batch between groups made from episodes and those environments that have groups in the queue. A
     queue that does not count in full counts as less than a batch.
     """
     queue = engine.trajectories.queue
@@ -155,8 +156,8 @@ def _most_grouped(engine: EngineState, counts_queue: bool, more: int, task_hint:
 def _sequences_played(engine: EngineState, more: int = 0, task_hint: str = "") -> int:
     """Estimate how many sequences the groups of the pool, the open training episodes and `more` episodes will have.
 
-    Open episodes without a task count for the groups that they can complete. An episode counts with the mean number of
-    sequences of earlier ones, or with one sequence if there are none.
+    Open episodes without a task count toward the groups that they can complete. An episode counts as the mean number of
+    sequences of earlier episodes, or as one sequence if there are none.
     """
     size = engine.collection.num_repeat
     by_task = Counter({task: len(episodes) for task, episodes in engine.by_task.items()})
@@ -177,9 +178,9 @@ def _sequences_played(engine: EngineState, more: int = 0, task_hint: str = "") -
 def most_batches(engine: EngineState, more: int = 0, task_hint: str = "") -> int:
     """Return the most complete batches that the pool, the open training episodes and `more` episodes can form.
 
-    An open episode counts for the task that its claim named, or otherwise for the task where it helps most. Episodes
-    that can never be used do not count: those with a token that is too old and, if the method requires a signal, those
-    of full groups whose rewards are all equal.
+    An open episode counts for the task named in its claim or, if there is none, for the task where it helps most.
+    Episodes that can never be used do not count: those with a token that is too old and, if the method requires a
+    signal, those of full groups whose rewards are all equal.
     """
     rules = engine.collection
     method = BATCH_METHODS[rules.method]
@@ -192,7 +193,7 @@ def most_batches(engine: EngineState, more: int = 0, task_hint: str = "") -> int
 
 
 def _usable(engine: EngineState) -> Counter[str]:
-    """Count the open training episodes that are not too old, by the task that the claim of each named."""
+    """Count the open training episodes that are not too old, by the task that each one's claim named."""
     usable, bound = Counter(engine.open_tasks), oldest_usable(engine)
     for oldest, tasks in engine.open_aged.items():
         if oldest < bound:

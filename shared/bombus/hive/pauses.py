@@ -1,24 +1,24 @@
-"""The time during which a coordinator led: deadlines count only this time (R5)."""
+"""The time for which a coordinator has led. Deadlines count only this time (R5)."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
 
 import msgspec
 
-TICK_NS = 1_000_000_000  # the interval at which a leader sends ticks, each of which accounts for one interval
+TICK_NS = 1_000_000_000  # the interval between a leader's ticks, and the time that each tick accounts for
 LATE_NS = 2_000_000_000  # a longer interval between two ticks means that no coordinator led in between
-PAUSES_KEPT = 1_000  # a deadline that began before all of these counts from the end of the oldest
+PAUSES_KEPT = 1_000  # a deadline that began before all of these counts only from the end of the oldest
 
 
 class Pause(msgspec.Struct, frozen=True, array_like=True):
-    """A period without a leader, which ended at `until_ns`. The hive had been led for `led_ns` in all by then."""
+    """A period without a leader, which ended at `until_ns`. By then, the hive had been led for `led_ns` in all."""
 
     until_ns: int = 0
     led_ns: int = 0
 
 
 def led_ns(pauses: Sequence[Pause], at_ns: int) -> int:
-    """Return how long the hive had been led in all by `at_ns`. Only differences between two results are meaningful."""
+    """Return how long in all the hive had been led by `at_ns`. Only differences between two results are meaningful."""
     after = bisect_right(pauses, at_ns, key=lambda pause: pause.until_ns)
     before = pauses[after - 1] if after else Pause()
     led = before.led_ns + at_ns - before.until_ns

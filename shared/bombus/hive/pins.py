@@ -1,8 +1,8 @@
 """The bytes that each holder pins in the stream `calls`: they cannot be purged while its episodes need them (R12).
 
-A holder is a key, or all clients without a named key. Each holder's calls have a separate subject, which is purged up
-to the claim of the holder's oldest episode that still needs its calls. So an episode pins every call that its holder
-has stored since the episode's claim, even calls that are no longer needed, and no call of another holder.
+A holder is a key, or all clients without a named key. Each holder's calls have a subject of their own, which is purged
+up to the claim of the holder's oldest episode that still needs its calls. An episode therefore pins every call that its
+holder has stored since the episode's claim, even those no longer needed, but no other holder's calls.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,9 +14,9 @@ from bombus.hive.shares import has_share_of_stream
 
 
 class Pin(msgspec.Struct, frozen=True, array_like=True):
-    """The claim of an episode. When it was claimed, its holder had stored `bytes` bytes of calls.
+    """The claim of an episode, at which its holder had stored `bytes` bytes of calls.
 
-    All calls of the episode are at or after the sequence `calls_from` of the stream.
+    All calls of the episode are at or after the sequence `calls_from` in the stream.
     """
 
     calls_from: int
@@ -24,14 +24,14 @@ class Pin(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HeldCalls(msgspec.Struct):
-    """The calls of one holder on an engine. `pins` holds the episodes that need their calls, in order of claim."""
+    """The calls of one holder on an engine. `pins` has the episodes that still need their calls, in order of claim."""
 
-    bytes: int = 0  # of all noted calls, including late ones
+    bytes: int = 0  # total size of all noted calls, including late ones
     pinned: int = 0  # the bytes that cannot be purged
     pins: dict[str, Pin] = {}
 
     def floor(self, newest_call: int) -> int:
-        """Return the sequence below which no call of the holder is needed any more."""
+        """Return the sequence below which none of the holder's calls are needed any more."""
         return min((pin.calls_from for pin in self.pins.values()), default=newest_call)
 
 
@@ -53,7 +53,7 @@ class StoredCalls(msgspec.Struct):
             self.pinned += size
 
     def lower(self, holder: str, episode: str, seq: int) -> None:
-        """Record that an episode has a call at a sequence that was assigned before its claim (R6)."""
+        """Record that an episode has a call before its `calls_from`, because the stream has lost its end (R6)."""
         pins = self.holders[holder].pins
         if episode in pins:
             pins[episode] = Pin(seq, pins[episode].bytes)

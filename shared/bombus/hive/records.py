@@ -1,6 +1,6 @@
-"""The record of a model call: exact token ids, logprobs and the policy version of each token.
+"""The record of a model call: exact token ids, logprobs, and the policy version of each token.
 
-Token ids travel as little-endian int32 bytes and logprobs as float32 bytes: four bytes each, no parsing.
+Token ids are stored as little-endian int32 bytes and logprobs as float32 bytes: four bytes each, with no parsing.
 """
 
 from array import array
@@ -15,12 +15,12 @@ from bombus.errors import LogCorrupted
 from bombus.hive.decoding import decoded
 
 DIGEST_BYTES = 16
-BODY_BYTES_MAX = 32 << 20  # for an operation or a result
+BODY_BYTES_MAX = 32 << 20  # the largest operation or result
 BODY_PARTS_MAX = 1024
 
 
 def digest(body: bytes) -> bytes:
-    """Return the 16-byte blake2b digest that a reference holds, to check the bytes found at its place (R6)."""
+    """Return the 16-byte blake2b digest that a reference contains, to check the bytes found at its place (R6)."""
     return hasher(body).digest()
 
 
@@ -46,7 +46,7 @@ def unpack_logprobs(packed: bytes) -> list[float]:
 
 
 class CallRef(msgspec.Struct, frozen=True, array_like=True):
-    """The place of a call record in the `calls` stream. A sequence alone does not identify it: see R6."""
+    """The place of a call record in the `calls` stream. A sequence alone does not identify a record: see R6."""
 
     seq: int
     id: str
@@ -65,7 +65,7 @@ class BodyRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def first(self) -> int:
-        """Return the lowest sequence. The parts may be out of order, since a part can be resent after a later one."""
+        """Return the lowest sequence. The parts may be out of order, because a part can be resent after a later one."""
         return min(self.seqs)
 
 
@@ -86,7 +86,7 @@ class FinishReason(StrEnum):
 class LengthLimit(StrEnum):
     """The limit that ended a choice whose finish reason is `length`."""
 
-    REQUEST = "request"  # its own max_tokens: it is as long as intended
+    REQUEST = "request"  # the request's own max_tokens: the choice is as long as intended
     TURN = "turn"  # the job's max_response_length_in_one_turn
     EPISODE = "episode"  # the job's max_response_length, for all answers of one conversation
     JOB = "job"  # the job's max_model_len, for prompt and answer together
@@ -103,16 +103,16 @@ TEMPERATURE_MIN = 0.01  # the lowest above 0 (greedy), as in vLLM: logits divide
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Sampling parameters. The defaults sample from the unmodified distribution of the model.
+    """Sampling parameters. The defaults sample from the model's unmodified distribution.
 
-    `min_p` and the penalties are defined as in vLLM: the presence and frequency penalties count sampled tokens only,
-    the repetition penalty also counts prompt tokens. `logit_bias` maps token ids to values added to their logits.
+    `min_p` and the penalties are defined as in vLLM: the presence and frequency penalties count only sampled tokens,
+    while the repetition penalty also counts prompt tokens. `logit_bias` maps token ids to values added to their logits.
     """
 
     max_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0  # 0: all
+    top_k: int = 0  # 0 means all
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -120,26 +120,27 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     logit_bias: dict[int, float] = {}
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
-    top_logprobs: int = 0  # alternatives to report for each position, 0 to 20
+    top_logprobs: int = 0  # number of alternatives to report for each position, 0 to 20
 
 
 class Choice(msgspec.Struct, frozen=True, omit_defaults=True):
     """One completion. `tokens` (int32) and `logprobs` (float32) have one entry for each token.
 
     If `finish` is `length`, `limit` is the `LengthLimit` that ended it. `reasoning_tokens` counts the tokens of the
-    model's reasoning. Records of earlier versions have neither field.
+    model's reasoning. Records from earlier versions have neither of these fields.
     """
 
     tokens: bytes
     logprobs: bytes
     spans: tuple[Span, ...] = ()
     finish: str = FinishReason.STOP
-    message: dict[str, Any] | None = None  # the assistant message as it was returned (chat calls)
+    message: dict[str, Any] | None = None  # the assistant message as returned (chat calls)
     limit: str = ""
     reasoning_tokens: int = 0
 
     def was_cut(self, tokens_max: int) -> bool:
-        """Return whether it was cut at a limit other than its request's own; without `limit`, at `tokens_max`."""
+        """Return whether a limit other than the request's own cut it off; if `limit` is unknown, whether it has
+        `tokens_max` tokens."""
         if self.finish != FinishReason.LENGTH:
             return False
         if self.limit:
@@ -161,8 +162,8 @@ class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
 class CallRecord(msgspec.Struct, frozen=True, kw_only=True, tag="call.v1", tag_field="kind", omit_defaults=True):
     """One model call of an episode, as stored in the `calls` stream.
 
-    The prompt is the parent call's prompt, then the tokens of the parent's choice `parent_choice`, then `prompt_tail`;
-    without a parent it is `prompt_tail` alone. An episode of n turns therefore stores O(n) tokens.
+    The prompt is the parent call's prompt, followed by the tokens of the parent's choice `parent_choice`, followed by
+    `prompt_tail`; without a parent it is `prompt_tail` alone. An episode of n turns therefore stores O(n) tokens.
     """
 
     id: str
@@ -176,19 +177,19 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True, tag="call.v1", tag_f
     choices: tuple[Choice, ...]
     sampling: SamplingParams
     status: CallStatus = CallStatus.COMPLETE
-    messages: tuple[dict[str, Any], ...] = ()  # the messages that the parent's conversation did not have
+    messages: tuple[dict[str, Any], ...] = ()  # the messages that were not in the parent's conversation
     tools: tuple[dict[str, Any], ...] = ()  # only on a call without a parent
     request_digest: bytes = b""
     role: str = ""  # a sub-agent's name, if the harness gives one
     replica: str = ""
     timings: Timings = Timings()
     trace: str = ""
-    chat_template_kwargs: dict[str, bool | int | float | str] = {}  # the request's; only on a call without a parent
+    chat_template_kwargs: dict[str, bool | int | float | str] = {}  # as in the request; only on a call without a parent
     # The purpose of a call that the harness made for itself, outside the task, such as `title`.
     auxiliary_call: str = msgspec.field(default="", name="side_call")
-    overridden: tuple[str, ...] = ()  # request fields that were not applied as the client sent them: `temperature`
-    # The request fields that constrained every token of its answers, such as `response_format`: the logprobs are those
-    # of the distribution over the allowed tokens.
+    overridden: tuple[str, ...] = ()  # fields that were not applied as the client sent them, such as `temperature`
+    # The request fields that constrained every token of its answers, such as `response_format`. The logprobs are then
+    # those under the distribution over the allowed tokens.
     constrained: tuple[str, ...] = ()
 
     def completion_tokens(self) -> int:
@@ -198,11 +199,11 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True, tag="call.v1", tag_f
         return sum(choice.reasoning_tokens for choice in self.choices)
 
     def was_cut(self, turn_tokens_max: int, model_len_max: int) -> bool:
-        """Return whether a choice was cut at a limit of its job, its model or its replica.
+        """Return whether a choice was cut off at a limit of its job, its model or its replica.
 
-        A choice that ended at a smaller `max_tokens` of its request is as long as intended. Records of earlier versions
-        do not say which limit cut them: for those, the job's limits on a turn and on prompt and completion together
-        decide.
+        A choice that ended at a smaller `max_tokens` of its request is as long as intended. Records from earlier
+        versions do not say which limit applied: for those, the job's limits on a turn and on prompt and completion
+        together decide.
         """
         tokens_max = min(turn_tokens_max, model_len_max - self.prompt_tokens)
         return any(choice.was_cut(tokens_max) for choice in self.choices)
@@ -217,7 +218,7 @@ def encode_record(record: CallRecord) -> bytes:
 
 
 def decode_record(body: bytes, ref: CallRef | None = None) -> CallRecord:
-    """Decode a record. With `ref`, check that it is the record that `ref` names.
+    """Decode a record. With `ref`, check that it is the record that `ref` points to.
 
     Raises `LogCorrupted` if its digest or id differs, or if the bytes are not a call record.
     """

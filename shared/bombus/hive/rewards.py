@@ -1,15 +1,16 @@
-"""Whether the rewards of a group give a training signal: the one definition that collection, filters and losses use."""
+"""Whether the rewards in a group give a training signal: the one definition that collection, filters and losses use."""
 
 from collections.abc import Iterable, Sequence
 from math import isfinite
 
-SPREAD_MIN = 1e-6  # rewards that differ by less are equal
+SPREAD_MIN = 1e-6  # rewards that differ by less count as equal
 
 
 def differ(rewards: Iterable[float]) -> bool:
-    """Return whether some of these rewards differ, so that comparing them gives advantages. False for a single reward.
+    """Return whether any of these rewards differ, so that comparing them gives advantages. False for a single reward.
 
-    A reward that is not finite differs from all others: it gives advantages that are not finite, so that it is noticed.
+    A reward that is not finite differs from all others: the resulting advantages are not finite either, so it is
+    noticed.
     """
     values = tuple(rewards)
     return len(values) > 1 and (max(values) - min(values) >= SPREAD_MIN or not all(map(isfinite, values)))
@@ -20,7 +21,8 @@ def rewards_by_turn(
 ) -> list[dict[int, float]]:
     """Return, for each turn, the rewards of the episodes that reached it, by the episodes' indices in their group.
 
-    For an episode without call rewards, each of its `calls` calls gets the reward of the episode.
+    In an episode without call rewards, each call gets the reward of the episode; `calls` is the number of calls in
+    each.
     """
     spread = [
         [reward] * count if given is None else given
@@ -31,9 +33,9 @@ def rewards_by_turn(
 
 
 def have_signal(rewards: Sequence[float], call_rewards: Sequence[Sequence[float] | None], calls: Sequence[int]) -> bool:
-    """Return whether the rewards of a group's episodes differ: if not, every advantage within the group is 0.
+    """Return whether the rewards of a group's episodes differ. If they do not, every advantage within the group is 0.
 
-    They are compared as `bombus.datums.advantages` does: turn by turn if any episode has rewards for its calls.
+    The rewards are compared as in `bombus.datums.advantages`: turn by turn if any episode has rewards for its calls.
     """
     if all(given is None for given in call_rewards):
         return differ(rewards)

@@ -1,12 +1,12 @@
-"""Sums over the training episodes that ended while the batch of one step was collected."""
+"""Sums over the training episodes that ended while the batch for one step was collected."""
 
 import msgspec
 
 from bombus.hive.events import Outcome
 
-METRICS_MAX = 64  # names; further metrics that episodes report are not summed
+METRICS_MAX = 64  # number of names; further metrics that episodes report are not summed
 STEPS_KEPT = 16
-SILENT = "groups_without_signal"  # the trainer's metric of a step
+SILENT = "groups_without_signal"  # a metric that the trainer reports for a step
 
 
 class MetricSum(msgspec.Struct, array_like=True):
@@ -23,7 +23,7 @@ class MetricSum(msgspec.Struct, array_like=True):
 
 
 class RolloutFigures(msgspec.Struct):
-    """Sums of the figures that episodes report until a batch is sealed. `step` is that batch's, 0 until then."""
+    """Sums of the figures that episodes report until a batch is sealed. `step` is the batch's step, 0 until then."""
 
     step: int = 0
     rewards: MetricSum = msgspec.field(default_factory=MetricSum)
@@ -42,5 +42,5 @@ class RolloutFigures(msgspec.Struct):
 
 
 def silent_after(before: int, groups: int, metrics: dict[str, float]) -> int:
-    """Return how many steps in a row had no group with a signal, after a further step of `groups` groups."""
+    """Return how many steps in a row had no group with a signal, including a further step with `groups` groups."""
     return before + 1 if 0 < groups <= metrics.get(SILENT, 0.0) else 0

@@ -1,7 +1,7 @@
 """Fair sharing of limited resources between keys, so that no key can crowd out the others.
 
-A holder is identified by the name of its key: "" for all keys without a name, `ADMIN` for the hive's admin key. All
-other names are chosen by clients, so a client could use them to get as many shares as it likes.
+The name of its key identifies a holder: "" for all keys without a name, `ADMIN` for the hive's admin key. Any other
+names are chosen by clients, so a client could use them to get as many shares as it likes.
 """
 
 from collections import Counter
@@ -9,16 +9,16 @@ from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import TypeVar
 
-ADMIN = "/admin"  # not a possible name of a key
-IMPORTED = "/imported"  # likewise: the holder of an imported log's calls, since no message names theirs
-SHARED = 0.75  # the fraction of a stream that is shared freely; the rest admits new holders and lets open work finish
+ADMIN = "/admin"  # cannot be the name of a key
+IMPORTED = "/imported"  # not the name of a key either: the holder of an imported log's calls, whose messages name none
+SHARED = 0.75  # fraction of a stream that is shared freely; the rest admits new holders and lets open work finish
 
 K = TypeVar("K")
 V = TypeVar("V")
 
 
 def share_name(owner: str, admin: bool) -> str:
-    """Return the holder that a key named `owner` belongs to. `admin`: whether it is the hive's admin key."""
+    """Return the holder to which a key named `owner` belongs. `admin` says whether it is the hive's admin key."""
     return ADMIN if admin else owner
 
 
@@ -26,7 +26,7 @@ def has_share(held: Mapping[str, int], holder: str, limit: int, more: int = 1) -
     """Return whether a holder may take `more` of a resource of which all holders together may have `limit`.
 
     Any holder may take what is free. Once nothing is free, each holder may still have its share: the limit divided by
-    the number of holders that have some. So no holder is locked out, but the total may exceed the limit for a while.
+    the number of holders that have any. So no holder is locked out, but the total may exceed the limit for a while.
     """
     if sum(held.values()) + more <= limit:
         return True
@@ -46,7 +46,8 @@ def trim_fairly(kept: dict[K, V], limit: int, holder_of: Callable[[V], str]) -> 
 
 
 def surplus(kept: Mapping[K, V], limit: int, holder_of: Callable[[V], str]) -> list[K]:
-    """Return the keys of the entries to drop: the oldest of the holders that have the most, as `trim_fairly` does.
+    """Return the keys of the entries to drop: the oldest entries of the holders that have the most, as in
+    `trim_fairly`.
 
     Empty until `limit` is exceeded by more than an eighth.
     """
@@ -63,7 +64,7 @@ def surplus(kept: Mapping[K, V], limit: int, holder_of: Callable[[V], str]) -> l
 
 
 def _level(amounts: list[int], limit: int) -> int:
-    """Return the cap on each of these ascending amounts that keeps their sum within the limit."""
+    """Return the cap for these ascending amounts that keeps their sum within the limit."""
     left = limit
     for index, amount in enumerate(amounts):
         others = len(amounts) - index

@@ -1,8 +1,8 @@
 """The state of a hive: the fold of its events, and nothing else.
 
-Every service folds the same log with the same function (`bombus.hive.fold`), so all have the same state without asking
-each other. Outstanding work, such as a batch, is read from this state too: a durable consumer of the bus would be a
-second record of it, and the two could disagree after a crash.
+Every service folds the same log with the same function (`bombus.hive.fold`), so all of them have the same state without
+asking each other. Outstanding work, such as a batch, is read from this state too. A durable consumer of the bus would
+be a second record of that work, and the two could disagree after a crash.
 """
 
 from collections import Counter
@@ -26,23 +26,23 @@ from bombus.hive.trajectories import queue as queues
 from bombus.hive.trajectories.queue import QueuedGroup
 from bombus.hive.trajectories.state import Trajectories
 
-FOLD = 15  # incremented whenever `evolve` folds an old log into a different state, so that older snapshots are not used
-OUTCOMES_KEPT = 100_000  # closed episodes of a run whose outcomes are kept
+FOLD = 15  # incremented whenever `evolve` folds an old log into a different state, to invalidate older snapshots
+OUTCOMES_KEPT = 100_000  # number of closed episodes in a run whose outcomes are kept
 COMMANDS_KEPT = 1_000
 EVALS_KEPT = 256
-DATA_SETS_MAX = 32  # with separate evaluation figures, for one version
+DATA_SETS_MAX = 32  # the most data sets with separate evaluation figures, for one version
 ASIDE_KEPT = 8
-ACTIVE_S = 600.0  # how long a client counts as active after it ended an episode, as in the swarm contract
-FORMATS_MAX = 4  # distinct conversation formats that are recorded for the model of one run
-STEPS_NEEDED = 2  # the steps that may have to be made or repeated even if a trainer saves a checkpoint in each step
+ACTIVE_S = 600.0  # how long a client counts as active after it has ended an episode, as in the swarm contract
+FORMATS_MAX = 4  # the most conversation formats recorded for the model of one run
+STEPS_NEEDED = 2  # steps that may have to be made or repeated even if every step saves a checkpoint
 NO_TRAINER = "waiting for a trainer"
-BOOTED = "booted"  # the stage of an engine that has booted and is not rolling yet
+BOOTED = "booted"  # the stage of an engine that has booted but is not rolling yet
 
 
 class Phase(StrEnum):
     """The phase of an engine, as the swarm contract spells it.
 
-    Clients of the contract depend on these values: any other condition is shown in the status and in refusals instead
+    The contract's clients depend on these values, so any other condition is shown in the status and in refusals instead
     of as a new phase.
     """
 
@@ -54,7 +54,7 @@ class Phase(StrEnum):
 
 
 class Episode(msgspec.Struct, kw_only=True):
-    """An open episode: claimed, and neither ended nor aborted."""
+    """An open episode, which was claimed and has been neither ended nor aborted."""
 
     id: str
     claim: str
@@ -69,31 +69,31 @@ class Episode(msgspec.Struct, kw_only=True):
     last_call_ns: int = 0
     owner: str = ""  # the name of its client's key
     admin: bool = False  # whether that key is the hive's admin key
-    sampler: ev.SamplerWeights | None = None  # the weights that its calls sample from, in an operations run
+    sampler: ev.SamplerWeights | None = None  # the weights from which its calls are sampled, in an operations run
     partners: dict[str, str] = {}  # by engine: the other episodes of its multi-model episode, which end when it does
     oldest: int | None = None  # the oldest policy version among its tokens that can be trained on
     touches: bool = False  # whether its client sends heartbeats while it holds the episode
 
     @property
     def holder(self) -> str:
-        """Return the holder whose share its calls count toward."""
+        """Return the holder whose share the episode's calls count toward."""
         return share_name(self.owner, self.admin)
 
     @property
     def active_ns(self) -> int:
-        """Return when the log last showed it at work: its last call, or its claim."""
+        """Return when the log last showed activity: the episode's last call, or its claim."""
         return max(self.claimed_ns, self.last_call_ns)
 
     def complete_calls(self) -> list[NotedCall]:
         return [call for call in self.calls if call.status == CallStatus.COMPLETE]
 
     def trainable_calls(self) -> list[NotedCall]:
-        """Return the calls that can be trained on: the complete ones, without auxiliary calls that the job masks."""
+        """Return the calls that can be trained on: the complete ones, except auxiliary calls that the job masks."""
         return [call for call in self.complete_calls() if not call.masked]
 
 
 class Completed(msgspec.Struct, kw_only=True, frozen=True):
-    """An ended training episode that waits in the pool. `sampler` is the saved model that it sampled from.
+    """An ended training episode that is waiting in the pool. `sampler` is the saved model from which it was sampled.
 
     `owner` is the name of its client's key.
     """
@@ -113,7 +113,8 @@ class Completed(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def holder(self) -> str:
-        """Return the holder whose share of the pool it uses: its key's name or, if the key has no name, its client."""
+        """Return the holder whose share of the pool the episode uses: its key's name or, if the key has no name, its
+        client."""
         return self.owner or self.client
 
 
@@ -137,7 +138,7 @@ class Replica(msgspec.Struct, kw_only=True):
     version: int = -1
     sequence_tokens: int = 0  # the longest sequence that it serves, 0 if it does not say
     constrains: bool = False  # whether it supports structured output
-    quarantined: ev.ReplicaQuarantined | None = None  # why it gets no calls, and why the run does not wait for it
+    quarantined: ev.ReplicaQuarantined | None = None  # why it gets no calls, and the run does not wait for it
 
 
 class RewardStats(msgspec.Struct):
@@ -162,9 +163,9 @@ class RewardStats(msgspec.Struct):
 
 
 class EvalFigures(RewardStats):
-    """Figures of evaluation episodes whose tokens were all sampled by one policy version.
+    """Figures for evaluation episodes whose tokens were all sampled by one policy version.
 
-    `mixed` counts episodes that were claimed at that version but have tokens of several. No mean covers both.
+    `mixed` counts episodes that were claimed at that version but have tokens of several. No mean includes both kinds.
     """
 
     mixed: RewardStats = msgspec.field(default_factory=RewardStats)
@@ -179,7 +180,7 @@ class EvalStats(EvalFigures):
 class Counters(msgspec.Struct):
     """Totals since the run began. `calls_merged` does not include `calls_masked`, which are auxiliary calls.
 
-    `aborted_by` counts the failures of aborted episodes, `ended_by` the budgets that ended ones had used up.
+    `aborted_by` counts the failures of aborted episodes, and `ended_by` the budgets that ended episodes used up.
     """
 
     claimed: int = 0
@@ -194,7 +195,7 @@ class Counters(msgspec.Struct):
     completion_tokens: int = 0
     calls_masked: int = 0
     taken: int = 0  # episodes taken by training clients, or for rollout groups
-    calls_incomplete: int = 0  # calls whose prompt lacks a part of the conversation, such as an image
+    calls_incomplete: int = 0  # calls whose prompt lacks part of the conversation, such as an image
     aborted_by: dict[FailureKind, int] = {}
     ended_by: dict[FailureKind, int] = {}
 
@@ -203,13 +204,13 @@ class EngineState(msgspec.Struct, kw_only=True):
     name: str
     phase: Phase = Phase.OFFLINE
     phase_since_ns: int = 0
-    stage: str = ""  # while booting: what it waits for
+    stage: str = ""  # what it is waiting for, while booting
     failure: str = ""  # why the last run failed, "" if it did not
     suspended: str = ""  # why the run is suspended, "" if it is not
-    until_served: bool = False  # a suspended run resumes automatically once a replica serves `weights`
+    until_served: bool = False  # whether a suspended run resumes automatically once a replica serves `weights`
     suspensions: int = 0  # how often this run has been suspended
-    rest_wanted: bool = False  # the trainer of an operations run was asked to free its memory
-    asleep: bool = False  # the trainer has reported that its memory is free, and not yet that its models are back
+    rest_wanted: bool = False  # whether the trainer of an operations run was asked to free its memory
+    asleep: bool = False  # whether the trainer has reported its memory free, and not yet its models restored
     rest_since_ns: int = 0  # when sleep or waking was last requested
     resumed_ns: int = 0  # when the operator last resumed the run, or its trainer last woke up
     configured: ev.EngineConfigured | None = None  # the latest configuration
@@ -217,32 +218,32 @@ class EngineState(msgspec.Struct, kw_only=True):
     run: int = 0
     version: int = -1  # the version of the newest weights that are ready
     step: int = 0  # the step of the newest sealed batch
-    started: ev.EngineStarted | None = None  # the run's beginning
+    started: ev.EngineStarted | None = None  # the event with which the run began
     begun: int = 0  # the step at which the run began
-    left: list[LeftRun] = []  # checkpoints of earlier runs, oldest first
-    kept: list[ev.StepCompleted] = []  # kept checkpoints of this run, oldest first
+    left: list[LeftRun] = []  # the checkpoints that earlier runs have left, oldest first
+    kept: list[ev.StepCompleted] = []  # the checkpoints kept of this run, oldest first
     next_episode: int = 1
     open: dict[str, Episode] = {}
-    claims: dict[str, tuple[str, ...]] = {}  # of open episodes, by claim id
+    claims: dict[str, tuple[str, ...]] = {}  # claims of open episodes, by claim id
     open_tasks: dict[str, int] = {}  # the number of open training episodes, by the task that their claim named
-    open_aged: dict[int, dict[str, int]] = {}  # the same for each `oldest` version that such episodes have
+    open_aged: dict[int, dict[str, int]] = {}  # the same for each value of `oldest` among these episodes
     pool: dict[str, Completed] = {}  # in order of completion
     by_task: dict[str, list[str]] = {}  # the pool's episodes, by task
     pool_bytes: int = 0
     newest_call: int = 0  # the sequence of the call noted last, in any run
-    calls: StoredCalls = msgspec.field(default_factory=StoredCalls)  # of all runs
-    batch: ev.BatchReady | None = None  # the sealed batch whose step is not completed; its episodes have their calls
+    calls: StoredCalls = msgspec.field(default_factory=StoredCalls)  # calls of all runs
+    batch: ev.BatchReady | None = None  # the sealed batch whose step is not completed; its episodes include their calls
     steps: list[SealedStep] = []  # steps that may have to be repeated, oldest first
     steps_from: list[int] = []  # `calls_from` of the newest sealed steps, in any run: the replay window
     step_failures: int = 0
     step_done: ev.StepCompleted | None = None
-    formats: list[ev.ModelRead] = []  # the distinct conversation formats of the run's model in gateways, oldest first
-    trainer: str = ""  # "" before the first trainer has opened the run, and after a trainer has stalled
+    formats: list[ev.ModelRead] = []  # the distinct formats that gateways use for the run's model, oldest first
+    trainer: str = ""  # "" until the first trainer has opened the run, and after a trainer has stalled
     trainer_epoch: int = 0
     trainer_since_ns: int = 0
-    trainer_patience_s: float = 0.0  # the trainer is considered gone after so much silence; 0: it named none
+    trainer_patience_s: float = 0.0  # silence after which the trainer counts as gone; 0 if it gave no time
     stalled: ev.TrainerStalled | None = None  # why there is no trainer
-    trainers_lost: int = 0  # replaced in a row while the run waited for the same step or weights
+    trainers_lost: int = 0  # trainers replaced in a row while the run waited for the same step or weights
     openings: dict[str, int] = {}  # the epochs of trainers that opened this run, by the id of their command
     weights: ev.WeightsReady | None = None
     weights_before: ev.WeightsReady | None = None
@@ -250,11 +251,11 @@ class EngineState(msgspec.Struct, kw_only=True):
     replicas: dict[str, Replica] = {}
     agreed: set[str] = set()
     rewarded_ns: dict[str, int] = {}  # when each client that may be active last ended an episode
-    closed: dict[str, Closed] = {}  # the newest OUTCOMES_KEPT, oldest first
+    closed: dict[str, Closed] = {}  # the newest OUTCOMES_KEPT episodes, oldest first
     commands: dict[str, int] = {}  # the runs of executed configure, start, stop and resume commands, by command id
-    refused: dict[str, ev.CommandAnswered] = {}  # refused ones, by command id
+    refused: dict[str, ev.CommandAnswered] = {}  # the refused commands, by command id
     evals: dict[int, EvalStats] = {}
-    collected: RolloutFigures = msgspec.field(default_factory=RolloutFigures)  # since the newest batch was sealed
+    collected: RolloutFigures = msgspec.field(default_factory=RolloutFigures)  # counted since the last batch was sealed
     rollouts: list[RolloutFigures] = []  # the figures of the newest sealed batches, oldest first
     silent_steps: int = 0  # how many of the newest steps in a row had no group with a signal
     counters: Counters = msgspec.field(default_factory=Counters)
@@ -268,12 +269,12 @@ class EngineState(msgspec.Struct, kw_only=True):
 
     @property
     def serves_operations(self) -> bool:
-        """Return whether an operations run is active, which holds the models of training clients on a base model."""
+        """Return whether an operations run is active, which has the models of training clients on a base model."""
         return self.clients_take_episodes and self.phase != Phase.OFFLINE
 
     @property
     def has_policy(self) -> bool:
-        """Return whether a run is active that has the model of a job, which replicas serve."""
+        """Return whether a run is active that has a job's model, which replicas serve."""
         started = self.started
         return started is not None and not started.base and started.config_digest != "" and self.phase != Phase.OFFLINE
 
@@ -284,21 +285,22 @@ class EngineState(msgspec.Struct, kw_only=True):
 
     @property
     def plays_episodes(self) -> bool:
-        """Return whether clients claim episodes that are played with the policy of a job."""
+        """Return whether clients claim episodes, which are played with a job's policy."""
         return self.has_policy and (self.collection.episode_groups or not self.collection.rollout_groups)
 
     @property
     def queues_groups(self) -> bool:
         """Return whether batches are formed from a queue of rollout groups, for our own trainer or an outside one.
 
-        An outside trainer needs no job. In a run of a job, the groups come from environments, ended episodes, or both.
+        An outside trainer needs no job. In a run with a job, the groups come from environments, ended episodes, or
+        both.
         """
         return self.phase != Phase.OFFLINE and self.batches_from_queue
 
     @property
     def batches_from_queue(self) -> bool:
         """Return whether batches of this run (or of the last one) are formed from a queue of rollout groups."""
-        started, job = self.started, self.active  # read several times for every message
+        started, job = self.started, self.active  # this is read several times for every message
         if started is None or started.base:
             return False
         if not started.config_digest:
@@ -318,7 +320,7 @@ class EngineState(msgspec.Struct, kw_only=True):
 
     @property
     def collection(self) -> Collection:
-        """Return the rules of the running job; before the first start, those of the configured one."""
+        """Return the rules of the running job or, before the first start, of the configured job."""
         source = self.active or self.configured
         return source.collection if source is not None else Collection()
 
@@ -347,14 +349,14 @@ class EngineState(msgspec.Struct, kw_only=True):
 
     @property
     def waits_for_operator(self) -> bool:
-        """Return whether the run can continue only by its operator's command. A replica may end another suspension."""
+        """Return whether the run can continue only by its operator's command. A replica may end other suspensions."""
         return bool(self.suspended) and not self.until_served
 
     @property
     def owes_weights(self) -> bool:
-        """Return whether the run waits for its trainer: for a step, for its weights, or for the first weights.
+        """Return whether the run is waiting for its trainer: for a step, for its weights, or for the first weights.
 
-        An operations run waits for its trainer to boot, and to execute the operations that wait.
+        An operations run waits for its trainer to boot, and to execute waiting operations.
         """
         if self.serves_operations:
             return self.phase == Phase.BOOTING or (self.clients.waiting > 0 and not self.rest_wanted)
@@ -374,8 +376,9 @@ class EngineState(msgspec.Struct, kw_only=True):
     def lacks_format(self, run: int, found: ConversationFormat) -> bool:
         """Return whether this conversation format is not yet recorded for the run, and there is room for it.
 
-        Gateways report formats that the run lacks, and the coordinator records them, so the reports end. (If the newest
-        report of each gateway were recorded, two gateways that disagree and restart would add events without end.)
+        Gateways report formats that the run lacks, and the coordinator records them, so the reports come to an end. (If
+        each gateway's newest report were recorded, two gateways that disagree and keep restarting would add events
+        forever.)
         """
         is_current = run == self.run and self.phase != Phase.OFFLINE
         return is_current and len(self.formats) < FORMATS_MAX and all(each.format != found for each in self.formats)
@@ -388,7 +391,8 @@ class EngineState(msgspec.Struct, kw_only=True):
         return int(number)
 
     def is_over(self, episode: str) -> bool:
-        """Return whether this episode is no longer open. False for an id of the current run that is not claimed yet."""
+        """Return whether this episode is no longer open. False for an id of the current run that has not been claimed
+        yet."""
         if episode in self.open:
             return False
         number = self.episode_number(episode)
@@ -400,12 +404,12 @@ def episode_id(engine: str, run: int, number: int) -> str:
 
 
 def engine_of(episode: str) -> str:
-    """Return the engine in an episode id. For any other text, the result names no engine that has such an episode."""
+    """Return the engine in an episode id. Any other text yields the name of an engine that has no such episode."""
     return episode.rpartition("-")[0].rpartition("-")[0]
 
 
 CALLS = "calls"  # the stream of recorded calls
-ROLLOUT_GROUPS = "trajectories"  # the stream that only rollout groups need
+ROLLOUT_GROUPS = "trajectories"  # the stream that only rollout groups use
 
 
 class Hive(msgspec.Struct, kw_only=True):
@@ -416,7 +420,7 @@ class Hive(msgspec.Struct, kw_only=True):
     full: dict[str, ev.StorageFilled] = {}  # streams and disks with no room for new work
     aside: list[ev.MessageDeadLettered] = []  # the newest messages that could not be decided
     uncompacted: str = ""  # why the log could not be compacted, "" if it could
-    went_back: dict[str, ev.StreamWentBack] = {}  # by stream: the newest loss of its end
+    went_back: dict[str, ev.StreamWentBack] = {}  # the latest loss of each stream's end, by stream
     released: int = 0  # messages before this sequence of the stream `ops` may be purged
     trajectories_released: int = 0  # the same for the stream `trajectories`
     calls_bytes_max: int = 0  # the limit of the stream `calls` when this epoch began, 0 if it has none
@@ -424,12 +428,12 @@ class Hive(msgspec.Struct, kw_only=True):
 
     @property
     def refusing(self) -> str:
-        """Return why no new work is accepted, or "" if there is room for it. Rollout groups have a separate stream."""
+        """Return why no new work is accepted, or "" if it is. Rollout groups have a separate stream."""
         return " ".join(filled.why for what, filled in self.full.items() if what != ROLLOUT_GROUPS)
 
     @property
     def refusing_groups(self) -> str:
-        """Return why no rollout groups are accepted, or "" if there is room for them."""
+        """Return why no rollout groups are accepted, or "" if they are."""
         return " ".join(filled.why for filled in self.full.values())
 
     def refusing_of(self, engine: EngineState) -> str:
@@ -465,12 +469,12 @@ class Hive(msgspec.Struct, kw_only=True):
         return found
 
     def groups_released(self, engine: EngineState, holder: str) -> int:
-        """Return the sequence before which bodies of a holder's rollout groups may have been purged."""
+        """Return the sequence before which the bodies of a holder's rollout groups may have been purged."""
         kept = engine.trajectories.queue.holders.get(holder)
         return self.trajectories_released if kept is None else max(self.trajectories_released, kept.released)
 
     def released_of_holders(self) -> dict[tuple[str, str], int]:
-        """Return the sequence that is released for each holder alone, by engine and holder."""
+        """Return the sequences that were released separately for holders, by engine and holder."""
         return {
             (name, holder): kept.released
             for name, engine in self.engines.items()
@@ -480,7 +484,7 @@ class Hive(msgspec.Struct, kw_only=True):
     def bodies_needed(self) -> Iterator[tuple[str, str, BodyRef]]:
         """Yield the bodies of rollout groups that must be kept, with the names of their engines and holders.
 
-        The group that was pushed last is kept as an example to look at, unless the stream of rollout groups is full.
+        The group pushed last is kept as an example to look at, unless the stream of rollout groups is full.
         """
         for name, engine in self.engines.items():
             for group in engine.groups_needed():
@@ -493,12 +497,13 @@ class Hive(msgspec.Struct, kw_only=True):
                 yield name, latest.holder, latest.body
 
     def engine(self, name: str) -> EngineState:
-        """Return the state of an engine. If no event has named it yet, return an empty state, which is not kept."""
+        """Return the state of an engine. If no event has named the engine yet, return an empty state that is not
+        stored."""
         return self.engines.get(name) or EngineState(name=name)
 
     def partners(self, episode: Episode) -> Iterator[Episode]:
-        """Yield the other episodes of an open multi-model episode; none for a single episode."""
+        """Yield the other episodes of an open multi-model episode. A single-model episode has none."""
         for engine, name in episode.partners.items():
             partner = self.engine(engine).open.get(name)
-            if partner is not None:  # a partner may already be over if the fold is in the middle of a decision
+            if partner is not None:  # in the middle of folding a decision, a partner may have ended already
                 yield partner

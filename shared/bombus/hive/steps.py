@@ -6,16 +6,17 @@ import msgspec
 
 from bombus.hive.events import BatchReady, StepCompleted
 
-IDLE_S, IDLE_S_MAX = 240.0, 3600.0  # bounds of the idle limit of an episode whose client names none
+IDLE_S, IDLE_S_MAX = 240.0, 3600.0  # bounds of the idle limit of an episode whose client gives none
 IDLE_STEPS = 2.0  # that limit as a multiple of the longest step
-STEPS_APART = 100  # at most, between two checkpoints: batches since the older of two are kept, with their calls
-STEPS_KEPT = 2 * STEPS_APART + 2  # including the outstanding batch
+STEPS_APART = 100  # the most between two checkpoints: batches after the older one are kept, with their calls
+STEPS_KEPT = 2 * STEPS_APART + 2  # includes the outstanding batch
 
 
 class SealedStep(msgspec.Struct, kw_only=True):
-    """A step, with its batch. `done` is None while the step is outstanding.
+    """A step and its batch. `done` is None while the step is outstanding.
 
-    Once it is `released`, the calls of its episodes may be purged: no run continued from an earlier step needs them.
+    Once the step is `released`, the calls of its episodes may be purged: no run that continues from an earlier step
+    will need them.
     """
 
     batch: BatchReady
@@ -24,12 +25,13 @@ class SealedStep(msgspec.Struct, kw_only=True):
 
     @property
     def saved(self) -> bool:
-        """Return whether there is a checkpoint of it."""
+        """Return whether there is a checkpoint of the step."""
         return self.done is not None and bool(self.done.checkpoint)
 
 
 def complete(steps: list[SealedStep], done: StepCompleted) -> None:
-    """Record the outcome of a step, and drop the steps before the one that left the older of two checkpoints."""
+    """Record the outcome of a step, and drop the steps before the one that left the older of the two newest
+    checkpoints."""
     for step in steps:
         if step.batch.step == done.step:
             step.done = done
@@ -43,9 +45,9 @@ def episodes_of(steps: Iterable[SealedStep]) -> Iterator[str]:
 
 
 def up_to(steps: list[SealedStep], checkpoint: str) -> list[SealedStep]:
-    """Return the steps up to the one that left this checkpoint: a new run that begins there can repeat them.
+    """Return the steps up to the one that left this checkpoint, so that a new run which begins there can repeat them.
 
-    Empty if there is no older checkpoint among them, or if one of them was never completed.
+    Empty if there is no older checkpoint among them, or if any of them was never completed.
     """
     at = next((number for number, step in enumerate(steps) if step.saved and _left(step, checkpoint)), -1)
     found = steps[: at + 1]
@@ -67,7 +69,8 @@ def checkpoints(steps: list[SealedStep]) -> list[StepCompleted]:
 
 
 def is_due(steps: list[SealedStep], step: int, every: int) -> bool:
-    """Return whether `step` saves a checkpoint: each `every`-th does, and one `STEPS_APART` after the newest."""
+    """Return whether `step` saves a checkpoint: every `every`-th step does, and so does one `STEPS_APART` after the
+    newest."""
     newest = next((done.step for done in checkpoints(steps)), 0)
     return step % every == 0 or step - newest >= STEPS_APART
 
@@ -79,10 +82,11 @@ def steps_after(steps: list[SealedStep], checkpoint: int, newest: int) -> list[S
 
 
 def idle_limit_s(steps: list[SealedStep]) -> float:
-    """Return the idle limit, in seconds, of an episode whose client names none.
+    """Return the idle limit, in seconds, of an episode whose client gives none.
 
-    It is twice the longest of the kept steps, because an agent may wait for a service that a step blocks, such as a
-    judge that shares the trainer's GPUs. Before the first step, or if steps are short, it is the swarm contract's.
+    It is twice the longest of the kept steps, because an agent may be waiting for a service that a step blocks, such as
+    a judge that shares the trainer's GPUs. Before the first step, or if steps are short, it is the swarm contract's
+    limit.
     """
     seconds = [(step.done.at_ns - step.batch.at_ns) / 1e9 for step in steps if step.done is not None]
     return min(max(IDLE_S, IDLE_STEPS * max(seconds, default=0.0)), IDLE_S_MAX)

@@ -1,10 +1,10 @@
-"""The names on the bus. Each contains the hive's name, so several hives can share a server (R19)."""
+"""The names used on the bus. Each contains the hive's name, so several hives can share a server (R19)."""
 
 import re
 from functools import lru_cache
 from hashlib import blake2b
 
-SIGNING_SECRET = "episode-keys"  # the name of the secret that signs keys; the key for replicas is derived from it
+SIGNING_SECRET = "episode-keys"  # name of the secret that signs keys; the key for replicas is derived from it
 NAME_CHARACTERS_MAX = 32
 _NAME = re.compile(r"^[a-z0-9][a-z0-9-]{0,31}\Z")
 
@@ -56,34 +56,35 @@ class Subjects:
         return f"bombus.{self.hive}.event.{engine}.{kind}"
 
     def trainer(self, engine: str, epoch: int) -> str:
-        """Return the subject on which the trainer of this epoch answers while it is running. Not stored."""
+        """Return the subject on which the trainer of this epoch answers while it runs. Its messages are not stored."""
         return f"bombus.{self.hive}.trainer.{engine}.{epoch}"
 
     def full_copies(self, engine: str, epoch: int) -> str:
-        """Return the subject for asking this trainer for a full copy of its newest version. Not stored."""
+        """Return the subject for asking this trainer for a full copy of its newest version. Its messages are not
+        stored."""
         return f"bombus.{self.hive}.full-copies.{engine}.{epoch}"
 
     @property
     def undecided(self) -> str:
-        """Return the subject on which the leader reports why it currently makes no decisions. Not stored."""
+        """Return the subject on which the leader reports why it is making no decisions. Its messages are not stored."""
         return f"bombus.{self.hive}.undecided"
 
     def call(self, engine: str, holder: str) -> str:
-        """Return the subject of the calls of one holder (see pins.py)."""
+        """Return the subject for one holder's calls (see pins.py)."""
         return f"bombus.{self.hive}.call.{engine}.{_short(holder)}"
 
     def calls_of(self, engine: str) -> str:
         return f"bombus.{self.hive}.call.{engine}.>"
 
     def operation(self, engine: str, model: str) -> str:
-        """Return the subject of the bodies of one model's operations, and of their results."""
+        """Return the subject for the bodies of one model's operations and for their results."""
         return f"bombus.{self.hive}.op.{engine}.{_short(model)}"
 
     def trajectory(self, engine: str, holder: str) -> str:
-        """Return the subject of the bodies of one holder's rollout groups. Older releases had one per engine."""
+        """Return the subject for the bodies of a holder's rollout groups. Older releases had one subject per engine."""
         return f"bombus.{self.hive}.trajectory.{engine}.{_short(holder)}"
 
 
 def _short(name: str) -> str:
-    """Return a hash that stands for a name in a subject, since a name may have any characters."""
+    """Return a hash that stands for a name in a subject, because a name may contain any characters."""
     return blake2b(name.encode(), digest_size=8).hexdigest()

@@ -1,4 +1,4 @@
-"""Checks what this machine can run, and what is missing. Each check yields findings as text."""
+"""Checks what this machine can run and what it lacks. Each check yields findings as text."""
 
 import importlib.metadata
 import importlib.util
@@ -35,7 +35,7 @@ OTHERS = ("overwatch", "telemetry", "parquet", "demo")
 
 class State(StrEnum):
     OK = "ok"
-    OPTIONAL = "optional"  # absent, and nothing that was requested needs it
+    OPTIONAL = "optional"  # missing, but nothing that was requested needs it
     MISSING = "missing"
 
 
@@ -49,14 +49,16 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def check(what: str, good: bool, detail: str, todo: str = "", needed: bool = True) -> Finding:
-    """Return a finding: ok if `good`, else missing, or optional if it is not `needed`."""
+    """Return a finding: ok if `good`, otherwise missing, or optional if it is not `needed`."""
     bad = State.MISSING if needed else State.OPTIONAL
     return Finding(what, State.OK if good else bad, detail, "" if good else todo)
 
 
 def examine_machine(data_dir: Path, host: str, port: int, needed: Collection[str] = SERVICES) -> list[Finding]:
-    """Check what every deployment depends on. `port` is the gateway's, 0 when none is started here; `needed` names the
-    extras and environments that this deployment requires.
+    """Check what every deployment depends on.
+
+    `port` is the gateway's port, or 0 if no gateway is started here. `needed` names the extras and environments that
+    this deployment requires.
     """
     checks: tuple[Callable[[], Iterator[Finding]], ...] = (
         _python,
@@ -123,7 +125,7 @@ def _system() -> Iterator[Finding]:
     yield check("open files", enough, str(soft), todo, needed=False)
     installed = Path(__file__).stat().st_mtime
     now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-    todo = "set the clock: it is earlier than the files of bombus itself"
+    todo = "set the clock: it is earlier than the date of bombus's own files"
     yield check("clock", time.time() >= installed - 86_400, f"{now} UTC", todo)
 
 
@@ -175,7 +177,7 @@ def _environments(needed: Collection[str]) -> Iterator[Finding]:
 
 
 def examine_environment(name: str, needed: bool) -> Finding:
-    """Check that `bombus install` completed this environment, and would still make it in the same way."""
+    """Check that `bombus install` completed this environment, and that it would make it the same way today."""
     folder, what = environments_folder() / name, f"environment {name}"
     made = read_marker(folder)
     if made is None:
@@ -191,12 +193,12 @@ def examine_environment(name: str, needed: bool) -> Finding:
 
 
 def _difference(made: InstalledEnvironment) -> str:
-    """Return what was different when an environment was made."""
+    """Return how today's conditions differ from those in which an environment was made, as the end of a sentence."""
     theirs, ours = (".".join(version.split(".")[:2]) for version in (made.python, platform.python_version()))
     if theirs != ours:
         return f"by Python {theirs}, but this is {ours}"
     gpu = bool(nvidia_gpus())
     if made.recipe == recipe(made.name, gpu=not gpu).digest:
-        there, here = ("without", "with") if gpu else ("with", "without")
-        return f"for a machine {there} an NVIDIA GPU, but this is one {here}"
-    return "by another bombus: of another version, or in another folder"
+        there, here = ("without", "has one") if gpu else ("with", "has none")
+        return f"for a machine {there} an NVIDIA GPU, but this one {here}"
+    return "by another copy of bombus: a different version, or in a different folder"

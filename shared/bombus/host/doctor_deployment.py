@@ -1,4 +1,4 @@
-"""Checks whether a cluster file or a job can run here: models, tokenizers, memory, backends, servers elsewhere."""
+"""Checks whether a cluster file or a job can run here: models, tokenizers, memory, backends and remote servers."""
 
 import importlib.util
 import json
@@ -23,14 +23,14 @@ from bombus.weights.models import SMOLLM2, SMOLLM2_WHEEL, TINY, load_tokenizer_f
 from bombus.weights.tokenizer_fit import check_fit
 
 CONNECT_S = 3.0
-TRAINED_BYTES = 16  # of one parameter that is trained: float32 weight, gradient and Adam's two moments
+TRAINED_BYTES = 16  # bytes per trained parameter: float32 weight, gradient and Adam's two moments
 BYTES_OF = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-BUNDLED = {TINY: 400_000, SMOLLM2: 134_515_008}  # parameters
+BUNDLED = {TINY: 400_000, SMOLLM2: 134_515_008}  # number of parameters
 KV_CACHE_MB_DEFAULT = 2048
 
 
 def examine_deployment(cluster: Cluster, jobs: Jobs) -> Iterator[Finding]:
-    """Check what each engine needs. Memory is that of weights, gradients, moments and caches, without activations."""
+    """Check what each engine needs. Memory counts weights, gradients, moments and caches, but not activations."""
     needs: list[Need] = []
     for name, engine in cluster.engines.items():
         yield from _devices_and_servers(name, engine)
@@ -45,7 +45,7 @@ def examine_deployment(cluster: Cluster, jobs: Jobs) -> Iterator[Finding]:
 
 
 def longest_sequence(jobs: Jobs) -> int | None:
-    """Return the longest sequence that any of these jobs sets, in tokens, or None if none does."""
+    """Return the longest sequence length that any of these jobs sets, in tokens, or None if no job sets it."""
     lengths = {job.rollout.max_model_len for job in jobs.values()} - {RunConfig().rollout.max_model_len}
     return max(lengths, default=None)
 
@@ -71,7 +71,7 @@ def _devices_and_servers(name: str, engine: EnginePart) -> Iterator[Finding]:
     if wanted := sorted(devices - {"cpu"}):
         here = len(nvidia_gpus())
         lacking = [device for device in wanted if here <= int(device.partition(":")[2] or 0)]
-        detail = f"{', '.join(lacking or wanted)}: {'not ' if lacking else ''}there"
+        detail = f"{', '.join(lacking or wanted)}: {'not ' if lacking else ''}available"
         yield check(f"engine {name}: device", not lacking, detail, "pass --device cpu, or run it where the GPUs are")
     for part in engine.inference:
         if part.backend == "openai" and part.count:
@@ -109,7 +109,7 @@ def _model(name: str, job: RunConfig, may_download: bool) -> Iterator[Finding]:
         other = resolve_tokenizer(job.model.tokenizer) if job.model.tokenizer else None
     except (BombusError, ImportError) as error:
         todo = "download it to this machine, name its folder as the model, or start with --allow-download"
-        detail = f"{path} is fetched from its hub at the start" if may_download else str(error)
+        detail = f"{path} is fetched from the hub at the start" if may_download else str(error)
         yield check(what, False, detail, todo, needed=not may_download)
         return
     yield Finding(what, State.OK, f"{path} at {folder}")
@@ -123,7 +123,7 @@ def _model(name: str, job: RunConfig, may_download: bool) -> Iterator[Finding]:
 
 
 def parameters(path: str) -> int | None:
-    """Return how many parameters a model has, from the headers of its files; None when it is not on this machine."""
+    """Return a model's number of parameters, read from its files' headers, or None if it is not on this machine."""
     if path in BUNDLED:
         return BUNDLED[path]
     try:
@@ -144,7 +144,7 @@ def _in_file(file: Path) -> int:
 
 
 class Need(msgspec.Struct, frozen=True):
-    """Memory that is needed: `bytes` on each of `devices` GPUs, or in the memory of this machine.
+    """Required memory: `bytes` on each of `devices` GPUs, or in this machine's main memory.
 
     `gpus` are the numbers of the GPUs, if the deployment names them.
     """
@@ -157,7 +157,7 @@ class Need(msgspec.Struct, frozen=True):
 
 
 def engine_needs(name: str, engine: EnginePart, job: RunConfig, size: int) -> list[Need]:
-    """Return what an engine whose model has `size` parameters needs."""
+    """Return how much memory an engine needs whose model has `size` parameters."""
     needs = [
         _serving(f"engine {name}: {part.backend} replica", part, job, size, gpus)
         for part in engine.inference
@@ -170,7 +170,7 @@ def engine_needs(name: str, engine: EnginePart, job: RunConfig, size: int) -> li
 def _training(name: str, part: TrainerPart, job: RunConfig, size: int) -> Need:
     on_gpu = part.device != "cpu"
     base = 2 if on_gpu or job.model.dtype == "bfloat16" else 4
-    frozen = base * size if job.trainer.lora_rank or job.trainer.kl_coef else 0  # LoRA's base, or the KL's reference
+    frozen = base * size if job.trainer.lora_rank or job.trainer.kl_coef else 0  # LoRA's base or KL's reference
     trained = 0 if job.trainer.lora_rank else TRAINED_BYTES * size
     what = f"engine {name}: {'LoRA' if job.trainer.lora_rank else 'full'} training"
     devices = part.processes if on_gpu else 1
@@ -188,7 +188,7 @@ def _serving(what: str, part: InferencePart, job: RunConfig, size: int, gpus: tu
 
 
 def weigh(needs: list[Need], free: int, gpus: tuple[Gpu, ...]) -> Iterator[Finding]:
-    """Compare each need with the memory of its device, and all needs together with all memory."""
+    """Compare each need with the memory of its device, and the sum of all needs with the total memory."""
     todo = "use a smaller model, LoRA, fewer replicas or a smaller kv_cache_mb, or more machines"
     for need in needs:
         memory = min((gpu.memory_bytes for gpu in gpus), default=0) if need.on_gpu else free

@@ -1,4 +1,4 @@
-"""Checks a model: whether gateways can use its tokenizer and chat template, and whether engine and trainer compute it.
+"""Checks whether gateways can use a model's tokenizer and chat template, and whether engine and trainer can compute it.
 
 The second check uses a tiny model of the same architecture.
 """
@@ -26,7 +26,7 @@ CHECKS = {
 }
 READER = ("bombus_gateway.text.rendering", "gateway")
 SHORTER = "set rollout.max_model_len lower, or use a model with a longer context"
-_AS_TEXT = "text, as none is known"
+_AS_TEXT = "plain text, as no syntax is known"
 TEXT_CURE = "correct the model's files, or the job's model.chat_template"
 ELSEWHERE = "name its folder, or download it to this machine"
 CURE = (
@@ -53,13 +53,14 @@ def examine_text(what: str, model: ModelConfig) -> Finding:
     except NotInstalled as error:
         return check(what, False, str(error), error.remedy, needed=False)
     calls, reasoning = (_AS_TEXT if syntax == "text" else syntax for syntax in found.values())
-    return Finding(what, State.OK, f"it renders what a user says; tool calls: {calls}; reasoning: {reasoning}")
+    return Finding(what, State.OK, f"it renders user messages; tool calls: {calls}; reasoning: {reasoning}")
 
 
 def examine_model(name: str, tokens: int | None = None, given: ModelConfig | None = None) -> Iterator[Finding]:
-    """Check the model `name` for sequences of `tokens` tokens, or up to its context if that is None.
+    """Check the model `name` for sequences of `tokens` tokens, or of up to its context length if `tokens` is None.
 
-    `given` is the job's configuration of it. Its weights are not read: what a family computes does not depend on them.
+    `given` is the job's configuration of the model. The weights are not read: what a model family computes does not
+    depend on them.
     """
     what = f"model {name}"
     try:
@@ -76,7 +77,7 @@ def examine_model(name: str, tokens: int | None = None, given: ModelConfig | Non
         return
     findings = list(_architecture(what, config, miniatures))
     yield from findings
-    if all(finding.state != State.MISSING for finding in findings):  # else its length does not matter
+    if all(finding.state != State.MISSING for finding in findings):  # otherwise its length does not matter
         yield _lengths(f"{what}: context", config, tokens, probing)
 
 
@@ -105,7 +106,7 @@ def _architecture(what: str, config: "PretrainedConfig", miniatures: ModuleType)
 
 
 def _untried(what: str, config: "PretrainedConfig", untried: EngineFault, miniatures: ModuleType) -> Finding:
-    """Return a missing finding if transformers cannot make the full-size model either, else an optional one."""
+    """Return a missing finding if transformers cannot make the full-size model either, otherwise an optional one."""
     try:
         miniatures.empty_model(config)
     except EngineFault as fault:

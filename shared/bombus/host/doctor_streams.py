@@ -1,4 +1,4 @@
-"""Checks the NATS servers of a hive and its streams: the size of messages, the room on disks, limits and replicas."""
+"""Checks the NATS servers of a hive and its streams: message sizes, disk space, limits and replicas."""
 
 import asyncio
 import shutil
@@ -42,7 +42,8 @@ class ServerInfo(msgspec.Struct, frozen=True):
 
 
 def examine_streams(cluster: Cluster) -> Iterator[Finding]:
-    """Check the NATS servers that the hive uses or that run here, and its streams; without any, the planned streams."""
+    """Check the NATS servers that the hive uses or that run here, and its streams, or the planned streams if it has
+    none yet."""
     url_file = Path(cluster.data_dir) / URL_FILE.name
     urls = cluster.nats or (url_file.read_text().strip() if url_file.is_file() else "")
     if not urls:
@@ -66,7 +67,7 @@ def examine_streams(cluster: Cluster) -> Iterator[Finding]:
         found = asyncio.run(states())
     except BombusError as error:
         detail = f"hive {cluster.hive} has none yet: {error}"
-        yield check("streams", False, detail, "`bombus up` makes them, or `bombus coordinator`", False)
+        yield check("streams", False, detail, "`bombus up` or `bombus coordinator` makes them", False)
         return
     for name, state in found.items():
         yield _stream(name, state, cluster.streams)
@@ -87,7 +88,7 @@ def _server(url: str) -> Finding:
 
 
 def _server_info(host: str, port: int) -> ServerInfo:
-    """Return the first line that a server sends. Raises `OSError`, and `ValueError` when it is not NATS."""
+    """Return the first line that a server sends. Raises `OSError`, or `ValueError` if it is not a NATS server."""
     with socket.create_connection((host, port), timeout=CONNECT_S) as connection, connection.makefile("rb") as lines:
         line = lines.readline(INFO_BYTES_MAX)
     if not line.startswith(b"INFO "):
@@ -103,21 +104,21 @@ def _stream(name: str, state: "StreamState", wanted: StreamLimits) -> Finding:
     becomes += [f"{wanted.replicas} replicas"] if wanted.replicas not in (None, state.replicas) else []
     detail = stream_text(state) + (f"; at the next start {' and '.join(becomes)}" if becomes else "")
     if limit is not None and limit < state.bytes:
-        return check(f"stream {name}", False, detail, f"{limit_flag(name)} must be at least what the stream holds")
+        return check(f"stream {name}", False, detail, f"{limit_flag(name)} must be at least the size of the stream")
     if state.fill > NEARLY_FULL:
         return check(f"stream {name}", False, f"nearly full: {detail}", f"raise {limit_flag(name)}", needed=False)
-    todo = "start the missing server again, or one of the same server_name with an empty folder"
+    todo = "start the missing server again, or one with the same server_name and an empty folder"
     return check(f"stream {name}", not state.late, detail, todo, needed=False)
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the free bytes on the disk of a folder, which may not exist yet."""
+    """Return the free bytes on the disk of a folder that may not exist yet."""
     place = next(place for place in (folder, *folder.parents) if place.exists())
     return shutil.disk_usage(place).free
 
 
 def check_room(cluster: Cluster) -> None:
-    """Raise `Refused(BAD_CONFIG)` unless our own server's disk has room for the streams of a new hive."""
+    """Raise `Refused(BAD_CONFIG)` unless our own server's disk has room for a new hive's streams."""
     folder = Path(cluster.data_dir).absolute()
     if cluster.nats or (folder / "nats" / "jetstream").exists():
         return
@@ -131,7 +132,7 @@ def _planned(cluster: Cluster) -> Iterator[Finding]:
     """Check that the disk has room for new streams."""
     folder = Path(cluster.data_dir).absolute()
     if (folder / "nats" / "jetstream").exists():
-        yield Finding("streams", State.OK, f"those of {folder} are kept; `bombus status` shows them while they run")
+        yield Finding("streams", State.OK, f"those in {folder} are kept; `bombus status` shows them in a running hive")
         return
     free, needed = free_bytes(folder), disk_needed(cluster.streams)
     reserved = byte_size(bytes_reserved(cluster.streams))

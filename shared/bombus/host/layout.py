@@ -1,6 +1,6 @@
 """The processes of a hive on this machine: what `bombus up` keeps running, in which order, with which GPUs and keys.
 
-`bombus.config.placement` says which GPUs a process gets; here they reach its environment.
+`bombus.config.placement` decides which GPUs a process gets; this module puts them into its environment.
 """
 
 import json
@@ -27,9 +27,9 @@ from bombus.machine.hive_keys import KEY_VARIABLES, HiveKeys
 from bombus.machine.process import PARENT_VARIABLE
 
 ONE_ENGINE = Cluster(engines={"main": EnginePart(trainer=TrainerPart(), inference=(InferencePart(),))})
-GATEWAY_SILENCE_S = 20.0  # a gateway whose event loop stands still keeps all of its calls waiting
-# A training step frees and allocates the same large blocks over and over. glibc would return each of them to the
-# kernel, which clears it before the next use: 6 to 10 % of a step on a CPU.
+GATEWAY_SILENCE_S = 20.0  # a gateway whose event loop is stuck keeps all of its calls waiting
+# A training step frees and allocates the same large blocks over and over. glibc would return each block to the kernel,
+# which clears it before the next use. That takes 6 to 10 % of a step on a CPU.
 KEEP_FREED_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
@@ -53,12 +53,12 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """What `bombus up` was asked to start: a cluster, and the settings of this start only."""
+    """What `bombus up` was asked to start: a cluster, and the settings that apply to this start only."""
 
     cluster: Cluster = ONE_ENGINE
     jobs: Jobs = {}
     nats_port: int = 0
-    debug_root: Path | None = None  # below it jobs may have trainers write samples
+    debug_root: Path | None = None  # folder below which jobs may let trainers write samples
     log_level: str = "info"
     keys: HiveKeys = HiveKeys()
     trusted_network: bool = False  # gateways may listen anywhere without keys
@@ -72,8 +72,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 class Service(msgspec.Struct, frozen=True):
     """A process to keep running. `kind` is its subcommand, and `name` its name in the log.
 
-    `environment` holds all of its variables; `gpus` are those that say which GPUs it sees. It is killed after it has
-    been silent for `silence_s`, 0 for never.
+    `environment` contains all of its variables; `gpus` are those that select the GPUs it sees. It is killed after it
+    has been silent for `silence_s` seconds, or never if that is 0.
     """
 
     kind: str
@@ -84,13 +84,15 @@ class Service(msgspec.Struct, frozen=True):
     silence_s: float = 0.0
 
     def __str__(self) -> str:
-        """Return the command as it could be typed."""
+        """Return the command line as a user could type it."""
         return " ".join([*(f"{name}={value}" for name, value in self.gpus.items()), shlex.join(self.command)])
 
 
 def check_can_start(layout: Layout) -> None:
-    """Raise `Refused` for a disk without room, an environment that is not installed, an API key that is not set, or a
-    GPU that is not among those of our own CUDA_VISIBLE_DEVICES.
+    """Raise `Refused` if the deployment cannot start.
+
+    The reason is a full disk, an environment that is not installed, an API key that is not set, or a GPU that is not
+    among those of our own CUDA_VISIBLE_DEVICES.
     """
     check_room(layout.cluster)
     for name, engine in layout.cluster.engines.items():
@@ -115,12 +117,12 @@ def check_can_start(layout: Layout) -> None:
 def services(layout: Layout, nats: str) -> list[Service]:
     """Return the processes of a hive, in the order in which they start.
 
-    Raises `Refused(BAD_CONFIG)` for a GPU that is not among those of our own CUDA_VISIBLE_DEVICES.
+    Raises `Refused(BAD_CONFIG)` if a GPU is not among those of our own CUDA_VISIBLE_DEVICES.
     """
     cluster = layout.cluster
     common = _common(layout, nats)
     environment = {**_environment(layout), **bus_environment(nats)}
-    # A coordinator that is restarted has its predecessor's name, and therefore its lease.
+    # A restarted coordinator has the same name as before, and therefore the same lease.
     stem = f"{socket.gethostname()}-{os.getpid()}"
     kept = [] if cluster.nats else ["--watch-disk", str((layout.data_dir / "nats").absolute())]
     kept += typed_flags(cluster.streams)
@@ -160,14 +162,14 @@ def services(layout: Layout, nats: str) -> list[Service]:
 
 
 def _environment(layout: Layout) -> dict[str, str]:
-    """Return the variables of every process, without API keys: each is only for the replica that uses it.
+    """Return the variables for every process, without API keys, since each key is only for the replica that uses it.
 
     The variables of our own watchdog are left out too.
     """
     replicas = [part for engine in layout.cluster.engines.values() for part in engine.inference]
     kept_back = {*KEY_VARIABLES, *watchdog.VARIABLES, *(part.api_key_env for part in replicas)}
     return {
-        # Threads of torch that wait for each other must not keep busy the cores that trainer and replica share.
+        # Torch's threads must not busy-wait for each other on the cores that trainer and replica share.
         "OMP_WAIT_POLICY": "PASSIVE",
         **{name: value for name, value in os.environ.items() if name not in kept_back},
         PARENT_VARIABLE: str(os.getpid()),
@@ -182,7 +184,7 @@ def _common(layout: Layout, nats: str) -> tuple[str, ...]:
 
 
 def trainer_arguments(part: TrainerPart, engine: str, layout: Layout, nats: str) -> list[str]:
-    """Return the arguments of each rank of a trainer, which are the same on every machine."""
+    """Return the arguments of a trainer's ranks, which are the same for every rank and machine."""
     folder = str((layout.data_dir / "engines").absolute())
     options: dict[str, object] = {"engine": engine, "folder": folder, "device": part.device}
     options |= part.model_dump(mode="json", include=set(TrainerMachineOptions.model_fields), exclude_defaults=True)
@@ -218,5 +220,5 @@ def _replica(part: InferencePart, engine: str) -> list[str]:
 
 
 def _numbered(count: int) -> list[str]:
-    """Return the suffix of the name of each of `count` processes: a number, or nothing for a single one."""
+    """Return a name suffix for each of `count` processes: a number, or nothing if there is only one."""
     return [""] if count == 1 else [f" {number}" for number in range(1, count + 1)]

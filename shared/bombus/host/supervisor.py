@@ -38,10 +38,10 @@ log = logging.getLogger(__name__)
 
 RESTART_S = 0.2
 RESTART_S_MAX = 10.0
-HEALTHY_S = 10.0  # after a run this long the pause is the shortest again
+HEALTHY_S = 10.0  # after a run of this length, the pause is reset to the shortest
 STOP_S = 20.0
 READY_S = 180.0
-SLOW_S = 2.0  # after which a message says what a stop waits for
+SLOW_S = 2.0  # time after which a message says what the stop is waiting for
 STOP_ORDER = (("gateway",), ("inference", "trainer"), ("coordinator",))
 LOCK = "up"
 WAITS_FOR = {
@@ -53,7 +53,7 @@ WAITS_FOR = {
 
 
 class Child:
-    """A process that is kept running until `stop`."""
+    """A process that is kept running until `stop` is called."""
 
     def __init__(self, service: Service) -> None:
         self.kind = service.kind
@@ -62,7 +62,7 @@ class Child:
         self._stopping = False
 
     async def keep_running(self) -> None:
-        """Start the process, and restart it whenever it ends, until `stop`."""
+        """Start the process, and restart it whenever it ends, until `stop` is called."""
         pause_s = RESTART_S
         service = self._service
         while not self._stopping:
@@ -79,7 +79,7 @@ class Child:
             await asyncio.sleep(pause_s)
 
     async def _run(self, environment: Mapping[str, str], watching: Watchdog | None = None) -> int:
-        """Run the process until it ends, or until it has been silent for too long. Return its exit code."""
+        """Run the process until it ends or has been silent for too long. Return its exit code."""
         # In its own session: Ctrl-C reaches only the supervisor, which stops the services in order.
         self._process = process = await asyncio.create_subprocess_exec(
             *self._service.command, env=environment, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
@@ -98,7 +98,7 @@ class Child:
         kill(process)
 
     def kill(self) -> None:
-        """Kill the process at once and do not restart it."""
+        """Kill the process immediately and do not restart it."""
         self._stopping = True
         if self._process is not None and self._process.returncode is None:
             kill(self._process)
@@ -137,7 +137,7 @@ class Supervisor:
         return f"http://{self.cluster.gateway.host}:{self.cluster.gateway.port}"
 
     async def run(self) -> None:
-        """Start everything, announce when it is ready, and keep it running; stop everything when cancelled."""
+        """Start everything, announce when it is ready, and keep it running. Stop everything when cancelled."""
         with hold_folder(self.layout.data_dir) as held:
             gateway = self.cluster.gateway
             if not gateway.count:
@@ -152,7 +152,7 @@ class Supervisor:
                 await self._run()
 
     def _listen_at(self, port: int) -> None:
-        """Set the gateways' port to the free one that was found."""
+        """Set the gateways' port to the free port that was found."""
         gateway = self.cluster.gateway.model_copy(update={"port": port})
         self.cluster = self.cluster.model_copy(update={"gateway": gateway})
         self.layout = msgspec.structs.replace(self.layout, cluster=self.cluster)
@@ -177,7 +177,7 @@ class Supervisor:
                 url_file.unlink(missing_ok=True)
 
     async def _make_streams(self, nats: str) -> None:
-        """Make or change the streams before anything uses them. Stop the server if that fails."""
+        """Create or update the streams before anything uses them. Stop the server if that fails."""
         try:
             async with await Bus.connect(nats, self.cluster.hive, name="up") as bus:
                 await bus.ensure_streams(self.cluster.streams)
@@ -192,11 +192,11 @@ class Supervisor:
 
     async def _keep_server(self, server: EmbeddedServer) -> None:
         while True:
-            # It polls, because a waiting thread cannot be cancelled.
+            # Polls, because a waiting thread cannot be cancelled.
             code = await asyncio.to_thread(server.wait, 0.5)
             if code is None:
                 if await asyncio.to_thread(server.needs_restart):
-                    # A stream that could not write stays silent until its server is restarted.
+                    # A stream that failed to write stays silent until its server is restarted.
                     log.error("nats-server could not write but can now; restarting it: %s", server.broken)
                     await asyncio.to_thread(server.stop)
                 continue
@@ -208,7 +208,7 @@ class Supervisor:
                 await asyncio.sleep(RESTART_S_MAX)
 
     async def _announce(self, nats: str) -> None:
-        """Print `ready` once every service has joined and the gateway answers; then start the jobs that were given."""
+        """Print `ready` once every service has joined and the gateway answers, then start the given jobs."""
         async with await Bus.connect(nats, self.cluster.hive, name="up") as bus:
             follower = Follower(bus)
             following = asyncio.create_task(follower.run())
@@ -229,7 +229,7 @@ class Supervisor:
                 await asyncio.gather(following, return_exceptions=True)
 
     async def _all_services_ready(self, follower: Follower) -> None:
-        """Wait for the services of this machine; replicas on other machines may join later."""
+        """Wait for the services of this machine. Replicas on other machines may join later."""
 
         def joined(hive: Hive) -> bool:
             engines = self.cluster.engines.items()
@@ -242,20 +242,20 @@ class Supervisor:
             await asyncio.sleep(0.05)
 
     async def _stop_unless_told_twice(self) -> None:
-        """Stop everything in order, or at once when cancelled again."""
+        """Stop everything in order, or kill it immediately when cancelled again."""
         stopping = asyncio.ensure_future(self._stop())
         try:
             await asyncio.shield(stopping)
         except asyncio.CancelledError:
-            log.warning("ending all services at once")
+            log.warning("killing all services")
             for child in self._children:
                 child.kill()
             await stopping
             raise
 
     async def _stop(self) -> None:
-        """Stop the gateways first, then replicas and trainers, then the coordinators, and the bus last."""
-        log.info("stopping the services in order; the log is kept. Press Ctrl-C again to end them at once")
+        """Stop the gateways first, then replicas and trainers, then the coordinators, and finally the bus."""
+        log.info("stopping the services in order; the log is kept. Press Ctrl-C again to kill them")
         for kinds in STOP_ORDER:
             await asyncio.gather(*(child.stop() for child in self._children if child.kind in kinds))
         if self._server is not None:
@@ -266,7 +266,7 @@ class Supervisor:
 def hold_folder(folder: Path) -> Iterator[IO[str]]:
     """Keep other supervisors out of a data folder, and yield the file that tells them the URL for clients.
 
-    Raises `Refused` if one is running there, or if nothing can be written.
+    Raises `Refused` if another supervisor uses the folder, or if nothing can be written to it.
     """
     try:
         private_folder(folder)
@@ -289,9 +289,9 @@ def hold_folder(folder: Path) -> Iterator[IO[str]]:
 
 @contextlib.contextmanager
 def hold_port(host: str, port: int) -> Iterator[int]:
-    """Keep the gateways' port while gateways restart, and yield it; 0 means any free port.
+    """Reserve the gateways' port while gateways restart, and yield it. 0 means any free port.
 
-    Raises `Refused` when another process has it.
+    Raises `Refused` if another process has the port.
     """
     with listen(host, port) as probe:
         family = probe.family

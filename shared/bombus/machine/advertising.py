@@ -15,8 +15,8 @@ def url_of(bound: socket.socket) -> str:
 def url_for_others(url: str, own: str) -> str:
     """Return `url` with `own` in place of a host that stands for every address of a machine, such as 0.0.0.0.
 
-    `own` is the machine's name, or the address from which it reaches others. Return "" if others cannot reach the
-    machine at `own`: it is a loopback or link-local address, or IPv6 while the service listens only at IPv4.
+    `own` is the machine's name, or the address from which it reaches others. Returns "" if others cannot reach the
+    machine at `own`: it is a loopback or link-local address, or an IPv6 address while the service listens only on IPv4.
     """
     parts = urlsplit(url)
     listens_at, mine = address_of(parts.hostname or ""), address_of(own)

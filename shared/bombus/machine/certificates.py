@@ -1,4 +1,4 @@
-"""The TLS context that the HTTP clients of a process share."""
+"""The TLS context shared by the HTTP clients of a process."""
 
 import ssl
 from functools import cache
@@ -6,9 +6,9 @@ from functools import cache
 
 @cache
 def certificates(trusts_environment: bool) -> ssl.SSLContext:
-    """Return the TLS context for a client: with httpx's root certificates, or those that a trusted environment names.
+    """Return the TLS context for a client, with httpx's root certificates or those that a trusted environment names.
 
-    Otherwise each client would make its own, and reading all root certificates takes 25 to 60 ms.
+    It is shared because reading all root certificates takes each client 25 to 60 ms.
     """
     import httpx
 

@@ -13,22 +13,22 @@ MARKER = "bombus-environment.json"
 
 
 class InstalledEnvironment(msgspec.Struct, frozen=True, kw_only=True):
-    """The marker of a finished environment. It is written last: a folder without one was left unfinished."""
+    """The marker of a finished environment. It is written last, so a folder without a marker is unfinished."""
 
     name: str
-    python: str  # its version
+    python: str  # version of Python
     packages: dict[str, str]  # the installed version of each package that its recipe reports
     size_bytes: int
-    recipe: str  # the digest of the recipe; if that has changed, the environment is rebuilt
+    recipe: str  # digest of the recipe; if the recipe has changed, the environment is rebuilt
 
 
 def environments_folder() -> Path:
-    """Return `$BOMBUS_ENVIRONMENTS`, or a folder in bombus' cache."""
+    """Return `$BOMBUS_ENVIRONMENTS`, or a folder in bombus's cache."""
     return Path(os.environ.get("BOMBUS_ENVIRONMENTS") or cache_folder() / "environments")
 
 
 def read_marker(folder: Path) -> InstalledEnvironment | None:
-    """Return the marker in `folder`; None when no environment was made there, or only part of one."""
+    """Return the marker in `folder`, or None if it has no environment or an incomplete one."""
     try:
         return msgspec.json.decode((folder / MARKER).read_bytes(), type=InstalledEnvironment)
     except (OSError, msgspec.MsgspecError):
@@ -36,12 +36,12 @@ def read_marker(folder: Path) -> InstalledEnvironment | None:
 
 
 def environment_python(name: str) -> Path:
-    """Return the interpreter of the environment `name`. Raises `EngineFault` when it is missing or unfinished."""
+    """Return the interpreter of the environment `name`. Raises `EngineFault` if it is missing or unfinished."""
     folder = environments_folder() / name
     python = folder / "bin" / "python"
     if read_marker(folder) is None or not python.exists():
         state = "was left unfinished" if folder.exists() else "is not installed"
         raise EngineFault(
-            f"the environment {name!r} {state} (its place is {folder}): run `bombus install {name}` first"
+            f"the environment {name!r} {state} (it should be in {folder}): run `bombus install {name}` first"
         )
     return python.absolute()

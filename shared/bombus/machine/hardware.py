@@ -20,7 +20,7 @@ class Gpu(msgspec.Struct, frozen=True):
 
 
 def nvidia_gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs that `nvidia-smi` lists; none if it is missing or fails, as it does without a driver."""
+    """Return the GPUs that `nvidia-smi` lists, or none if it is missing or fails, as it does without a driver."""
     found = shutil.which("nvidia-smi")
     if found is None:
         return ()
@@ -34,10 +34,10 @@ def nvidia_gpus() -> tuple[Gpu, ...]:
 
 
 def gpu_environment(numbers: Sequence[int]) -> dict[str, str]:
-    """Return the variables with which a process sees only these GPUs.
+    """Return the variables that make a process see only these GPUs.
 
-    They are numbered as in nvidia-smi or, if our own CUDA_VISIBLE_DEVICES is set, by their position in it. Raises
-    `Refused(BAD_CONFIG)` for a position that it does not have.
+    GPUs are numbered as in nvidia-smi or, if our own CUDA_VISIBLE_DEVICES is set, by their position in it. Raises
+    `Refused(BAD_CONFIG)` if CUDA_VISIBLE_DEVICES does not have that position.
     """
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is None:
@@ -55,7 +55,7 @@ def cores() -> int:
 
 
 def memory_bytes(cgroup: Path = CGROUP) -> tuple[int, int]:
-    """Return all memory, and how much of it is free now; in a container with a limit, the container's."""
+    """Return the total memory and the free memory. In a container with a limit, these are the container's."""
     page = os.sysconf("SC_PAGE_SIZE")
     total = page * os.sysconf("SC_PHYS_PAGES")
     free = _available(default=total)

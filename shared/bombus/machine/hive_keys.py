@@ -1,4 +1,4 @@
-"""The hive's own keys, admin and clients': reads them, and refuses to expose a gateway without them.
+"""Reads the hive's own keys (the admin key and the clients' keys), and refuses to expose a gateway without them.
 
 Episodes have separate keys, which gateways sign and agents use.
 """
@@ -31,10 +31,10 @@ _FORM = re.compile(r"[A-Za-z0-9._~-]{16,256}")  # characters that need no escapi
 
 
 class NamedKey(BaseModel):
-    """A client key, with caps on the total open episodes and waiting claims of its clients, and on the seconds that one
-    of their episodes may be idle; 0: no cap.
+    """A client key with its limits; 0 means no limit.
 
-    The log, fair shares and refusals use the name under which the key is listed.
+    The limits are on the total open episodes and waiting claims of the key's clients, and on the seconds that one of
+    their episodes may be idle. The log, fair shares and refusals use the name under which the key is listed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -50,9 +50,9 @@ _NAMED_KEYS = TypeAdapter(dict[str, NamedKey])
 
 @dataclass(frozen=True)
 class HiveKeys:
-    """The keys of a hive; an empty one is not set. Raises `Refused(BAD_CONFIG)` for a key that cannot be used.
+    """The keys of a hive. An empty key is not set. Raises `Refused(BAD_CONFIG)` for a key that cannot be used.
 
-    `clients` are client keys by name, beside `client`, which has no name.
+    `clients` maps names to client keys; the key `client` has no name.
     """
 
     admin: str = field(default="", repr=False)
@@ -71,7 +71,7 @@ class HiveKeys:
                 )
         if self.admin and self.admin == self.client:
             raise Refused(
-                Code.BAD_CONFIG, "The admin key and the client key are the same: then every client is an admin."
+                Code.BAD_CONFIG, "The admin key and the client key are the same: every client would be an admin."
             )
         keys = [key for key in (self.admin, self.client, *(each.key for each in self.clients.values())) if key]
         if len(set(keys)) < len(keys):
@@ -94,13 +94,13 @@ class HiveKeys:
         return bool(self.client or self.clients)
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that give a gateway's process the same keys."""
+        """Return the variables that give a gateway process the same keys."""
         named = _NAMED_KEYS.dump_json(dict(self.clients)).decode() if self.clients else ""
         return {ADMIN_VARIABLE: self.admin, CLIENT_VARIABLE: self.client, CLIENTS_VARIABLE: named}
 
 
 def add_key_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for keys, which name files: every process of the machine can read a command line."""
+    """Add the options for keys. They name files, because every process of the machine can read a command line."""
     parser.add_argument(
         "--admin-key-file",
         type=Path,
@@ -130,7 +130,8 @@ def add_key_arguments(parser: argparse.ArgumentParser) -> None:
 def keys_for(arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> HiveKeys:
     """Return the keys that these arguments and the environment name.
 
-    Raises `Refused(BAD_CONFIG)` when a gateway may not listen at `arguments.host` with them, or when one is unusable.
+    Raises `Refused(BAD_CONFIG)` if a gateway may not listen at `arguments.host` with these keys, or if a key is
+    unusable.
     """
     keys = HiveKeys(
         admin=_key("admin", arguments.admin_key_file, ADMIN_VARIABLE, environment),
@@ -142,7 +143,7 @@ def keys_for(arguments: argparse.Namespace, environment: Mapping[str, str] = os.
     if missing and not arguments.trusted_network and not _is_loopback(arguments.host):
         raise Refused(
             Code.BAD_CONFIG,
-            f"Listening at {arguments.host or 'every address'} opens the hive to the network: pass "
+            f"Listening at {arguments.host or 'every address'} exposes the hive to the network: pass "
             f"{' and '.join(missing)}, or --trusted-network if everyone who can reach this port may control the "
             "hive.",
         )
@@ -168,7 +169,7 @@ def _key(name: str, path: Path | None, variable: str, environment: Mapping[str, 
 
 
 def _named(text: str) -> dict[str, NamedKey]:
-    """Return client keys by name, from JSON. A refusal shows nothing of the text, because it contains keys."""
+    """Return client keys by name, from JSON. An error message shows nothing of the text, because it contains keys."""
     try:
         return _NAMED_KEYS.validate_json(text) if text else {}
     except ValidationError as error:
@@ -182,7 +183,7 @@ def _named(text: str) -> dict[str, NamedKey]:
 
 
 def _is_loopback(host: str) -> bool:
-    """Return whether all addresses of a host are on this machine. Raises `Refused` when it has none."""
+    """Return whether all addresses of a host are on this machine. Raises `Refused` if the host has no address."""
     if not host:
         return False
     try:

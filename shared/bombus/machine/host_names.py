@@ -20,13 +20,13 @@ AsgiReceive = Callable[[], Awaitable[AsgiMessage]]
 AsgiSend = Callable[[AsgiMessage], Awaitable[None]]
 AsgiApp = Callable[[Any, Any, Any], Awaitable[None]]
 
-ACCEPTED_KEPT = 256  # values of `Host`, which differ in their ports
+ACCEPTED_KEPT = 256  # how many values of `Host` are remembered; they differ in their ports
 
 
 class OwnHostNames:
-    """The names that a server accepts: loopback's, the address where it listens, and `names`.
+    """The names that a server accepts: those of loopback, the address at which it listens, and `names`.
 
-    A server that listens at every address accepts any IP address, since an attacker controls names, not addresses.
+    A server that listens on every address accepts any IP address, since an attacker controls names, not addresses.
     """
 
     def __init__(self, listens_at: str, names: Iterable[str] = ()) -> None:
@@ -45,7 +45,7 @@ class OwnHostNames:
 
 
 class OwnHostsOnly:
-    """An ASGI application in front of another: it passes on requests meant for this server, and answers 421 to others.
+    """ASGI middleware that passes on requests meant for this server, and answers all others with 421.
 
     A request without `Host` is passed on: browsers always send one.
     """
@@ -64,7 +64,7 @@ class OwnHostsOnly:
 
 
 def host_of(url: str) -> str:
-    """Return the host in a URL, "" when there is none."""
+    """Return the host in a URL, or "" if it has none."""
     return urlsplit(url).hostname or ""
 
 
@@ -75,7 +75,7 @@ def is_loopback(host: str) -> bool:
 
 
 def address_of(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Return a host's name as an IP address, or None if it is not one."""
+    """Return a host's name as an IP address, or None if it is not an IP address."""
     try:
         return ipaddress.ip_address(name)
     except ValueError:
@@ -84,7 +84,7 @@ def address_of(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | Non
 
 async def _refuse(host: str, send: AsgiSend) -> None:
     why = (
-        f"{host[:200]!r} is not a name of this server, which answers only to its own names. If it is one, start the "
+        f"{host[:200]!r} is not a name of this server, which answers only to its own names. If it should be, start the "
         "server with it as --host-name."
     )
     body = json.dumps({"detail": why, "code": Code.UNKNOWN_HOST}).encode()

@@ -1,7 +1,7 @@
 """Limits on the bytes, time and connections that clients may use before their requests are complete.
 
-uvicorn has no limits for these with httptools: it keeps a head of any length, and waits for the rest of a request for
-ever. The application limits the content of requests.
+uvicorn with httptools has no such limits: it accepts a head of any length, and waits forever for the rest of a request.
+The application limits the content of requests.
 """
 
 import asyncio
@@ -15,11 +15,11 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from bombus.errors import Code
 
-LINGER_S = 2.0  # for a client to read why it was refused while it still sends
+LINGER_S = 2.0  # time for a client that is still sending to read why it was refused
 TICK_S = 1.0
-GATHERED_MAX = 8  # pieces of answers that go out together
+GATHERED_MAX = 8  # pieces of an answer that are sent together
 GATHERED_BYTES_MAX = 16 << 10  # a larger piece is passed on immediately
-# Among the extensions of a request's scope: a future that is done when its client has closed the connection.
+# Key in the extensions of a request's scope: a future that is done when the client has closed the connection.
 HUNG_UP = "bombus.hung_up"
 
 
@@ -27,9 +27,9 @@ HUNG_UP = "bombus.hung_up"
 class HttpLimits:
     """The limits of one server.
 
-    `head_bytes` limits the URL and the headers together. With chunk sizes and trailers, they may exceed it by as many
-    bytes as the body has content. `head_s` and `body_s` are the seconds that a client has for the head and then for the
-    body.
+    `head_bytes` limits the URL and the headers together. If the body has chunk sizes and trailers, these may add as
+    many bytes as the body has content. `head_s` is how many seconds a client has for the head, and `body_s` how many it
+    then has for the body.
     """
 
     head_bytes: int = 64 << 10
@@ -42,18 +42,18 @@ DEFAULTS = HttpLimits()
 
 
 class Awaited(Enum):
-    """What a connection waits for its client to send. One that waits for nothing may be open for another request."""
+    """What a connection waits for its client to send. If it waits for nothing, it may be open for another request."""
 
     NOTHING = auto()
     HEAD = auto()
     BODY = auto()
-    END = auto()  # of a connection whose request was refused
+    END = auto()  # end of a connection whose request was refused
 
 
 class Patience:
     """The connections of one server that wait for their clients, and how long each may wait.
 
-    Time is counted in ticks of `run`, so that a process that was stopped does not use up the time of its clients.
+    Time is counted in ticks of `run`, so that clients lose no time while this process is stopped.
     """
 
     def __init__(self, limits: HttpLimits) -> None:
@@ -70,7 +70,8 @@ class Patience:
         self._until.pop(connection, None)
 
     def drop_oldest(self, but: "LimitedProtocol") -> bool:
-        """Close the connection that has waited longest, to make room for another. Return whether there was one."""
+        """Close the connection that has waited longest, to make room for another. Return whether there was one to
+        close."""
         oldest = next((each for each in self._until if each is not but), None)
         if oldest is None:
             return False
@@ -90,10 +91,10 @@ class Patience:
 
 
 class GatheringTransport:
-    """A transport that sends all writes of one turn of its loop together: uvicorn writes a head and a body separately.
+    """A transport that sends all writes of one turn of the event loop together.
 
-    Joining them costs less than a second system call, and the client reads once. Large pieces are passed on
-    immediately, so that the transport's flow control sees them.
+    uvicorn writes a head and a body separately. Joining them costs less than a second system call, and lets the client
+    read once. Large pieces are passed on immediately, so that the transport's flow control sees them.
     """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
@@ -133,21 +134,21 @@ class LimitedProtocol(HttpToolsProtocol):
         self._patience = patience
         self._limits = patience.limits
         self._awaited = Awaited.NOTHING
-        self._cycles: list[RequestResponseCycle] = []  # of which the last is `cycle`, and one is answered at a time
+        self._cycles: list[RequestResponseCycle] = []  # the last one is `cycle`; one is answered at a time
         self._received = 0  # bytes of the message that is being read
-        self._content = 0  # of these, the bytes of its body
+        self._content = 0  # how many of these bytes belong to the body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(cast(asyncio.Transport, GatheringTransport(transport, self.loop)))
         self._await(Awaited.HEAD, self._limits.head_s)
         if len(self.connections) > self._limits.connections and not self._patience.drop_oldest(but=self):
-            why = f"There are {self._limits.connections} connections here, the limit; try again in a moment."
+            why = f"There are {self._limits.connections} connections, which is the limit; try again in a moment."
             self._refuse(503, Code.OVERLOADED, why)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._patience.end(self)
         super().connection_lost(exc)
-        for cycle in self._cycles:  # uvicorn notifies only the last one
+        for cycle in self._cycles:  # uvicorn only notifies the last one
             cycle.disconnected = True
             cycle.message_event.set()
             if not (hung_up := _hung_up(cycle)).done():
@@ -172,14 +173,14 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse_bytes()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer a request that is not HTTP, or whose head a callback of the parser refused."""
+        """Answer a request that is not HTTP, or whose head was refused by a callback of the parser."""
         if self._awaited is not Awaited.END:
             super().send_400_response(msg)
 
     # ---- called by the parser ----
 
     def on_headers_complete(self) -> None:
-        if self._received > self._limits.head_bytes:  # with bytes after the head
+        if self._received > self._limits.head_bytes:  # this may include bytes after the head
             head = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
             if head > self._limits.head_bytes:
                 self._refuse_bytes()
@@ -199,7 +200,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._awaited = Awaited.NOTHING
         self._patience.end(self)
         super().on_message_complete()
-        if not self.pipeline:  # the body is complete; a client that leaves is only noticed while we read
+        if not self.pipeline:  # the body is complete, but only reading shows that a client leaves
             self.flow.resume_reading()
 
     # ---- called when an answer is complete ----
@@ -213,12 +214,12 @@ class LimitedProtocol(HttpToolsProtocol):
     # ---- called by `Patience` ----
 
     def time_is_up(self) -> None:
-        """Close the connection, with a reason if possible, unless something other than the client causes the delay."""
+        """Close the connection, with a reason if possible, unless the client is not what causes the delay."""
         answering = self.cycle is not None and not self.cycle.response_complete
         if self._awaited is Awaited.HEAD and answering:
-            self._await(Awaited.HEAD, self._limits.head_s)  # for the next request, before the last answer is complete
+            self._await(Awaited.HEAD, self._limits.head_s)  # the next request, while the last is being answered
         elif self._awaited is Awaited.BODY and self.flow.read_paused:
-            self._await(Awaited.BODY, self._limits.body_s)  # the application does not read
+            self._await(Awaited.BODY, self._limits.body_s)  # the application is not reading
         elif self._awaited is Awaited.END:
             self._patience.end(self)
             self.transport.abort()
@@ -237,11 +238,11 @@ class LimitedProtocol(HttpToolsProtocol):
     def _refuse_bytes(self) -> None:
         limit = self._limits.head_bytes
         self._refuse(
-            431, Code.TOO_LARGE, f"The URL and the headers are over the limit of {limit} bytes for them together."
+            431, Code.TOO_LARGE, f"The URL and the headers of this request together exceed the limit of {limit} bytes."
         )
 
     def _refuse(self, status: int, code: Code, why: str) -> None:
-        """Answer with an error unless an answer has begun, and close the connection when the client has read it."""
+        """Answer with an error unless an answer has begun, and close the connection after the client has read it."""
         if self._awaited is Awaited.END:
             return
         cycle = self.cycle
@@ -251,7 +252,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.abort()
             return
         if begun:
-            cycle.disconnected = True  # the application is told that nothing more comes
+            cycle.disconnected = True  # tell the application that nothing more will come
             cycle.message_event.set()
         self._await(Awaited.END, LINGER_S)
         self._unset_keepalive_if_required()

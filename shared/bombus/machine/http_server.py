@@ -20,18 +20,18 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 4096
 CUT_OFF_S = 3
-FILES_KEPT = 256  # open files of a process that are not connections of its clients
+FILES_KEPT = 256  # open files of a process other than its clients' connections
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers, and without checking every tenth of a second whether to stop."""
+    """uvicorn without its signal handlers, and without its check every tenth of a second for whether to stop."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self._leaving = asyncio.Event()
 
     def leave(self) -> None:
-        """Let the server stop: it takes no new connections, and closes each one after its request."""
+        """Let the server stop: it accepts no more connections, and closes each open one after its current request."""
         self.should_exit = True
         self._leaving.set()
 
@@ -58,7 +58,7 @@ class HttpServer(uvicorn.Server):
 class CutOff:
     """An ASGI app that answers 503 if the server cancels a request because it is stopping.
 
-    uvicorn would answer a 500 without a code. An answer that has begun is cut.
+    uvicorn alone would answer with a 500 that has no code. An answer that has begun is cut off.
     """
 
     def __init__(self, app: Callable[..., Any]) -> None:
@@ -99,13 +99,13 @@ async def http_server(
     cut_off: Callable[[], None] | None = None,
     limits: HttpLimits = DEFAULTS,
 ) -> AsyncIterator[asyncio.Task[None]]:
-    """Serve an ASGI app on a bound socket while the block runs; then let open requests finish for `drain_s` seconds.
+    """Serve an ASGI app on a bound socket while the block runs, then give open requests `drain_s` seconds to finish.
 
-    The block begins once clients can connect, so that it may tell others the address.
+    The block begins once clients can connect, so that it may tell others the address. It is given the task that serves,
+    which ends early only if the server breaks.
 
-    If given, `cut_off` is called after these seconds, and requests that are still open have `CUT_OFF_S` more to end.
-    The block is given the task that serves, which ends early only if the server breaks. The limit of connections is
-    lowered to what the process's limit of open files allows.
+    If `cut_off` is given, it is called after `drain_s` seconds, and requests that are still open have another
+    `CUT_OFF_S` seconds to end. The limit on connections is lowered to what the process's limit on open files allows.
     """
     patience = Patience(replace(limits, connections=connections_max(limits.connections)))
     config = uvicorn.Config(
@@ -139,6 +139,6 @@ async def http_server(
 
 
 def connections_max(wanted: int) -> int:
-    """Return `wanted` or the most connections that this process can have, each of which takes an open file."""
+    """Return `wanted`, or the most connections that this process's limit on open files allows if that is lower."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return wanted if files == resource.RLIM_INFINITY else max(1, min(wanted, files - FILES_KEPT))

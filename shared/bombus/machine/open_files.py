@@ -1,4 +1,5 @@
-"""Logs when a process can open no more files: a server that cannot accept connections cannot report it otherwise."""
+"""Logs when a process cannot open any more files. A server that cannot accept connections has no other way to report
+it."""
 
 import asyncio
 import errno
@@ -12,14 +13,15 @@ LOOK_S = 1.0
 
 
 async def watch(every_s: float = LOOK_S) -> None:
-    """Check every `every_s` whether this process can open a file, and log when it cannot and when it can again."""
+    """Check every `every_s` seconds whether this process can open a file, and log when it no longer can and when it can
+    again."""
     is_short = False
     while True:
         why = _why_none()
         if why and not is_short:
             limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             log.error(
-                "%s: no connection is taken or made, and no file is opened, until some are closed. The limit of this "
+                "%s: no connection can be taken or made, and no file opened, until some are closed. The limit of this "
                 "process is %d: raise it with `ulimit -n` or systemd's LimitNOFILE",
                 why,
                 limit,
@@ -31,7 +33,7 @@ async def watch(every_s: float = LOOK_S) -> None:
 
 
 def _why_none() -> str:
-    """Return why no file can be opened, "" if one can."""
+    """Return why no file can be opened, or "" if one can."""
     try:
         os.close(os.open(os.devnull, os.O_RDONLY))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Runs a service as a process: it shuts down cleanly on a signal, ends with its supervisor, and binds its port."""
+"""Runs a service as a process: shuts it down cleanly on a signal, ends it with its supervisor, and binds its port."""
 
 import asyncio
 import contextlib
@@ -19,27 +19,27 @@ from bombus.machine import open_files
 from bombus.machine.watchdog import keep_alive
 
 TERMINATED = 143  # the exit code that a shell reports for a program ended by SIGTERM
-PARENT_VARIABLE = "BOMBUS_PARENT"  # the pid of a supervisor: when it dies, so does this process
-THREADS_S = 5.0  # for threads to end once the service has
+PARENT_VARIABLE = "BOMBUS_PARENT"  # pid of the supervisor: this process dies when it does
+THREADS_S = 5.0  # time for threads to end after the service has ended
 _PR_SET_PDEATHSIG = 1
 
 log = logging.getLogger(__name__)
 
 
 def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """Ask for a signal when the supervisor dies, if there is one. Only Linux offers this; elsewhere nothing is done."""
+    """Ask for a signal when the supervisor, if any, dies. Only Linux offers this; other systems ignore the call."""
     parent = os.environ.get(PARENT_VARIABLE, "")
     if not parent or sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != int(parent):  # it died before the call above
+    if os.getppid() != int(parent):  # the supervisor died before the call above
         sys.exit("the supervisor is gone")
 
 
 def die_with_this_process(number: signal.Signals = signal.SIGKILL) -> Callable[[], None] | None:
     """Return a function for a child to call before exec, so that it gets a signal when this process dies.
 
-    Only Linux offers this: elsewhere, return None.
+    Returns None except on Linux, which alone offers this.
     """
     if sys.platform != "linux":
         return None
@@ -47,25 +47,25 @@ def die_with_this_process(number: signal.Signals = signal.SIGKILL) -> Callable[[
 
     def ask() -> None:
         prctl(_PR_SET_PDEATHSIG, number)
-        if os.getppid() != parent:  # it died before the call above
+        if os.getppid() != parent:  # the parent died before the call above
             os._exit(1)
 
     return ask
 
 
 def kill(process: asyncio.subprocess.Process) -> None:
-    """Kill a child, unless it has just ended."""
+    """Kill a child process, unless it has just ended."""
     with contextlib.suppress(ProcessLookupError):
         process.kill()
 
 
 def is_heeded(number: signal.Signals) -> bool:
-    """Return whether a signal is not ignored: `nohup` makes a process ignore SIGHUP, and that is kept."""
+    """Return whether a signal is not ignored. `nohup` makes a process ignore SIGHUP, and must keep its effect."""
     return signal.getsignal(number) != signal.SIG_IGN
 
 
 def cancel_at_signals() -> None:
-    """Let SIGTERM and SIGHUP cancel the task that calls this, so that a command ends cleanly."""
+    """Let SIGTERM and SIGHUP cancel the calling task, so that a command ends cleanly."""
     this = asyncio.current_task()
     assert this is not None
     for ending in (signal.SIGTERM, signal.SIGHUP):
@@ -74,7 +74,7 @@ def cancel_at_signals() -> None:
 
 
 def run_service(service: Coroutine[Any, Any, None]) -> int:
-    """Run a service until it ends, or SIGINT or SIGTERM cancels it. Returns the process's exit code."""
+    """Run a service until it ends or is cancelled by SIGINT or SIGTERM. Returns the process's exit code."""
     die_with_parent()
     failed = False
     threads = set(threading.enumerate())
@@ -89,7 +89,8 @@ def run_service(service: Coroutine[Any, Any, None]) -> int:
 
 
 def _end_despite_threads(before: set[threading.Thread], code: int) -> None:
-    """End the process here if threads of other code hang, such as `asyncio.to_thread` calls: Python would join them."""
+    """End the process here if threads hang that we did not start, such as `asyncio.to_thread` calls: Python would join
+    them."""
     begun = [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
     until = time.monotonic() + THREADS_S
     for thread in begun:
@@ -102,7 +103,7 @@ def _end_despite_threads(before: set[threading.Thread], code: int) -> None:
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return uvloop's factory, or None if it is not installed; with it, a small message takes half the time."""
+    """Return uvloop's factory, or None if uvloop is not installed. It halves the time that a small message takes."""
     try:
         import uvloop
     except ModuleNotFoundError:
@@ -140,12 +141,13 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
 
 
 def listen(host: str, port: int, reuse_port: bool = False) -> socket.socket:
-    """Return a bound socket. Raises `Refused` when the port is taken.
+    """Return a bound socket. Raises `Refused` if the port is taken.
 
-    With `reuse_port` other processes of this machine may bind the same port.
+    With `reuse_port`, other processes on this machine may bind the same port.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol given, asyncio sets TCP_NODELAY: else the second part of an answer waits 40 ms for a client.
+    # With the protocol given, asyncio sets TCP_NODELAY. Otherwise the second part of an answer waits 40 ms for a
+    # client.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if reuse_port:
@@ -159,7 +161,7 @@ def listen(host: str, port: int, reuse_port: bool = False) -> socket.socket:
 
 
 def free_port() -> int:
-    """Return a port of this machine that is free now."""
+    """Return a port of this machine that is currently free."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,6 +1,6 @@
-"""The watchdog of a process, in systemd's protocol: a process that stops reporting that its event loop runs is ended.
+"""A watchdog in systemd's protocol: it ends a process that stops reporting that its event loop runs.
 
-`bombus up` keeps one for its trainers, and systemd one for any service with `WatchdogSec=`. A process that is stopped
+`bombus up` keeps one for each trainer, and systemd one for any service with `WatchdogSec=`. A process that is stopped
 or hangs as a whole cannot end itself.
 """
 
@@ -21,11 +21,11 @@ SOCKET, PERIOD, PROCESS = VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHD
 ALIVE = b"WATCHDOG=1"
 BEAT_S = 5.0
 LOOK_S = 1.0
-START_S = 600.0  # until the first report: a process imports its packages first
+START_S = 600.0  # time until the first report, as a process imports its packages first
 
 
 async def keep_alive() -> None:
-    """Report that this event loop runs, until cancelled, if a supervisor has asked for that."""
+    """Report that this event loop runs, until cancelled. Does nothing unless a supervisor has asked for reports."""
     address, period_us = os.environ.get(SOCKET, ""), os.environ.get(PERIOD, "")
     if not address or not period_us.isdecimal():
         return
@@ -35,7 +35,7 @@ async def keep_alive() -> None:
         while True:
             try:
                 sender.sendto(ALIVE, place)
-            except OSError as error:  # its buffer is full, or it has died: then this process ends soon
+            except OSError as error:  # the supervisor's buffer is full, or it has died: then this process ends soon
                 log.debug("the supervisor could not be notified: %s", error)
             await asyncio.sleep(min(BEAT_S, int(period_us) / 1e6 / 4))
 
@@ -74,7 +74,7 @@ class Watchdog:
 @contextmanager
 def watchdog(limit_s: float, start_s: float = START_S) -> Iterator[Watchdog]:
     """Yield a watchdog whose socket only this user can reach."""
-    folder = Path(tempfile.mkdtemp(prefix="bombus-"))  # the path of a socket may have 107 bytes
+    folder = Path(tempfile.mkdtemp(prefix="bombus-"))  # a socket's path may have at most 107 bytes
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
             listener.setblocking(False)

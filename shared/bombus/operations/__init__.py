@@ -1,4 +1,4 @@
-"""Training operations: what a client with its own training loop asks of a trainer, independent of the client's dialect.
+"""Training operations: what a client with its own training loop asks of a trainer, whichever API the client speaks.
 
 `arrays` defines how numbers are sent, `kinds` the operations and their results.
 """

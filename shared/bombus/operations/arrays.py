@@ -19,14 +19,14 @@ class DType(StrEnum):
 
     @property
     def code(self) -> str:
-        """Return the type's code in the standard library's `array`."""
+        """Return the code of this type in the standard library's `array`."""
         return {DType.FLOAT32: "f", DType.INT32: "i", DType.INT64: "q"}[self]
 
 
 class Array(msgspec.Struct, frozen=True, array_like=True):
     """An array of `shape`, with its numbers in `data`, row after row.
 
-    Raises `ValueError` if the number of bytes does not fit the shape, including on decoding.
+    Raises `ValueError` if the number of bytes does not fit the shape, even while decoding.
     """
 
     dtype: DType
@@ -46,12 +46,13 @@ class Array(msgspec.Struct, frozen=True, array_like=True):
     def of(cls, dtype: DType, values: Iterable[float], shape: tuple[int, ...] | None = None) -> "Array":
         """Make an array of numbers, one-dimensional unless a `shape` is given.
 
-        Raises `ValueError` if a number does not fit the type, or their count does not fit the shape.
+        Raises `ValueError` if a number does not fit the type, or if there are too many or too few numbers for the
+        shape.
         """
         try:
             packed = array(dtype.code, values)
         except (TypeError, OverflowError) as error:
-            raise ValueError(f"these are not all {dtype}: {error}") from error
+            raise ValueError(f"not all of these numbers are {dtype}: {error}") from error
         return cls(dtype, (len(packed),) if shape is None else shape, packed.tobytes())
 
     def values(self) -> list[float]:
@@ -59,5 +60,5 @@ class Array(msgspec.Struct, frozen=True, array_like=True):
         return list(array(self.dtype.code, self.data))
 
     def __len__(self) -> int:
-        """Return the count of numbers, over all dimensions."""
+        """Return how many numbers there are, over all dimensions."""
         return prod(self.shape)

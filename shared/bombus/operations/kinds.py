@@ -1,8 +1,8 @@
 """Training operations, and their results.
 
 Operations on one model run in the order in which they arrived. `ForwardBackward` adds to a gradient, which the next
-`OptimStep` or `AbortEpoch` clears. Where the clients' dialects differ, operations are explicit: an `OptimStep` says by
-what the gradient is divided, and a loss has all of its parameters.
+`OptimStep` or `AbortEpoch` clears. Operations spell out whatever differs between the APIs that clients use: an
+`OptimStep` says what the gradient is divided by, and a loss has all of its parameters.
 """
 
 from enum import StrEnum
@@ -15,7 +15,7 @@ from bombus.operations.arrays import Array
 
 
 class Reduction(StrEnum):
-    """The divisor of the summed gradients of all tokens at a step: 1, or the number of tokens that counted."""
+    """What the sum of all tokens' gradients is divided by at a step: 1, or the number of tokens that counted."""
 
     SUM = "sum"
     TOKEN_MEAN = "token_mean"
@@ -30,9 +30,9 @@ class AdapterPart(StrEnum):
 
 
 class CheckpointKind(StrEnum):
-    TRAINING = "training"  # weights and the optimizer's state
-    SAMPLER = "sampler"  # weights alone, for an inference engine
-    EXTERNAL = "external"  # weights alone, for use outside of the hive
+    TRAINING = "training"  # weights and optimizer state
+    SAMPLER = "sampler"  # weights only, for an inference engine
+    EXTERNAL = "external"  # weights only, for use outside the hive
 
 
 class Category(StrEnum):
@@ -45,7 +45,7 @@ class Category(StrEnum):
 class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A LoRA adapter (Hu et al. 2021, arXiv:2106.09685): W + alpha / rank B A, with A drawn from `seed` and B zero.
 
-    `targets` are PEFT's names of layers, such as `q_proj`. Without them, all layers of the `parts` have adapters.
+    `targets` are PEFT's names of layers, such as `q_proj`. If it is empty, all layers of the `parts` have adapters.
     """
 
     rank: int
@@ -58,14 +58,14 @@ class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 class RateSchedule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A learning rate schedule over a model's steps: linear warm-up, then constant or decaying to a floor."""
 
-    kind: str = "constant"  # or linear, or cosine
+    kind: str = "constant"  # "constant", "linear" or "cosine"
     warmup_steps: int = 0
-    total_steps: int = 0  # the floor is reached at the step after this one
-    min_ratio: float = 0.0  # the floor, as a fraction of the rate
+    total_steps: int = 0  # the floor is reached one step after this one
+    min_ratio: float = 0.0  # the floor, as a fraction of the learning rate
 
 
 class AdamParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A step of AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101): `weight_decay` is decoupled.
+    """A step of AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), with decoupled `weight_decay`.
 
     `grad_clip_norm` bounds the norm of the whole gradient after its division; 0 disables clipping. With a `schedule`,
     `learning_rate` is its peak.
@@ -91,16 +91,17 @@ class Datum(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LossSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A loss by its name, with its parameters."""
+    """The name of a loss, with its parameters."""
 
     name: str
     config: dict[str, float | str] = {}
 
 
 class CreateModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="create_model", tag_field="kind"):
-    """Create a model from `base`: train an adapter on it, or without `adapter` all of its weights.
+    """Create a model from `base`. Train an adapter on it or, without `adapter`, all of its weights.
 
-    With `checkpoint` the model starts from that, with its adapter; `with_optimizer` restores its optimizer state too.
+    With `checkpoint`, the model starts from that checkpoint, with its adapter; `with_optimizer` restores its optimizer
+    state too.
     """
 
     base: str
@@ -112,7 +113,7 @@ class CreateModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
 class ForwardBackward(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="forward_backward", tag_field="kind"
 ):
-    """Compute a loss, and add its gradient to the model's unless `forward_only`.
+    """Compute a loss and, unless `forward_only`, add its gradient to the model's gradient.
 
     The loss is the sum over all tokens of all data.
     """
@@ -130,14 +131,14 @@ class OptimStep(msgspec.Struct, frozen=True, kw_only=True, tag="optim_step", tag
 
 
 class AbortEpoch(msgspec.Struct, frozen=True, kw_only=True, tag="abort_epoch", tag_field="kind"):
-    """Clear the gradient since the last step, and any failure of an operation that would have added to it."""
+    """Clear the gradient since the last step, and the failure of any operation that would have added to it."""
 
 
 class SaveWeights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="save_weights", tag_field="kind"):
-    """Save the model under `name`, or if that is "" under the time at which the operation was put on the log.
+    """Save the model under `name` or, if that is "", under the time at which the operation was written to the log.
 
-    `ttl_s` is how long it is kept; 0 is forever. `merged`, for `EXTERNAL` checkpoints, saves the whole model with its
-    adapter merged, instead of the adapter alone.
+    `ttl_s` is how long it is kept; 0 means forever. For `EXTERNAL` checkpoints, `merged` saves the whole model with its
+    adapter merged into it, instead of the adapter alone.
     """
 
     checkpoint: CheckpointKind
@@ -148,16 +149,16 @@ class SaveWeights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
 
 
 class LoadWeights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="load_weights", tag_field="kind"):
-    """Continue from a checkpoint of the same shape, with a new optimizer unless `with_optimizer`."""
+    """Continue from a checkpoint of the same shape, with a new optimizer unless `with_optimizer` is set."""
 
     checkpoint: str
     with_optimizer: bool = False
 
 
 class EndModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="end_model", tag_field="kind"):
-    """Save the model under `save_as`, if given, for `ttl_s` (0 is forever), and delete it.
+    """Delete the model, after saving it under `save_as`, if given, for `ttl_s` seconds (0 means forever).
 
-    With `reset_weights` a full-weight model is reset to its base instead of being deleted.
+    With `reset_weights`, a full-weight model is reset to its base instead of being deleted.
     """
 
     save_as: str = ""
@@ -168,7 +169,7 @@ class EndModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed", tag_field="kind"):
     """The operation failed for the reason in `error`, and changed nothing.
 
-    If it would have added to a gradient, that gradient is now incomplete.
+    If it should have added to a gradient, that gradient is now incomplete.
     """
 
     error: str
@@ -176,9 +177,10 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed", tag_field=
 
 
 class Rejected(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="rejected", tag_field="kind"):
-    """Fail with `failure` in the operation's turn: the gateway refused the client's request.
+    """Fail with `failure` when the operation's turn comes, because the gateway refused the client's request.
 
-    `counts` says that it would have added to the gradient. That is then incomplete, so the next step fails.
+    `counts` says that the operation would have added to the gradient. The gradient is then incomplete, so the next step
+    fails.
     """
 
     failure: Failed
@@ -202,7 +204,7 @@ class ModelReady(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 class Scores(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="scores", tag_field="kind"):
-    """The outputs of a loss: for each datum its arrays by name (`logprobs` has the shape of its targets), and sums.
+    """The outputs of a loss: arrays by name for each datum (`logprobs` has the shape of its targets), and sums.
 
     `loss` is the sum whose gradient was computed, and `tokens` is the number of tokens that counted in it.
     """
@@ -214,7 +216,7 @@ class Scores(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class StepTaken(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="step_taken", tag_field="kind"):
-    """Step number `step` of this model was taken. The gradient was divided by `divisor`, and then had `grad_norm`.
+    """The model took its step number `step`. The gradient was divided by `divisor`; its norm is then `grad_norm`.
 
     If there was no gradient (`has_gradient` is false), `grad_norm` is 0.
     """
@@ -226,13 +228,13 @@ class StepTaken(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, t
     has_gradient: bool = True
 
     def figures(self) -> dict[str, float]:
-        """Return the figures to report for the step."""
+        """Return the metrics to report for the step."""
         norm = {"grad_norm": self.grad_norm} if self.has_gradient else {}
         return {**norm, "divisor": self.divisor, **self.metrics}
 
 
 class EpochAborted(msgspec.Struct, frozen=True, kw_only=True, tag="epoch_aborted", tag_field="kind"):
-    """The gradient of `operations` operations after `step` was cleared."""
+    """The gradient that `operations` operations had accumulated after `step` was cleared."""
 
     step: int
     operations: int
@@ -253,7 +255,7 @@ class CheckpointSaved(
 class CheckpointLoaded(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="checkpoint_loaded", tag_field="kind"
 ):
-    """The model continues from a checkpoint; `loaded` is a hash of the state that it loaded."""
+    """The model continues from a checkpoint. `loaded` is a hash of the state that was loaded."""
 
     checkpoint: str
     step: int
@@ -261,7 +263,7 @@ class CheckpointLoaded(
 
 
 class ModelEnded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="model_ended", tag_field="kind"):
-    """The model was deleted or reset; `saved` is the checkpoint that was made first, if any."""
+    """The model was deleted or reset. `saved` is the checkpoint that was made first, if any."""
 
     saved: CheckpointSaved | None = None
 
@@ -272,16 +274,16 @@ Result: TypeAlias = (
 
 _operations: msgspec.msgpack.Decoder[Operation] = msgspec.msgpack.Decoder(Operation)
 _results: msgspec.msgpack.Decoder[Result] = msgspec.msgpack.Decoder(Result)
-_encoder = msgspec.msgpack.Encoder(order="deterministic")  # protobuf maps are ordered differently in each process
+_encoder = msgspec.msgpack.Encoder(order="deterministic")  # protobuf's maps have a different order in each process
 
 
 def encode_operation(operation: Operation) -> bytes:
-    """Return the bytes of an operation, the same for equal operations in every process: digests identify them."""
+    """Return an operation's bytes. Equal operations have equal bytes in every process, since digests identify them."""
     return _encoder.encode(operation)
 
 
 def decode_operation(body: bytes) -> Operation:
-    """Decode an operation. Raises `msgspec.MsgspecError` if the body is not one."""
+    """Decode an operation. Raises `msgspec.MsgspecError` if the body is not an operation."""
     return decoded(_operations.decode, body)
 
 
@@ -290,5 +292,5 @@ def encode_result(result: Result) -> bytes:
 
 
 def decode_result(body: bytes) -> Result:
-    """Decode a result. Raises `msgspec.MsgspecError` if the body is not one."""
+    """Decode a result. Raises `msgspec.MsgspecError` if the body is not a result."""
     return decoded(_results.decode, body)

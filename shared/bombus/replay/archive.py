@@ -1,8 +1,8 @@
-"""A log as one file: for golden logs, bug reports, exports and backups.
+"""A log as one file, for golden logs, bug reports, exports and backups.
 
-A gzip of frames, each a little-endian uint32 length and a msgpack struct: an `ArchiveHeader`; the events byte for byte,
-in batches that are each followed by the calls and tokenizers that they name; the bodies of operations and rollout
-groups that are still needed (since format 2); and a `Trailer`. A file without its trailer was cut off.
+The file is a gzip of frames, each a little-endian uint32 length and a msgpack struct: an `ArchiveHeader`; the events
+byte for byte, in batches that are each followed by the calls and tokenizers that they name; the bodies of operations
+and rollout groups that are still needed (since format 2); and a `Trailer`. A file without a trailer was cut off.
 """
 
 import gzip
@@ -31,7 +31,7 @@ _length = struct.Struct("<I")
 
 
 class ArchiveHeader(msgspec.Struct, frozen=True, kw_only=True, tag="header", omit_defaults=True):
-    """`base` is a snapshot of the state before the first event, empty if the log is not compacted."""
+    """The first frame. `base` is a snapshot of the state before the first event, empty if the log is not compacted."""
 
     format: int
     bombus: str
@@ -60,7 +60,7 @@ class BlobFrame(msgspec.Struct, frozen=True, tag="blob", array_like=True):
 
 
 class PartFrame(msgspec.Struct, frozen=True, tag="part", array_like=True):
-    """A message of a stream of bodies."""
+    """A message from a stream of bodies."""
 
     stream: Literal["ops", "trajectories"]
     seq: _Seq
@@ -68,9 +68,10 @@ class PartFrame(msgspec.Struct, frozen=True, tag="part", array_like=True):
 
 
 class Trailer(msgspec.Struct, frozen=True, tag="trailer", array_like=True):
-    """What the file contains. `calls_gone` counts calls that were purged before the export or fail their digest (R6).
+    """What the file contains. `calls_gone` counts calls that were purged before the export or do not match their digest
+    (R6).
 
-    `groups` counts the rollout groups of the log: the file has the sizes of all, but the bodies only of those that are
+    `groups` counts the rollout groups of the log: the file has the sizes of all of them, but only the bodies that are
     still needed.
     """
 
@@ -94,7 +95,8 @@ def pack(frame: ArchiveHeader | ArchiveFrame) -> bytes:
 
 
 class FileSource(Source):
-    """A log in an archive. Calls, bodies and tokenizers are unpacked to a temporary file when one is first read."""
+    """A log in an archive. Calls, bodies and tokenizers are unpacked to a temporary file when the first of them is
+    read."""
 
     def __init__(self, path: Path, header: ArchiveHeader, spool: sqlite3.Connection) -> None:
         self.title = str(path)
@@ -107,7 +109,7 @@ class FileSource(Source):
     @classmethod
     @contextmanager
     def open(cls, path: Path) -> Iterator[Self]:
-        """Open an archive. Raises `NotOnLog` when the file is not an archive that this version can read."""
+        """Open an archive. Raises `NotOnLog` if the file is not an archive that this version can read."""
         if not path.is_file():
             raise NotOnLog(f"there is no file {path}")
         header = read_header(path)
@@ -166,13 +168,13 @@ class FileSource(Source):
                 self._spool.execute("CREATE TABLE IF NOT EXISTS kept (stream, key, data, PRIMARY KEY (stream, key))")
                 self._spool.executemany("INSERT OR REPLACE INTO kept VALUES (?, ?, ?)", rows)
             except sqlite3.OperationalError as error:
-                raise OSError(f"{self._path} cannot be unpacked in the folder of temporary files: {error}") from error
+                raise OSError(f"{self._path} cannot be unpacked into the temporary folder: {error}") from error
             self._unpacked = True
         return self._spool
 
 
 def _row(frame: ArchiveFrame) -> tuple[str, int | str, bytes] | None:
-    """Return the stream, key and data of a call, body or tokenizer; None for other frames."""
+    """Return the stream, key and data of a call, body or tokenizer, or None for other frames."""
     match frame:
         case CallFrame():
             return CALLS, frame.seq, frame.data
@@ -185,7 +187,8 @@ def _row(frame: ArchiveFrame) -> tuple[str, int | str, bytes] | None:
 
 
 def read_header(path: Path) -> ArchiveHeader:
-    """Return the header of an archive. Raises `NotOnLog`, and `LogCorrupted` for a file that was cut off."""
+    """Return an archive's header. Raises `NotOnLog` if the file is not an archive, and `LogCorrupted` if it was cut
+    off."""
     try:
         with gzip.open(path) as file:
             header = decoded(_header.decode, _body(file, path))
@@ -210,7 +213,7 @@ def _frames(path: Path) -> Iterator[ArchiveFrame]:
                 frame = decoded(_frame.decode, _body(file, path))
                 yield frame
                 if isinstance(frame, Trailer):
-                    file.read(1)  # reach the end of the gzip, where its checksum is
+                    file.read(1)  # read up to the end of the gzip, where its checksum is
                     return
     except EOFError as error:
         raise _cut_off(path) from error
@@ -224,7 +227,7 @@ def _body(file: gzip.GzipFile, path: Path) -> bytes:
         raise EOFError
     (length,) = _length.unpack(head)
     if length > FRAME_BYTES_MAX:
-        raise LogCorrupted(f"{path} is damaged: a frame of {length} bytes")
+        raise LogCorrupted(f"{path} is damaged: it has a frame of {length} bytes")
     body = file.read(length)
     if len(body) < length:
         raise EOFError

@@ -1,9 +1,9 @@
 """Accounts for every sampled token of a log, every rollout group and every training operation. Pure.
 
-It keeps books of its own beside the fold, from the same events: what was sampled, and what became of it. A difference
-is a place where two statements of the log disagree: a step that does not account for what its episodes have sampled, an
-episode that is trained twice, a version that sampled before its weights were published, or a state that the fold has
-and the books do not.
+It keeps its own books beside the fold, from the same events: what was sampled, and what became of it. A difference is a
+place where the log contradicts itself: a step that does not account for what its episodes sampled, an episode that is
+trained on twice, a version that sampled before its weights were published, or a fold whose state disagrees with the
+books.
 """
 
 from collections import Counter
@@ -35,7 +35,7 @@ class Difference(NamedTuple):
 
 
 class TokenSource(NamedTuple):
-    """Where tokens come from."""
+    """The engine, run and client that tokens come from."""
 
     engine: str
     run: int
@@ -43,7 +43,8 @@ class TokenSource(NamedTuple):
 
 
 class _Episode:
-    """An episode that is open, in the pool, in a rollout group or in a batch. `known`: it was claimed on this log."""
+    """An episode that is open, in the pool, in a rollout group or in a batch. `known` says that its claim is on this
+    log."""
 
     __slots__ = ("auxiliary", "calls", "known", "source", "tokens")
 
@@ -51,8 +52,8 @@ class _Episode:
         self.source = source
         self.known = known
         self.calls: set[str] = set()
-        self.tokens = 0  # of complete calls that may be trained on
-        self.auxiliary = 0  # of complete calls that the job masks
+        self.tokens = 0  # tokens of complete calls that may be trained on
+        self.auxiliary = 0  # tokens of complete calls that the job masks
 
 
 class _Group(NamedTuple):
@@ -70,7 +71,8 @@ class _Step(NamedTuple):
 
 
 class _Model:
-    """The training operations of a model: those whose gradients wait for an optimizer step, by their number."""
+    """The training operations of a model: the waiting ones by number, and how many gradients wait for an optimizer
+    step."""
 
     __slots__ = ("accumulated", "waiting")
 
@@ -80,7 +82,7 @@ class _Model:
 
 
 class _Books:
-    """What an engine has outstanding."""
+    """What is outstanding for an engine."""
 
     def __init__(self) -> None:
         self.open: dict[str, _Episode] = {}
@@ -89,7 +91,7 @@ class _Books:
         self.queue: dict[int, _Group] = {}
         self.handed: dict[int, dict[int, _Group]] = {}
         self.arrived = 0
-        self.published: dict[int, str] = {}  # the hash of each version's weights
+        self.published: dict[int, str] = {}  # hash of each version's weights
         self.models: dict[str, _Model] = {}
 
     def handed_groups(self) -> list[_Group]:
@@ -103,7 +105,7 @@ class _Books:
 
 
 class TrainedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """A completed step: how many tokens it trained on, the digest of that data, and the weights that it made."""
+    """A completed step: how many tokens it trained on, the digest of that data, and the weights it produced."""
 
     engine: str
     run: int
@@ -114,7 +116,7 @@ class TrainedStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SourceTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of the tokens that a client's episodes have sampled in a run."""
+    """What became of the tokens that a client's episodes sampled in a run."""
 
     engine: str
     run: int
@@ -124,7 +126,7 @@ class SourceTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VersionTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """How many tokens the policy versions `oldest` to `newest` have sampled, over whole calls."""
+    """How many tokens the policy versions `oldest` to `newest` sampled, counting whole calls."""
 
     engine: str
     run: int
@@ -137,7 +139,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     """What an audit found. `sampled` is the sum of `tokens`, unless there are differences."""
 
     sampled: int
-    tokens: dict[str, int]  # by fate
+    tokens: dict[str, int]  # keyed by fate
     sources: list[SourceTokens]
     versions: list[VersionTokens]
     steps: list[TrainedStep]
@@ -148,7 +150,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Audit:
-    """Reads the events of a log in order: `read` each, then `report`."""
+    """Reads the events of a log in order: call `read` for each, then `report`."""
 
     def __init__(self, hive: Hive | None = None, seq: int = 0) -> None:
         self.hive = Hive() if hive is None else hive
@@ -166,7 +168,7 @@ class Audit:
             self._take_over(engine)
 
     def read(self, event: Event, seq: int) -> None:
-        """Enter an event, and fold it."""
+        """Enter an event into the books, and fold it."""
         self._seq = seq
         handle = _HANDLERS.get(type(event))
         if handle is not None:
@@ -207,11 +209,11 @@ class Audit:
         for outcome in event.outcomes:
             episode = books.open.pop(outcome.episode, None)
             if episode is None:
-                if outcome.episode not in books.pool:  # the last end of an episode counts
+                if outcome.episode not in books.pool:  # an episode may end again after this: its last end counts
                     self._differ(event.engine, outcome.episode, "ended, but was not open")
                 continue
             complete = episode.tokens + episode.auxiliary
-            if outcome.completion_tokens != complete and not outcome.calls:  # older versions listed them instead
+            if outcome.completion_tokens != complete and not outcome.calls:  # older versions listed the calls instead
                 why = f"ended with {outcome.completion_tokens} tokens, but {complete} were noted"
                 self._differ(event.engine, outcome.episode, why)
             if event.type == EpisodeType.EVAL:
@@ -284,7 +286,7 @@ class Audit:
             self._account(event, name, episode, event.tokens)
         for name in given.episodes.keys() | given.left_out.keys():
             if batch.episodes and name not in batch.episodes:
-                self._differ(event.engine, name, f"step {event.step} accounts for it, but it is not in its batch")
+                self._differ(event.engine, name, f"step {event.step} accounts for it, but that step's batch lacks it")
         for group in batch.groups.values():
             what = "trained" if group.tokens else "empty"
             self._end_groups([group], what, "trained or masked: as part of a rollout group")
@@ -316,7 +318,7 @@ class Audit:
     # ---- runs and versions --------------------------------------------------------------------------------------
 
     def started(self, books: _Books, event: ev.EngineStarted) -> None:
-        """Begin a run: what the last one has left is not trained on any more."""
+        """Begin a run: what the last run has left over will not be trained on any more."""
         self._abandon(books, Fate.DROPPED_RUN_OVER)
         for episode in (*books.open.values(), *books.pool.values()):
             self._all_to(Fate.DROPPED_RUN_OVER, episode)
@@ -329,7 +331,7 @@ class Audit:
             self._steps[key] = msgspec.structs.replace(self._steps[key], weights=event.weights.sha256)
 
     def over(self, books: _Books, event: ev.EngineStopped | ev.EngineFailed) -> None:
-        if self.hive.engines[event.engine].queues_groups:  # otherwise they wait for a run that does
+        if self.hive.engines[event.engine].queues_groups:  # otherwise groups wait for a run that queues them
             self._end_groups(books.take_groups(), Fate.DROPPED_RUN_OVER, Fate.DROPPED_RUN_OVER)
 
     def _abandon(self, books: _Books, fate: str) -> None:
@@ -392,7 +394,7 @@ class Audit:
             return
         model = books.models.setdefault(event.model, _Model())
         if model.waiting.pop(event.number, None) is None:
-            return  # a forward pass, or one from before this log
+            return  # a forward pass, or an operation from before this log
         if event.failed:
             self._operations[f"{event.op} failed"] += 1
         elif event.op == "forward_backward":
@@ -450,7 +452,7 @@ class Audit:
         )
 
     def _close_books(self, name: str, books: _Books) -> None:
-        """Count what is still outstanding. Of a run that is over, nothing will be trained on any more."""
+        """Count what is still outstanding. If the run is over, nothing more will be trained on."""
         over = self.hive.engines[name].phase == Phase.OFFLINE
         in_queue = [episode for group in books.queue.values() for episode in group.episodes]
         in_batch = [] if books.batch is None else books.batch.all_episodes()
@@ -489,7 +491,7 @@ class Audit:
     def _same(self, engine: str, where: str, ours: Iterable[str], folded: Iterable[str]) -> None:
         for episode in sorted(set(ours) ^ set(folded)):
             which = "the state" if episode in folded else "the log's events"
-            self._differ(engine, episode, f"is {where} by {which} alone")
+            self._differ(engine, episode, f"is {where} according to {which} alone")
 
     # ---- entries ------------------------------------------------------------------------------------------------
 
@@ -500,7 +502,7 @@ class Audit:
         return books
 
     def _take_over(self, engine: EngineState) -> None:
-        """Begin with what a compacted log had outstanding. What ended before is not known in tokens."""
+        """Begin with what was outstanding when a log was compacted. How many tokens ended before that is unknown."""
         books = self._of(engine.name)
         books.arrived = engine.trajectories.queue.arrived
         for name, episode in engine.open.items():

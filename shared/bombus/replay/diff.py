@@ -17,7 +17,7 @@ from bombus.replay.running import BadUsage, run_on_source
 from bombus.replay.source import Source, check_position, state_at
 from bombus.terminal import say, say_json
 
-ENTRIES_SHOWN = 6  # of each collection, as text; the JSON has all of them
+ENTRIES_SHOWN = 6  # entries of each collection that are shown as text; the JSON has all of them
 VALUE_CHARACTERS = 70
 
 
@@ -67,7 +67,7 @@ def _walk(path: tuple[str, ...], before: Any, after: Any) -> Iterator[Change]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source_arguments(parser)
     parser.add_argument("first", type=int, metavar="SEQ", help="the state after this event")
-    parser.add_argument("second", type=int, metavar="SEQ", help="a later event, whose state is compared with it")
+    parser.add_argument("second", type=int, metavar="SEQ", help="a later event, whose state is compared with the first")
     parser.add_argument("--engine", default="", help="only this engine")
     parser.add_argument("--json", action="store_true", help="print it as JSON, for programs")
 
@@ -95,7 +95,7 @@ async def _show(source: Source, arguments: argparse.Namespace) -> None:
 
 
 def as_text(found: list[Change]) -> list[str]:
-    """Return lines to read: entries added to a collection or removed from it are counted, and the first ones shown."""
+    """Return lines of text. Entries added to a collection or removed from it are counted, and the first ones shown."""
     lines: list[str] = []
     grouped: dict[tuple[tuple[str, ...], Verb], list[Change]] = {}
     for change in found:

@@ -19,7 +19,7 @@ SORTED_BY: dict[str, Callable[[Outcome], float]] = {
     "time": lambda _: 0.0,
 }
 SHOWN = 20
-METRICS_SHOWN = 4  # per episode
+METRICS_SHOWN = 4  # number of metrics per episode
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="time",
         help="which come first: the lowest reward, the fewest sampled tokens, or the oldest (default: time)",
     )
-    parser.add_argument("--reverse", action="store_true", help="the highest, or the newest, first")
+    parser.add_argument("--reverse", action="store_true", help="begin with the highest or newest instead")
     parser.add_argument(
         "--limit", type=int, default=SHOWN, metavar="N", help=f"print at most N episodes (default: {SHOWN})"
     )

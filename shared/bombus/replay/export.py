@@ -34,7 +34,7 @@ from bombus.replay.source import OPS, TRAJECTORIES, ReadProgress, Source
 
 log = logging.getLogger(__name__)
 
-EVENTS_AT_ONCE = 500  # their calls are read together
+EVENTS_AT_ONCE = 500  # number of events whose calls are read together
 
 
 async def export(
@@ -42,8 +42,8 @@ async def export(
 ) -> Trailer:
     """Write the log to `path`, which appears once it is complete.
 
-    Raises `LogCorrupted`, including for a missing event, `NotOnLog` if the log was compacted during the export,
-    `FileExistsError` and `BusUnavailable`.
+    Raises `LogCorrupted` (also for a missing event), `NotOnLog` if the log was compacted during the export,
+    `FileExistsError` or `BusUnavailable`.
     """
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     draft = Path(name)
@@ -124,7 +124,7 @@ class _Writer:
             await self._write_references(refs, tokenizers)
 
     async def _write_references(self, refs: Sequence[CallRef], tokenizers: Sequence[str]) -> None:
-        """Write the calls that are not written yet, the calls that those extend, and the tokenizers."""
+        """Write the calls that have not been written yet, the calls that they extend, and the tokenizers."""
         while wanted := {ref.seq: ref for ref in refs if ref.seq not in self._calls}:
             self._calls |= wanted.keys()
             bodies = await self._source.bodies(list(wanted.values()))
@@ -169,8 +169,11 @@ def calls_of(event: ev.AnyEvent) -> list[CallRef]:
 
 
 def calls_held_by(hive: Hive) -> list[CallRef]:
-    """Return the calls that may still be trained on: those of the open episodes, the pool, the outstanding batch, and
-    the steps since the newest checkpoint of each engine."""
+    """Return the calls that may still be trained on.
+
+    These are the calls of the open episodes, of the pool, of the outstanding batch, and of the steps since each
+    engine's newest checkpoint.
+    """
     refs: list[CallRef] = []
     for engine in hive.engines.values():
         refs += (call.ref for episode in engine.open.values() for call in episode.calls)

@@ -1,4 +1,4 @@
-"""Create a hive from an exported log. Messages keep their sequence numbers, so that all references hold (R6)."""
+"""Creates a hive from an exported log. Messages keep their sequence numbers, so that all references stay valid (R6)."""
 
 import asyncio
 import os
@@ -37,14 +37,14 @@ SKIPPED_AT_ONCE = 100_000
 NOBODY = "-"  # no engine has this name
 _SUBJECT = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 
-ImportProgress = Callable[[str, int, int], None]  # called with the current activity, a position, and the last one
+ImportProgress = Callable[[str, int, int], None]  # called with the current activity, a position, and the last position
 
 
 async def import_log(source: FileSource, data: Path, limits: StreamLimits, progress: ImportProgress) -> upkeep.Verified:
     """Create the hive of an exported log in a data folder that has no log, and verify it before it appears there.
 
     Raises `BadUsage` if the folder has a log, `LogCorrupted` for a file that is damaged or lacks data that its hive
-    still needs, `NewerEvent` for a file of a newer release, `BusUnavailable`, `OSError`.
+    still needs, `NewerEvent` for a file of a newer release, `BusUnavailable` or `OSError`.
     """
     place = data / "nats"
     if place.exists():
@@ -100,7 +100,7 @@ async def _read(source: FileSource, progress: ReadProgress) -> _ReadLog:
 
 @asynccontextmanager
 async def _drafted(folder: Path) -> AsyncIterator[Path]:
-    """Yield the name of a folder that becomes `folder` if all goes well, and is removed otherwise.
+    """Yield the name of a folder that becomes `folder` on success, and is removed otherwise.
 
     The draft of a killed import is removed first. Raises `BusUnavailable` while another import is running.
     """
@@ -135,7 +135,7 @@ async def _serving(folder: Path, hive: str) -> AsyncIterator[Bus]:
 
 
 class _Writer:
-    """Writes all streams of a hive. The events come last, because they refer to messages of the other streams."""
+    """Writes all streams of a hive. The events come last, because they refer to messages in the other streams."""
 
     def __init__(self, source: FileSource, bus: Bus, log: _ReadLog) -> None:
         self._source = source
@@ -173,7 +173,7 @@ class _Writer:
                         await writer.put(seq, wanted[seq], body, {MSG_ID: f"import.{seq}"})
 
     async def _write_events(self, progress: ReadProgress) -> int:
-        """Write the events, and return the number of the inbox message that the last one answers."""
+        """Write the events, and return the number of the inbox message that the last event answers."""
         subjects, answered, end = self._bus.subjects, 0, (await self._source.end()).seq
         async with (
             _writing(self._bus, subjects.events_stream, subjects.event(NOBODY, NOBODY), end, progress) as stream,
@@ -192,7 +192,7 @@ class _Writer:
 async def _writing(
     bus: Bus, stream: str, skipped: str, end: int, progress: ReadProgress
 ) -> AsyncIterator["_StreamWriter"]:
-    """Yield a writer for an empty stream. After it, the stream continues at `end + 1`, or later if more was written."""
+    """Yield a writer for an empty stream. Afterwards the stream continues at `end + 1`, or later if more is written."""
     writer = _StreamWriter(bus, stream, skipped, lambda position: progress(position, end))
     try:
         yield writer
@@ -205,7 +205,7 @@ async def _writing(
 class _StreamWriter:
     """Writes messages into an empty stream, each at a given sequence number. Numbers in between stay empty.
 
-    To skip a number, a message is stored on the subject `skipped`, and removed later.
+    To skip a number, a message is stored on the subject `skipped` and removed later.
     """
 
     def __init__(self, bus: Bus, stream: str, skipped: str, progress: Callable[[int], None]) -> None:
@@ -217,7 +217,7 @@ class _StreamWriter:
         self._sent: deque[asyncio.Future[PubAck]] = deque()
 
     async def put(self, seq: int, subject: str, body: bytes, headers: Mapping[str, str]) -> None:
-        """Write a message. Raises `LogCorrupted` for an invalid subject, and if `seq` is already used."""
+        """Write a message. Raises `LogCorrupted` if the subject is invalid or `seq` is already used."""
         if not _SUBJECT.fullmatch(subject):
             raise LogCorrupted(f"message {seq} is of an engine that cannot exist: its subject would be {subject!r}")
         await self.skip_to(seq)
@@ -228,7 +228,7 @@ class _StreamWriter:
     async def skip_to(self, seq: int) -> None:
         """Leave the sequence numbers before `seq` empty."""
         if self._next == 1 and seq > 1:
-            await self._bus.purge_below(self._stream, seq)  # an empty stream then begins at `seq`
+            await self._bus.purge_below(self._stream, seq)  # makes an empty stream begin at `seq`
             self._next = seq
         while self._next < seq:
             await self._send(self._skipped, b"", {MSG_ID: f"skipped.{self._next}"})
@@ -236,7 +236,7 @@ class _StreamWriter:
                 await self.flush()
 
     async def flush(self) -> None:
-        """Wait until all messages are stored, and remove those on the subject `skipped`."""
+        """Wait until all messages are stored, then remove those on the subject `skipped`."""
         while self._sent:
             await self._sent.popleft()
         await self._bus.purge_below(self._stream, self._next, self._skipped)

@@ -22,7 +22,7 @@ GROUPS_SHOWN = 32
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """An episode of a batch. `versions` are the oldest and the newest that sampled its tokens, -1 when unknown."""
+    """An episode of a batch. Its tokens were sampled by `versions`, oldest to newest; -1 means unknown."""
 
     episode: str
     client: str
@@ -38,7 +38,7 @@ class LineageGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Step(msgspec.Struct, kw_only=True):
-    """An optimizer step and the version that it made. Fields for events that have not happened yet are empty."""
+    """An optimizer step and the version that it produced. Fields for events that have not happened yet are empty."""
 
     step: int
     batch_event: int
@@ -55,7 +55,7 @@ class Step(msgspec.Struct, kw_only=True):
 
 
 class Lineage(msgspec.Struct, kw_only=True):
-    """`steps` lead to the requested version, the newest last; `model` names version 0."""
+    """The ancestry of a version: `steps` lead to it, newest last, and `model` names version 0."""
 
     engine: str
     run: int
@@ -64,7 +64,7 @@ class Lineage(msgspec.Struct, kw_only=True):
 
 
 async def trace(source: Source, step: int, engine: str = "", run: int = 0) -> Lineage:
-    """Return the ancestry of a version, in the newest run that has it. Raises `NotOnLog` if no run has it."""
+    """Return the ancestry of a version, in the newest run that has this version. Raises `NotOnLog` if no run has it."""
     hive, _ = await source.base()
     tracer = _Tracer(hive, engine, run, step)
     async with aclosing(source.events()) as entries:
@@ -100,7 +100,7 @@ class _Tracer:
                 self._ended = {name: member for name, member in self._ended.items() if self._in_pool(name)}
 
     def _note_ended(self, event: ev.EpisodeEnded) -> None:
-        """Keep the episodes that end, before the fold forgets their calls."""
+        """Record the episodes that end, before the fold forgets their calls."""
         engine = self._hive.engines.get(event.engine)
         if engine is None:
             return
@@ -122,8 +122,10 @@ class _Tracer:
         return any(episode in engine.pool for engine in self._hive.engines.values())
 
     def _run_of(self, event: ev.BatchReady | ev.StepCompleted | ev.WeightsReady) -> Lineage:
-        """Return the run of an event; one that started before the base of a compacted log is added when it first
-        appears."""
+        """Return the run of an event.
+
+        A run that started before the base of a compacted log is added when it first appears.
+        """
         return self._runs.setdefault((event.engine, event.run), self._new_run(event))
 
     def _new_run(self, event: ev.EngineStarted | ev.BatchReady | ev.StepCompleted | ev.WeightsReady) -> Lineage:
@@ -131,8 +133,10 @@ class _Tracer:
         return Lineage(engine=event.engine, run=event.run, model=active.model if active else "", steps=[])
 
     def _steps(self, event: ev.StepCompleted | ev.WeightsReady, number: int) -> list[Step]:
-        """Return the step of this number: none for version 0, or when its batch was sealed before a compacted log's
-        base."""
+        """Return the step with this number as a list.
+
+        The list is empty for version 0, and if the step's batch was sealed before the base of a compacted log.
+        """
         return [step for step in self._run_of(event).steps[-1:] if step.step == number]
 
     def _sealed(self, event: ev.BatchReady, seq: int) -> Step:
@@ -143,8 +147,10 @@ class _Tracer:
         return Step(step=event.step, batch_event=seq, groups=groups, config_digest=event.config_digest)
 
     def _member_of(self, member: ev.BatchEpisode) -> Member:
-        """Return an episode of a batch. If it ended before the base of a compacted log, only the batch's data about it
-        is known."""
+        """Return an episode of a batch.
+
+        If it ended before the base of a compacted log, only what the batch says about it is known.
+        """
         return self._ended.pop(member.episode, None) or Member(
             episode=member.episode,
             client="",
@@ -192,7 +198,7 @@ def _member(outcome: Outcome, client: str, episode: Episode | None) -> Member:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source_arguments(parser)
     parser.add_argument(
-        "step", type=int, metavar="STEP", help="the optimizer step, which made the version of the same number"
+        "step", type=int, metavar="STEP", help="the optimizer step that made the version with the same number"
     )
     parser.add_argument("--engine", default="", metavar="NAME", help="required when the hive has several")
     parser.add_argument(
@@ -217,7 +223,7 @@ async def _show(source: Source, arguments: argparse.Namespace) -> None:
 
 
 def as_text(lineage: Lineage, episodes: bool) -> Iterator[str]:
-    """Yield lines for a person; with `episodes`, every episode of the last step."""
+    """Yield lines of text. With `episodes`, include every episode of the last step."""
     *before, last = lineage.steps
     yield f"policy version {last.step} of engine {lineage.engine}, run {lineage.run}"
     if last.weights is not None:

@@ -14,7 +14,7 @@ from bombus.replay.source import NotOnLog, Source
 
 
 class LoggedStep(msgspec.Struct):
-    """A step. `seq` is the event that sealed its batch. `done` is None while the step has not been made."""
+    """A step. `seq` is the event that sealed its batch. `done` is None until the step is completed."""
 
     batch: ev.BatchReady
     seq: int
@@ -22,12 +22,12 @@ class LoggedStep(msgspec.Struct):
 
 
 class LoggedRun(msgspec.Struct, kw_only=True):
-    """A run. `checkpoints` includes the one at which it began and, on a compacted log, the one before the first batch
-    that is still there.
+    """A run.
 
-    `begun` is a clause that says where the run began, "" if it had no checkpoint to begin at, and `first` is its step
-    there. `started_ns` is 0 for a run that started before a compacted log's first event. A run that `serves` training
-    operations has no batches, and no versions after the first.
+    `checkpoints` includes the checkpoint at which the run began and, on a compacted log, the last one before the first
+    remaining batch. `begun` is a clause that says where the run began, or "" if it had no checkpoint to begin at, and
+    `first` is its step there. `started_ns` is 0 for a run that started before a compacted log's first event. A run that
+    `serves` training operations has no batches, and no versions after the first.
     """
 
     engine: str
@@ -43,7 +43,7 @@ class LoggedRun(msgspec.Struct, kw_only=True):
     versions: dict[int, ev.WeightsReady] = {}
 
     def step(self, number: int) -> LoggedStep:
-        """Return a step. Raises `NotOnLog`."""
+        """Return the step with this number. Raises `NotOnLog` if there is none."""
         found = self.steps.get(number)
         if self.serves:
             raise NotOnLog(
@@ -57,17 +57,17 @@ class LoggedRun(msgspec.Struct, kw_only=True):
 
     @property
     def weights(self) -> dict[int, ev.Weights]:
-        """The stored policy versions, by number."""
+        """Return the stored policy versions, by number."""
         return {version: ready.weights for version, ready in self.versions.items()}
 
     @property
     def tokenizer(self) -> str:
-        """The name of the object with the tokenizer; "" when no weights were published."""
+        """Return the name of the object with the tokenizer, or "" if no weights were published."""
         return next((ready.weights.tokenizer for ready in self.versions.values()), "")
 
 
 async def read_run(source: Source, engine: str | None = None, run: int | None = None) -> LoggedRun:
-    """Read a run of an engine: by default the newest, of the only engine. Raises `NotOnLog`, `LogCorrupted`."""
+    """Read a run of an engine: by default, the newest run of the only engine. Raises `NotOnLog` or `LogCorrupted`."""
     hive, position = await source.base()
     runs = {(found.engine, found.run): found for found in _of_state(hive, position)}
     configured = {name: state.configured for name, state in hive.engines.items()}
@@ -105,7 +105,7 @@ def _of_state(hive: Hive, position: int) -> list[LoggedRun]:
         logged.serves = engine.clients_take_episodes
         logged.first = engine.begun
         for step in engine.steps:
-            if step.batch.run == engine.run:  # it may belong to the checkpoint at which the run began
+            if step.batch.run == engine.run:  # an earlier run's step may belong to the checkpoint where this run began
                 _note(logged, position, step.batch)
             if step.done is not None:
                 _note(logged, position, step.done)
@@ -134,7 +134,8 @@ def _note(logged: LoggedRun, seq: int, event: ev.AnyEvent) -> None:
 
 
 def is_trained_elsewhere(event: ev.EngineStarted) -> bool:
-    """Return whether a run collects rollout groups for an external trainer: it has no job and no versions."""
+    """Return whether a run collects rollout groups for an external trainer, in which case it has no job and no
+    versions."""
     return not event.base and not event.config_digest
 
 
@@ -149,7 +150,7 @@ def _choose(
     if elsewhere and (not engines or engine in elsewhere) and engine not in engines:
         names = ", ".join(sorted(elsewhere))
         raise NotOnLog(
-            f"on {source.title} engine {names} collected rollout groups for a trainer elsewhere, which has the weights "
+            f"on {source.title} engine {names} collected rollout groups for an external trainer, which has the weights "
             "and the job: `bombus replay timeline` shows the batches that the trainer got"
         )
     if not engines:
@@ -167,7 +168,7 @@ def _choose(
 
 
 async def client_metadata(source: Source, step: LoggedStep) -> dict[str, dict[str, Any]]:
-    """Return the `metadata` that clients gave when they ended a batch's episodes, by episode."""
+    """Return the `metadata` that clients gave when they ended a batch's episodes, keyed by episode."""
     wanted = {episode.episode for group in step.batch.groups for episode in group.episodes}
     found: dict[str, dict[str, Any]] = {}
     async for entry in source.events(0, step.seq):

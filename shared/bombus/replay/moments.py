@@ -1,4 +1,4 @@
-"""Times as a person writes them: a date, a time on the log's last day, or an offset from its end or its start."""
+"""Times as users write them: a date, a time on the log's last day, or an offset from its end or its start."""
 
 import re
 import time
@@ -14,11 +14,11 @@ _CLOCK = re.compile(r"\d{1,2}:\d\d(:\d\d(\.\d+)?)?")
 
 
 def moment(text: str, start_ns: int, end_ns: int) -> int:
-    """Return nanoseconds since the epoch for `-10m` (before the end), `+30s` (after the start), `14:03:20` (on the last
-    day) or an ISO time.
+    """Return the time that `text` stands for, in nanoseconds since the epoch.
 
-    `10m` means `-10m`, which would be parsed as an option on a command line. Times without a zone are local.
-    Raises `BadUsage`.
+    It can be `-10m` (before the end), `+30s` (after the start), `14:03:20` (on the last day) or an ISO time. `10m`
+    means `-10m`, which would be parsed as an option on a command line. Times without a zone are local. Raises
+    `BadUsage`.
     """
     relative = _RELATIVE.fullmatch(text)
     if relative:
@@ -41,12 +41,12 @@ def _ns(moment: datetime) -> int:
 
 
 def clock(at_ns: int) -> str:
-    """Format a time as `14:03:20.125`, local."""
+    """Format a time as `14:03:20.125`, in the local zone."""
     return f"{_local(at_ns // SECOND)[11:]}.{at_ns % SECOND // 1_000_000:03d}"
 
 
 def date(at_ns: int) -> str:
-    """Format a time as `2026-01-31`, local."""
+    """Format a time as the date `2026-01-31`, in the local zone."""
     return _local(at_ns // SECOND)[:10]
 
 

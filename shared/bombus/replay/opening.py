@@ -1,4 +1,4 @@
-"""Open the log that a command line names: a running hive's, one in a stopped hive's data folder, or an archive."""
+"""Opens the log that a command line names: in a running hive, in a stopped hive's data folder, or in an archive."""
 
 import argparse
 import asyncio
@@ -18,12 +18,12 @@ from bombus.replay.source import BusSource, NotOnLog, Source
 
 CONNECT_S = 10.0
 NATS_PORT = 4222
-PROBE_S = 2.0  # for finding out whether a hive still runs on a data folder
-STORE_BYTES_MAX = 1 << 50  # streams reserve their limits; a server that only reads must not be refused for want of disk
+PROBE_S = 2.0  # time for finding out whether a hive still runs on a data folder
+STORE_BYTES_MAX = 1 << 50  # streams reserve their limits; a server that only reads must not fail for lack of disk space
 
 
 def add_source_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that say which log to read; see `open_source`."""
+    """Add the arguments that say which log to read (see `open_source`)."""
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--nats", metavar="URL", help="the log of a running hive (default: $BOMBUS_NATS)")
     where.add_argument(
@@ -45,7 +45,7 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
 
 @asynccontextmanager
 async def open_source(arguments: argparse.Namespace) -> AsyncIterator[Source]:
-    """Open the log that the command line names. Raises `NotOnLog` if there is none, and `BusUnavailable`."""
+    """Open the log that the command line names. Raises `NotOnLog` if there is none, or `BusUnavailable`."""
     hive = arguments.hive or os.environ.get("BOMBUS_HIVE", "main")
     url = arguments.nats or os.environ.get("BOMBUS_NATS", "")
     if arguments.log is not None:
@@ -75,7 +75,8 @@ async def _on_bus(url: str, hive: str, title: str, running: bool = True) -> Asyn
 
 @asynccontextmanager
 async def _on_folder(data: Path, hive: str | None) -> AsyncIterator[BusSource]:
-    """Use the bus of the hive that runs on the folder, or else start a server on its files while they are read."""
+    """Use the bus of the hive that runs on the folder or, if none does, start a server on its files while they are
+    read."""
     running = data / URL_FILE.name
     if running.is_file():
         url = running.read_text().strip()
@@ -91,8 +92,11 @@ async def _on_folder(data: Path, hive: str | None) -> AsyncIterator[BusSource]:
 
 
 async def _still_runs(data: Path, url: str) -> bool:
-    """Whether the bus at the address in a data folder belongs to that folder: a killed hive leaves its address behind,
-    and another server may since use the port. An external bus is identified by its address alone."""
+    """Return whether the bus at the address in a data folder belongs to that folder.
+
+    A killed hive leaves its address behind, and another server may use the port by now. An external bus is identified
+    by its address alone.
+    """
     ours = data / "nats" / "nats-server.conf"
     expected = re.search(r"^server_name: (\S+)$", ours.read_text(), re.MULTILINE) if ours.is_file() else None
     for server in url.split(","):

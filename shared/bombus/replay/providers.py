@@ -1,4 +1,4 @@
-"""Functions of services that `bombus replay episode` uses; services register them as entry points in pyproject.toml.
+"""Functions of services that `bombus replay episode` uses. Services register them as entry points in pyproject.toml.
 
 Each formula stays in its service, and `shared/` imports no module of a service. If a service is not installed, a view
 shows what it can and says what to install.
@@ -24,7 +24,8 @@ class TokenText(Protocol):
         ...
 
     def marked_up(self, tokens: Sequence[int], /) -> str:
-        """Return the text of many tokens, in which special tokens can be distinguished from the same characters."""
+        """Return the text of a sequence of tokens, in which special tokens differ from ordinary text with the same
+        characters."""
         ...
 
 
@@ -49,19 +50,20 @@ class CallAdvantages(Protocol):
 
 
 def token_texts() -> TokenTexts:
-    """Return the gateway's function. Raises `NotInstalled`."""
+    """Return the gateway's function. Raises `NotInstalled` if the gateway is missing."""
     found: TokenTexts = registered("token_texts", extra="gateway")
     return found
 
 
 def call_advantages() -> CallAdvantages:
-    """Return the trainer's function. Raises `NotInstalled`."""
+    """Return the trainer's function. Raises `NotInstalled` if the trainer is missing."""
     found: CallAdvantages = registered("call_advantages", extra="trainer")
     return found
 
 
 def registered(name: str, extra: str) -> Any:
-    """Return the object that a service registered under a name. Raises `NotInstalled`, with the extra to install."""
+    """Return the object that a service registered under a name. Raises `NotInstalled`, which names the extra to
+    install."""
     for entry in entry_points(group=GROUP, name=name):
         try:
             return entry.load()

@@ -17,7 +17,7 @@ class BadUsage(ValueError):
 
 
 def run_on_source(prog: str, command: SourceCommand, arguments: argparse.Namespace) -> int:
-    """Run a command on the log that its arguments name, and return the exit code as `reported` does."""
+    """Run a command on the log that its arguments name, and return the exit code (see `reported`)."""
 
     async def on_source() -> None:
         async with open_source(arguments) as source:
@@ -27,13 +27,13 @@ def run_on_source(prog: str, command: SourceCommand, arguments: argparse.Namespa
 
 
 def reported(prog: str, work: Callable[[], None]) -> int:
-    """Do the work of a command, report an error in one sentence that begins with `prog`, and return the exit code.
+    """Do a command's work, report an error in one sentence that begins with `prog`, and return the exit code.
 
-    The code is 0, 1 when something does not exist or cannot be read, or 2 for bad usage.
+    The code is 0 for success, 1 if something does not exist or cannot be read, or 2 for bad usage.
     """
     try:
         work()
-    except BrokenPipeError:  # the reader of our output has closed it: this is handled the same for all commands
+    except BrokenPipeError:  # the reader of our output has gone: all commands handle this in the same way
         raise
     except BadUsage as error:
         complain(f"{prog}: {error}")

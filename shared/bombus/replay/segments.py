@@ -1,4 +1,4 @@
-"""Read and write a folder of events that compactions have removed from a log, in archives that continue each other."""
+"""Reads and writes a folder of archives, each continuing the last, with events that compactions removed from a log."""
 
 import re
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -29,7 +29,7 @@ class LogSegment(msgspec.Struct, frozen=True):
 
 
 def segments(folder: Path, hive: str) -> list[LogSegment]:
-    """Return the archives of a hive in a folder, oldest first."""
+    """Return a hive's archives in a folder, oldest first."""
     return sorted((each for each in _of_all_hives(folder) if each.hive == hive), key=lambda each: each.last)
 
 
@@ -39,7 +39,7 @@ def _of_all_hives(folder: Path) -> Iterator[LogSegment]:
 
 
 def remove_drafts(folder: Path, hive: str) -> None:
-    """Remove the drafts of processes that were killed while they wrote an archive of this hive."""
+    """Remove the drafts left by processes that were killed while writing an archive of this hive."""
     for path in folder.iterdir():
         name = _DRAFT.match(path.name)
         if name is not None and name[1] == hive:
@@ -47,9 +47,9 @@ def remove_drafts(folder: Path, hive: str) -> None:
 
 
 async def archived_up_to(bus: Bus, folder: Path) -> int:
-    """Return the number of the last event of this log that is in the folder, 0 if none is.
+    """Return the number of the last event of this log that is in the folder, or 0 if none is.
 
-    Raises `Refused` if the folder has archives of another log under this hive's name.
+    Raises `Refused` if the folder has archives of a different log under this hive's name.
     """
     found = segments(folder, bus.subjects.hive)
     if not found:
@@ -72,7 +72,7 @@ async def archived_up_to(bus: Bus, folder: Path) -> int:
 async def archive_part(bus: Bus, folder: Path, base: tuple[Hive, int], last: int) -> Path:
     """Write the events after `base` up to `last` as the next archive. It appears once it is complete and durable.
 
-    Calls are not included, because they have their own stream and retention. Raises `LogCorrupted`, `BusUnavailable`,
+    Calls are not included, because they have their own stream and retention. Raises `LogCorrupted`, `BusUnavailable` or
     `OSError`.
     """
     ends = await bus.get(bus.subjects.events_stream, last)
@@ -83,7 +83,7 @@ async def archive_part(bus: Bus, folder: Path, base: tuple[Hive, int], last: int
 
 
 class _Part(Source):
-    """A part of a log, from the state before it."""
+    """A part of a log, beginning with the state before it."""
 
     def __init__(self, whole: Source, base: tuple[Hive, int], end: LogEnd) -> None:
         self.title = whole.title
@@ -110,7 +110,7 @@ class _Part(Source):
 
 
 class FolderSource(Source):
-    """The log in a folder of archives: the newest one and those before it, back to the first gap."""
+    """The log in a folder of archives: the newest archive and those before it, back to the first gap."""
 
     def __init__(self, folder: Path, parts: Sequence[FileSource]) -> None:
         self.title = str(folder)
@@ -120,7 +120,8 @@ class FolderSource(Source):
     @classmethod
     @contextmanager
     def open(cls, folder: Path, hive: str | None) -> Iterator[Self]:
-        """Open the archives of a hive, by default of the only one. Raises `NotOnLog` if there is none, or several."""
+        """Open the archives of a hive, by default the only one. Raises `NotOnLog` if there is no hive, or more than
+        one."""
         found = _newest_chain(segments(folder, _hive_in(folder, hive)))
         with ExitStack() as files:
             yield cls(folder, [files.enter_context(FileSource.open(each.path)) for each in found])

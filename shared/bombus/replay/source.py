@@ -23,15 +23,15 @@ CALLS: Final = "calls"
 OPS: Final = "ops"
 TRAJECTORIES: Final = "trajectories"
 
-ReadProgress = Callable[[int, int], None]  # called with the position that was reached and the end of the log
+ReadProgress = Callable[[int, int], None]  # called with the position reached and the end of the log
 
 
 class NotOnLog(BombusError):
-    """Raised when a log does not have the requested data; the message says what it has."""
+    """Raised if a log does not have the requested data. The message says what it does have."""
 
 
 class Logged(msgspec.Struct, frozen=True):
-    """An event and headers of its message. `answers` is the inbox sequence number that the event answers (R2)."""
+    """An event and some headers of its message. `answers` is the inbox sequence number that the event answers (R2)."""
 
     seq: int
     time_ns: int
@@ -41,14 +41,14 @@ class Logged(msgspec.Struct, frozen=True):
 
 
 class LogEnd(msgspec.Struct, frozen=True):
-    """The last event of a log; for an empty log, the position after which it starts."""
+    """The last event of a log or, if the log is empty, the position after which it starts."""
 
     seq: int
     time_ns: int
 
 
 class Source(ABC):
-    """A log that can be read any number of times. `title` says where it is kept, `hive` is the name of its hive.
+    """A log that can be read any number of times. `title` says where it is stored, and `hive` is the name of its hive.
 
     `running` says that the hive may still add to it.
     """
@@ -59,7 +59,8 @@ class Source(ABC):
 
     @abstractmethod
     async def base(self) -> tuple[Hive, int]:
-        """Return the state before the first event of the log, and its position: an empty one at 0 if not compacted."""
+        """Return the state before the first event of the log, and its position: an empty state at 0 if it was never
+        compacted."""
 
     @abstractmethod
     async def end(self) -> LogEnd:
@@ -71,18 +72,21 @@ class Source(ABC):
 
     @abstractmethod
     async def messages(self, stream: str, seqs: Sequence[int]) -> list[bytes | None]:
-        """Return the messages of `CALLS`, `OPS` or `TRAJECTORIES` with these numbers, in their order; None if gone."""
+        """Return the messages of `CALLS`, `OPS` or `TRAJECTORIES` with these numbers, in the given order; None for each
+        lost one."""
 
     async def bodies(self, refs: Sequence[CallRef]) -> list[bytes | None]:
-        """Return the stored bytes of these calls, not checked, in their order; None for each that is gone."""
+        """Return the stored bytes of these calls, unchecked and in the given order, with None for each call that is
+        gone."""
         return await self.messages(CALLS, [ref.seq for ref in refs])
 
     @abstractmethod
     async def blob(self, name: str) -> bytes:
-        """Return a large object, such as a tokenizer. Raises `BlobMissing`."""
+        """Return a large object, such as a tokenizer. Raises `BlobMissing` if it does not exist."""
 
     async def events(self, after: int = 0, until: int | None = None) -> AsyncGenerator[Logged, None]:
-        """Yield the events after `after` and, if the log was compacted, after its base. Raises as `in_order` does."""
+        """Yield the events after `after` or, in a compacted log, after its base if that is later. Raises as `in_order`
+        does."""
         base = (await self.base())[1]
         async with aclosing(self.in_order(max(base, after), until)) as messages:
             async for stored in messages:
@@ -91,7 +95,7 @@ class Source(ABC):
     async def in_order(self, after: int, until: int | None = None) -> AsyncGenerator[Stored, None]:
         """Yield the same messages as `stored`, checked for gaps.
 
-        Raises `LogCorrupted` if an event is missing, and `NotOnLog` if the log was compacted while it was read.
+        Raises `LogCorrupted` if an event is missing, and `NotOnLog` if the log was compacted while it was being read.
         """
         end = (await self.end()).seq
         last, until = after, end if until is None else min(until, end)
@@ -107,15 +111,15 @@ class Source(ABC):
             raise LogCorrupted(f"{self.title} ends at event {last}, before {until}")
 
     async def begins_at(self) -> int:
-        """Return the number of the log's first event now: a running hive may remove events while they are read."""
+        """Return the log's first event number at present: a running hive may remove events while they are read."""
         return (await self.base())[1] + 1
 
     async def led_ns(self) -> int:
-        """Return when a leader last put a tick into the inbox, 0 if that is unknown, as in an archive."""
+        """Return when a leader last put a tick into the inbox, or 0 if that is unknown, as in an archive."""
         return 0
 
     async def records(self, refs: Sequence[CallRef]) -> list[CallRecord]:
-        """Return the records of these calls, in their order, each checked by its digest. Raises `LogCorrupted`."""
+        """Return the records of these calls in order, each checked against its digest. Raises `LogCorrupted`."""
         found: list[CallRecord] = []
         for start in range(0, len(refs), RECORDS_AT_ONCE):
             part = refs[start : start + RECORDS_AT_ONCE]
@@ -134,7 +138,7 @@ def logged(stored: Stored) -> Logged:
 
 
 async def state_at(source: Source, seq: int) -> Hive:
-    """Fold everything up to and including event `seq`. Raises `NotOnLog` for a position that is not on the log."""
+    """Fold everything up to and including event `seq`. Raises `NotOnLog` if that position is not on the log."""
     hive, position = await source.base()
     await check_position(source, seq)
     if seq > position:
@@ -156,7 +160,7 @@ async def check_position(source: Source, seq: int) -> None:
 
 
 def check_not_compacted(begins_at: int, last: int) -> None:
-    """Raise `NotOnLog` if a log that now begins at `begins_at` was compacted while it was read up to event `last`."""
+    """Raise `NotOnLog` if a log was compacted while it was read up to event `last`. It now begins at `begins_at`."""
     if begins_at > last + 1:
         raise NotOnLog(f"the log was compacted during the read and now begins at event {begins_at}: run it again")
 
@@ -169,7 +173,7 @@ class BusSource(Source):
         self.hive = bus.subjects.hive
         self.running = running
         self.bus = bus
-        self._base: bytes | None = None  # encoded, because callers fold events into the state that they get
+        self._base: bytes | None = None  # kept encoded, because callers fold events into the state they get
         self._end: LogEnd | None = None
 
     async def base(self) -> tuple[Hive, int]:
@@ -207,7 +211,7 @@ class BusSource(Source):
         name = limited_streams(self.bus.subjects)[stream]
         try:
             return [stored.data for stored in await self.bus.get_many(name, seqs)]
-        except LogCorrupted:  # at least one of them is gone: read each on its own
+        except LogCorrupted:  # at least one call is gone: read each on its own
             return [await self._message(name, seq) for seq in seqs]
 
     async def _message(self, stream: str, seq: int) -> bytes | None:

@@ -1,4 +1,4 @@
-"""Summarise the episodes of a log, for the error about an episode that is not on it."""
+"""Summarises the episodes of a log, for the error about an episode that is not on it."""
 
 from bombus.hive.events import AnyEvent, EpisodeClaimed
 from bombus.replay.source import NotOnLog
@@ -7,11 +7,12 @@ RUNS_NAMED = 6
 
 
 class EpisodesSeen:
-    """The numbers of the first and last episode of each run. Numbers are consecutive, so those in between exist too."""
+    """The numbers of the first and last episode of each run. Numbers are consecutive, so all numbers in between exist
+    too."""
 
     def __init__(self, base: int = 0) -> None:
         self._compacted = f" (everything before event {base} was compacted)" if base else ""
-        self._numbers: dict[str, tuple[int, int]] = {}  # by the engine and run, with which the episodes' IDs begin
+        self._numbers: dict[str, tuple[int, int]] = {}  # keyed by engine and run, with which episode ids begin
 
     def note(self, event: AnyEvent) -> None:
         if isinstance(event, EpisodeClaimed):
@@ -21,7 +22,7 @@ class EpisodesSeen:
                 self._numbers[stem] = (first, max(last, int(number)))
 
     def check(self, episode: str) -> None:
-        """Raise `NotOnLog`, with the episodes that exist, if this one is not among them."""
+        """Raise `NotOnLog`, which lists existing episodes, if this episode is not among them."""
         if not self._numbers:
             raise NotOnLog(f"there is no episode {episode}: no episode was claimed on this log{self._compacted}")
         stem, _, number = episode.rpartition("-")

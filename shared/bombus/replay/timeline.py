@@ -1,4 +1,4 @@
-"""`bombus replay timeline`: what happened, one line for each event."""
+"""`bombus replay timeline`: what happened, one line per event."""
 
 import argparse
 import json
@@ -23,7 +23,7 @@ KINDS = tuple(sorted(map(kind_of, get_args(AnyEvent))))
 
 
 class Filter(msgspec.Struct, frozen=True, kw_only=True):
-    """Which events to show. Empty means all of them; times are nanoseconds on the server's clock."""
+    """Which events to show. An empty field selects all of them; times are nanoseconds on the server's clock."""
 
     engine: str = ""
     episode: str = ""
@@ -34,7 +34,7 @@ class Filter(msgspec.Struct, frozen=True, kw_only=True):
     after: int = 0
 
     def apply(self, entry: Logged) -> AnyEvent | None:
-        """Return the event, or the part of it that is about the episode; None when it is filtered out."""
+        """Return the event, or only its part about the chosen episode. Return None if the event is filtered out."""
         event = entry.event
         if not self.since_ns <= entry.time_ns <= self.until_ns:
             return None
@@ -67,7 +67,7 @@ def is_of_model(event: AnyEvent, model: str) -> bool:
 
 
 def about(event: AnyEvent, episode: str) -> AnyEvent | None:
-    """Return the part of an event that is about one episode, None when no part is."""
+    """Return the part of an event that is about one episode, or None if no part is."""
     match event:
         case ev.EpisodeClaimed() if episode in event.episodes:
             number = event.episodes.index(episode)
@@ -90,7 +90,7 @@ def about(event: AnyEvent, episode: str) -> AnyEvent | None:
 
 
 async def select(source: Source, chosen: Filter) -> AsyncGenerator[tuple[Logged, AnyEvent], None]:
-    """Yield the chosen events, one by one. Raises `NotOnLog` when the log has no such episode."""
+    """Yield the chosen events, one by one. Raises `NotOnLog` if the log does not have the chosen episode."""
     seen = EpisodesSeen((await source.base())[1])
     found = False
     async with aclosing(source.events(0 if chosen.episode else chosen.after)) as entries:
@@ -129,7 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help="such as 2026-01-31T14:03, 14:03:20 (on the last day), 10m (before the end), +30s (after the start)",
     )
-    parser.add_argument("--until", metavar="T", help="like --since (--until=-10m means 10m too)")
+    parser.add_argument("--until", metavar="T", help="like --since (--until=-10m is the same as 10m)")
     parser.add_argument("--after", type=int, default=0, metavar="SEQ", help="only events after this one (default: all)")
     parser.add_argument("--limit", type=int, metavar="N", help="print at most N events (default: all)")
     parser.add_argument("--json", action="store_true", help="print each event in full, as one JSON object per line")
@@ -193,7 +193,7 @@ async def _filter(source: Source, arguments: argparse.Namespace) -> Filter:
 
 
 async def _span(source: Source) -> tuple[int, int]:
-    """Return when the first and the last event that are kept were written."""
+    """Return when the first and the last of the remaining events were written."""
     end = await source.end()
     async with aclosing(source.events()) as entries:
         async for entry in entries:

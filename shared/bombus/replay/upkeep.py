@@ -1,4 +1,4 @@
-"""Check a log, and remove its oldest events: what `bombus log verify` and `bombus log compact` do."""
+"""Checks a log, and removes its oldest events, for `bombus log verify` and `bombus log compact`."""
 
 from collections.abc import Sequence
 
@@ -23,9 +23,12 @@ _encode = msgspec.msgpack.Encoder(order="deterministic").encode
 
 
 class Verified(msgspec.Struct, frozen=True):
-    """The result of folding events `first` to `last`. `agreed` holds the positions of the snapshots that agree with the
-    fold, `other_fold` those of snapshots that another version made, which were not compared. `bodies` counts bodies and
-    results of operations, `groups` rollout groups; `lost` describes the groups that are gone."""
+    """The result of folding events `first` to `last`.
+
+    `agreed` contains the positions of snapshots that agree with the fold. `other_fold` contains the positions of
+    snapshots that were not compared because another version made them. `bodies` counts bodies and results of
+    operations, and `groups` counts rollout groups; `lost` describes the groups that are gone.
+    """
 
     first: int
     last: int
@@ -39,14 +42,14 @@ class Verified(msgspec.Struct, frozen=True):
 
 
 async def verify(bus: Bus, progress: ReadProgress = lambda position, end: None) -> Verified:
-    """Fold from the first event that is kept, compare each snapshot on the way, and read the calls still needed.
+    """Fold the log from its first remaining event, compare each snapshot on the way, and read the calls still needed.
 
     Raises `LogCorrupted` at the first fault: an event that cannot be read, a gap, an epoch that goes backwards, an
     inbox position that goes backwards without a `stream.went_back` event, an inbox without the message that the last
     event answers, an operation or a batch out of order, a multi-model episode of which only a part begins or ends, a
     snapshot that cannot be read or is not the fold of the events before it, or a call, or a body or result of an
     operation, that is still needed and does not match its reference. Rollout groups that are gone are not a fault of
-    the log: they are counted. Raises `NotOnLog` if the log was compacted during the check.
+    the log: they are only counted. Raises `NotOnLog` if the log was compacted during the check.
     """
     newest = await bus.last(bus.subjects.events_stream)
     end = 0 if newest is None else newest.seq
@@ -104,7 +107,7 @@ async def _read_bodies(bus: Bus, hive: Hive) -> int:
 
 
 async def _look_for_groups(bus: Bus, hive: Hive) -> tuple[int, tuple[str, ...]]:
-    """Return how many rollout groups may still be needed, and a description of each that is lost.
+    """Return how many rollout groups may still be needed, and a description of each lost group.
 
     The bodies of batches are read. For queued groups, of which there may be very many, only the positions are checked.
     """
@@ -130,7 +133,7 @@ async def _look_for_groups(bus: Bus, hive: Hive) -> tuple[int, tuple[str, ...]]:
 
 
 async def _kept_snapshots(bus: Bus, begins_at: int) -> list[Snapshot]:
-    """Load the snapshots of a log that begins at `begins_at`, except those that a leader removes at the same time."""
+    """Load the snapshots of a log that begins at `begins_at`, except any that a leader removes in the meantime."""
     kept: list[Snapshot] = []
     for position in await snapshots.positions(bus):
         try:
@@ -142,14 +145,14 @@ async def _kept_snapshots(bus: Bus, begins_at: int) -> list[Snapshot]:
 
 
 class _Wholes:
-    """Finds multi-model episodes of which one decision has claimed, ended or aborted only a part."""
+    """Finds multi-model episodes that a single decision claimed, ended or aborted only in part."""
 
     def __init__(self) -> None:
-        self._done: set[tuple[str, str]] = set()  # what happened to an episode, and its name
-        self._owed: set[tuple[str, str]] = set()  # what has to happen to its partners in the same decision
+        self._done: set[tuple[str, str]] = set()  # pairs of what happened to an episode, and its name
+        self._owed: set[tuple[str, str]] = set()  # what must happen to the partners in the same decision
 
     def note(self, hive: Hive, event: ev.Event) -> None:
-        """Note an event before it is folded."""
+        """Note an event that is about to be folded."""
         match event:
             case ev.EpisodeClaimed():
                 self._done.update(("claimed", name) for name in event.episodes)
@@ -173,7 +176,7 @@ class _Wholes:
 
 
 class LogCheck:
-    """Folds a log from `start` on, and checks each event against the one before."""
+    """Folds a log from `start` on, and checks each event against the one before it."""
 
     def __init__(self, start: Snapshot) -> None:
         self.hive: Hive = start.hive
@@ -184,7 +187,7 @@ class LogCheck:
         self._wholes = _Wholes()
 
     def take(self, stored: Stored) -> None:
-        """Fold the next event. Raises `LogCorrupted` when it is not the next one, or no leader can have written it."""
+        """Fold the next event. Raises `LogCorrupted` if it is out of sequence, or if no leader can have written it."""
         if stored.seq != self.position + 1:
             raise LogCorrupted(f"event {self.position + 1} is missing: the next one is {stored.seq}")
         event = read_event(stored)
@@ -212,7 +215,7 @@ class LogCheck:
             raise LogCorrupted(f"up to event {self.position}, {why}")
 
     def compare(self, snapshot: Snapshot) -> None:
-        """Raise `LogCorrupted` if this version made the snapshot, but it is not the fold up to here."""
+        """Raise `LogCorrupted` if this version made the snapshot, but the fold up to here differs from it."""
         if snapshot.fold == FOLD and not _same(snapshot.hive, self.hive):
             raise LogCorrupted(f"the snapshot at event {self.position} is not the fold of the log up to there")
 
@@ -223,7 +226,7 @@ def _same(one: Hive, other: Hive) -> bool:
 
 
 async def load_snapshot(bus: Bus, position: int) -> Snapshot:
-    """Load a snapshot. Raises `LogCorrupted`, with its position, and `BlobMissing` if it no longer exists."""
+    """Load a snapshot. Raises `LogCorrupted`, which names its position, or `BlobMissing` if it no longer exists."""
     try:
         return await snapshots.load(bus, position)
     except BlobMissing:
@@ -236,7 +239,7 @@ async def compact(bus: Bus) -> int:
     """Remove the events before the older of the two newest snapshots, and return how many were removed.
 
     The rest can be verified from that snapshot, even if the newer one is lost. Raises `Refused` if this version has not
-    written two snapshots yet, `LogCorrupted` if one is damaged.
+    written two snapshots yet, and `LogCorrupted` if one of them is damaged.
     """
     found = (await snapshots.positions(bus))[-KEPT:]
     if len(found) < KEPT:

@@ -1,4 +1,4 @@
-"""Commands with fields in braces. No shell is involved, so a field's value always becomes part of a single argument.
+"""Commands with fields in braces. No shell is involved, so a field's value always stays within a single argument.
 
 Commands are checked before any episode is claimed.
 """
@@ -15,14 +15,14 @@ import msgspec
 from bombus.errors import Code, Refused
 from bombus.rollout.tasks import PATH_FIELDS, AgentTask
 
-# `${name}` belongs to a shell, and `{{name}}` stands for `{name}`.
+# `${name}` is left for a shell, and `{{name}}` stands for `{name}`.
 _BRACES = re.compile(r"\$\{\w+\}|\{\{\w+\}\}|\{(\w+)\}")
-_OTHER_BRACES = re.compile(r"(?<![{$])\{([^{}]+)\}(?!\})")  # such as `{test-file}` and `{meta.answer}`
-HEAD_BYTES = 512  # of a program: enough to tell a script from a binary
+_OTHER_BRACES = re.compile(r"(?<![{$])\{([^{}]+)\}(?!\})")  # for example `{test-file}` and `{meta.answer}`
+HEAD_BYTES = 512  # bytes of a program that are read: enough to tell a script from a binary
 
 
 class CommandTemplate(msgspec.Struct, frozen=True):
-    """The words of a command, and the flag that gave it."""
+    """The words of a command, and the flag it was given with."""
 
     words: tuple[str, ...]
     flag: str
@@ -31,12 +31,12 @@ class CommandTemplate(msgspec.Struct, frozen=True):
         return {found[1] for word in self.words for found in _BRACES.finditer(word) if found[1]}
 
     def near_fields(self, known: Collection[str]) -> list[str]:
-        """Return each text in braces that is not a field, but is a known name, or one followed by `.` or `[`."""
+        """Return each text in braces that is not a field, but a known name, alone or followed by `.` or `[`."""
         found = (found[1] for word in self.words for found in _OTHER_BRACES.finditer(word))
         return [text for text in found if not text.isidentifier() and {text, re.split(r"[.\[]", text)[0]} & set(known)]
 
     def filled(self, values: Mapping[str, str]) -> list[str]:
-        """Return the words with their fields replaced. Raises `KeyError` for a field that has no value."""
+        """Return the words with their fields replaced. Raises `KeyError` if a field has no value."""
         return [filled(word, values) for word in self.words]
 
 
@@ -50,7 +50,7 @@ def filled(text: str, values: Mapping[str, str]) -> str:
 
 
 def parse_command(text: str, flag: str) -> CommandTemplate:
-    """Split a command into words as a shell does. Raises `Refused`."""
+    """Split a command into words as a shell does. Raises `Refused` if that is impossible."""
     check_utf8(text, flag)
     try:
         words = tuple(shlex.split(text))
@@ -62,7 +62,7 @@ def parse_command(text: str, flag: str) -> CommandTemplate:
 
 
 def check_utf8(text: str, flag: str) -> None:
-    """Raise `Refused` for an argument that is not UTF-8, which no message to the hive can contain."""
+    """Raise `Refused` if an argument is not UTF-8, because messages to the hive can contain only that."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -93,7 +93,7 @@ def _unknown(flag: str, name: str, task: AgentTask, known: Collection[str]) -> s
 
 
 def check_program(template: CommandTemplate, workspace: Path | None) -> None:
-    """Raise `Refused` for a program that no episode could run. `workspace` is the original, not a copy."""
+    """Raise `Refused` if no episode could run the program. `workspace` is the original, not a copy."""
     if "{" not in template.words[0]:
         program = Path(_found(template, workspace))
         if why := _why_not_run(program):
@@ -123,7 +123,7 @@ def _found(template: CommandTemplate, workspace: Path | None) -> str:
 
 
 def _why_not_run(program: Path) -> str:
-    """Return why the system would not start an existing program, "" if it would."""
+    """Return why the system would not start an existing program, or "" if it would."""
     if not program.is_file():
         return "it is not a file"
     if not os.access(program, os.X_OK):

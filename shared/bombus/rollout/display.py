@@ -1,4 +1,4 @@
-"""Show the progress of a rollout: one line that is overwritten in a terminal, a line for each episode elsewhere."""
+"""Shows the progress of a rollout: one line that is overwritten in a terminal, otherwise a line for each episode."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ CLEAR = "\r\x1b[2K"
 
 
 def described(task: AgentTask, result: PlayedEpisode | LostEpisode) -> str:
-    """Return one line on how an episode went."""
+    """Return a one-line description of how an episode went."""
     name = f"{task.task_id} {result.episode}".rstrip()
     if isinstance(result, LostEpisode):
         return f"{name}: {result.loss}: {result.why}"
@@ -65,12 +65,12 @@ class ProgressDisplay(RolloutListener):
 
     @contextmanager
     def _perhaps_closed(self) -> Iterator[None]:
-        """Discard output once nothing reads it (`| head`, a closed terminal): the rollout continues."""
+        """Discard output once nothing reads it any more (`| head`, a closed terminal). The rollout continues."""
         try:
             yield
         except OSError as error:
             if error.errno not in (EPIPE, EIO):
                 raise
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())  # the rest of the stream's buffer goes there, too
+            os.dup2(nowhere, self._stream.fileno())  # what is still in the stream's buffer goes there, too
             os.close(nowhere)

@@ -1,4 +1,4 @@
-"""The environment variables of an agent: how it reaches its model, and its task."""
+"""The environment variables of an agent: how it reaches its model, and what its task is."""
 
 import os
 from collections.abc import Collection, Mapping
@@ -16,7 +16,8 @@ from bombus.sdk.types import Credentials
 # Prefixes of variables that no agent inherits: keys of the user and the hive, and variables that harnesses set for
 # their own child processes.
 WITHHELD = ("ANTHROPIC_", "BOMBUS_", "CLAUDE", "CODEX_", "MSWEA_", "OPENAI_", "OPENCODE", "QWEN_")
-# The agent and the tests of a task folder, which is third-party code, inherit only these: none is the name of a key.
+# The agent and the tests of a task folder are third-party code, and inherit only these variables, none of which is a
+# key.
 SHARED = frozenset(
     [
         "CURL_CA_BUNDLE",
@@ -41,7 +42,7 @@ SHARED = frozenset(
     ]
 )
 PROXIES = ("all_proxy", "http_proxy", "https_proxy")
-# Set for every agent, because a library that it uses may contact its vendor.
+# Set for every agent, because its libraries might contact their vendors.
 QUIET = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_AGENTS_DISABLE_TRACING": "1"}
 
 
@@ -58,11 +59,11 @@ class ModelAccess(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def root(self) -> str:
-        """The base URL as Anthropic's clients expect it, without `/v1`."""
+        """Return the base URL as Anthropic's clients expect it, without `/v1`."""
         return self.base_url.removesuffix("/v1")
 
     def variables(self, dialects: Collection[ApiDialect]) -> dict[str, str]:
-        """Return the variables that clients of these dialects read, and our own BOMBUS_ ones."""
+        """Return the variables that clients of these dialects read, and our own BOMBUS_ variables."""
         found = {"BOMBUS_BASE_URL": self.base_url, "BOMBUS_API_KEY": self.api_key, "BOMBUS_MODEL": self.model, **QUIET}
         if {ApiDialect.CHAT, ApiDialect.RESPONSES} & set(dialects):
             found |= {
@@ -107,7 +108,7 @@ def inherited(environment: Mapping[str, str], task: AgentTask | None = None) -> 
 
 
 def with_decimal_points(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment with which programs write 0.5 and not 0,5, but otherwise keep their language."""
+    """Return an environment in which programs write 0.5 instead of 0,5, but otherwise keep their language."""
     language = environment.get("LC_ALL")
     if not language:
         return {**environment, "LC_NUMERIC": "C"}
@@ -116,7 +117,7 @@ def with_decimal_points(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def without_proxy(host: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that keep calls to `host` off the proxy, none if the environment has no proxy."""
+    """Return variables that keep calls to `host` off the proxy, or none if the environment has no proxy."""
     if not any(name.lower() in PROXIES for name in environment):
         return {}
     direct = [environment.get(name, "") for name in ("NO_PROXY", "no_proxy")]
@@ -135,7 +136,7 @@ def agent_variables(
     folder: EpisodeFolder,
     task: AgentTask | None = None,
 ) -> dict[str, str]:
-    """Return the environment of an agent, without `task_variables`, and write the files of its preset."""
+    """Return an agent's environment without `task_variables`, and write the files of its preset."""
     outer = inherited(os.environ, task)
     variables = {
         **outer,
@@ -150,5 +151,5 @@ def agent_variables(
     variables |= {name: filled(value, words) for name, value in preset.variables.items()}
     variables = {name: value for name, value in variables.items() if name not in preset.unset}
     if variables.get("HOME") != outer.get("HOME"):
-        variables.setdefault("GIT_CONFIG_GLOBAL", str(Path.home() / ".gitconfig"))  # its commits need an author
+        variables.setdefault("GIT_CONFIG_GLOBAL", str(Path.home() / ".gitconfig"))  # commits need an author
     return variables

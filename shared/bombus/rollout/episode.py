@@ -1,4 +1,4 @@
-"""Play one episode: copy the workspace, claim an episode, run the agent, judge its work, and report the reward."""
+"""Plays one episode: copies the workspace, claims an episode, runs the agent, judges its work, reports the reward."""
 
 import asyncio
 import os
@@ -29,14 +29,14 @@ from bombus.sdk.aio import AsyncSwarmClient
 from bombus.sdk.errors import EpisodeGone, InfraError, failure_of
 from bombus.sdk.types import Credentials, EpisodeUsage, Task, WorkflowOutput
 
-LOOKS_FOR_CALLS = 4  # of two seconds each: after a failover, the new coordinator counts calls late
+LOOKS_FOR_CALLS = 4  # attempts, two seconds each: after a failover, the new coordinator counts calls late
 SILENT_AGENTS = 3
-TRACEBACK_BYTES = 64 << 10  # the longest end of a reward command's errors that is read
-SHOWN_CHARACTERS = 2000  # of an agent's output, in its episode's metadata and in the message when it made no call
+TRACEBACK_BYTES = 64 << 10  # how much of the end of a reward command's errors is read
+SHOWN_CHARACTERS = 2000  # length of an agent's output in its episode's metadata, and in the message if it made no call
 
 
 class Pointless(BombusError):
-    """Further episodes would fail as this one did; the message says why."""
+    """Further episodes would fail in the same way. The message says why."""
 
 
 class TakenBack(BombusError):
@@ -63,10 +63,11 @@ class _OpenEpisode:
 
 
 class EpisodePlayer:
-    """Plays episodes of a plan. `unfinished` holds the UUIDs of claimed episodes that were neither ended nor aborted.
+    """Plays episodes of a plan. `unfinished` contains the UUIDs of claimed episodes that were neither ended nor
+    aborted.
 
-    `reporting` holds the asyncio tasks that have begun to report a reward: the hive may already have it, so they must
-    be allowed to finish.
+    `reporting` contains the asyncio tasks that have begun to report a reward. They must be allowed to finish, since the
+    hive may already have the reward.
     """
 
     def __init__(
@@ -78,10 +79,10 @@ class EpisodePlayer:
         self._client = client
         self._watch = watch
         self._kept = kept
-        self._silent = 0  # agents that have made no model call
+        self._silent = 0  # number of agents that made no model call
 
     async def play(self, task: AgentTask, path: Path) -> PlayedEpisode | LostEpisode:
-        """Play an episode in a new folder at `path`. Raises `Pointless`, and the client's errors."""
+        """Play an episode in a new folder at `path`. Raises `Pointless`, or an error of the client."""
         try:
             files = task.package.files if task.package is not None else self._plan.workspace
             async with episode_folder(path, files) as folder:
@@ -144,7 +145,7 @@ class EpisodePlayer:
         return played
 
     async def _check_outage(self, began: float, ended: EndedProgram) -> None:
-        """Raise `InfraError` for an agent that may have failed because its calls were not answered."""
+        """Raise `InfraError` if the agent may have failed because its calls were not answered."""
         if self._client.missed_at > began:
             raise InfraError(
                 f"the hive was unreachable while the agent ran, and the agent failed (exit code {ended.exit_code})",
@@ -191,7 +192,7 @@ class EpisodePlayer:
         return ended
 
     async def _used(self, one: _OpenEpisode) -> EpisodeUsage:
-        """Return the episode's usage in all. Ask several times if no calls are counted yet. Raises `TakenBack`."""
+        """Return the episode's total usage, asking several times if no calls are counted yet. Raises `TakenBack`."""
         used = EpisodeUsage()
         for _ in range(LOOKS_FOR_CALLS):
             found = await self._client.episode_usage(one.uuid)
@@ -204,9 +205,10 @@ class EpisodePlayer:
         return used
 
     def _check_silence(self, ended: EndedProgram, output: OutputFile) -> None:
-        """Raise `InfraError` for an agent without an answered call, or `Pointless` if no agent has had one.
+        """Raise `InfraError` because this agent had no answered call, or `Pointless` if no agent has had one.
 
-        Other agents that are still running may just be slower to call: then `SILENT_AGENTS` must have been silent.
+        Other agents that are still running may just be slower to make calls, so `Pointless` then needs `SILENT_AGENTS`
+        silent agents.
         """
         self._silent += 1
         if self._watch.has_seen_calls or (self._watch.count > 1 and self._silent < SILENT_AGENTS):
@@ -248,7 +250,7 @@ class EpisodePlayer:
         return self._words(self._plan.reward, one, one.task.prompt)
 
     async def _judged(self, program: Program, limit_s: float) -> EndedProgram:
-        """Run the reward command to its end. Raises `InfraError`."""
+        """Run the reward command to its end. Raises `InfraError` if it cannot be started or is stopped."""
         try:
             judged = await run_program(program, limit_s)
         except CannotStart as error:
@@ -302,12 +304,12 @@ def _judge_variables(one: _OpenEpisode, ended: EndedProgram) -> dict[str, str]:
 
 
 def _failure_of(error: InfraError | OSError) -> FailureKind:
-    """Return the kind of an episode's failure: an `OSError` is one of its folders, such as of a full disk."""
+    """Return the kind of an episode's failure. An `OSError` comes from its folders, for example if the disk is full."""
     return FailureKind.SANDBOX if isinstance(error, OSError) else failure_of(error)
 
 
 def _has_failed(ended: EndedProgram) -> bool:
-    """Whether an agent ended with an error, of its own accord or at its time limit; other limits are not failures."""
+    """Return whether an agent ended with an error, by itself or at its time limit. Other limits are not failures."""
     return ended.exit_code != 0 and ended.stopped in (None, StopReason.TIMEOUT)
 
 

@@ -48,7 +48,7 @@ class RolloutOptions(BaseModel):
         default="", description="the engine that serves the model"
     )
     job: Annotated[Path | None, Flag(metavar="FILE")] = Field(
-        default=None, description="start this job first, or join it if it is running; without it, one must be running"
+        default=None, description="start this job first, or join it if it is running; otherwise one must be running"
     )
     eval: bool = Field(default=False, description="play evaluation episodes, which are not trained on")
 
@@ -79,14 +79,14 @@ class RolloutOptions(BaseModel):
         default="reward", description="what to do with an episode whose agent was stopped at a limit"
     )
     retries: Annotated[int, Flag(metavar="N")] = Field(
-        default=2, ge=0, le=100, description="how often to replay an episode whose infrastructure failed"
+        default=2, ge=0, le=100, description="how many times to replay an episode whose infrastructure failed"
     )
 
     concurrency: Annotated[int, Flag(metavar="N")] = Field(
-        default=8, ge=1, le=1024, description="agents that run at once"
+        default=8, ge=1, le=1024, description="agents that run at the same time"
     )
     epochs: Annotated[int | None, Flag(metavar="N", default="1, unlimited with --steps")] = Field(
-        default=None, ge=1, le=COUNT_MAX, description="how often to go through the tasks"
+        default=None, ge=1, le=COUNT_MAX, description="how many times to go through the tasks"
     )
     steps: Annotated[int | None, Flag(metavar="N")] = Field(
         default=None, ge=1, le=COUNT_MAX, description="run until the trainer has made this many more steps"
@@ -104,7 +104,7 @@ class RolloutOptions(BaseModel):
     @field_validator("task", "workspace", "job", "out", "scratch")
     @classmethod
     def _expanded(cls, path: Path | None) -> Path | None:
-        """Replace a `~`, which a shell does not expand in `--out=~/runs`."""
+        """Expand a `~`, because a shell leaves it alone in `--out=~/runs`."""
         if path is None:
             return None
         try:
@@ -120,12 +120,12 @@ class RolloutOptions(BaseModel):
 
 
 class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that is needed to play episodes."""
+    """Everything needed to play episodes."""
 
     options: RolloutOptions
     tasks: list[AgentTask]
     agent: CommandTemplate
-    reward: CommandTemplate | None  # None: the tasks have their own tests
+    reward: CommandTemplate | None  # None if the tasks have their own tests
     sandbox: CommandTemplate | None
     preset: HarnessPreset | None
     dialects: tuple[ApiDialect, ...]
@@ -140,23 +140,23 @@ class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True):
         return self.options.epochs or (None if self.options.steps else 1)
 
     def timeout_s(self, task: AgentTask) -> float:
-        """How long an agent may take: its task's limit if it has one, unless the command line gives a lower one."""
+        """Return an agent's time limit: its task's own if it has one, unless the command line gives a lower one."""
         given, own = self.options.timeout_s, task.package.timeout_s if task.package is not None else None
         if own is None:
             return given
         return min(own, given) if "timeout_s" in self.options.model_fields_set else own
 
     def reward_timeout_s(self, task: AgentTask) -> float:
-        """How long the judge of a task may take."""
+        """Return how long the judge of a task may take."""
         return self.options.reward_timeout_s if task.package is None else task.package.reward_timeout_s
 
     def episode_s(self, task: AgentTask) -> float:
-        """How long an episode may last, including the time that it takes to stop and report it."""
+        """Return how long an episode may last, including the time needed to stop and report it."""
         return self.timeout_s(task) + self.reward_timeout_s(task) + 600.0
 
 
 def check_url(url: str) -> None:
-    """Raise `Refused` for an address that no client can use."""
+    """Raise `Refused` if no client can use this address."""
     try:
         address(url, None)
     except ValueError as error:
@@ -164,7 +164,7 @@ def check_url(url: str) -> None:
 
 
 def plan_of(options: RolloutOptions) -> RolloutPlan:
-    """Read and check all that the command line names. Raises `Refused`."""
+    """Read and check everything that the command line names. Raises `Refused`."""
     check_url(options.url)
     check_scratch(options.scratch)
     if options.out is not None:
@@ -202,7 +202,7 @@ def plan_of(options: RolloutOptions) -> RolloutPlan:
 
 
 def _check_agent_of_packages(agent: CommandTemplate, tasks: Sequence[AgentTask]) -> None:
-    """Raise `Refused` if a task's sandbox hides the agent's program. Its path may name a file of the task."""
+    """Raise `Refused` if a task's sandbox hides the agent's program. The program may be a file of the task."""
     program = agent.words[0]
     if "/" not in program:
         check_program(agent, None)
@@ -216,7 +216,7 @@ def _check_agent_of_packages(agent: CommandTemplate, tasks: Sequence[AgentTask])
 
 
 def _tasks(options: RolloutOptions) -> list[AgentTask]:
-    """Read the tasks from a file or a folder. Raises `Refused`, including for flags that do not fit that choice."""
+    """Read the tasks from a file or a folder. Raises `Refused`, also for flags that do not go with that choice."""
     if not options.task.is_dir():
         if not options.reward:
             raise Refused(Code.BAD_CONFIG, "--reward is missing: only a folder of tasks has tests that judge them")
@@ -235,7 +235,7 @@ def _tasks(options: RolloutOptions) -> list[AgentTask]:
 
 
 def shortage_of_tasks(plan: RolloutPlan, pool: PoolInformation) -> str:
-    """Return why the tasks alone cannot complete a batch of the job, "" if they can."""
+    """Return why the tasks alone cannot complete a batch of the job, or "" if they can."""
     wanted = pool.completed_task_target
     if pool.sample_collection_method not in METHODS_OF_TASKS or len(plan.tasks) >= wanted:
         return ""

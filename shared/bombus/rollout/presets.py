@@ -2,7 +2,7 @@
 
 The settings keep a conversation append-only (no compaction, no automatic memory), and stop the harness from contacting
 any host but the hive. Values and files may contain the fields `{base_url}`, `{api_key}`, `{workspace}` and `{home}`,
-the episode's private home folder.
+which is the episode's private home folder.
 """
 
 import json
@@ -18,10 +18,10 @@ from bombus.rollout.commands import CommandTemplate, filled
 from bombus.rollout.tasks import AgentTask
 
 MODEL_NAME = "policy"  # unknown to every harness: some send different requests for models that they know
-CONTEXT_TOKENS = 100_000_000  # a window that is never full: the hive itself says when a prompt is too long
-OUTPUT_TOKENS = 32_000  # the hive caps it
+CONTEXT_TOKENS = 100_000_000  # a window that is never full: the hive itself reports prompts that are too long
+OUTPUT_TOKENS = 32_000  # the hive applies its own limit
 NO_PRESET = "none"
-COMMAND_MARKS = ("-", "/", "!")  # a prompt that begins with one may be read as an option or a harness command
+COMMAND_MARKS = ("-", "/", "!")  # a prompt that begins with one of these may be read as an option or a harness command
 
 
 class ApiDialect(StrEnum):
@@ -33,12 +33,12 @@ class ApiDialect(StrEnum):
 
 
 class HarnessPreset(msgspec.Struct, frozen=True, kw_only=True):
-    """How a harness is run.
+    """How to run a harness.
 
-    `subcommand` is the word that runs it without a terminal. `flags` are for every run, `unattended` for runs without a
-    user who could be asked for permission. `files` maps paths below `{home}` to contents. `unset` lists variables of
-    its dialect that are not passed to it. `trims_prompts` says that it treats a prompt such as `/clear` as a command
-    even after a leading space.
+    `subcommand` is the word that runs it without a terminal. `flags` are for every run, and `unattended` for runs
+    without a user who could be asked for permission. `files` maps paths below `{home}` to contents. `unset` lists
+    variables of its dialect that it is not given. `trims_prompts` says that it treats a prompt such as `/clear` as a
+    command even after a leading space.
     """
 
     dialect: ApiDialect
@@ -51,7 +51,7 @@ class HarnessPreset(msgspec.Struct, frozen=True, kw_only=True):
     trims_prompts: bool = False
 
     def command(self, typed: CommandTemplate) -> CommandTemplate:
-        """Return the command of an episode: as typed, with the flags that it lacks."""
+        """Return the command that runs an episode: the typed command plus any preset flags that it lacks."""
         program, *rest = typed.words
         before = [rest.pop(0)] if rest and rest[0] == self.subcommand else []
         return CommandTemplate((program, *before, *_lacking(self.flags + self.unattended, rest), *rest), typed.flag)
@@ -109,7 +109,7 @@ _LITELLM = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
 _CLAUDE = HarnessPreset(
     dialect=ApiDialect.MESSAGES,
-    # All of its tools together take 60,000 characters of each prompt, and one of them makes its own model calls.
+    # All its tools together would add 60,000 characters to each prompt, and one of them makes its own model calls.
     flags=("--tools=Bash,Edit,Read,Write",),
     unattended=("--dangerously-skip-permissions",),
     variables={
@@ -225,7 +225,7 @@ _MINI = HarnessPreset(
     variables={
         **_LITELLM,
         "MSWEA_CONFIGURED": "true",
-        "MSWEA_COST_TRACKING": "ignore_errors",  # no price is known for the model
+        "MSWEA_COST_TRACKING": "ignore_errors",  # the model has no known price
         "MSWEA_GLOBAL_CONFIG_DIR": "{home}/mini",
     },
 )
@@ -254,7 +254,7 @@ PRESETS: dict[str, HarnessPreset] = {
 
 
 def preset_of(program: str, named: str = "") -> HarnessPreset | None:
-    """Return the preset `named`, by default that of `program`, or None. Raises `Refused` for an unknown name."""
+    """Return the preset `named`, by default the one for `program`, or None. Raises `Refused` for an unknown name."""
     if named and named != NO_PRESET and named not in PRESETS:
         raise Refused(Code.BAD_CONFIG, f"there is no preset {named!r}: use one of {', '.join(PRESETS)}, {NO_PRESET}")
     return PRESETS.get(named or PurePath(program).name)

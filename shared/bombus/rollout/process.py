@@ -1,4 +1,4 @@
-"""Run one program in its own process group, with a time limit, and leave none of its processes behind."""
+"""Runs one program in its own process group, with a time limit, and leaves none of its processes behind."""
 
 import asyncio
 import os
@@ -15,8 +15,8 @@ from bombus.errors import BombusError
 from bombus.hive.failures import FailureKind
 from bombus.machine.process import die_with_this_process
 
-GRACE_S = 5.0  # between the request to end and the kill
-LOOK_S = 1.0  # between looks at how much a program has printed
+GRACE_S = 5.0  # time between the request to end and the kill
+LOOK_S = 1.0  # time between checks of how much a program has printed
 OUTPUT_BYTES_MAX = 256 << 20
 TAIL_BYTES = 4000
 
@@ -36,7 +36,8 @@ class StopReason(StrEnum):
 
     @property
     def failure(self) -> FailureKind:
-        """The kind of failure of an episode whose agent was stopped. What it printed counts as its tokens."""
+        """Return the kind of failure of an episode whose agent was stopped. What the agent printed counts as its
+        tokens."""
         match self:
             case StopReason.TIMEOUT:
                 return FailureKind.TIME
@@ -51,8 +52,8 @@ class StopReason(StrEnum):
 class OutputFile:
     """A new file for a program's output.
 
-    It is read back through the descriptor that created it, so it does not matter if the program replaces it, for
-    example with a link to another file or with a pipe that has no writer.
+    It is read back through the descriptor that created it, so the program cannot interfere by replacing it, for example
+    with a link to another file or with a pipe that has no writer.
     """
 
     def __init__(self, path: Path) -> None:
@@ -91,7 +92,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EndedProgram(msgspec.Struct, frozen=True):
-    """How a program ended. `exit_code` is the negative signal number if a signal ended it."""
+    """How a program ended. If a signal ended it, `exit_code` is minus the signal's number."""
 
     exit_code: int
     seconds: float
@@ -101,9 +102,9 @@ class EndedProgram(msgspec.Struct, frozen=True):
 async def run_program(
     program: Program, timeout_s: float, stop: "asyncio.Future[StopReason] | None" = None
 ) -> EndedProgram:
-    """Run a program until it ends, a limit is reached or `stop` has a result; then end all processes of its group.
+    """Run a program until it ends, a limit is reached or `stop` has a result, then end all processes of its group.
 
-    Raises `CannotStart`.
+    Raises `CannotStart` if the program cannot be run.
     """
     began = time.monotonic()
     process = await _started(program)
@@ -118,7 +119,7 @@ async def run_program(
 
 
 async def _started(program: Program) -> asyncio.subprocess.Process:
-    """Start a program. If this is cancelled, end the program and every process that it has started by then."""
+    """Start a program. If cancelled, end the program and every process that it has started so far."""
     starting = asyncio.ensure_future(_start(program))
     try:
         return await asyncio.shield(starting)
@@ -129,7 +130,7 @@ async def _started(program: Program) -> asyncio.subprocess.Process:
 
 
 async def _over(waited: "set[asyncio.Future[Any]]", deadline: float, program: Program) -> StopReason | None:
-    """Wait until one of `waited` is done (return None) or a limit is reached (return which)."""
+    """Wait until one of `waited` is done and return None, or until a limit is reached and return which one."""
     while True:
         left = deadline - time.monotonic()
         done, _ = await asyncio.wait(waited, timeout=min(max(left, 0.0), LOOK_S), return_when=asyncio.FIRST_COMPLETED)
@@ -163,7 +164,7 @@ async def _end(process: asyncio.subprocess.Process, ending: "asyncio.Future[int]
         if not ending.done():
             _signal_group(process.pid, signal.SIGTERM)
             await asyncio.wait({ending}, timeout=GRACE_S)
-    finally:  # a second Ctrl-C ends the wait
+    finally:  # even if a second Ctrl-C interrupts the wait
         _signal_group(process.pid, signal.SIGKILL)
     await ending
 

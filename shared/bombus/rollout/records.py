@@ -1,4 +1,4 @@
-"""Record the results of episodes: as objects, as lines in the folder of `--out`, and as the summary of a rollout."""
+"""Records the results of episodes: as objects, as lines in the folder of `--out`, and as the summary of a rollout."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from bombus.sdk.types import EpisodeUsage
 
 RECORDS = "episodes.jsonl"
 OUTPUTS = "outputs"
-FAILURES_IN_A_ROW = 16  # after so many, the infrastructure is not expected to recover
+FAILURES_IN_A_ROW = 16  # after this many failures, the infrastructure is not expected to recover
 
 
 class LossReason(StrEnum):
@@ -30,7 +30,8 @@ class LossReason(StrEnum):
 class PlayedEpisode(msgspec.Struct, frozen=True, kw_only=True):
     """An episode that ended with a reward.
 
-    `stopped` says why its agent was stopped, None if it exited. `complaint` is the error of a failed reward command.
+    `stopped` says why its agent was stopped, or is None if the agent exited. `complaint` is the error of a failed
+    reward command.
     """
 
     episode: str
@@ -45,7 +46,10 @@ class PlayedEpisode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LostEpisode(msgspec.Struct, frozen=True, kw_only=True):
-    """An episode that was aborted, or could not be claimed: then `episode` is "". `failure` is as on the log."""
+    """An episode that was aborted, or that could not be claimed, in which case `episode` is "".
+
+    `failure` is the kind of failure that the log records.
+    """
 
     loss: LossReason
     why: str
@@ -55,7 +59,7 @@ class LostEpisode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def record_of(task: AgentTask, result: PlayedEpisode | LostEpisode) -> dict[str, object]:
-    """Return the record of an episode, a line of `episodes.jsonl`."""
+    """Return the record of an episode, for one line of `episodes.jsonl`."""
     record: dict[str, object] = {"task_id": task.task_id, "episode": result.episode}
     if isinstance(result, LostEpisode):
         why = {"lost": result.loss, "failure": result.failure, "why": result.why}
@@ -85,9 +89,9 @@ class RecordFolder:
         return self._outputs / f"{episode}.txt"
 
     def played(self) -> Counter[str]:
-        """Return how many episodes of each task earlier runs finished, with a reward or aborted at a limit.
+        """Return how many episodes of each task earlier runs have finished, with a reward or aborted at a limit.
 
-        If a kill cut the last line short, a newline is appended to it, and it does not count.
+        If a kill cut the last line short, the line does not count, and a newline is appended to it.
         """
         if not self._lines.exists():
             return Counter()
@@ -103,7 +107,7 @@ class RecordFolder:
 
 
 def _played_task(line: bytes) -> str:
-    """Return the task ID of a record whose episode is not to be replayed, "" for any other line."""
+    """Return the task id of a record whose episode will not be played again, or "" for any other line."""
     try:
         record = msgspec.json.decode(line, type=dict[str, Any])
     except msgspec.MsgspecError:
@@ -113,19 +117,19 @@ def _played_task(line: bytes) -> str:
 
 
 def mean_of(rewards: Sequence[float]) -> str:
-    """Return the mean as text, "-" if there are no rewards."""
+    """Return the mean as text, or "-" if there are no rewards."""
     return f"{sum(rewards) / len(rewards):.3f}" if rewards else "-"
 
 
 class FailuresInARow:
-    """Counts, by task, the infrastructure failures since an episode was last played to its end."""
+    """Counts, for each task, the infrastructure failures since an episode was last played to its end."""
 
     def __init__(self, tasks: int) -> None:
         self._is_one_task = tasks == 1
         self._failed: Counter[str] = Counter()
 
     def add(self, task: AgentTask, result: PlayedEpisode | LostEpisode) -> str:
-        """Count an episode. Return why the next ones are expected to fail too, or "".
+        """Count an episode. Return why the next episodes are expected to fail too, or "".
 
         If there are several tasks, half of `FAILURES_IN_A_ROW` must come from tasks other than the one that failed
         most: one bad task says nothing about the others.
@@ -150,8 +154,8 @@ class RolloutTally:
         self.stopped: Counter[str] = Counter()
         self.lost: Counter[str] = Counter()
         self.steps = 0
-        self._complaint = ""  # the latest from the reward command
-        self._rewards_before = 0  # how many rewards there were when the newest step was made
+        self._complaint = ""  # latest error of the reward command
+        self._rewards_before = 0  # number of rewards before the newest step
 
     def stepped(self, steps: int) -> list[float]:
         """Record that the trainer has now made this many steps, and return the rewards since the previous call."""
@@ -188,5 +192,5 @@ class RolloutTally:
             yield f"  {count} lost: {why}"
 
     def _said(self) -> str:
-        """Return a message with the reward command's latest complaint, "" if any reward so far is not 0."""
+        """Return a message with the reward command's latest error, or "" if any reward so far is not 0."""
         return f"the reward command failed: {self._complaint}" if self._complaint and not any(self.rewards) else ""

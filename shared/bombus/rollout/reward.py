@@ -1,4 +1,4 @@
-"""Turn a reward command's exit code and output into a reward."""
+"""Turns a reward command's exit code and output into a reward."""
 
 import os
 import re
@@ -10,11 +10,11 @@ import msgspec
 from bombus.hive.episodes import REWARD_MAX
 from bombus.sdk.errors import InfraError
 
-CANNOT_START = (126, 127)  # a shell's exit codes for a program that it may not run, or does not find
-SIGNALLED = range(129, 193)  # a shell's exit codes for a program that a signal ended: 128 plus the signal's number
+CANNOT_START = (126, 127)  # a shell's exit codes for a program that it may not run or cannot find
+SIGNALLED = range(129, 193)  # a shell's exit codes for a program ended by a signal: 128 plus the signal's number
 SHOWN_CHARACTERS = 200
 
-_UNSEEN = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|\ufeff")  # color codes, and the byte order mark
+_UNSEEN = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|\ufeff")  # colour codes, and the byte order mark
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?|[+-]?(inf|infinity|nan)", re.IGNORECASE | re.ASCII)
 # Malformed rewards, such as `0,5`, `50%`, `[0.5]`, `True`, `tensor(0.5)` and `reward: 0.5`. The last lines of pytest,
 # unittest, `go test`, `cargo test` and make must not match.
@@ -32,9 +32,9 @@ _NEARLY = re.compile(
 
 
 class Judgement(msgspec.Struct, frozen=True):
-    """The result of a reward command. `complaint` is the last line of its errors if it failed and gave 0.
+    """The result of a reward command. If the command failed and gave 0, `complaint` is its last line of errors.
 
-    `parts` are the named rewards of a `reward.json`, empty without one.
+    `parts` are the named rewards of a `reward.json`, or empty if there is none.
     """
 
     reward: float
@@ -43,7 +43,7 @@ class Judgement(msgspec.Struct, frozen=True):
 
 
 def judgement_of(exit_code: int, output: str, errors: str, raised: bool = False) -> Judgement:
-    """Return the result of a reward command. Raises `InfraError` as `reward_of` does, with its last line of errors."""
+    """Return a reward command's result. Raises `InfraError` as `reward_of` does, adding its last line of errors."""
     lines = errors.strip().splitlines()
     said = lines[-1] if lines else ""
     try:
@@ -54,7 +54,8 @@ def judgement_of(exit_code: int, output: str, errors: str, raised: bool = False)
 
 
 def reward_of(exit_code: int, output: str, raised: bool = False) -> float:
-    """Return the reward: the last line of the output if it is a number, else 1 for exit code 0 and 0 for any other.
+    """Return the reward: the last line of the output if it is a number, otherwise 1 for exit code 0 and 0 for any
+    other.
 
     Raises `InfraError` if the command did not judge: a signal ended it, it has `raised` (see `has_raised`), its program
     could not start, one of its last two lines looks like a malformed reward, or the hive does not accept its number.
@@ -68,15 +69,15 @@ def reward_of(exit_code: int, output: str, raised: bool = False) -> float:
             raise InfraError("the reward command raised an exception: let it print 0 for work that it finds wrong")
         return _reward_of_code(exit_code)
     if not is_reward(float(last)):
-        raise InfraError(f"the reward command's last line is {last}, but must be at most {REWARD_MAX:.0e} in size")
+        raise InfraError(f"the reward command's last line is {last}, but must be at most {REWARD_MAX:.0e} in magnitude")
     return float(last)
 
 
 def has_raised(errors: str, words: Sequence[str], workspace: Path) -> bool:
     """Return whether a command's errors end with an exception of its own Python program, which is among its `words`.
 
-    A failed `assert` is a verdict. An exception of the agent's work is not the command's own: one of a program that the
-    command runs, or one with a frame in the workspace, in a relative path, or in a text that was executed.
+    A failed `assert` is a verdict. An exception is the agent's, not the command's, if it comes from a program that the
+    command runs, or has a frame in the workspace, in a relative path, or in a text that was executed.
     """
     _, _, traced = errors.rstrip().rpartition(TRACEBACK)
     works = (str(workspace), str(workspace.resolve()))
@@ -88,12 +89,13 @@ def has_raised(errors: str, words: Sequence[str], workspace: Path) -> bool:
 
 
 def is_reward(number: float) -> bool:
-    """Return whether the hive accepts this number as a reward: it must be finite and at most `REWARD_MAX` in size."""
+    """Return whether the hive accepts this number as a reward: it must be finite, with a magnitude of at most
+    `REWARD_MAX`."""
     return abs(number) <= REWARD_MAX
 
 
 def check_signal(exit_code: int) -> None:
-    """Raise `InfraError` for a command that a signal ended: a number that it printed before cannot be trusted."""
+    """Raise `InfraError` if a signal ended the command: a number that it printed before cannot be trusted."""
     if exit_code < 0:
         raise InfraError(f"the reward command was ended by signal {-exit_code}")
     if exit_code in SIGNALLED:
@@ -101,7 +103,7 @@ def check_signal(exit_code: int) -> None:
 
 
 def _check_intended(last_lines: Sequence[str]) -> None:
-    """Raise `InfraError` if one of the last two lines seems to be meant as the reward, so the exit code is not."""
+    """Raise `InfraError` if one of the last two lines seems to be meant as the reward, so that the exit code is not."""
     for where, line in zip(("last line", "last line but one"), reversed(last_lines), strict=False):
         if _NUMBER.fullmatch(line) or _NEARLY.fullmatch(line):
             raise InfraError(

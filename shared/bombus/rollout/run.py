@@ -1,4 +1,4 @@
-"""Play all episodes of a plan, a fixed number at a time, and clean up however that ends."""
+"""Plays all episodes of a plan, a fixed number at a time, and cleans up however the run ends."""
 
 import asyncio
 import itertools
@@ -22,24 +22,24 @@ from bombus.task_groups import first_failure
 
 log = logging.getLogger("bombus")
 
-ABORT_S = 15.0  # for the request that aborts the open episodes at the end
+ABORT_S = 15.0  # time for the request that aborts the open episodes at the end
 STEP_LOOK_S = 1.0
-FAILURE_PAUSE_S = 1.0  # before a worker's next episode after an infrastructure failure
+FAILURE_PAUSE_S = 1.0  # pause before a worker's next episode after an infrastructure failure
 
 
 class RolloutListener:
-    """Receives the events of a rollout. This one ignores them."""
+    """Receives the events of a rollout. This base class ignores them."""
 
     def changed(self, tally: RolloutTally) -> None: ...
 
     def finished(self, task: AgentTask, result: PlayedEpisode | LostEpisode, tally: RolloutTally) -> None: ...
 
     def stepped(self, rewards: Sequence[float], tally: RolloutTally) -> None:
-        """Called when the trainer has made a step. `rewards` are the rewards since its previous step."""
+        """Handle a step of the trainer. `rewards` are the rewards since its previous step."""
 
 
 class RolloutRun:
-    """One run of a plan. `tally` counts its episodes, and stays valid after an interruption."""
+    """One run of a plan. `tally` counts its episodes, and remains valid if the run is interrupted."""
 
     def __init__(self, plan: RolloutPlan, client: AsyncSwarmClient, repeat: int, listener: RolloutListener) -> None:
         options = plan.options
@@ -48,16 +48,17 @@ class RolloutRun:
         self._listener = listener
         self._kept = RecordFolder(options.out) if options.out is not None else None
         done = self._kept.played() if self._kept is not None else None
-        self.done_before = sum(done.values()) if done else 0  # by earlier runs, according to the folder of `--out`
+        self.done_before = sum(done.values()) if done else 0  # in earlier runs, according to the folder of `--out`
         self._schedule = Schedule(plan.tasks, repeat, plan.epochs, options.seed, done)
         self._watch = EpisodeWatch(client, plan.limits)
         self._player = EpisodePlayer(plan, client, self._watch, self._kept)
-        self._numbers = itertools.count()  # names of episodes' folders: none is reused, as its files may not be removed
+        self._numbers = itertools.count()  # names of episodes' folders, never reused: removal may fail
         self._failures = FailuresInARow(len(plan.tasks))
         self.tally = RolloutTally(self._schedule.total if options.steps is None else None)
 
     async def run(self) -> None:
-        """Play until no episode is left, or the wanted steps are made. Raises `Pointless`, and the client's errors."""
+        """Play until no episode is left, or the trainer has made `steps` steps. Raises `Pointless`, or an error of the
+        client."""
         async with _scratch(self._plan.options.scratch) as scratch, self._nothing_left_open():
             await self._play_all(scratch)
 
@@ -103,9 +104,9 @@ class RolloutRun:
             raise Pointless(f"--out {self._plan.options.out} can no longer be written: {error.strerror}") from error
 
     def _plays_again(self, attempt: Attempt, result: PlayedEpisode | LostEpisode) -> bool:
-        """Requeue a lost episode and return True, unless its agent was at fault or it is out of retries.
+        """Requeue a lost episode and return True, unless its agent was at fault or it has no retries left.
 
-        An episode that the hive took back uses up no retry.
+        An episode that the hive took back does not use up a retry.
         """
         if isinstance(result, PlayedEpisode) or result.loss == LossReason.LIMIT:
             return False

@@ -1,4 +1,4 @@
-"""Choose the next episode to play: epochs of tasks, groups of episodes of one task, and replayed episodes."""
+"""Chooses the next episode to play: epochs of tasks, groups of episodes of one task, and repeated episodes."""
 
 import itertools
 import random
@@ -11,17 +11,18 @@ from bombus.rollout.tasks import AgentTask
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """An episode to play. `failed` counts the earlier attempts whose infrastructure failed."""
+    """An episode to play. `failed` counts its earlier attempts that the infrastructure failed."""
 
     task: AgentTask
     failed: int = 0
 
 
 class Schedule:
-    """Hands out each task `repeat` times, one task after another, for this many epochs, or endlessly if None.
+    """Hands out each task `repeat` times, one task after another, for this many epochs, or endlessly if `epochs` is
+    None.
 
     With a seed, each epoch is shuffled differently; without one, the tasks keep the order of the file. `done` counts
-    the episodes of each task that earlier runs of the same schedule have played: as many episodes of that task are
+    the episodes of each task that earlier runs of the same schedule have played, and that many episodes of the task are
     skipped.
     """
 
@@ -40,7 +41,7 @@ class Schedule:
         self._fresh = (attempt for attempt in _attempts(tasks, repeat, epochs, seed) if not self._was_played(attempt))
 
     def next(self) -> Attempt | None:
-        """Return the next episode to play, None when all have been handed out, or after `stop`."""
+        """Return the next episode to play, or None if all have been handed out or `stop` was called."""
         if self._stopped:
             return None
         return self._again.popleft() if self._again else next(self._fresh, None)
@@ -53,7 +54,7 @@ class Schedule:
         self._stopped = True
 
     def again(self, attempt: Attempt, *, failed: bool) -> None:
-        """Queue an episode for replay before all new ones, so that its group is soon complete."""
+        """Queue an episode again, before all new ones, so that its group is soon complete."""
         self._again.append(Attempt(attempt.task, attempt.failed + failed))
 
 

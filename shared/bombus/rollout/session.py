@@ -1,4 +1,4 @@
-"""Play one episode by hand: run a harness in the terminal with a model of the hive."""
+"""Plays one episode by hand: runs a harness in the terminal with a model of the hive."""
 
 import signal
 import subprocess
@@ -21,11 +21,11 @@ from bombus.sdk.types import Credentials, EpisodeKind
 
 DAY_S = 86_400.0
 KEEP_ALIVE_S = 10.0
-SIGNALLED = 128  # a shell adds this to the number of the signal that has ended a program
+SIGNALLED = 128  # a shell adds this to the number of the signal that ended a program
 
 
 class HarnessSession(msgspec.Struct, frozen=True, kw_only=True):
-    """Which harness of `PRESETS` to start, and where. `arguments` are put after the flags of its preset."""
+    """Which harness of `PRESETS` to start, and where. `arguments` come after the preset's flags."""
 
     harness: str
     arguments: Sequence[str]

@@ -9,30 +9,30 @@ import msgspec
 
 from bombus.json_lines import read_json_lines
 
-TASK_ID_CHARACTERS = 512  # the most that the hive accepts
-TASK_BYTES = 100_000  # Linux gives a program no argument or variable over 128 KiB
-PATH_FIELDS = frozenset({"workspace", "folder"})  # fields of a command that every episode has, whatever its task
+TASK_ID_CHARACTERS = 512  # the longest id that the hive accepts
+TASK_BYTES = 100_000  # Linux does not allow an argument or variable of over 128 KiB
+PATH_FIELDS = frozenset({"workspace", "folder"})  # command fields that every episode has, whatever its task
 
 
 class TaskPackage(msgspec.Struct, frozen=True, kw_only=True):
     """A task folder in Harbor's format, and the limits that it sets, in seconds.
 
-    `files` is the folder that is copied into the agent's working directory, None for an empty one. The folder `hidden`
-    is hidden from agents.
+    `files` is the folder that is copied into the agent's working directory, or None to leave that empty. The folder
+    `hidden` is hidden from agents.
     """
 
     folder: Path
     hidden: Path
     files: Path | None
     workdir: str
-    timeout_s: float | None  # None: `--timeout-s` applies
+    timeout_s: float | None  # if None, `--timeout-s` applies
     reward_timeout_s: float
     variables: dict[str, str] = {}
     judge_variables: dict[str, str] = {}
 
 
 class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
-    """A task for an agent. `fields` holds everything on its line except the ID and the prompt.
+    """A task for an agent. `fields` contains everything on its line except the id and the prompt.
 
     A task with a `package` has its own sandbox, limits and reward.
     """
@@ -46,16 +46,17 @@ class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.encode({"task_id": self.task_id, "prompt": self.prompt, **self.fields}).decode()
 
     def words(self) -> dict[str, str]:
-        """Return the text that each field of this task puts into a command: strings as they are, others as JSON."""
+        """Return the text that each of this task's fields puts into a command: strings as they are, other values as
+        JSON."""
         values = {"task_id": self.task_id, "prompt": self.prompt, **self.fields}
         return {name: value if isinstance(value, str) else _json(value) for name, value in values.items()}
 
 
 def read_tasks(path: Path) -> list[AgentTask]:
-    """Return the tasks of a file, one for each line that is not empty.
+    """Return the tasks of a file, one for each non-empty line.
 
-    A line must be an object with the string `prompt`. Its `task_id` defaults to the file's name, the number of the line
-    and its digest, so that another file of the same name has different tasks. Its other fields can be put into
+    A line must be an object with the string `prompt`. Its `task_id` defaults to the file's name, the line's number and
+    the line's digest, so that another file with the same name has different tasks. Its other fields can be used in
     commands. Raises `Refused` with the number of the invalid line.
     """
     seen: dict[str, int] = {}
@@ -85,17 +86,20 @@ def task_of(line: str, default_id: str) -> AgentTask:
 
 
 def checked_task(task_id: object, prompt: str, fields: dict[str, Any], package: TaskPackage | None = None) -> AgentTask:
-    """Return a task that fits the limits of the hive and of a program's arguments. Raises `ValueError` otherwise."""
+    """Return a task, after checking it against the limits of the hive and of a program's arguments.
+
+    Raises `ValueError` if it exceeds them.
+    """
     if not isinstance(task_id, str) or not 1 <= len(task_id) <= TASK_ID_CHARACTERS:
         raise ValueError(f"`task_id` must be a string of 1 to {TASK_ID_CHARACTERS} characters")
     task = AgentTask(task_id=task_id, prompt=prompt, fields=fields, package=package)
     if len(task.as_json().encode()) > TASK_BYTES:
         raise ValueError(
-            f"it has over {TASK_BYTES} bytes, which is more than a program's arguments can hold: put long values into "
+            f"it has over {TASK_BYTES} bytes, which is too much for a program's arguments: put long values into "
             "a file of the workspace"
         )
     if any("\0" in text for text in task.words().values()):
-        raise ValueError("it has a null character, which no argument of a program can hold")
+        raise ValueError("it has a null character, which no program's argument may contain")
     return task
 
 

@@ -1,4 +1,4 @@
-"""Keep the episodes being played alive, and report when one must stop: the hive ended it, or it reached a limit."""
+"""Keeps the episodes being played alive, and reports when one must stop: the hive ended it, or it reached a limit."""
 
 import asyncio
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ from bombus.sdk.types import EpisodeUsage
 
 LOOK_S = 1.0
 EPISODES_PER_REQUEST = 1024
-MISSED_LOOKS = 2  # before an episode counts as over; after one, the gateway may just not know about it yet
+MISSED_LOOKS = 2  # checks without an episode before it counts as over; after one, a gateway may just not know it yet
 
 
 class EpisodeLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The most calls that an episode may make, and the most tokens that they may sample; None means no limit."""
+    """How many calls an episode may make, and how many tokens these calls may sample. None means no limit."""
 
     turns_max: int | None = None
     tokens_max: int | None = None
@@ -30,7 +30,7 @@ class EpisodeLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WatchedEpisode:
-    """An episode that is being played. `stop` has a result once its agent has to stop."""
+    """An episode that is being played. `stop` gets a result when its agent has to stop."""
 
     def __init__(self) -> None:
         self.stop: asyncio.Future[StopReason] = asyncio.get_running_loop().create_future()
@@ -38,7 +38,7 @@ class WatchedEpisode:
         self._missed = 0
 
     def seen(self, used: EpisodeUsage | None, limits: EpisodeLimits) -> None:
-        """Record the usage that the hive reported, None if the episode is not among the open ones."""
+        """Record the usage that the hive reported. None means that the episode is not among the open ones."""
         self._missed = self._missed + 1 if used is None else 0
         self.used = used or self.used
         reason = StopReason.OVER if self._missed >= MISSED_LOOKS else limits.reason_to_stop(self.used)
@@ -53,11 +53,11 @@ class EpisodeWatch:
         self._client = client
         self._limits = limits
         self._watched: dict[str, WatchedEpisode] = {}
-        self.has_seen_calls = False  # of any episode
+        self.has_seen_calls = False  # true once any episode has made one
 
     @property
     def count(self) -> int:
-        """How many episodes are being played."""
+        """Return how many episodes are being played."""
         return len(self._watched)
 
     @contextmanager

@@ -23,10 +23,10 @@ from bombus.sdk.errors import InfraError
 
 log = logging.getLogger("bombus")
 
-# Copies share their blocks with the original where the file system can do that.
+# Copies share blocks with the original where the file system supports it.
 COPY = ("cp", "-a", "--reflink=auto") if sys.platform == "linux" else ("cp", "-a")
 
-# Variables that make git use a repository other than that of its folder (`git rev-parse --local-env-vars`).
+# Variables that make git use a repository other than the one of its folder (`git rev-parse --local-env-vars`).
 GIT_ELSEWHERE = frozenset(
     {
         "GIT_ALTERNATE_OBJECT_DIRECTORIES",
@@ -51,9 +51,10 @@ ROOM_BYTES = 64 << 10  # a disk with less free space counts as full
 
 
 class EpisodeFolder(msgspec.Struct, frozen=True):
-    """The folder of one episode. `workspace` has the name of its original, because some agents show it to their model.
+    """The folder of one episode. `workspace` has the same name as the original, because some agents show it to their
+    model.
 
-    The agent may change anything in the folder, so bombus keeps its own files elsewhere.
+    The agent may change anything in the folder, so bombus keeps its own files in another place.
     """
 
     path: Path
@@ -61,7 +62,7 @@ class EpisodeFolder(msgspec.Struct, frozen=True):
 
     @property
     def home(self) -> Path:
-        """Where a harness keeps its configuration and its memory."""
+        """Return the folder in which a harness keeps its configuration and its memory."""
         return self.path / "home"
 
     @property
@@ -70,7 +71,7 @@ class EpisodeFolder(msgspec.Struct, frozen=True):
 
     @property
     def outputs(self) -> Path:
-        """The folder for the output of the episode's programs, beside `path` and not in it."""
+        """Return the folder for the output of the episode's programs, which is beside `path`, not in it."""
         return self.path.with_name(f"{self.path.name}.outputs")
 
     def words(self) -> dict[str, str]:
@@ -79,7 +80,7 @@ class EpisodeFolder(msgspec.Struct, frozen=True):
 
 
 def check_workspace(workspace: Path, scratch: Path, out: Path | None = None) -> Path:
-    """Return the absolute path of a workspace. Raises `Refused` for one that cannot be copied for an agent."""
+    """Return the absolute path of a workspace. Raises `Refused` if it cannot be copied for an agent."""
     found = workspace.expanduser().resolve()
     if not found.is_dir():
         raise Refused(Code.BAD_CONFIG, f"--workspace {workspace} is not a folder")
@@ -96,7 +97,7 @@ def check_workspace(workspace: Path, scratch: Path, out: Path | None = None) -> 
     for git in _git_elsewhere(found):
         raise Refused(
             Code.BAD_CONFIG,
-            f"--workspace {workspace} has {git}, whose git repository or working tree (core.worktree) is elsewhere, as "
+            f"--workspace {workspace} has {git}, whose git repository or working tree (core.worktree) is outside, as "
             "in a worktree or a submodule: agents would commit to the original. Give a clone instead",
         )
     return found
@@ -120,7 +121,7 @@ def _leads_out(workspace: Path, start: Path, path: Path) -> bool:
 
 
 def _work_tree(git_folder: Path) -> Path:
-    """Return the `core.worktree` of a repository, not resolved, or an empty path if it has none."""
+    """Return a repository's `core.worktree`, not resolved, or an empty path if it is not set."""
     if shutil.which("git") is None:
         return Path()
     for name in ("config.worktree", "config"):
@@ -132,7 +133,7 @@ def _work_tree(git_folder: Path) -> Path:
 
 
 def _target(git: Path) -> Path:
-    """Return the path to which a `.git` link or file points, not resolved; `.git` itself if it is a folder."""
+    """Return the path to which a `.git` link or file points, not resolved, or `.git` itself if it is a folder."""
     if git.is_symlink():
         return git.readlink()
     if git.is_file():
@@ -168,8 +169,8 @@ def _check_writable(folder: Path, what: str) -> None:
 async def episode_folder(path: Path, workspace: Path | None) -> AsyncIterator[EpisodeFolder]:
     """Make the folder of an episode, with a copy of the workspace or an empty one, and remove it afterwards.
 
-    Raises `InfraError` when the workspace cannot be copied, and `OSError` when a folder cannot be made, because there
-    is one already or the disk is full.
+    Raises `InfraError` if the workspace cannot be copied, and `OSError` if a folder cannot be made because it already
+    exists or the disk is full.
     """
     # One level deeper than the other folders, because a workspace may have the same name as one of them.
     folder = EpisodeFolder(path, path / "copy" / (workspace.name if workspace is not None else "workspace"))
@@ -188,16 +189,17 @@ async def episode_folder(path: Path, workspace: Path | None) -> AsyncIterator[Ep
 
 
 def check_room(folder: Path) -> None:
-    """Raise `OSError` when no file can be written there, such as when the disk is full."""
+    """Raise `OSError` if no file can be written there, for example because the disk is full."""
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(ROOM_BYTES))
         file.flush()
 
 
 async def _copy(source: Path, folder: EpisodeFolder) -> None:
-    """Copy a workspace into the folder of an episode. Raises `InfraError`.
+    """Copy a workspace into the folder of an episode. Raises `InfraError` if that fails.
 
-    The copying program has its own process group: a Ctrl-C in the terminal reaches only bombus, which then ends it.
+    The copying program has its own process group, so that a Ctrl-C in the terminal reaches only bombus, which then ends
+    it.
     """
     with OutputFile(folder.outputs / "copy.txt") as printed:
         words = (*COPY, "--", f"{source}/.", str(folder.workspace))
@@ -257,7 +259,7 @@ def _remove(path: Path) -> None:
 
 
 def _folders_in(folder: str) -> Iterator[Path]:
-    """Yield the folders below `folder`, each before its own entries are read."""
+    """Yield the folders below `folder`, yielding each one before reading its entries."""
     for parent, folders, _ in os.walk(folder):
         for name in folders:
             if not os.path.islink(each := Path(parent, name)):

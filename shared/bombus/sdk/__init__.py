@@ -1,1 +1,1 @@
-"""The client of a hive: `SwarmClient` and `AsyncSwarmClient` over one core. Needs httpx, msgspec and pydantic."""
+"""The client of a hive: `SwarmClient` and `AsyncSwarmClient`, built on one core. Needs httpx, msgspec and pydantic."""

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class _LoopRuntime:
-    """Waits in the caller's event loop, and runs agents in tasks, whose cancellation needs no check."""
+    """Waits in the caller's event loop, and runs agents in tasks. Cancelled tasks stop without being checked."""
 
     def __init__(self, http: httpx.AsyncClient, sleep: Callable[[float], Awaitable[None]]) -> None:
         self._http = http
@@ -84,7 +84,7 @@ class _LoopRuntime:
 
 
 class AsyncSwarmClient(HiveCore):
-    """`SwarmClient` with `await`. Tasks of one event loop may share it."""
+    """`SwarmClient` with `await`. Tasks of one event loop may share a client."""
 
     def __init__(  # noqa: PLR0913 - the options of a client
         self,
@@ -117,7 +117,7 @@ class AsyncSwarmClient(HiveCore):
 
     @property
     def lost_episodes(self) -> Counter[str]:
-        """How many episodes of groups were lost, by error type. The caller may replace the counter."""
+        """Return how many episodes of groups were lost, by error type. The caller may replace the counter."""
         return self._playing.lost
 
     @lost_episodes.setter

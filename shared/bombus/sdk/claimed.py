@@ -1,4 +1,4 @@
-"""A client's claimed episodes: how long each may last, and how a program that exits gives them up."""
+"""A client's claimed episodes: how long each may last, and how an exiting program gives them up."""
 
 import logging
 import math
@@ -14,10 +14,10 @@ from bombus.sdk.requests import NoReply, ServerReply, ServerRequest, is_success,
 
 log = logging.getLogger("bombus")
 
-LIFETIMES = 2.0  # by default, an episode may last this many times its idle limit
+LIFETIMES = 2.0  # default time that an episode may last, as a multiple of its idle limit
 EPISODES_MAX = 100_000
 ABORTED_AT_ONCE = 1024
-GIVE_BACK_S = 5.0  # longer than the server holds a claim in one slice
+GIVE_BACK_S = 5.0  # longer than the server waits in one slice of a claim
 _OF_ENGINE = re.compile(r"/e/[a-z0-9][a-z0-9-]*\Z")
 
 Send = Callable[[ServerRequest], Awaitable[ServerReply | NoReply]]
@@ -33,12 +33,12 @@ class ClaimedEpisodes:
         self.client_uuid = client_uuid or str(uuid.uuid4())
         self.root = _OF_ENGINE.sub("", server_url.rstrip("/"))
         self.clock = clock
-        self.shortest_idle_s = math.inf  # over all episodes ever claimed
+        self.shortest_idle_s = math.inf  # shortest idle limit of all episodes ever claimed
         self._lock = threading.Lock()
         self._over_at: dict[str, float] = {}  # open episode -> when its time is over
         self._multi_model: dict[str, None] = {}  # episodes that are parts of multi-model episodes
         self._sampled: dict[str, bool] = {}  # episode claimed with a sampler -> whether this client has ended it
-        self._taking: set[str] = set()  # those of them that a call of `take_datums` is reading
+        self._taking: set[str] = set()  # sampled episodes that a call of `take_datums` is reading
 
     def note(
         self,
@@ -66,7 +66,7 @@ class ClaimedEpisodes:
             return list(self._over_at)
 
     def still_open(self, episodes: Sequence[str]) -> list[str]:
-        """Return those of these episodes that are still open."""
+        """Return which of these episodes are still open."""
         with self._lock:
             return [episode for episode in episodes if episode in self._over_at]
 
@@ -76,9 +76,9 @@ class ClaimedEpisodes:
         return over_at is not None and self.clock() > over_at
 
     def finished(self, episode: str) -> bool:
-        """Note that an agent is done, and return whether it was in time.
+        """Record that an agent is done, and return whether it was in time.
 
-        If it was, its episode may wait for the others of its group for as long as they take.
+        If it was, its episode may then wait for the others of its group for as long as they take.
         """
         if self.is_late(episode):
             return False
@@ -87,14 +87,14 @@ class ClaimedEpisodes:
         return True
 
     def extend(self, episodes: Sequence[str], seconds: float) -> None:
-        """Extend the time of episodes whose agents began this many seconds after their claim."""
+        """Give episodes this many more seconds, because their agents began that long after the claim."""
         with self._lock:
             for episode in episodes:
                 if episode in self._over_at:
                     self._over_at[episode] += seconds
 
     def over(self, episodes: Sequence[str]) -> None:
-        """Note that episodes are no longer open."""
+        """Record that episodes are no longer open."""
         with self._lock:
             for episode in episodes:
                 self._over_at.pop(episode, None)
@@ -103,7 +103,7 @@ class ClaimedEpisodes:
     # ---- episodes whose data can be taken ----------------------------------------------------------------------
 
     def ended(self, episodes: Sequence[str]) -> None:
-        """Note that episodes have ended, so that their data can be taken."""
+        """Record that episodes have ended, so that their data can be taken."""
         with self._lock:
             self._sampled |= {episode: True for episode in episodes if episode in self._sampled}
 
@@ -116,7 +116,7 @@ class ClaimedEpisodes:
         return ours
 
     def taken(self, episodes: Sequence[str]) -> None:
-        """Note that the data of episodes have been taken, and must not be taken twice."""
+        """Record that the data of episodes have been taken, so that they are not taken twice."""
         with self._lock:
             for episode in episodes:
                 self._sampled.pop(episode, None)
@@ -128,13 +128,14 @@ class ClaimedEpisodes:
     # ---- requests that are sent once, without retries ----------------------------------------------------------------
 
     async def touch_client(self, within_s: float, send: Send) -> bool:
-        """Show that this client is alive. Returns whether the hive replied: this makes one attempt, and raises
-        nothing."""
+        """Tell the hive once, without retries, that this client is alive. Return whether it replied. Never raises."""
         return is_success(await send(posted("/touch_client", {"client_uuid": self.client_uuid}, within_s)))
 
     async def give_up(self, episodes: Sequence[str], send: Send) -> None:
-        """Abort the episodes of an interrupted program. Since it is about to exit, there is one attempt, and a warning
-        if that fails."""
+        """Abort the episodes of an interrupted program.
+
+        The program is about to exit, so this makes one attempt, and logs a warning if that fails.
+        """
         with self._lock:
             parts = [episode for episode in episodes if episode in self._multi_model]
         await self._abort_once(self.multi_model_path("abort"), parts, send)
@@ -146,7 +147,7 @@ class ClaimedEpisodes:
             body = self.abort_body(some, FailureKind.CLIENT, "the client was interrupted")
             if not is_success(await send(posted(path, body, GIVE_BACK_S))):
                 left = len(episodes) - first
-                log.warning("%d open episodes could not be aborted, and will end once idle for too long", left)
+                log.warning("%d open episodes could not be aborted, and will be aborted once idle for too long", left)
                 break
         self.over(episodes)
 
@@ -154,12 +155,14 @@ class ClaimedEpisodes:
         body = {
             "client_uuid": self.client_uuid,
             "episode_uuids": list(episodes),
-            "infra": failure is not None and failure.is_infra,  # for hives that know no kinds
+            "infra": failure is not None and failure.is_infra,  # for hives that do not know kinds of failures
             "detail": detail[:1000],
         }
         return body if failure is None else {**body, "failure": failure}
 
     def multi_model_path(self, what: str) -> str:
-        """Return a route for multi-model episodes. These routes are at the hive's root, even if the client's URL has an
-        engine."""
+        """Return a route for multi-model episodes.
+
+        These routes are at the hive's root, even if the client's URL names an engine.
+        """
         return f"{self.root}/{what}_multi_model_episodes"

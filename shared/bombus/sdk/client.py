@@ -28,14 +28,14 @@ from bombus.sdk.types import EpisodeKind, MultiModelEpisode, Task, WorkflowOutpu
 
 log = logging.getLogger("bombus")
 
-KEPT_ALIVE_S = 5.0  # for a heartbeat still in progress when the block ends
+KEPT_ALIVE_S = 5.0  # wait for a heartbeat that is still in progress when the block ends
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class _ThreadRuntime:
-    """Waits in the caller's thread, and runs agents in threads: none of its methods waits for an event loop."""
+    """Waits in the caller's thread, and runs agents in threads. None of its methods waits for an event loop."""
 
     def __init__(self, http: httpx.Client, claimed: ClaimedEpisodes, sleep: Callable[[float], None]) -> None:
         self._http = http
@@ -63,8 +63,10 @@ class _ThreadRuntime:
     async def each(
         self, indices: Sequence[int], attempt: Callable[[int], Coroutine[Any, Any, None]], workers: int
     ) -> None:
-        """Call `attempt` for each index in threads. If this is interrupted, their episodes are given up, and the
-        agents' own code gets a few seconds to end."""
+        """Call `attempt` for each index, in threads.
+
+        If this is interrupted, the threads' episodes are given up, and the agents' own code gets a few seconds to end.
+        """
         agents = threads.AgentThreads(indices, lambda index: finished(attempt(index)), workers)
         try:
             agents.run()
@@ -131,10 +133,10 @@ class SwarmClient:
     """A client of one engine. Threads may share it.
 
     `retry_s` is how long a request is retried while the server is away or busy. `engine` is for hives that train
-    several models. `api_key` is for hives that require one: their client key, or their admin key to also start and stop
-    engines. It may be part of the address (`http://host:10086/k/<key>`), or come from `$BOMBUS_ADMIN_KEY` or
-    `$BOMBUS_CLIENT_KEY`. `transport_` and `sleep` are for tests. The errors that methods raise are in
-    `bombus.sdk.errors`.
+    several models. `api_key` is for hives that require one: either their client key or, to start and stop engines as
+    well, their admin key. It may also be part of the address (`http://host:10086/k/<key>`), or come from
+    `$BOMBUS_ADMIN_KEY` or `$BOMBUS_CLIENT_KEY`. `transport_` and `sleep` are for tests. The errors that methods raise
+    are in `bombus.sdk.errors`.
     """
 
     def __init__(  # noqa: PLR0913 - the options of a client
@@ -176,7 +178,7 @@ class SwarmClient:
 
     @property
     def lost_episodes(self) -> Counter[str]:
-        """How many episodes of groups were lost, by error type. The caller may replace the counter."""
+        """Return how many episodes of groups were lost, by error type. The caller may replace the counter."""
         return self._playing.lost
 
     @lost_episodes.setter
@@ -189,8 +191,10 @@ class SwarmClient:
 
     @property
     def missed_at(self) -> float:
-        """When the hive last gave no reply, a 502 to 504, or a 500 without a code, as `time.monotonic` seconds, or
-        minus infinity if it never did."""
+        """Return when the hive last failed to reply, or replied with a 502 to 504 or a 500 without a code.
+
+        The time is in `time.monotonic` seconds, or minus infinity if this has never happened.
+        """
         return self._core.missed_at
 
     def close(self) -> None:
@@ -262,13 +266,14 @@ class SwarmClient:
         max_workers: int | None = None,
         auto_retry: bool = True,
     ) -> list[T | None]:
-        """Call `func(task)` for every task, many at once, and return the results in the order of the tasks.
+        """Call `func(task)` for every task, many at the same time, and return the results in the order of the tasks.
 
         `func` begins and ends its own episode. With `auto_retry`, a call that raises is repeated up to twice, after a
-        pause. Raises `EpisodesFailed` once all are done, if some failed for good.
+        pause. Raises `EpisodesFailed` once all tasks are done if some of them failed for good.
 
         If it is interrupted (Ctrl-C), the episodes that `func` has begun are aborted, and every operation of this
-        client in `func` raises `KeyboardInterrupt`. Code in `func` that keeps running is waited for only a few seconds.
+        client in `func` raises `KeyboardInterrupt`. Code in `func` that keeps running is given only a few seconds to
+        end.
         """
         return _carried_out(self._playing.run_tasks(tasks, func, max_workers, auto_retry))
 
@@ -284,14 +289,15 @@ class SwarmClient:
         sampler: str = "",
         replace_infra: int = 0,
     ) -> list[WorkflowOutput | None]:
-        """Run `n` episodes of one task: claim them in one request, run them at once, and end them in one request.
+        """Run `n` episodes of one task: claim them in one request, run them at the same time, and end them in one
+        request.
 
         `func(task, credentials)` returns the outcome or just the reward; it may be a coroutine function. An episode
         whose agent raises is aborted (for an `InfraError`, as an infrastructure failure), and its result is None. Up to
         `replace_infra` episodes that failed because of infrastructure, or that the hive took back, are replaced by new
         episodes, so that a broken environment leaves no hole in the group. Episodes that are done, or wait for one of
         `max_workers`, are kept alive while others run. Lost episodes are logged, and counted by error type in
-        `lost_episodes`. Raises `EpisodesFailed` if all fail.
+        `lost_episodes`. Raises `EpisodesFailed` if all of them fail.
         """
         claim = partial(
             self._core.begin_episodes,

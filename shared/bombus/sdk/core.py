@@ -1,8 +1,8 @@
-"""The operations of a client on its engine. Each is written once, for clients in threads and on event loops.
+"""The operations of a client on its engine, each written once for both threads and event loops.
 
 They are coroutines that wait only in their `Exchange`. The exchange of `AsyncSwarmClient` waits in the caller's loop.
-That of `SwarmClient` blocks the caller's thread, so that each operation completes the first time that it is resumed
-(`finished`).
+The exchange of `SwarmClient` blocks the caller's thread, so each operation completes the first time it is resumed (see
+`finished`).
 """
 
 import itertools
@@ -64,16 +64,16 @@ from bombus.sdk.types import (
 
 log = logging.getLogger("bombus")
 
-CLAIM_WAIT_S = 20.0  # how long the server holds a claim before it answers
-CLAIM_PAUSE_S = 1.0  # before the next claim, if the server did not wait
+CLAIM_WAIT_S = 20.0  # how long the server waits to grant a claim before it answers
+CLAIM_PAUSE_S = 1.0  # pause before the next claim if the server did not wait
 THROTTLE_PAUSE_S = 2.0
-REPLACE_WAIT_S = 60.0  # for an episode in place of a lost one
+REPLACE_WAIT_S = 60.0  # wait for an episode in place of a lost one
 POLL_S = 0.5
 USAGE_PAUSE_S = 0.2
-CALL_COUNTED_S = 2.0  # the longest time between a call's answer and its being counted
+CALL_COUNTED_S = 2.0  # the longest time from a call's answer until the call is counted
 START_TIMEOUT_S = 600.0
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.25, 10.0
-READ_AT_ONCE = 256  # ended episodes: the server returns as many of them as fit
+READ_AT_ONCE = 256  # ended episodes in one request; the server returns as many as fit
 TAKEN_AT_ONCE = 1024
 
 OFFLINE, BOOTING, ROLLING = "ENGINE.OFFLINE", "ENGINE.BOOTING", "ENGINE.ROLLING"
@@ -98,7 +98,7 @@ class Exchange(Protocol):
         ...
 
     def note_claimed(self, episodes: Sequence[str]) -> None:
-        """Note that these episodes were claimed. They are given back if the program is interrupted."""
+        """Record that these episodes were claimed. They are given back if the program is interrupted."""
         ...
 
 
@@ -116,8 +116,8 @@ def finished(operation: Coroutine[Any, Any, T]) -> T:
 class ClientCore:
     """The operations of one client on its engine. Safe to use from many threads.
 
-    `server_url` is the hive's, without an engine's prefix. `claimed` contains the client's episodes, and its clock.
-    `jitter` returns numbers from 0 to 1. `on_claimed` is called with the seconds of silence after which the hive
+    `server_url` is the hive's address, without an engine's prefix. `claimed` contains the client's episodes, and its
+    clock. `jitter` returns numbers from 0 to 1. `on_claimed` is called with the seconds of silence after which the hive
     considers this client dead; without it, the client does not send heartbeats.
     """
 
@@ -145,7 +145,7 @@ class ClientCore:
         self._reached = False  # whether the server has ever replied
         self._waiting = False  # whether the server has stopped replying
         self._suspended = ""  # the reason that was last logged
-        self._started_tasks: list[str] = []  # begun by this client, for throttling
+        self._started_tasks: list[str] = []  # tasks begun by this client, for throttling
         self._may_touch = True  # whether the hive supports heartbeats of clients
 
     @property
@@ -154,8 +154,10 @@ class ClientCore:
 
     @property
     def missed_at(self) -> float:
-        """When the hive last gave no reply, a 502 to 504, or a 500 without a code, as `time.monotonic` seconds, or
-        minus infinity if it never did."""
+        """Return when the hive last failed to reply, or replied with a 502 to 504 or a 500 without a code.
+
+        The time is in `time.monotonic` seconds, or minus infinity if this has never happened.
+        """
         return self._missed_at
 
     # ---- requests ---------------------------------------------------------------------------------------------
@@ -163,8 +165,10 @@ class ClientCore:
     async def _request(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = GENERAL_TIMEOUT_S
     ) -> dict[str, Any]:
-        """Send a request until there is a reply, with backoff. All attempts have the same id, so that a command whose
-        reply was lost is not carried out twice."""
+        """Send a request until there is a reply, with backoff.
+
+        All attempts have the same id, so that a command whose reply was lost is not carried out twice.
+        """
         if method == "POST":
             request = posted(path, body or {}, timeout_s)
         else:
@@ -192,13 +196,13 @@ class ClientCore:
         raise AssertionError("unreachable")
 
     async def _post(self, path: str, body: Mapping[str, Any], timeout_s: float = GENERAL_TIMEOUT_S) -> dict[str, Any]:
-        """Send a command of this client, and return the reply."""
+        """Send one of this client's commands, and return the reply."""
         return await self._request("POST", path, {"client_uuid": self.client_uuid, **body}, timeout_s)
 
     async def _command(
         self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = START_TIMEOUT_S
     ) -> None:
-        """Send a command that the engine may refuse because of its phase. Raises `WrongPhase`."""
+        """Send a command that the engine may refuse because of its phase. Raises `WrongPhase` if it does."""
         reply = await self._request("POST", path, body, timeout_s)
         if not reply.get("success"):
             raise WrongPhase(str(reply.get("failure_reason", "")), str(reply.get("code", "")), 200)
@@ -230,14 +234,15 @@ class ClientCore:
     ) -> tuple[str, Credentials]:
         """Claim an episode, waiting until there is one. Returns its id and the credentials that an agent needs.
 
-        The server aborts it after `discard_episode_timeout` seconds without a call or a touch, by default 240 or two
-        steps of the engine, whichever is longer. It also aborts it if this process has been silent for the job's
-        `collection.client_silence_s`, regardless of that timeout. After `max_episode_time` seconds (default: twice
-        `discard_episode_timeout`), `end_episode` aborts it instead of ending it. Raises `EngineOffline`, and
-        `NoEpisode` after `max_wait_s`.
+        The server aborts the episode after `discard_episode_timeout` seconds without a call or a touch, by default 240
+        seconds or two steps of the engine, whichever is longer. Regardless of that timeout, it also aborts the episode
+        if this process has been silent for the job's `collection.client_silence_s`. After `max_episode_time` seconds
+        (default: twice `discard_episode_timeout`), `end_episode` aborts it instead of ending it. Raises
+        `EngineOffline`, or `NoEpisode` after `max_wait_s`.
 
         If you train with your own loop (docs/training.md), `sampler` is the path of the saved model that the episode
-        plays with, as returned by `save_weights_for_sampler`, or `base`; `take_datums` returns the data to train on.
+        plays with, as returned by `save_weights_for_sampler`, or `base`. `take_datums` then returns the data to train
+        on.
         """
         task_id = ""
         if throttle_policy is not None and episode_type == "train":
@@ -283,8 +288,10 @@ class ClientCore:
     async def _claim(
         self, path: str, abort_path: str, body: dict[str, Any], idle_s: float | None, max_wait_s: float | None
     ) -> dict[str, Any]:
-        """Send a claim until it is granted, and return the reply. If this is interrupted, the claimed episodes are
-        aborted."""
+        """Send a claim until it is granted, and return the reply.
+
+        If this is interrupted, the claimed episodes are aborted.
+        """
         body = {"client_uuid": self.client_uuid, "claim_id": uuid.uuid4().hex, **body}
         if idle_s is not None:
             body["discard_episode_timeout"] = float(idle_s)
@@ -303,8 +310,10 @@ class ClientCore:
             raise
 
     async def _granted(self, path: str, body: dict[str, Any], max_wait_s: float | None) -> dict[str, Any]:
-        """Send a claim until it is granted, and return the reply. On return, `body` contains the id and the wait times
-        of the last attempt."""
+        """Send a claim until it is granted, and return the reply.
+
+        On return, `body` contains the id and the wait times of the last attempt.
+        """
         began = self._clock()
         while True:
             attempt_at = self._clock()
@@ -319,7 +328,7 @@ class ClientCore:
                     continue
                 if error.code != Code.OTHER_CLAIM:
                     raise
-                body["claim_id"] = uuid.uuid4().hex  # the reply was lost until the server took the claim back
+                body["claim_id"] = uuid.uuid4().hex  # the reply was lost, and the server has taken the claim back
                 continue
             if reply.get("success"):
                 return reply
@@ -336,8 +345,9 @@ class ClientCore:
     async def _give_back(self, path: str, abort_path: str, body: dict[str, Any]) -> None:
         """Abort the episodes of a claim whose caller was interrupted before the reply arrived.
 
-        The server grants a claim id only once, so that repeating the claim returns what the lost reply contained. Each
-        request is tried once: an interrupted program is about to exit, and episodes left open are aborted once idle.
+        The server grants a claim id only once, so repeating the claim returns what the lost reply contained. Each
+        request is tried only once: an interrupted program is about to exit, and episodes left open are aborted once
+        idle.
         """
         send = self._exchange.send
         reply = await send(posted(path, body | {"wait_s": 0.0, "waited_s": 0.0}, GIVE_BACK_S))
@@ -348,7 +358,7 @@ class ClientCore:
     def _credentials(
         self, episode: Mapping[str, str], model: str, at: str = "", version: int | None = None
     ) -> Credentials:
-        """Return the credentials that an agent needs; `at` is the hive's address if that is not the client's own."""
+        """Return the credentials that an agent needs. `at` is the hive's address if the client has a different one."""
         return Credentials(
             base_url=(at or self.server_url) + urlsplit(episode["openai_base_url"]).path,
             api_key=episode["openai_api_key"],
@@ -365,14 +375,14 @@ class ClientCore:
         lifetime_s: float | None,
         **kinds: bool,
     ) -> None:
-        """Record the episodes that a reply has granted, and how long they may last."""
+        """Record the episodes granted by a reply, and how long they may last."""
         idle_s = idle_s or float(reply.get("discard_episode_timeout", IDLE_S))
         episodes = [one.episode_uuid for one in claimed]
         self.claimed.note(episodes, idle_s, lifetime_s, **kinds)
         self._exchange.note_claimed(episodes)
 
     async def _throttled(self, policy: ThrottlePolicy) -> None:
-        """Wait until this client may start the policy's task, and record that it has started it."""
+        """Wait until this client may start the policy's task, and record that it has started."""
         while True:
             stat = await self.get_rollout_stat()
             with self._lock:
@@ -406,13 +416,13 @@ class ClientCore:
         self.claimed.ended([episode for _, episode, _ in ends if episode not in late])
 
     async def abort_episode(self, episode_uuid: str, *, failure: FailureKind | None = None, detail: str = "") -> None:
-        """Abort an episode. `failure` says what failed; without it nothing has, and the episode is not needed."""
+        """Abort an episode. `failure` says what failed; omit it if nothing did and the episode is just not needed."""
         await self.abort_episodes([episode_uuid], failure=failure, detail=detail)
 
     async def abort_episodes(
         self, episode_uuids: Sequence[str], *, failure: FailureKind | None = None, detail: str = ""
     ) -> None:
-        """Abort episodes. Nothing changes for those that are already over."""
+        """Abort episodes. Those that are already over are not changed."""
         if not episode_uuids:
             return
         body = self.claimed.abort_body(episode_uuids, failure, detail)
@@ -420,7 +430,7 @@ class ClientCore:
         self.claimed.over(episode_uuids)
 
     async def _report(self, path: str, body: dict[str, Any], ends: Sequence[dict[str, Any]]) -> None:
-        """Report the `ends` in a body. A hive that is older than this client does not get their kinds of failure."""
+        """Report the `ends` in a body. They are sent without kinds of failure if the hive is older than this client."""
         try:
             await self._post(path, body)
         except SwarmError as error:
@@ -437,12 +447,12 @@ class ClientCore:
         """Return the tokens of ended episodes of a training-operations run as data for a loss, and release the
         episodes.
 
-        By default these are all episodes that this client has begun with a `sampler`, has ended, and has not taken
+        By default, these are all episodes that this client has begun with a `sampler`, has ended, and has not taken
         before. Each is compared with the others of its task and sampler taken in the same call, by default as its
         reward minus their mean. If several calls run at the same time, each episode is taken by only one of them.
         """
         compared = Estimator(estimator)
-        datums_of((), compared)  # refuses an unusable estimator before anything is taken
+        datums_of((), compared)  # raises for an unusable estimator before anything is taken
         ours = self.claimed.begin_taking(episode_uuids)
         try:
             return await self._taken(ours, compared)
@@ -456,16 +466,15 @@ class ClientCore:
         for first in range(0, len(names), TAKEN_AT_ONCE):
             try:
                 await self._post("/take_ended_episodes", {"episode_uuids": names[first : first + TAKEN_AT_ONCE]})
-            except SwarmError as error:  # their tokens have been read: the server's copies will expire
+            except SwarmError as error:  # the tokens have been read, and the server's copies will expire
                 log.warning("episodes whose data were read stay on the server until they expire: %s", error)
         self.claimed.taken(episodes)
         return datums
 
     async def _read_ended(self, episodes: list[str]) -> tuple[list[EndedEpisode], list[str]]:
-        """Read ended episodes, in as many requests as necessary. Return them, and the ids of those whose calls are
-        lost.
+        """Read ended episodes, in as many requests as necessary.
 
-        Episodes without data are logged with a warning.
+        Returns them, and the ids of those whose calls are lost. Episodes without data are logged with a warning.
         """
         found: list[EndedEpisode] = []
         lost: list[str] = []
@@ -480,7 +489,7 @@ class ClientCore:
             except (msgspec.MsgspecError, KeyError, TypeError) as error:
                 raise ServerFault(f"The server's reply contains no ended episodes: {error}") from error
             if len(rest) >= len(asked):
-                raise ServerFault("The server left all of the requested episodes for another request.")
+                raise ServerFault("The server returned none of the requested episodes.")
             for episode, why in missing.items():
                 log.warning("episode %s gives no data: %s", without_secret(episode), why)
             left = rest + later
@@ -489,13 +498,13 @@ class ClientCore:
     # ---- open episodes ----------------------------------------------------------------------------------------
 
     async def touch_episodes(self, episode_uuids: Sequence[str]) -> list[str]:
-        """Keep these episodes from going idle. Returns those that have ended."""
+        """Keep these episodes from going idle. Returns the episodes that have ended."""
         if not episode_uuids:
             return []
         return list((await self._post("/touch_episodes", {"episode_uuids": list(episode_uuids)}))["over"])
 
     async def watch_episodes(self, episode_uuids: Sequence[str]) -> dict[str, EpisodeUsage]:
-        """Keep these episodes from going idle. Returns the usage so far of those that are still open."""
+        """Keep these episodes from going idle. Returns the usage so far of those still open."""
         reply = await self._post("/touch_episodes", {"episode_uuids": list(episode_uuids)})
         if "used" not in reply:
             raise ServerFault("The hive is older than this client: it does not report the usage of episodes.")
@@ -504,8 +513,8 @@ class ClientCore:
     async def episode_usage(self, episode_uuid: str) -> EpisodeUsage | None:
         """Return an episode's usage after its agent's last call, or None if the episode is over.
 
-        A call is counted a moment after it was answered. So this polls until two results are equal, and for longer if
-        there is no call at all.
+        A call is counted a moment after it was answered, so this polls until two results are equal, and for longer if
+        no call has been counted.
         """
         began = self._clock()
         before: EpisodeUsage | None = None
@@ -521,8 +530,10 @@ class ClientCore:
         return bool((await self._post("/can_continue_episode", {"episode_uuid": episode_uuid}))["can_continue"])
 
     async def replay_latest_llm_call(self, episode_uuid: str = "") -> dict[str, Any]:
-        """Return `{input, output}` of the newest complete call of an episode, or, with the admin key and no id, of all
-        episodes."""
+        """Return `{input, output}` of an episode's newest complete call.
+
+        With the admin key and no id, it is the newest of all episodes.
+        """
         return await self._request("POST", "/replay_latest_llm_call", {"episode_uuid": episode_uuid})
 
     # ---- the engine -------------------------------------------------------------------------------------------
@@ -545,7 +556,7 @@ class ClientCore:
         return PoolInformation.model_validate(await self._request("GET", path))
 
     async def sync_train_config(self, agent_jet_job: JobLike) -> None:
-        """Configure the engine, which must be OFFLINE, with a job. Raises `BadConfig`, `WrongPhase`.
+        """Configure the engine, which must be OFFLINE, with a job. Raises `BadConfig` or `WrongPhase`.
 
         Keys of the job that have no effect are logged.
         """
@@ -572,12 +583,12 @@ class ClientCore:
         await self.wait_for_status(OFFLINE)
 
     async def resume_engine(self) -> None:
-        """Let a suspended run continue, once the cause is gone. Raises `WrongPhase` if the engine runs no job."""
+        """Let a suspended run continue after its cause is gone. Raises `WrongPhase` if the engine runs no job."""
         await self._command("/resume_engine")
         self._suspended = ""
 
     def _warn_of_suspension(self, reply: Mapping[str, Any]) -> None:
-        """Log once per reason that the run is suspended: waiting clients then depend on the operator."""
+        """Log each reason for a suspension of the run once, as waiting clients then depend on the operator."""
         why = str(reply.get("suspended", ""))
         if why not in ("", self._suspended):
             log.warning("the run is suspended: %s", why)
@@ -585,7 +596,7 @@ class ClientCore:
         self._suspended = why
 
     async def wait_for_status(self, wanted: str, timeout_s: float = 3600.0) -> None:
-        """Wait until the engine is in this phase. Raises `EngineOffline` if it goes OFFLINE, and `TimeoutError`.
+        """Wait until the engine is in this phase. Raises `EngineOffline` if it goes OFFLINE, or `TimeoutError`.
 
         If its run is suspended, each reason is logged once.
         """
@@ -607,10 +618,10 @@ class ClientCore:
     async def auto_sync_train_config_and_start_engine(
         self, agent_jet_job: JobLike, force_restart: bool = False
     ) -> None:
-        """Bring the engine to ROLLING: start it with this job if it is OFFLINE, else join the running job.
+        """Bring the engine to ROLLING: start it with this job if it is OFFLINE, otherwise join the running job.
 
-        If the running job differs, this logs a warning, or raises `OtherModel` if it trains another model.
-        `force_restart` stops it and starts this one.
+        If the running job differs from this one, log a warning, or raise `OtherModel` if it trains another model. With
+        `force_restart`, stop the running job and start this one instead.
         """
         job = job_document(agent_jet_job)
         if force_restart:
@@ -637,8 +648,11 @@ class ClientCore:
             log.info("the engine at %s is ROLLING; watch it with `bombus overwatch`", self.server_url)
 
     async def _join(self, job: JobLike) -> None:
-        """Join the running job. Raises `OtherModel`. Any other difference is only a warning, because the clients of one
-        engine need not agree on settings that do not concern them, such as the learning rate."""
+        """Join the running job. Raises `OtherModel` if it trains another model.
+
+        Any other difference is only a warning, because the clients of one engine need not agree on settings that do not
+        concern them, such as the learning rate.
+        """
         reply = await self._request("POST", "/compare_train_config", _job_body(job))
         differences: dict[str, Any] = reply["differences"]
         if not differences:
@@ -653,7 +667,8 @@ class ClientCore:
         await self._command("/agree_sync_weight", {"client_uuid": self.client_uuid}, GENERAL_TIMEOUT_S)
 
     async def push_verbose_log(self, tag: str, message: str) -> bool:
-        """Write a line to the server's log. Returns False if it was dropped because too many came within a second."""
+        """Write a line to the server's log. Returns False if it was dropped because too many lines came within a
+        second."""
         return bool((await self._request("POST", "/push_verbose_log", {"tag": tag, "message": message}))["success"])
 
 
@@ -663,8 +678,8 @@ def _job_body(job: JobLike) -> dict[str, Any]:
 
 
 def _where_it_goes_on(url: str, reply: Mapping[str, Any]) -> str:
-    """Describe the step at which this program continues an engine started by another one, and the episodes already
-    pooled."""
+    """Describe how this program continues an engine that is already running: after which step, and with which pooled
+    episodes."""
     left = reply.get("pool_episodes", 0)
     pool = f", and the next batch begins with {left} ended episodes of its pool" if left else ""
     return (
@@ -674,7 +689,7 @@ def _where_it_goes_on(url: str, reply: Mapping[str, Any]) -> str:
 
 
 def _describe_differences(url: str, differences: dict[str, Any]) -> str:
-    """Describe how a job differs from the running one, and how to train it instead."""
+    """Describe how a job differs from the running one, and how to train the new one instead."""
     first = sorted(differences, key=lambda name: name != MODEL)[:DIFFERENCES_SHOWN]
     shown = [f"{name} is {differences[name]['running']!r}, not {differences[name]['wanted']!r}" for name in first]
     more = f", and {len(differences) - len(first)} more" if len(differences) > len(first) else ""
@@ -685,14 +700,16 @@ def _describe_differences(url: str, differences: dict[str, Any]) -> str:
 
 
 def check_task(task: Task) -> None:
-    """Raise `NoTaskId` for a task without an id, with which no episode can be ended."""
+    """Raise `NoTaskId` if a task has no id, because no episode of it could be ended."""
     if not task.task_id:
         raise NoTaskId("task.task_id is empty: episodes are compared within a task, so it needs an id")
 
 
 def end_body(task: Task, episode: str, output: WorkflowOutput | BaseModel) -> dict[str, Any]:
-    """Return the request body that reports an episode's end (see `reports`). Raises `NoTaskId` for a task without an
-    id."""
+    """Return the request body that reports an episode's end (see `reports`).
+
+    Raises `NoTaskId` if the task has no id.
+    """
     check_task(task)
     given = {name: getattr(output, name, None) for name in ("metadata", "log_metrics", "is_success")}
     report = msgspec.structs.asdict(read_report(**given))
@@ -710,7 +727,7 @@ def end_body(task: Task, episode: str, output: WorkflowOutput | BaseModel) -> di
 
 
 def warn_of_late(episodes: Iterable[str]) -> None:
-    """Log which episodes have lasted too long, by the names that are safe to show."""
+    """Log which episodes have lasted too long, using names that are safe to show."""
     log.warning(
         "%s lasted longer than max_episode_time: aborted instead of ended. Begin with a longer "
         "discard_episode_timeout, or pass max_episode_time.",
@@ -719,8 +736,10 @@ def warn_of_late(episodes: Iterable[str]) -> None:
 
 
 def _granted_ids(reply: ServerReply) -> list[str]:
-    """Return the episodes granted by a claim's reply, including parts of multi-model ones, or none if it cannot be
-    read."""
+    """Return the episodes granted by a claim's reply, or none if it cannot be read.
+
+    They include the parts of multi-model episodes.
+    """
     try:
         granted = object_of(reply)
         parts = [part for episode in granted.get("multi_model_episodes", ()) for part in episode.values()]

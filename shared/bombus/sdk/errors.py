@@ -1,16 +1,26 @@
 """The errors of a client.
 
-SwarmError every refusal: `code` (stable), `status` (HTTP) and a sentence that says what to do ├── ServerUnreachable the
-server did not reply, however often the request was retried ├── ServerBusy the server was busy, however often the
-request was retried ├── BadRequest the request itself is wrong │ ├── BadConfig the job in it is wrong │ └── BadReward
-the reward in it is wrong ├── Unauthorized the key is missing, wrong or expired ├── WrongPhase the engine is not in a
-phase that allows this │ ├── EngineOffline the engine is not running; if its run failed, the sentence says why │ └──
-OtherModel the engine is running, but trains a different model than the job names ├── NoEpisode no episode became free
-in time ├── EpisodeGone the episode is over, or never existed ├── NotYourEpisode another client holds the episode ├──
-OtherOutcome the episode has already ended with another outcome └── ServerFault the server failed; its log says more
+    SwarmError              every refusal: `code` (stable), `status` (HTTP) and a sentence that says what to do
+    ├── ServerUnreachable   the server did not reply, however often the request was retried
+    ├── ServerBusy          the server was busy, however often the request was retried
+    ├── BadRequest          the request itself is wrong
+    │   ├── BadConfig       the job in it is wrong
+    │   └── BadReward       the reward in it is wrong
+    ├── Unauthorized        the key is missing, wrong or expired
+    ├── WrongPhase          the engine is not in a phase that allows this
+    │   ├── EngineOffline   the engine is not running; if its run failed, the sentence says why
+    │   └── OtherModel      the engine is running, but trains a different model than the job names
+    ├── NoEpisode           no episode became free in time
+    ├── EpisodeGone         the episode is over, or never existed
+    ├── NotYourEpisode      another client holds the episode
+    ├── OtherOutcome        the episode has already ended with another outcome
+    └── ServerFault         the server failed; its log says more
 
-NoTaskId a task has no id InfraError raised by an agent's code: something broke, and the model is not to blame
-EpisodesFailed some of many runs failed for good; the error contains the results of the others
+Three other errors do not come from the hive:
+
+    NoTaskId                a task has no id
+    InfraError              raised by an agent's code: something broke, and the model is not to blame
+    EpisodesFailed          some of many runs failed for good; the error contains the results of the others
 """
 
 from typing import Any
@@ -88,10 +98,10 @@ class ServerFault(SwarmError):
 
 
 class InfraError(BombusError):
-    """An agent raises this if something broke and the model is not to blame: the episode is aborted, not scored.
+    """Raised by an agent if something broke and the model is not to blame: the episode is aborted, not scored.
 
-    `kind` says what broke. By default it is the tool or the reward of a plain class that raises this, or else the
-    environment.
+    `kind` says what broke. By default, it is the tool or the reward if the code of a tool or reward class raises this,
+    and otherwise the environment.
     """
 
     failure: FailureKind | None = None
@@ -102,13 +112,15 @@ class InfraError(BombusError):
             self.failure = FailureKind(kind)
 
     def attribute_to(self, kind: FailureKind) -> None:
-        """Give this error a kind, unless it has one."""
+        """Give this error a kind, unless it already has one."""
         self.failure = self.failure or kind
 
 
 class EpisodesFailed(BombusError):
-    """Raised after many runs. `results` contains None for each that failed; `failures` maps their indices to the
-    errors."""
+    """Raised after many runs if some of them failed for good.
+
+    `results` contains None for each run that failed, and `failures` maps the indices of these runs to their errors.
+    """
 
     def __init__(self, results: list[Any], failures: dict[int, Exception]) -> None:
         first = next(iter(failures.values()))

@@ -1,4 +1,4 @@
-"""A group of episodes of one task: which are ended, which are aborted, and which are replaced.
+"""A group of episodes of one task: which of them are ended, which are aborted, and which are replaced.
 
 Both clients use it, for single and multi-model episodes.
 """
@@ -29,7 +29,7 @@ from bombus.sdk.types import Credentials, MultiModelEpisode, Task, WorkflowOutpu
 
 log = logging.getLogger("bombus")
 
-KEEP_LEAST_S = 0.1  # between two touches, however short the idle limit is
+KEEP_LEAST_S = 0.1  # least time between two touches, however short the idle limit is
 REFUSED = (BadRequest, NotYourEpisode, OtherOutcome)  # refusals that concern only one report of the group
 
 ClaimT = TypeVar("ClaimT", bound=Credentials | MultiModelEpisode)
@@ -42,7 +42,7 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
     """The episodes of a group, one per place, and their results. Threads may share it.
 
     Up to `replace_infra` episodes that were lost to infrastructure or taken back by the hive are replaced. `lost`
-    counts all lost episodes by error type, including replaced ones. `claim(n, max_wait_s=)` claims `n` more.
+    counts all lost episodes by error type, including those that were replaced. `claim(n, max_wait_s=)` claims `n` more.
     """
 
     def __init__(
@@ -65,8 +65,10 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
         return len(self._claimed)
 
     def begin(self, index: int) -> ClaimT:
-        """Return the newest episode in a place, whose agent begins now. Its time limit is extended by the time that it
-        waited."""
+        """Return the newest episode in a place, whose agent begins now.
+
+        Its time limit is extended by the time it has waited.
+        """
         claimed = self._claimed[index]
         if (since := self._waiting.pop(index, None)) is not None:
             self._core.claimed.extend(self._ids(claimed), self._core.claimed.clock() - since)
@@ -74,19 +76,19 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
 
     @property
     def episodes(self) -> list[str]:
-        """The newest episode in each place, one for each of its engines."""
+        """Return the ids of the newest episode in each place, one id per engine."""
         return [episode for one in self._claimed for episode in self._ids(one)]
 
     @property
     def keep_every_s(self) -> float:
-        """How often to call `keep`, so that no finished or waiting episode goes idle."""
+        """Return how often to call `keep`, so that no finished or waiting episode goes idle."""
         return min(running.KEEP_FINISHED_S, max(KEEP_LEAST_S, self._core.claimed.shortest_idle_s / 3))
 
     def succeeded(self, index: int, given: GivenT) -> None:
         """Record an agent's result.
 
-        Raises `ValueError` or `BadReward` for a result with which no episode can be ended, and `EpisodeGone` if the
-        agent took too long: its episode would be aborted instead of ended.
+        Raises `ValueError` or `BadReward` if no episode can be ended with this result, and `EpisodeGone` if the agent
+        took too long, because its episode would then be aborted instead of ended.
         """
         claimed = self._claimed[index]
         result = self._checked(claimed, given)
@@ -108,7 +110,7 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
     # ---- operations ---------------------------------------------------------------------------------------------
 
     async def replace(self, index: int) -> bool:
-        """Claim another episode in place of one that failed. Returns whether there is one to be played."""
+        """Claim another episode in place of one that failed. Returns whether there is a new episode to play."""
         with self._lock:
             if not self._is_replaceable(index):
                 return False
@@ -133,8 +135,8 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
         """End the episodes whose agents are done, together, and abort the others.
 
         An episode that the hive has taken back, or whose report it refuses, is lost without affecting the others. If
-        lost episodes are to be replaced, nothing has been ended yet: this returns their places, and must be called
-        again after they were replayed.
+        lost episodes are to be replaced, this returns their places before anything has been ended, and must be called
+        again after they were played again.
         """
         while done := self._done():
             try:
@@ -153,7 +155,7 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
         for index in self.failures:
             try:
                 await self._abort(index)
-            except SwarmError as error:  # the reports of the others have reached the hive, and are not affected
+            except SwarmError as error:  # the other reports have reached the hive, and are not affected
                 log.warning("%s could not be aborted, and will end once idle: %s", self._claimed[index].episode, error)
         return []
 
@@ -207,7 +209,7 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
 
     @abstractmethod
     async def _touch(self, places: Sequence[int]) -> list[int]:
-        """Keep the episodes in these places from going idle. Returns the places of those that have ended."""
+        """Keep the episodes in these places from going idle. Returns the places of episodes that have ended."""
 
 
 class SingleGroup(GroupRun[Credentials, AgentResult, WorkflowOutput]):

@@ -1,4 +1,4 @@
-"""A client's heartbeat: shows the hive that the client's process is alive, and aborts its open episodes at a clean
+"""A client's heartbeat: tells the hive that the client's process is alive, and aborts its open episodes at a clean
 exit."""
 
 import atexit
@@ -18,8 +18,8 @@ from bombus.sdk.requests import NoReply, ServerReply, ServerRequest
 
 THREAD = "bombus-heartbeat"
 BEAT_S = 3.0
-AGAIN_S = 1.0  # after a beat that did not reach the hive
-BEATS = 5  # at least this many within the silence after which the hive considers the client dead
+AGAIN_S = 1.0  # pause after a beat that did not reach the hive
+BEATS = 5  # least number of beats within the silence after which the hive considers the client dead
 
 
 class Heartbeat:
@@ -51,12 +51,12 @@ class Heartbeat:
             self._thread.start()
 
     def beat(self, http: httpx.Client) -> float:
-        """Show that the client is alive, if it has open episodes, and return the seconds until the next beat."""
+        """Tell the hive that the client is alive, if it has open episodes. Return the seconds until the next beat."""
         is_heard = not self._claimed.open() or finished(self._claimed.touch_client(self._every_s, _by(http)))
         return self._every_s if is_heard else min(self._every_s, AGAIN_S)
 
     def end(self) -> None:
-        """Stop, and abort the open episodes. In a fork of the client's process they are left alone."""
+        """Stop, and abort the open episodes. In a fork of the client's process, they are left alone."""
         self._over.set()
         if self._process == os.getpid() and (episodes := self._claimed.open()):
             with httpx.Client(**self._options) as http:
@@ -73,7 +73,8 @@ def _end_at_exit() -> None:
 
 
 def end_each(heartbeats: Sequence[Heartbeat], within_s: float) -> None:
-    """End heartbeats until the time is over, which happens if a hive does not answer; the rest end through silence."""
+    """End heartbeats one by one until the time is up, as it may be if a hive does not answer. The rest end through
+    silence."""
     until = time.monotonic() + within_s
     for heartbeat in heartbeats:
         heartbeat.end()

@@ -51,7 +51,7 @@ KEYWORDS: dict[str, str] = {
 
 
 class JobConfig:
-    """The document of a job."""
+    """A job's document."""
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
@@ -103,7 +103,7 @@ class Job:
         lengths = {name: given[name] for name in LENGTHS if name in given}
         if lengths:
             given |= derive_lengths(lengths, {name: getattr(base.rollout, name) for name in LENGTHS})
-        # A value in the file's own block would otherwise override the keyword.
+        # Otherwise, a value in the file's own block would override the keyword.
         own = own_groups(tree)
         for name, value in given.items():
             group, _, field = AJET_KEYS.get(KEYWORDS[name], "").partition(".")
@@ -134,7 +134,7 @@ class Job:
 
 @runtime_checkable
 class HasConfig(Protocol):
-    """A job object: ours, or AgentJet's, which has the same shape."""
+    """A job object: ours or AgentJet's, which has the same shape."""
 
     @property
     def config(self) -> Any: ...
@@ -156,7 +156,7 @@ def job_document(job: JobLike) -> Tree | str:
 
 
 def _document(run: RunConfig, ajet: Tree, given: Tree, own: Tree) -> Tree:
-    """Write all settings out below `ajet`, so that a reader of that block alone sees the whole job."""
+    """Write all settings below `ajet`, so that a reader of that block alone sees the whole job."""
     effective = run.model_dump(mode="json")
     document = _with(ajet, {})
     for path, value in PASSED_ON.items():
@@ -172,7 +172,7 @@ def _document(run: RunConfig, ajet: Tree, given: Tree, own: Tree) -> Tree:
 
 
 def _left_out(base: RunConfig) -> list[str]:
-    """Return the keys without effect that are outside `ajet`: the job's own document contains only those below it."""
+    """Return the keys without effect that are outside `ajet`. The job's own document contains only those inside it."""
     return [key for key in base.ignored if not key.startswith("ajet.")]
 
 

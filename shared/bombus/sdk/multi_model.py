@@ -1,5 +1,7 @@
-"""The client's operations on multi-model episodes, each of which is one episode on each of several engines of a
-hive."""
+"""The client's operations on multi-model episodes.
+
+A multi-model episode consists of one episode on each of several engines of a hive.
+"""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -9,7 +11,7 @@ from bombus.sdk.core import ClientCore, end_body, warn_of_late
 from bombus.sdk.running import AgentResult, output_of
 from bombus.sdk.types import EpisodeKind, MultiModelEpisode, Task
 
-MultiModelResult = Mapping[str, AgentResult]  # by role: the outcome, or just the reward
+MultiModelResult = Mapping[str, AgentResult]  # maps each role to its outcome, or just the reward
 MultiModelReport = tuple[Task, MultiModelEpisode, MultiModelResult]
 MultiModelAgent = Callable[[Task, MultiModelEpisode], MultiModelResult | Awaitable[MultiModelResult]]
 AsyncMultiModelAgent = Callable[[Task, MultiModelEpisode], Awaitable[MultiModelResult]]
@@ -28,11 +30,11 @@ class HiveCore(ClientCore):
         max_wait_s: float | None = None,
         max_episode_time: float | None = None,
     ) -> MultiModelEpisode:
-        """Claim one episode on each of several engines at once, waiting until all of them have one.
+        """Claim one episode on each of several engines together, waiting until all of them have one.
 
         `engines` names the engine of each role, such as `{"planner": "big", "worker": "small"}`, and the result
-        contains the credentials of each: `episode["planner"]`. The episodes have one outcome: they are ended together,
-        by `end_multi_model_episode`, or aborted together, and activity of one keeps all of them alive. See
+        contains the credentials for each role: `episode["planner"]`. The episodes are ended together by
+        `end_multi_model_episode`, or aborted together, and activity in one of them keeps all of them alive. See
         `begin_episode`; there is no `throttle_policy`, because that divides the batch of one engine among its clients.
         """
         (episode,) = await self.begin_multi_model_episodes(
@@ -105,16 +107,16 @@ class HiveCore(ClientCore):
     async def abort_multi_model_episode(
         self, episode: MultiModelEpisode, *, failure: FailureKind | None = None, detail: str = ""
     ) -> None:
-        """Abort a multi-model episode on all of its engines. `failure` says what failed, if anything has.
+        """Abort a multi-model episode on all of its engines. `failure` says what failed, if anything did.
 
-        If it is already over, nothing changes.
+        If the episode is already over, nothing changes.
         """
         await self._abort_multi_model([episode], failure, detail)
 
     async def _abort_multi_model(
         self, episodes: Sequence[MultiModelEpisode], failure: FailureKind | None = None, detail: str = ""
     ) -> None:
-        first = [episode.episode_uuids[0] for episode in episodes]  # the others are aborted with it
+        first = [episode.episode_uuids[0] for episode in episodes]  # the other parts are aborted with it
         body = self.claimed.abort_body(first, failure, detail)
         await self._report(self.claimed.multi_model_path("abort"), body, [body])
         self._multi_model_over(episodes)
@@ -123,7 +125,7 @@ class HiveCore(ClientCore):
         self.claimed.over([uuid for episode in episodes for uuid in episode.episode_uuids])
 
     async def touch_multi_model_episodes(self, episodes: Sequence[MultiModelEpisode]) -> list[MultiModelEpisode]:
-        """Keep these multi-model episodes from going idle. Returns those that have ended."""
+        """Keep these multi-model episodes from going idle. Returns the episodes that have ended."""
         if not episodes:
             return []
         body = {"episode_uuids": [episode.episode_uuids[0] for episode in episodes]}
@@ -141,6 +143,6 @@ def check_roles(episode: MultiModelEpisode, results: MultiModelResult) -> None:
 
 
 def end_parts(task: Task, episode: MultiModelEpisode, results: MultiModelResult) -> list[dict[str, Any]]:
-    """Return the report of a multi-model episode. Raises `ValueError` like `check_roles`."""
+    """Return the report of a multi-model episode. Raises `ValueError` as `check_roles` does."""
     check_roles(episode, results)
     return [end_body(task, one.episode_uuid, output_of(results[role])) for role, one in episode.credentials.items()]

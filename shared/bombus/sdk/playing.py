@@ -1,4 +1,4 @@
-"""Runs many episodes at once, and groups of them, in threads or on an event loop."""
+"""Runs many episodes at the same time, and groups of them, in threads or on an event loop."""
 
 import threading
 from collections import Counter
@@ -20,14 +20,16 @@ class Runtime(Exchange, Protocol):
     """How a client runs agents, in addition to how it waits (`Exchange`)."""
 
     async def result_of(self, agent: Callable[[], T | Awaitable[T]]) -> T:
-        """Return an agent's result. An error that is not an `Exception`, such as `SystemExit`, is raised as a
-        `RuntimeError`."""
+        """Return an agent's result.
+
+        An error that is not an `Exception`, such as `SystemExit`, is raised as a `RuntimeError`.
+        """
         ...
 
     async def each(
         self, indices: Sequence[int], attempt: Callable[[int], Coroutine[Any, Any, None]], workers: int
     ) -> None:
-        """Call `attempt` for each index, up to `workers` of them at once."""
+        """Call `attempt` for each index, up to `workers` of them at the same time."""
         ...
 
     def beating(
@@ -38,7 +40,7 @@ class Runtime(Exchange, Protocol):
 
 
 class Playing:
-    """Calls agents for tasks, many at once. `lost` counts the lost episodes of groups by error type."""
+    """Calls agents for tasks, many at the same time. `lost` counts the lost episodes of groups by error type."""
 
     def __init__(self, core: HiveCore, runtime: Runtime) -> None:
         self.lost: Counter[str] = Counter()
@@ -63,7 +65,7 @@ class Playing:
                 try:
                     results[index] = await self._runtime.result_of(lambda: func(tasks[index]))
                     break
-                except Exception as error:  # an error of the caller's code must not stop the other tasks
+                except Exception as error:  # an error in the caller's code must not stop the other tasks
                     self._runtime.check()
                     delay = None if running.is_mistake(error) else next(delays, None)
                     running.reports.report(error, f"task {tasks[index].task_id} failed{running.retry_note(delay)}")
@@ -87,14 +89,14 @@ class Playing:
         replace_infra: int,
         max_workers: int | None = None,
     ) -> list[OutcomeT | None]:
-        """Play a group of episodes to the end. If that fails, none of them stays open. See `run_group`."""
+        """Play a group of episodes to the end. If that fails, no episode stays open. See `run_group`."""
         check_task(task)
         group = kind(self._core, task, claim, await claim(n), replace_infra)
 
         async def attempt(index: int) -> None:
             try:
                 group.succeeded(index, await self._runtime.result_of(lambda: func(task, group.begin(index))))
-            except Exception as error:  # an error of the caller's code: the rest of the group continues
+            except Exception as error:  # an error in the caller's code: the rest of the group continues
                 self._runtime.check()
                 group.failed(index, error)
 

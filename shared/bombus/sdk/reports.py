@@ -1,7 +1,7 @@
 """The data reported about an episode besides its reward: metadata, metrics, and whether it was a success.
 
 None of it is used for training, so it must never cost an episode: a value that the log cannot store is converted, or
-only that value is left out, with a warning.
+that value alone is left out, with a warning.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ from bombus.hive.inbox import DEPTH_MAX
 log = logging.getLogger(__name__)
 
 METRICS_MAX = 1024
-NAME_CHARACTERS_MAX = 256  # of a metric's name
-VALUES_MAX = METADATA_BYTES_MAX  # examined in one report: each takes at least one byte
+NAME_CHARACTERS_MAX = 256  # length of a metric's name
+VALUES_MAX = METADATA_BYTES_MAX  # values examined in one report, as each takes at least one byte
 WARNED_MAX = 1024  # places for which a warning is remembered
 SHOWN_CHARACTERS = 100
 _INTEGERS = range(-(1 << 63), 1 << 64)  # representable in MessagePack
@@ -38,7 +38,7 @@ _warned: dict[str, None] = {}
 
 
 class AuxiliaryReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The data on the log about an episode besides its reward."""
+    """The data about an episode that the log stores besides its reward."""
 
     metadata: dict[str, Any]
     log_metrics: dict[str, float]
@@ -61,7 +61,7 @@ class _Reading:
     """Reads one report. `room` is how many more bytes it may take."""
 
     def __init__(self) -> None:
-        self.room = METADATA_BYTES_MAX - 16  # minus the headers of both maps
+        self.room = METADATA_BYTES_MAX - 16  # room for the headers of both maps
         self._values_left = VALUES_MAX
 
     def metadata(self, given: object) -> dict[str, Any]:
@@ -85,8 +85,7 @@ class _Reading:
         return {}
 
     def _entry(self, group: str, key: object, value: object) -> tuple[Any] | None:
-        """Return an entry's value in JSON form in a 1-tuple if there is room for it, else leave it out and return
-        None."""
+        """Return an entry's value in JSON form in a 1-tuple, or None if there is no room and it was left out."""
         found = self._maybe(value, f"{group}.{key}", DEPTH_MAX - 1)
         return found if found and self._has_room(f"{group}.{key}", {_name(key): found[0]}) else None
 
@@ -112,7 +111,7 @@ class _Reading:
                 yield name, number
 
     def _number(self, value: object) -> float | None:
-        """Return a metric as a number, or the mean of several. Return None if that is not a finite number."""
+        """Return a metric as a number, the mean of a list of numbers, or None if the result is not finite."""
         try:
             plain = self._plain(value, "", DEPTH_MAX)
         except _NotPlain:
@@ -134,8 +133,10 @@ class _Reading:
         return None
 
     def _plain(self, value: object, place: str, depth: int) -> Any:
-        """Return a value in JSON form, without those parts of it that have none. Raises `_NotPlain` for the value
-        itself."""
+        """Return a value in JSON form, leaving out those of its parts that have none.
+
+        Raises `_NotPlain` if the value itself has none.
+        """
         self._values_left -= 1
         if self._values_left < 0:
             raise _NotPlain(_TOO_LARGE)
@@ -169,7 +170,7 @@ def _name(key: object) -> str:
 
 
 def _encoded_size(value: object) -> int:
-    """Return the encoded size of a value in bytes, or 0 if it cannot be encoded yet."""
+    """Return a value's encoded size in bytes, or 0 if it cannot be encoded as it is."""
     try:
         return len(_encode(value))
     except (TypeError, ValueError, OverflowError, RecursionError):
@@ -177,7 +178,7 @@ def _encoded_size(value: object) -> int:
 
 
 def _number_of(value: Integral | Real | Decimal) -> int | float | str | None:
-    """Return a number in JSON form, or None if it is not finite. Raises `_NotPlain`."""
+    """Return a number in JSON form, or None if it is not finite. Raises `_NotPlain` if it has no JSON form."""
     try:
         if isinstance(value, Integral):
             return int(value) if int(value) in _INTEGERS else str(int(value))
@@ -189,7 +190,7 @@ def _number_of(value: Integral | Real | Decimal) -> int | float | str | None:
 def _form_of(value: object) -> object:
     """Return a simpler form of an object: the numbers of an array, the fields of a model, the text of a date.
 
-    Raises `_NotPlain`.
+    Raises `_NotPlain` if there is none.
     """
     try:
         if getattr(value, "nbytes", 0) > 8 * METADATA_BYTES_MAX:
@@ -202,26 +203,26 @@ def _form_of(value: object) -> object:
             return msgspec.structs.asdict(value)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        for method in ("tolist", "model_dump"):  # the methods of NumPy and torch, and of pydantic
+        for method in ("tolist", "model_dump"):  # a method of NumPy and torch, and one of pydantic
             if not isinstance(value, type) and callable(getattr(value, method, None)):
                 return getattr(value, method)()
         return msgspec.to_builtins(value)  # dates, UUIDs, enums
     except _NotPlain:
         raise
-    except Exception as error:  # any error of the value's own code means that it has no JSON form
+    except Exception as error:  # any error raised by the value's own code means that it has no JSON form
         raise _NotPlain(f"{_shown(value)} cannot be represented in JSON") from error
 
 
 def _shown(value: object) -> str:
     try:
         text = without_surrogates(repr(value))
-    except Exception:  # the value's own code: the type is enough
+    except Exception:  # raised by the value's own code: showing the type is enough
         return f"a {type(value).__name__}"
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} ..."
 
 
 def _leave_out(place: str, why: str) -> None:
-    """Warn that a value is left out, once for each place."""
+    """Warn that a value is left out, once per place."""
     place = place[:SHOWN_CHARACTERS]
     if place not in _warned:
         _warned[place] = None

@@ -1,4 +1,4 @@
-"""The requests that a client sends to a hive, and the parsing of the replies. Without I/O."""
+"""The requests that a client sends to a hive, and the parsing of the replies. No I/O."""
 
 import uuid
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ class ServerReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NoReply(msgspec.Struct, frozen=True):
-    """The request got no reply: it may or may not have been carried out."""
+    """The request got no reply. It may or may not have been carried out."""
 
     why: str
 
@@ -46,7 +46,7 @@ def posted(path: str, body: Mapping[str, Any], timeout_s: float) -> ServerReques
 
 
 def object_of(reply: ServerReply) -> dict[str, Any]:
-    """Return a reply's JSON object. Raises `ServerFault` if it is not one."""
+    """Return a reply's JSON object. Raises `ServerFault` if the reply is not a JSON object."""
     try:
         return msgspec.json.decode(reply.body, type=dict[str, Any])
     except msgspec.MsgspecError as error:
@@ -58,8 +58,11 @@ def is_success(reply: ServerReply | NoReply) -> TypeGuard[ServerReply]:
 
 
 def is_away(reply: ServerReply | NoReply, error: SwarmError) -> bool:
-    """Return whether the server is temporarily unavailable. A fault reported by the hive has a code: a 500 without one
-    comes from a proxy, or from a server that is shutting down."""
+    """Return whether the server is temporarily unavailable.
+
+    A fault reported by the hive has a code: a 500 without a code comes from a proxy, or from a server that is shutting
+    down.
+    """
     return isinstance(reply, NoReply) or reply.status in AWAY or (reply.status == 500 and not error.code)
 
 

@@ -25,9 +25,9 @@ ATTEMPTS_MAX = 3
 RETRY_FIRST_S = 2.0
 WORKERS_MAX = 64
 UNASKED = "it raised a CancelledError, but it had not been cancelled"
-CANCELLED_S = 5.0  # for a foreign coroutine to end once it was cancelled
-DISTINCT_ERRORS_MAX = 1000  # counted at most
-KEEP_FINISHED_S = 30.0  # between two touches of episodes that wait for the rest of their group
+CANCELLED_S = 5.0  # time for a foreign coroutine to end after it was cancelled
+DISTINCT_ERRORS_MAX = 1000  # number of distinct errors that are counted
+KEEP_FINISHED_S = 30.0  # time between two touches of episodes that wait for the rest of their group
 
 T = TypeVar("T")
 AgentResult = WorkflowOutput | float  # the outcome, or just the reward
@@ -36,7 +36,7 @@ AsyncAgent = Callable[[Task, Credentials], Awaitable[AgentResult]]
 
 
 def output_of(result: AgentResult) -> WorkflowOutput:
-    """Return an agent's result as an outcome. Raises `BadReward`."""
+    """Return an agent's result as an outcome. Raises `BadReward` if it is neither an outcome nor a number."""
     if isinstance(result, WorkflowOutput):
         return result
     try:
@@ -64,7 +64,7 @@ def checked_output(result: AgentResult) -> WorkflowOutput:
         case number:
             numbers = [number]
     for number in numbers:
-        if not abs(number) <= REWARD_MAX:  # also refuses NaN
+        if not abs(number) <= REWARD_MAX:  # also rejects NaN
             raise BadReward(
                 f"the agent returned the reward {number:g}, but its absolute value must be at most {REWARD_MAX:.0e}",
                 Code.BAD_REWARD,
@@ -77,12 +77,12 @@ async def contained(
 ) -> T:
     """Return the result of a foreign coroutine, as `contained_here` does, but run it in a separate task.
 
-    A task group that fails in it can then leave a stray cancellation only in that task, so that a `CancelledError` of
-    the coroutine itself can always be distinguished from a requested cancellation.
+    If a task group fails in the coroutine, it can then leave a stray cancellation only in that task. So a
+    `CancelledError` raised by the coroutine itself can always be distinguished from a requested cancellation.
 
     A cancelled coroutine may still return a result, but an error that it raises does not hide the cancellation. If it
-    keeps running for `CANCELLED_S` after it was cancelled, it is no longer waited for, and `left` is called. If
-    `given_up` is done while it still runs, it is no longer waited for either, and the result of `given_up` is returned.
+    keeps running for `CANCELLED_S` after it was cancelled, this stops waiting for it and calls `left`. If `given_up` is
+    done while the coroutine still runs, this stops waiting too, and returns the result of `given_up`.
     """
     this, before = _cancellations()
     task = asyncio.create_task(contained_here(work))
@@ -101,7 +101,7 @@ async def contained(
             raise
         if await _has_ended(task):
             failure = None if task.cancelled() else task.exception()
-            if isinstance(failure, Exception):  # such as from a tool that wraps any error it catches in its own
+            if isinstance(failure, Exception):  # for example from a tool that wraps any error it catches in its own
                 raise error from failure
             return await task
         name = getattr(work, "__qualname__", type(work).__name__)
@@ -117,7 +117,7 @@ def _leave(task: asyncio.Task[Any]) -> None:
 
 
 async def _has_ended(task: asyncio.Task[Any]) -> bool:
-    """Cancel a task, and return whether it ends in time, even if this is cancelled again while it waits."""
+    """Cancel a task, and return whether it ends in time. Keep waiting even if the caller is cancelled again."""
     deadline = asyncio.get_running_loop().time() + CANCELLED_S
     while not task.done() and (left_s := deadline - asyncio.get_running_loop().time()) > 0:
         task.cancel()
@@ -127,12 +127,14 @@ async def _has_ended(task: asyncio.Task[Any]) -> bool:
 
 
 async def contained_here(work: Awaitable[T], is_stopped: Callable[[], bool] | None = None) -> T:
-    """Return the result of a foreign coroutine. An error that is not an `Exception`, such as a `SystemExit`, becomes a
-    `RuntimeError`. So does a `CancelledError`, such as from a task that it has cancelled and awaited, unless this task
-    was cancelled. A Ctrl-C is raised unchanged.
+    """Return the result of a foreign coroutine, and let only errors through that the caller can handle.
 
-    `is_stopped`, if given, says whether this task was cancelled. By default the task's own cancellation count decides,
-    in which a failed task group may have left a stray cancellation.
+    An error that is not an `Exception`, such as `SystemExit`, becomes a `RuntimeError`. So does a `CancelledError`, for
+    example of a task that the coroutine cancelled and awaited, unless this task was cancelled. A Ctrl-C is raised
+    unchanged.
+
+    If given, `is_stopped` says whether this task was cancelled. By default, the task's own cancellation count decides,
+    although a failed task group may have left a stray cancellation in it.
     """
     this, before = _cancellations()
     try:
@@ -161,7 +163,7 @@ def _cancellations() -> tuple[asyncio.Task[Any], int]:
 
 
 def infra_of(error: Exception) -> Exception:
-    """Return the first error of a group if all of them are infrastructure failures, else the error itself."""
+    """Return the first error of a group if all are infrastructure failures, otherwise the error itself."""
     first: BaseException = error
     if isinstance(error, ExceptionGroup) and error.split(InfraError)[1] is None:
         while isinstance(first, BaseExceptionGroup):
@@ -176,15 +178,14 @@ def is_mistake(error: Exception) -> bool:
 
 
 class ErrorReports:
-    """Logs the first occurrence of each distinct error of the caller's code with its traceback, and counts later
-    ones."""
+    """Logs errors of the caller's code: the first of each kind with its traceback, later ones with a count."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def report(self, error: Exception, what: str) -> None:
-        """Log that something failed: `what` says what failed, and what happens next."""
+        """Log that something failed. `what` says what failed, and what happens next."""
         cause = error.__cause__ if isinstance(error, BombusError) else error  # our own errors say what to do
         with self._lock:
             self._counts[key := _place_of(error)] += 1
@@ -196,16 +197,17 @@ class ErrorReports:
 
 
 def _place_of(error: Exception) -> str:
-    """Return a key that identifies an error: its type, and the line where it was raised, regardless of its text."""
+    """Return a key that identifies an error by its type and the line where it was raised, regardless of its text."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{type(error).__name__} {frames[-1].filename}:{frames[-1].lineno}" if frames else repr(error)
 
 
-reports = ErrorReports()  # shared by all groups and clients of this program, which fail in the same code
+reports = ErrorReports()  # shared by all groups and clients of this program, as they fail in the same code
 
 
 def retry_delays(auto_retry: bool) -> Iterator[float]:
-    """Yield the seconds to wait before each further attempt: a limited number, growing, with some random jitter."""
+    """Yield the seconds to wait before each further attempt: a limited number of growing pauses, with some random
+    jitter."""
     for attempt in range(ATTEMPTS_MAX - 1 if auto_retry else 0):
         yield RETRY_FIRST_S * 2**attempt * (1 + random.random() / 2)
 

@@ -1,4 +1,4 @@
-"""The threads of a client in which agents run, and how they are told that the program was interrupted."""
+"""The threads in which a client runs agents, and how they learn that the program was interrupted."""
 
 import asyncio
 import inspect
@@ -16,7 +16,7 @@ from bombus.sdk.running import contained
 
 T = TypeVar("T")
 
-LEAVE_S = 5.0  # for agents' own code to end once the program is interrupted
+LEAVE_S = 5.0  # time for agents' own code to end after the program is interrupted
 WAKE_S = 1.0  # the main thread acts on a Ctrl-C only when it wakes, if another thread received the signal
 
 
@@ -31,10 +31,9 @@ class Interruption:
         self._on_interrupt: list[Callable[[], object]] = []
 
     def tell(self, end: Callable[[], object] = lambda: None) -> None:
-        """Interrupt all threads, and then end what they wait for with `end`, which runs before any of them starts its
-        cleanup.
+        """Interrupt all threads, then call `end` to end what they are waiting for.
 
-        Otherwise `end` could end the cleanup too.
+        `end` runs before any thread starts its cleanup. Otherwise it could end the cleanup too.
         """
         with self._lock:
             self._interrupted.set()
@@ -47,7 +46,7 @@ class Interruption:
 
     @contextmanager
     def telling(self, call: Callable[[], object]) -> Iterator[None]:
-        """If the program is interrupted while the block runs, call `call` from another thread. It must not block."""
+        """While the block runs, run `call` in another thread if the program is interrupted. It must not block."""
         with self._lock:
             self.check()
             self._on_interrupt.append(call)
@@ -64,7 +63,7 @@ class Interruption:
             raise KeyboardInterrupt
 
     def sleep(self, seconds: float) -> None:
-        """Sleep; if the program is interrupted, wake up and raise `KeyboardInterrupt`."""
+        """Sleep. If the program is interrupted, wake up and raise `KeyboardInterrupt`."""
         self._interrupted.wait(seconds)
         self.check()
 
@@ -94,7 +93,7 @@ def check() -> None:
 
 
 def sleep(seconds: float) -> None:
-    """Sleep like `time.sleep`. In a thread of `AgentThreads`, raise `KeyboardInterrupt` when the program is
+    """Sleep as `time.sleep` does. In a thread of `AgentThreads`, raise `KeyboardInterrupt` if the program is
     interrupted."""
     if _here.interruption is not None:
         _here.interruption.sleep(seconds)
@@ -103,7 +102,7 @@ def sleep(seconds: float) -> None:
 
 
 def note_claimed(episodes: Sequence[str]) -> None:
-    """Note that this thread has claimed these episodes. They are given back if the program is interrupted."""
+    """Record that this thread has claimed these episodes. They are given back if the program is interrupted."""
     if _here.interruption is not None:
         _here.interruption.claimed(episodes)
 
@@ -163,8 +162,10 @@ class AgentThreads:
         ]
 
     def run(self) -> None:
-        """Start the threads, and wait until all indices are done. Raises an attempt's error, or the interruption of
-        this call."""
+        """Start the threads, and wait until all indices are done.
+
+        Raises an attempt's error, or the interruption of this call.
+        """
         for thread in self._threads:
             thread.start()
         for _ in self._threads:

@@ -1,5 +1,4 @@
-"""The HTTP transport of both clients: turns a `ServerRequest` into an httpx request, and a response into a
-`ServerReply`."""
+"""The HTTP transport of both clients, between `ServerRequest` and `ServerReply` on one side and httpx on the other."""
 
 import os
 import socket
@@ -33,7 +32,7 @@ def address(server_url: str, api_key: str | None, environment: Mapping[str, str]
     if url.endswith("/v1"):
         raise ValueError(f"server_url {url!r} is an agent's address: the hive's own is {url.removesuffix('/v1')}")
     if "/" in in_path:
-        raise ValueError(f"server_url {url + mark + '...'!r} must end with its key; an engine has its own argument")
+        raise ValueError(f"server_url {url + mark + '...'!r} must end with its key; pass the engine separately")
     if api_key is None:
         api_key = in_path or environment.get(ADMIN_VARIABLE) or environment.get(CLIENT_VARIABLE, "")
     key = api_key.strip()
@@ -59,15 +58,17 @@ def client_options(server_url: str, engine: str | None, key: str) -> dict[str, A
 
 
 class OpenConnections:
-    """The connections of a client, which can be shut down when it is interrupted, so that no thread keeps waiting for a
-    reply."""
+    """The connections of a client.
+
+    They can be shut down when the client is interrupted, so that no thread keeps waiting for a reply.
+    """
 
     def __init__(self) -> None:
         self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self._lock = threading.Lock()
 
     def note(self, event: str, facts: Mapping[str, Any]) -> None:
-        """Record a new connection. httpx calls this at each step of a request (its extension `trace`)."""
+        """Record a new connection. httpx calls this at each step of a request (its `trace` extension)."""
         if event in _CONNECTED:
             with self._lock:
                 self._sockets.add(facts["return_value"].get_extra_info("socket"))
@@ -76,7 +77,7 @@ class OpenConnections:
         """Shut down all connections. Later requests open new ones."""
         with self._lock:
             for each in self._sockets:
-                with suppress(OSError):  # it has ended already
+                with suppress(OSError):  # the connection has already ended
                     each.shutdown(socket.SHUT_RDWR)
 
 
@@ -102,7 +103,7 @@ def reply_of(response: httpx.Response) -> ServerReply:
     try:
         retry_after_s = float(response.headers.get("retry-after", 0))
     except ValueError:
-        retry_after_s = 0.0  # a date, which our own server never sends
+        retry_after_s = 0.0  # it was a date, which our own server never sends
     retry_after_s = max(0.0, min(retry_after_s, 60.0))
     return ServerReply(
         status=response.status_code, body=response.content, url=str(response.url), retry_after_s=retry_after_s
@@ -110,7 +111,7 @@ def reply_of(response: httpx.Response) -> ServerReply:
 
 
 def sent(http: httpx.Client, request: ServerRequest, extensions: dict[str, Any] | None = None) -> ServerReply | NoReply:
-    """Send a request, and block until its reply."""
+    """Send a request, and block until there is a reply or an error."""
     try:
         return reply_of(http.request(**request_options(request), extensions=extensions))
     except httpx.RequestError as error:

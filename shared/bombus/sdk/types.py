@@ -13,8 +13,8 @@ EpisodeKind = Literal["train", "eval"]
 class Task(BaseModel):
     """One thing for an agent to do. Episodes with the same `task_id` are compared with each other.
 
-    Evaluation results are counted by `data_set`, the name of the set that the task belongs to. Anything without a field
-    goes into `metadata`.
+    Evaluation results are counted by `data_set`, the name of the set that the task belongs to. Anything without its own
+    field goes into `metadata`.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -30,9 +30,9 @@ class Task(BaseModel):
 class WorkflowOutput(BaseModel):
     """The outcome of an episode. `reward` is one number, or one for each completed model call, in order or by call id.
 
-    A call's id is that of its answer, without `chatcmpl-`. A harness's auxiliary calls have no reward unless the job
+    A call's id is the id of its answer, without `chatcmpl-`. A harness's auxiliary calls have no reward unless the job
     trains on them. `failure` is the budget that the episode used up, if any; an episode with any other failure is
-    aborted and has no reward. The other fields may hold anything: values that JSON lacks, such as NumPy numbers, are
+    aborted and has no reward. The other fields may contain anything: values that JSON lacks, such as NumPy numbers, are
     converted when the episode is ended, and values that cannot be converted are left out with a warning.
     """
 
@@ -46,10 +46,10 @@ class WorkflowOutput(BaseModel):
 
 
 class Credentials(BaseModel):
-    """The data that an agent needs to call the model in this episode, and that its client needs to end it.
+    """What an agent needs to call the model in this episode, and what its client needs to end it.
 
-    `episode_uuid` contains the secret of the claim, with which the episode is ended, aborted, touched and replayed:
-    agents do not need it. `episode` is the episode's name on the log, and safe to show. `policy_version` is the version
+    `episode_uuid` contains the secret of the claim, with which the episode is ended, aborted, touched and replayed.
+    Agents do not need it. `episode` is the episode's name on the log, and safe to show. `policy_version` is the version
     at the time of the claim, or None if the server did not give it.
     """
 
@@ -86,12 +86,12 @@ class MultiModelEpisode(BaseModel):
 
     @property
     def episode(self) -> str:
-        """The names of its episodes on the log, safe to show."""
+        """Return the names of its episodes on the log, which are safe to show."""
         return " + ".join(one.episode for one in self.credentials.values())
 
 
 class EpisodeUsage(BaseModel):
-    """The usage of an episode's model calls so far; tokens are summed over its calls."""
+    """The usage of an episode's model calls so far. Tokens are summed over all calls."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -101,8 +101,10 @@ class EpisodeUsage(BaseModel):
 
 
 class ThrottlePolicy(BaseModel):
-    """Limits one client's share of a batch: it starts no new task while it has `ratio` x `expected_batch_size` tasks of
-    its own running or done."""
+    """Limits one client's share of a batch.
+
+    The client starts no new task while `ratio` x `expected_batch_size` of its own tasks are running or done.
+    """
 
     ratio: float = Field(default=1.5, gt=0)
     expected_batch_size: int = Field(ge=1)

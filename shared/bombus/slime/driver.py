@@ -1,4 +1,4 @@
-"""The loop that plays prompts with slime's functions, group by group, as episodes of a hive."""
+"""The loop that plays prompts with slime's functions, one group after another, as episodes of a hive."""
 
 import asyncio
 import copy
@@ -34,28 +34,28 @@ from bombus.slime.saved import rollout_file, save_rollout
 from bombus.slime.settings import SlimeOptions
 from bombus.slime.types import SlimeSample
 
-ATTEMPTS = 2  # at each sample of a group, each in a new episode, before the group is lost
-LOST_MAX = 8  # groups in a row, after which the run fails
+ATTEMPTS = 2  # attempts at each sample of a group, each in a new episode, before the group is lost
+LOST_MAX = 8  # number of groups lost in a row after which the run fails
 TOUCH_S = 30.0
 TOUCHED_MAX = 512  # episodes in one request
-WHOLE_GROUPS = "_tasks"  # the ending of the names of collection methods that batch only full groups
+WHOLE_GROUPS = "_tasks"  # ending of the names of collection methods that batch only full groups
 
 log = logging.getLogger("bombus.slime")
 Notify = Callable[[str], None]
 
 
 class SampleAborted(InfraError):
-    """Raised for a sample that its generate function aborted. This is not the model's fault."""
+    """Raised if a sample's generate function aborted it. This is not the model's fault."""
 
 
 class RewardFailed(InfraError):
-    """Raised from what a reward function has raised, or for a reward that no episode can have."""
+    """Raised if a reward function raised an error, or returned a reward that no episode can have."""
 
     failure = FailureKind.GRADER
 
 
 class GroupLost(BombusError):
-    """Raised for a group with a sample that could not be played; the group's episodes are aborted."""
+    """Raised if a sample of a group could not be played. The group's episodes are aborted."""
 
 
 class PlayedSample(msgspec.Struct):
@@ -71,9 +71,9 @@ class PlayedSample(msgspec.Struct):
 
 
 class PlayedGroup(msgspec.Struct):
-    """The samples of one prompt. Their episodes are open until the group is ended or dropped."""
+    """The samples of one prompt. Their episodes stay open until the group is ended or dropped."""
 
-    number: int  # of the group, in the order in which prompts were drawn
+    number: int  # position of the group in the order in which prompts were drawn
     task: Task
     played: list[PlayedSample]
 
@@ -88,9 +88,9 @@ class RolloutReport(msgspec.Struct):
     rollout_id: int
     rewards: list[float] = []
     kept: int = 0
-    dropped: Counter[str] = msgspec.field(default_factory=Counter)  # by the reason of the filter
-    lost: Counter[str] = msgspec.field(default_factory=Counter)  # by the kind of the error
-    unused: int = 0  # begun, but no longer needed
+    dropped: Counter[str] = msgspec.field(default_factory=Counter)  # groups, by the filter's reason
+    lost: Counter[str] = msgspec.field(default_factory=Counter)  # groups, by the kind of error
+    unused: int = 0  # groups that were begun, but no longer needed
     removed: int = 0  # samples that a filter marked
     reported: int = 0  # groups that were dropped or lost by the time of the last progress message
 
@@ -105,7 +105,7 @@ class RolloutReport(msgspec.Struct):
 
 
 class SlimeDriver:
-    """Plays rollouts against one engine. Use it inside `async with`: it keeps open episodes from going idle."""
+    """Plays rollouts against one engine. Use it inside `async with`, which keeps open episodes from going idle."""
 
     def __init__(
         self,
@@ -120,10 +120,10 @@ class SlimeDriver:
         self._source = source
         self._tell = tell
         self._touch_s = touch_s
-        self._name = uuid.uuid4().hex[:8]  # a part of task IDs: groups of two drivers are not compared with each other
+        self._name = uuid.uuid4().hex[:8]  # part of task ids, so that groups of two drivers are not compared
         self._open: set[str] = set()
         self._in_a_row = Counter[str]()  # groups lost in a row, by stage: while they were "played" or "ended"
-        self._group_size = 0  # the engine trains only on groups with at least so many episodes
+        self._group_size = 0  # number of episodes below which the engine does not train on a group
         self.args = options.namespace()
         self._state = GenerateState(self.args)
         self._relay = SampleRelay(client.server_url, self._state.tokenizer)
@@ -141,7 +141,7 @@ class SlimeDriver:
         }
 
     async def __aenter__(self) -> "SlimeDriver":
-        # Code that has no sample's args, such as rewards, gets no answers: every call of the model needs an episode.
+        # Code without a sample's args, such as rewards, gets no answers: every model call needs an episode.
         nobody = await self._relay.open(None)
         self.args.sglang_router_ip, self.args.sglang_router_port = HOST, nobody.port
         self._beating = asyncio.create_task(self._beat())
@@ -168,7 +168,7 @@ class SlimeDriver:
         return reports
 
     async def _learn_group_size(self) -> None:
-        """Ask the engine how many episodes its groups have. Raises `Refused` if no group would ever be full."""
+        """Ask the engine how many episodes its groups have. Raises `Refused` if no group could ever be full."""
         pool = await self._client.get_rollout_stat()
         trains = pool.engine_status != OFFLINE and pool.sample_collection_method.endswith(WHOLE_GROUPS)
         if self._options.debug_rollout_only or not trains:
@@ -183,7 +183,7 @@ class SlimeDriver:
             self._tell(f"{groups}: {left} of {given} samples of a prompt are not trained on unless others are removed")
 
     def _tell_what_was_not_begun(self, rollouts: int) -> None:
-        """Report how many prompts were not begun, because a batch is never played in part."""
+        """Report how many prompts were not begun, because only whole batches are played."""
         options, count = self._options, len(self._source.prompts)
         wanted = count * (1 if options.num_rollout else options.num_epoch)
         if (left := wanted - self._source.begun) > 0:
@@ -208,12 +208,12 @@ class SlimeDriver:
             samples = [sample for group in kept for sample in flattened(group.returned)]
             path = rollout_file(template, rollout_id)
             if left_out := save_rollout(path, rollout_id, samples):
-                self._tell(f"{path} leaves out values that no file can hold: {', '.join(left_out)}")
+                self._tell(f"{path} leaves out values that no file can contain: {', '.join(left_out)}")
         report.kept = len(kept)
         return report
 
     async def _collect(self, report: RolloutReport, everything: list[PlayedGroup]) -> list[PlayedGroup]:
-        """Return a batch of groups. Their episodes are ended, unless a filter has to see all groups first."""
+        """Return a batch of groups, with their episodes ended unless a filter has to see all groups first."""
         size = self._options.rollout_batch_size
         kept: list[PlayedGroup] = []
         pending: set[asyncio.Task[PlayedGroup]] = set()
@@ -246,7 +246,7 @@ class SlimeDriver:
         return kept
 
     def _tell_what_came_to_nothing(self, report: RolloutReport, kept: int) -> None:
-        """Report the progress each time that another batch's worth of groups was dropped or lost."""
+        """Report the progress whenever another batch's worth of groups has been dropped or lost."""
         gone = report.dropped.total() + report.lost.total()
         if gone >= report.reported + self._options.rollout_batch_size:
             report.reported, report.kept = gone, kept
@@ -268,7 +268,8 @@ class SlimeDriver:
         return group
 
     def _lose(self, report: RolloutReport, stage: str, kind: str, why: str) -> None:
-        """Count a group that was lost while it was played or ended. Raises `BombusError` after `LOST_MAX` in a row."""
+        """Count a group that was lost while it was played or ended. Raises `BombusError` after `LOST_MAX` groups in a
+        row."""
         report.lost[kind] += 1
         self._in_a_row[stage] += 1
         log.warning("%s", why)
@@ -287,7 +288,7 @@ class SlimeDriver:
         return False
 
     def _call(self, option: str, *given: object) -> Any:
-        """Call a filter. If it raises, the run ends, because it is not known which groups it would have kept."""
+        """Call a filter. If it raises, the run ends, because it is unknown which groups the filter would have kept."""
         try:
             return self._functions[option](self.args, *given)
         except Exception as error:  # the user's code may raise anything
@@ -331,13 +332,13 @@ class SlimeDriver:
         return claimed
 
     async def _play(self, task: Task, prompt: SlimeSample, claimed: Credentials, mine: set[str]) -> PlayedSample:
-        """Play one sample. If it fails, replay it in a new episode before the group is lost."""
+        """Play one sample. If it fails, play it again in a new episode before the group is lost."""
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return await self._attempt(copy.deepcopy(prompt), claimed)
-            except Refused:  # raised by bombus, and says what to do: another attempt would fail too
+            except Refused:  # bombus raised this and says what to do: another attempt would fail too
                 raise
-            except Exception as error:  # the hook's code: another attempt may succeed
+            except Exception as error:  # raised by the hook's code: another attempt may succeed
                 cause = _cause(error)
                 reports.report(cause, f"sample {prompt.index}, attempt {attempt} of {ATTEMPTS}")
                 if attempt == ATTEMPTS or is_mistake(cause):
@@ -358,7 +359,7 @@ class SlimeDriver:
             finally:
                 await self._relay.retire(address)
         found = PlayedSample(claimed, returned, address.calls)
-        for one in found.samples:  # a hook may return samples that it has made
+        for one in found.samples:  # a hook may return samples that it has created
             one.group_index = group_index
             one.index = index if one.index is None else one.index
         if not found.samples or any(is_aborted(one) for one in found.samples):
@@ -375,7 +376,7 @@ class SlimeDriver:
     async def _reward(self, returned: Sequence[Any]) -> None:
         """Reward the results of generate functions: one sample, a list of samples, or a whole group.
 
-        Raises `RewardFailed`.
+        Raises `RewardFailed` if a reward function fails.
         """
         with _grading():
             await self._set_rewards(returned)
@@ -459,7 +460,7 @@ class SlimeDriver:
 
 @contextmanager
 def _grading() -> Iterator[None]:
-    """Raise `RewardFailed` from what the code of a reward raises, except for an error of bombus."""
+    """Raise `RewardFailed` if the code of a reward raises an error, except for bombus's own errors."""
     try:
         yield
     except InfraError as error:
@@ -467,12 +468,12 @@ def _grading() -> Iterator[None]:
         raise
     except BombusError:
         raise
-    except Exception as error:  # the hook's code
+    except Exception as error:  # raised by the hook's code
         raise RewardFailed(repr(error)) from error
 
 
 def _cause(error: Exception) -> Exception:
-    """Return what a reward function has raised, or the error itself if it is another one."""
+    """Return the error that a reward function raised or, if it was not a reward function's, the error itself."""
     raised = error.__cause__ if isinstance(error, RewardFailed) else None
     return raised if isinstance(raised, Exception) else error
 
@@ -488,7 +489,7 @@ def _place(error: Exception) -> str:
 
 
 async def _all(playing: Sequence[Awaitable[PlayedSample]]) -> list[PlayedSample]:
-    """Return the results of all. If one fails, the others are cancelled and awaited before its error is raised."""
+    """Return the results of all samples. If one fails, cancel and await the others before raising its error."""
     tasks = [asyncio.ensure_future(each) for each in playing]
     try:
         return await asyncio.gather(*tasks)

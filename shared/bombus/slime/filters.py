@@ -11,9 +11,10 @@ from bombus.slime.types import SlimeSample
 
 @dataclass
 class DynamicFilterOutput:
-    """Whether a group is kept, and the reason under which a dropped one is counted.
+    """Whether a group is kept and, if it is dropped, the reason under which it is counted.
 
-    `keep_when_insufficient` keeps it anyway if the batch would need another round of sampling without it.
+    With `keep_when_insufficient`, the group is kept anyway if the batch would need another round of sampling without
+    it.
     """
 
     keep: bool
@@ -22,7 +23,7 @@ class DynamicFilterOutput:
 
 
 def as_filter_output(given: object) -> DynamicFilterOutput:
-    """Return the answer of a filter, which may be just a truth value. Accepts slime's own class too."""
+    """Return a filter's answer, which may also be a mere truth value or an object of slime's own class."""
     if hasattr(given, "keep"):
         reason = getattr(given, "reason", None)
         return DynamicFilterOutput(bool(given.keep), reason, bool(getattr(given, "keep_when_insufficient", False)))
@@ -35,14 +36,14 @@ def flattened(group: Sequence[Any]) -> list[Any]:
 
 
 def check_reward_nonzero_std(args: Namespace, samples: Sequence[Any], **_: object) -> DynamicFilterOutput:
-    """Keep a group if its rewards differ: a group of equal rewards gives no training signal."""
+    """Keep a group if its rewards differ, because equal rewards give no training signal."""
     rewards = [float(sample.get_reward_value(args)) for sample in flattened(samples)]
     keep = differ(rewards)
     return DynamicFilterOutput(keep, None if keep else f"zero_std_{round(rewards[0], 1)}")
 
 
 def check_reward_nonzero_std_with_fallback(args: Namespace, samples: Sequence[SlimeSample]) -> DynamicFilterOutput:
-    """Do the same as `check_reward_nonzero_std`, but keep any group that is needed to fill the batch."""
+    """Filter as `check_reward_nonzero_std` does, but keep any group that is needed to fill the batch."""
     output = check_reward_nonzero_std(args, samples)
     output.keep_when_insufficient = True
     return output

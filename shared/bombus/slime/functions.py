@@ -1,4 +1,4 @@
-"""Load functions by the paths in slime's options, and provide the package `slime` that hook files import."""
+"""Loads functions by the paths in slime's options, and provides the package `slime` that hook files import."""
 
 import importlib
 import os
@@ -16,10 +16,10 @@ from bombus.errors import Code, Refused, in_one_line
 STAND_IN = Path(__file__).parent / "importable"
 FORMS = "Write package.module.function or file.py:function"
 
-# Why modules of slime are not here. A module that is not listed has the reason of its nearest listed parent.
+# Why modules of slime are missing here. An unlisted module has the same reason as its nearest listed parent.
 NEEDED = {
     "slime": "it is a part of slime's own trainer and servers",
-    "slime.agent": "its agents work in sandboxes of E2B, behind servers of slime; `bombus rollout` runs coding agents",
+    "slime.agent": "its agents work in E2B's sandboxes, behind slime's servers; `bombus rollout` runs coding agents",
     "slime.rollout": "it drives slime's own trainer and servers",
     "slime.rollout.on_policy_distillation": "slime's trainer would have to take a teacher's logprobs from samples",
     "slime.rollout.rm_hub": "it is one of slime's own rewards: put a copy of its file beside the hook file",
@@ -28,17 +28,17 @@ NEEDED = {
 
 
 def make_slime_importable() -> bool:
-    """Let `import slime` find our package if slime itself is not installed. Return whether it does.
+    """Make `import slime` find our package if slime itself is not installed. Return whether it does.
 
     Modules in the working directory are found too, as with slime's launchers. A checkout of slime there does not count
-    as installed, because the packages that it needs are not.
+    as installed, because the packages that it needs are missing.
     """
     here = os.getcwd()
     elsewhere = [place for place in sys.path if place and Path(place).resolve() != Path(here).resolve()]
     if PathFinder.find_spec("slime", [place for place in elsewhere if place != str(STAND_IN)]) or _is_distributed():
         return False
     sys.path[:] = [str(STAND_IN), here, *(place for place in elsewhere if place != str(STAND_IN))]
-    importlib.import_module("slime")  # before a hook file puts the folder of a checkout first
+    importlib.import_module("slime")  # import it before a hook file puts a checkout's folder first
     return True
 
 
@@ -53,7 +53,8 @@ def _is_distributed() -> bool:
 
 @cache
 def load_function(path: str) -> Any:
-    """Return the function `package.module.function` or `folder/file.py:function`. Raises `Refused`.
+    """Return the function `package.module.function` or `folder/file.py:function`. Raises `Refused` if it cannot be
+    loaded.
 
     A file's folder is added to `sys.path`, so that the file can import the modules beside it.
     """
@@ -68,7 +69,7 @@ def load_function(path: str) -> Any:
 
 
 def _why_not(error: BaseException, module: str) -> str:
-    """Return why a module cannot be imported. A missing name of slime is reported first, whatever error it caused."""
+    """Return why a module cannot be imported. A missing name of slime is reported first, whatever error it led to."""
     cause: BaseException | None = error
     while cause is not None:
         name = cause.name if isinstance(cause, ImportError) else None
@@ -92,7 +93,7 @@ def _not_here(module: str, name: str) -> str:
 
 
 def _import_file(file: Path) -> ModuleType:
-    """Return the module of a file, which has the file's name unless another module has it already."""
+    """Return a file as a module, which is named after the file unless another module has that name already."""
     known = sys.modules.get(file.stem)
     name = file.stem if known is None or _is_of(known, file) else f"{file.stem} at {file}"
     if name not in sys.modules:

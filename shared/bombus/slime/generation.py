@@ -60,7 +60,8 @@ def sampling_params_of(args: Namespace) -> dict[str, Any]:
 
 
 def load_tokenizer(name_or_path: str, **_: object) -> Any:
-    """Return the tokenizer of a model, as transformers loads it, or of `tiny` and `smollm2`, which come with bombus.
+    """Return a model's tokenizer, as transformers loads it, or the tokenizer of `tiny` or `smollm2`, which come with
+    bombus.
 
     Code that comes with a model is never run. Raises `Refused` if the tokenizer cannot be loaded.
     """

@@ -18,11 +18,11 @@ CONNECT_S = 10.0
 REPEATED = frozenset({408, 425, 429, 500, 502, 503, 504})  # statuses after which a retry may succeed
 
 log = logging.getLogger("bombus.slime")
-_clients: dict[int, httpx.AsyncClient] = {}  # by event loop: a client cannot be used in another
+_clients: dict[int, httpx.AsyncClient] = {}  # keyed by event loop, as a client cannot be used in another
 
 
 def client() -> httpx.AsyncClient:
-    """Return the client of this event loop. It never times out a response, because a model may take very long."""
+    """Return the client of this event loop. It has no timeout for responses, because a model may take very long."""
     key = id(asyncio.get_running_loop())
     if key not in _clients:
         _clients.clear()
@@ -48,9 +48,10 @@ def init_http_client(args: Namespace) -> None:
 async def post(
     url: str, payload: object, max_retries: int = RETRIES_MAX, headers: Mapping[str, str] | None = None
 ) -> Any:
-    """Return the answer as decoded JSON, or else as text. Retry if the server is busy or cannot be reached.
+    """Return the answer as decoded JSON if possible, otherwise as text. Retry if the server is busy or cannot be
+    reached.
 
-    Raises `httpx.HTTPError` after the last attempt, and at once if the request itself is refused.
+    Raises `httpx.HTTPError` after the last attempt, or immediately if the request itself is refused.
     """
     for attempt in range(1, max_retries + 1):
         try:

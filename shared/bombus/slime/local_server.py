@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 server for programs of this machine, without streaming. It refuses requests from web pages."""
+"""A small HTTP/1.1 server for programs on this machine, without streaming. It refuses requests from web pages."""
 
 import asyncio
 import socket
@@ -26,7 +26,7 @@ LocalAnswering = Callable[[str, str, bytes], Awaitable[LocalAnswer]]  # called w
 
 
 class LocalServer:
-    """Serves the answers of `answer` on a separate port. If it raises `Refused`, the message is sent as JSON."""
+    """Serves the answers of `answer` on a separate port. If `answer` raises `Refused`, the message is sent as JSON."""
 
     def __init__(self, answer: LocalAnswering) -> None:
         self._answer = answer
@@ -34,7 +34,7 @@ class LocalServer:
         self._open: set[asyncio.StreamWriter] = set()
 
     async def open(self, port: int = 0) -> int:
-        """Listen, and return the port, a free one if `port` is 0. Raises `OSError` if it is in use."""
+        """Listen on `port`, or on a free port if it is 0, and return the port. Raises `OSError` if it is in use."""
         listening = socket.create_server((HOST, port))
         self._server = await asyncio.start_server(self._serve, sock=listening)
         return int(listening.getsockname()[1])
@@ -48,8 +48,8 @@ class LocalServer:
 
     async def _answered(self, request: h11.Request, body: bytes | None) -> LocalAnswer:
         try:
-            if any(name == b"origin" for name, _ in request.headers):  # only browsers send this
-                raise Refused(Code.BAD_KEY, "a web page may not use this address: it is for programs of this machine")
+            if any(name == b"origin" for name, _ in request.headers):  # only browsers send this header
+                raise Refused(Code.BAD_KEY, "a web page may not use this address: it is for programs on this machine")
             if body is None:
                 raise Refused(Code.TOO_LARGE, f"the body is over {BODY_BYTES_MAX >> 20} MiB: send less")
             return await self._answer(request.method.decode(), request.target.decode(), body)
@@ -63,7 +63,7 @@ class LocalServer:
             while await self._answer_one(wire, reader, writer):
                 wire.start_next_cycle()
         except (h11.ProtocolError, ConnectionError):
-            pass  # the client is gone, or does not speak HTTP: no answer can be sent
+            pass  # the client is gone, or does not speak HTTP, so no answer can be sent
         finally:
             self._open.discard(writer)
             writer.close()
@@ -91,7 +91,7 @@ class LocalServer:
 async def _read_request(
     wire: h11.Connection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> tuple[h11.Request | None, bytes | None]:
-    """Return a request and its body. The body is None if it is too long; both are None if no request comes."""
+    """Return a request and its body. The body is None if it is too long; both are None if no request arrives."""
     request: h11.Request | None = None
     body = bytearray()
     is_long = False

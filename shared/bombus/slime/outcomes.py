@@ -1,4 +1,4 @@
-"""Turn the samples of an attempt into the outcome of its episode, with a reward for each call if they differ."""
+"""Turns the samples of an attempt into the outcome of its episode, with a reward for each call if they differ."""
 
 import math
 from argparse import Namespace
@@ -18,8 +18,9 @@ def output_of(samples: Sequence[Any], calls: Sequence[SampledCall], args: Namesp
     """Return the outcome of an episode. Raises `ValueError` for rewards that no episode can have.
 
     If a hook made several samples of one attempt with different rewards, each call gets the reward of the sample whose
-    tokens begin with the call's. If several calls are equal, and as many samples match them, they get those samples'
-    rewards in order. Any other call that matches several samples, or has several answers, gets the mean.
+    tokens begin with the call's tokens. If several calls are equal, and as many samples match them, they get those
+    samples' rewards in order. Any other call that matches several samples, or has several answers, gets the mean of
+    their rewards.
     """
     rewards = [reward_of(sample, args) for sample in samples]
     elsewhere = sum(all(not _has(sample, call) for sample in samples) for call in calls)
@@ -39,7 +40,7 @@ def output_of(samples: Sequence[Any], calls: Sequence[SampledCall], args: Namesp
 
 
 def reward_of(sample: Any, args: Namespace) -> float:
-    """Return the reward of a sample, which is a finite number. Raises `ValueError`."""
+    """Return the reward of a sample. Raises `ValueError` if it is not a finite number."""
     value = sample.get_reward_value(args)
     try:
         number = reward_number(value)
@@ -52,12 +53,13 @@ def reward_of(sample: Any, args: Namespace) -> float:
 
 
 def is_aborted(sample: Any) -> bool:
-    """Return whether a hook aborted a sample. slime's own class of samples has the same values as ours."""
+    """Return whether a hook aborted a sample, which may be of slime's own class: its status values are the same as
+    ours."""
     return _status(sample) == "aborted"
 
 
 def _status(sample: Any) -> str:
-    """Return the name of a status, which a hook may also give as a string. Raises `ValueError`."""
+    """Return the name of a status, which a hook may also give as a string. Raises `ValueError` if it is unknown."""
     status = str(getattr(sample.status, "value", sample.status))
     if status not in STATUSES:
         raise ValueError(f"the status of a sample is {status!r}, which is not one of {', '.join(STATUSES)}")
@@ -68,7 +70,7 @@ def _by_call(samples: Sequence[Any], rewards: Sequence[float], calls: Sequence[S
     equal: dict[tuple[int, ...], list[SampledCall]] = defaultdict(list)
     for call in calls:
         equal[(len(call.prompt), *call.prompt, *call.sampled)].append(call)
-    found: dict[str, list[float]] = defaultdict(list)  # the rewards of a call's answers, by the call's ID
+    found: dict[str, list[float]] = defaultdict(list)  # call id -> rewards of the call's answers
     for same in equal.values():
         fitting = [reward for sample, reward in zip(samples, rewards, strict=True) if _has(sample, same[0])]
         if not fitting:
@@ -89,7 +91,7 @@ def _has(sample: Any, call: SampledCall) -> bool:
 
 
 def _is_masked(sample: Any, call: SampledCall) -> int:
-    """Return how many of a call's sampled tokens a sample masks. Episodes have no masks: they are trained on anyway."""
+    """Return how many of a call's sampled tokens a sample masks. They are trained on anyway: episodes have no masks."""
     if sample.loss_mask is None:
         return 0
     start = len(call.prompt) - (len(sample.tokens) - sample.response_length)

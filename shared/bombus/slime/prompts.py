@@ -1,4 +1,4 @@
-"""The prompts of a file of JSON lines, as samples that wait to be generated."""
+"""The prompts of a file of JSON lines, as samples to be generated."""
 
 import copy
 import random
@@ -13,7 +13,7 @@ from bombus.slime.types import SlimeSample
 
 
 class PromptSource:
-    """Gives groups of samples of one prompt each, in the order of the file or shuffled, without end.
+    """Provides groups of samples, one prompt per group, in the order of the file or shuffled, endlessly.
 
     After the last prompt it starts over, in a new order if it shuffles.
     """
@@ -28,7 +28,7 @@ class PromptSource:
 
     @property
     def begun(self) -> int:
-        """How many groups were given."""
+        """Return how many groups have been given out."""
         return self._groups
 
     def group(self) -> list[SlimeSample]:
@@ -47,7 +47,7 @@ class PromptSource:
 
 
 def read_prompts(path: Path, options: SlimeOptions, tokenizer: Any) -> list[SlimeSample]:
-    """Return a sample for each line that is not empty. Raises `Refused` with the number of an invalid line."""
+    """Return a sample for each non-empty line. Raises `Refused` with the number of an invalid line."""
 
     def sample(line: str, number: int) -> SlimeSample:
         return _sample(msgspec.json.decode(line, type=dict[str, Any]), options, tokenizer)
@@ -60,7 +60,7 @@ def _sample(data: dict[str, Any], options: SlimeOptions, tokenizer: Any) -> Slim
     if prompt is None:
         raise ValueError(f"it has no {options.input_key!r}; choose another field with --input-key")
     if options.apply_chat_template and not isinstance(prompt, str | list):
-        why = f"{options.input_key!r} is neither a text nor a list of messages, which --apply-chat-template needs"
+        why = f"{options.input_key!r} is neither a string nor a list of messages, which --apply-chat-template needs"
         raise ValueError(f"{why}; choose another field with --input-key")
     if options.label_key and options.label_key not in data:
         raise ValueError(f"it has no {options.label_key!r}, which --label-key names")

@@ -1,4 +1,4 @@
-"""Train on saved rollouts: push each group of samples to the hive's queue as a rollout group."""
+"""Trains on saved rollouts: pushes each group of samples to the hive's queue as a rollout group."""
 
 import hashlib
 from argparse import Namespace
@@ -18,7 +18,7 @@ from bombus.slime.settings import SlimeOptions
 from bombus.slime.types import SlimeSample
 
 NOT_TRAINED = -100
-NO_LOGPROB = 1.0  # Atropos's mark of a token that was not sampled
+NO_LOGPROB = 1.0  # marks a token that was not sampled, as in Atropos
 SEND_S = 120.0
 
 
@@ -43,7 +43,7 @@ async def push_rollouts(options: SlimeOptions, tell: Callable[[str], None]) -> i
 
 
 def groups_of(samples: Sequence[SlimeSample]) -> list[list[SlimeSample]]:
-    """Return the samples of each prompt. A sample without a `group_index` forms its own group."""
+    """Return the samples of each prompt. A sample without a `group_index` forms a group of its own."""
     found: dict[object, list[SlimeSample]] = defaultdict(list)
     for place, sample in enumerate(samples):
         found[("alone", place) if sample.group_index is None else sample.group_index].append(sample)
@@ -51,7 +51,7 @@ def groups_of(samples: Sequence[SlimeSample]) -> list[list[SlimeSample]]:
 
 
 def rollout_group(group: Sequence[SlimeSample], args: Namespace) -> dict[str, Any] | None:
-    """Return a group as Atropos's environments push it, or None if none of its samples is to be trained on."""
+    """Return a group as Atropos's environments push it, or None if no sample of it may be trained on."""
     kept = [one for one in group if not (one.remove_sample or is_aborted(one)) and one.response_length]
     if not kept:
         return None
@@ -88,7 +88,7 @@ def _logprobs(sample: SlimeSample, mask: Sequence[int]) -> list[float]:
 
 
 def _files(template: str, count: int | None) -> list[Path]:
-    """Return the files of the rollouts from 0 up to the first that does not exist, at most `count`."""
+    """Return the files of the rollouts from 0 up to the first one missing, at most `count` of them."""
     if rollout_file(template, 0) == rollout_file(template, 1):
         return [Path(template)]
     found: list[Path] = []

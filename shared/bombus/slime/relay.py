@@ -1,7 +1,7 @@
-"""Give each running sample its own address, where hook files find SGLang's `/generate`.
+"""Gives each running sample its own address, where hook files find SGLang's `/generate`.
 
-Requests to it become calls of the sample's episode, whatever HTTP client, thread or process sends them, because the
-port identifies the sample.
+Requests to an address become calls of the sample's episode, whatever HTTP client, thread or process sends them, because
+the port identifies the sample.
 """
 
 from bisect import bisect_left
@@ -21,15 +21,15 @@ from bombus.sdk.types import Credentials
 from bombus.slime.local_server import JSON, LocalAnswer, LocalServer
 
 TEXTS_MAX = 128  # texts of a sample whose tokens are remembered; an answer that was not shown whole takes two
-RETIRED_MAX = 256  # ports of ended samples that stay open, so that they are not soon given to other samples
-OVER = 403  # the status with which a gateway answers once an episode is over
+RETIRED_MAX = 256  # ports of ended samples that stay open, so that other samples do not get them too soon
+OVER = 403  # status of a gateway's answers once an episode is over
 SHOWN_OTHERWISE = ("skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens", "custom_params")
-HALF_A_CHARACTER = "\ufffd"  # what a decoder returns for the bytes of an incomplete character
+HALF_A_CHARACTER = "\ufffd"  # a decoder's result for the bytes of an incomplete character
 UNSUPPORTED = ("image_data", "video_data", "audio_data", "input_embeds")
 
 
 class SampledCall(msgspec.Struct, frozen=True):
-    """An answer to a sample: the id of its call on the log, the tokens of the prompt, and those that were sampled."""
+    """An answer to a sample: the id of its call on the log, the tokens of the prompt, and the sampled tokens."""
 
     id: str
     prompt: list[int]
@@ -37,9 +37,9 @@ class SampledCall(msgspec.Struct, frozen=True):
 
 
 class SampleAddress:
-    """The address of one sample. `calls` holds the calls that were made at it, in the order of the answers.
+    """The address of one sample. `calls` contains the calls made at this address, in the order of the answers.
 
-    Without credentials it belongs to no sample, and refuses all calls of the model.
+    An address without credentials belongs to no sample, and refuses all model calls.
     """
 
     def __init__(self, http: httpx.AsyncClient, tokenizer: Any, credentials: Credentials | None) -> None:
@@ -58,7 +58,7 @@ class SampleAddress:
         self.port = await self._server.open()
 
     def retire(self) -> None:
-        """Answer later calls as aborted, or refuse them: the sample is over."""
+        """End the sample: from now on, answer calls as aborted, or refuse them."""
         self._is_over = True
 
     async def close(self) -> None:
@@ -132,8 +132,8 @@ class SampleAddress:
     def _remember(self, text: str, prompt: list[int], shown: str, sampled: list[int]) -> None:
         """Remember the tokens of a prompt and its answer, for a later prompt that continues this text.
 
-        An answer may be shown without its last tokens, such as a stop string or `<|im_end|>`. A prompt that contains
-        the text of those tokens keeps them; any other prompt keeps only the tokens that were shown.
+        An answer may be shown without its last tokens, such as a stop string or `<|im_end|>`. If a prompt contains the
+        text of those tokens, it keeps them; any other prompt keeps only the tokens that were shown.
         """
         whole = self._decoded(sampled)
         self._known.append((text + whole, prompt + sampled))
@@ -142,7 +142,7 @@ class SampleAddress:
             self._known.append((text + self._decoded(kept), prompt + kept))
 
     def _shown(self, sampled: list[int], shown: str) -> int:
-        """Return how many of the first tokens decode to the beginning of a shown text."""
+        """Return how many of the first sampled tokens decode to the beginning of the shown text."""
 
         def ends_after(count: int) -> bool:
             return not shown.startswith(self._decoded(sampled[:count]).rstrip(HALF_A_CHARACTER))
@@ -163,8 +163,8 @@ class SampleAddress:
     def _prompt(self, asked: dict[str, Any]) -> tuple[list[int], str | None]:
         """Return the tokens of a prompt, and its text if it was given as text.
 
-        A text that continues an answer keeps the tokens that were sampled, so that the trained tokens are those that
-        the next answer was conditioned on.
+        A text that continues an answer keeps the sampled tokens, so that the next answer is conditioned on exactly the
+        tokens that are trained on.
         """
         text = asked.pop("text", None)
         if text is None and isinstance(asked.get("input_ids"), list):
@@ -227,6 +227,6 @@ def _fields(body: bytes) -> dict[str, Any]:
 
 
 def _aborted() -> LocalAnswer:
-    """Return SGLang's answer to a request that was aborted: nothing was sampled, and the hook gives up."""
+    """Return SGLang's answer to an aborted request, with no sampled tokens, so that the hook gives up."""
     meta = {"finish_reason": {"type": "abort"}, "prompt_tokens": 0, "completion_tokens": 0, "output_token_logprobs": []}
     return LocalAnswer(200, msgspec.json.encode({"text": "", "output_ids": [], "meta_info": meta}))

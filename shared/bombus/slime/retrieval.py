@@ -1,4 +1,4 @@
-"""`/retrieve` as in Search-R1's retrieval server, over a small index; hook files use it as their `search_url`."""
+"""`/retrieve` as in Search-R1's retrieval server, over a small index. Hook files use it as their `search_url`."""
 
 import asyncio
 from typing import Any
@@ -25,14 +25,14 @@ _asked = msgspec.json.Decoder(_Retrieve)
 
 
 class Retrieval:
-    """Answers queries, several in one request, with the documents that match them best."""
+    """Answers each query of a request with the documents that match it best."""
 
     def __init__(self, index: LocalIndex, count: int = 3) -> None:
         self._index = index
         self._count = count
 
     async def answer(self, method: str, path: str, body: bytes) -> LocalAnswer:
-        """Answer one request. Raises `Refused`."""
+        """Answer one request. Raises `Refused` if the request is invalid."""
         if (method, path) != ("POST", "/retrieve"):
             raise Refused(Code.UNKNOWN_PATH, f"{method} {path} is not offered: use POST /retrieve")
         try:
@@ -41,7 +41,7 @@ class Retrieval:
             raise Refused(Code.MALFORMED, f"the body is not valid: {in_one_line(error)}") from error
         count = asked.topk or self._count
         if len(asked.queries) > QUERIES_MAX or not 1 <= count <= COUNT_MAX:
-            why = f"at most {QUERIES_MAX} queries with a topk from 1 to {COUNT_MAX} are answered at once: send fewer"
+            why = f"at most {QUERIES_MAX} queries with a topk from 1 to {COUNT_MAX} are taken per request: send fewer"
             raise Refused(Code.TOO_LARGE, why)
         found = await asyncio.to_thread(lambda: [self._found(query, count, asked) for query in asked.queries])
         return LocalAnswer(200, msgspec.json.encode({"result": found}))

@@ -11,7 +11,7 @@ from bombus.slime.http import post
 
 REMOTE_RETRIES = 10
 BOX = "\\boxed{"
-END_CHARS = 100  # at the end of a solution, in which the box must lie
+END_CHARS = 100  # length of a solution's end, in which the box must be
 
 
 async def async_rm(args: Namespace, sample: Any, **kwargs: Any) -> Any:
@@ -31,7 +31,7 @@ def refusal_of(kind: str) -> str:
 
 
 async def batched_async_rm(args: Namespace, samples: Sequence[Any], **kwargs: Any) -> Sequence[Any]:
-    """Return the rewards of samples; a custom function is called once, with all of them."""
+    """Return the rewards of samples. A custom function is called once with all of them."""
     if args.custom_rm_path:
         rewards: Sequence[Any] = await load_function(args.custom_rm_path)(args, samples, **kwargs)
         return rewards
@@ -39,7 +39,7 @@ async def batched_async_rm(args: Namespace, samples: Sequence[Any], **kwargs: An
 
 
 def score_of_box(solution_str: str, ground_truth: object, strict_box_verify: bool = False) -> dict[str, Any]:
-    """Return the score 1 if the last box at the end of a solution holds exactly the true answer, and -1 otherwise.
+    """Return the score 1 if the last box at the end of a solution contains exactly the true answer, and -1 otherwise.
 
     This is slime's `math_dapo_utils.compute_score` with `strict_box_verify`. Raises `Refused` without that flag.
     """

@@ -1,4 +1,4 @@
-"""Rollouts as files, in the format of slime itself (.pt) or as JSON lines."""
+"""Rollouts as files, in slime's own format (.pt) or as JSON lines."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,15 +15,16 @@ from bombus.errors import BombusError, Code, Refused, in_one_line
 from bombus.slime.types import SlimeSample
 
 TORCH_ENDING = ".pt"
-DEPTH_MAX = 32  # of values within values
-INTEGERS = range(-(1 << 63), 1 << 64)  # that our JSON encoder accepts
-LEFT_OUT = object()  # in the place of a value that a file cannot hold
+DEPTH_MAX = 32  # nesting depth of values
+INTEGERS = range(-(1 << 63), 1 << 64)  # integers that our JSON encoder accepts
+LEFT_OUT = object()  # stands for a value that a file cannot contain
 NUMBERS_OF_NUMPY = "?bhilqBHILQefd"
 NEEDS_CODE = re.compile(r"GLOBAL (\S+)|but got (<class '[^']+'>)")
 
 
 def rollout_file(template: str, rollout_id: int) -> Path:
-    """Return the file of a rollout: `{rollout_id}` stands for its number. Raises `Refused`."""
+    """Return the file of a rollout, with its number in place of `{rollout_id}`. Raises `Refused` for an unusable
+    template."""
     try:
         return Path(template.format(rollout_id=rollout_id))
     except (KeyError, IndexError, ValueError, AttributeError) as error:
@@ -34,8 +35,8 @@ def rollout_file(template: str, rollout_id: int) -> Path:
 def save_rollout(path: Path, rollout_id: int, samples: Sequence[Any]) -> list[str]:
     """Write the samples of a rollout to a file, replacing any file of that name.
 
-    Arrays and tensors become lists. Values that no file can hold, such as an object that a hook put into a sample, are
-    left out, and their names are returned. Raises `BombusError` if the file cannot be written.
+    Arrays and tensors become lists. Values that no file can contain, such as an object that a hook put into a sample,
+    are left out, and their names are returned. Raises `BombusError` if the file cannot be written.
     """
     left_out: set[str] = set()
     rows = [_plain(sample.to_dict(), "", left_out) for sample in samples]
@@ -57,9 +58,10 @@ def save_rollout(path: Path, rollout_id: int, samples: Sequence[Any]) -> list[st
 
 
 def _plain(value: Any, name: str, left_out: set[str], above: tuple[int, ...] = ()) -> Any:
-    """Return a value in a form that both kinds of files can hold, or add its name to `left_out` and return `LEFT_OUT`.
+    """Return a value in a form that both kinds of files can contain.
 
-    `above` has the ids of the containers around the value, so that a container inside itself is left out.
+    If there is none, add its name to `left_out` and return `LEFT_OUT`. `above` has the ids of the containers around the
+    value, so that a container inside itself is left out.
     """
     found = LEFT_OUT
     inside = (*above, id(value))
@@ -75,7 +77,7 @@ def _plain(value: Any, name: str, left_out: set[str], above: tuple[int, ...] = (
     elif isinstance(value, Enum):
         return _plain(value.value, name, left_out, inside)
     elif hasattr(value, "tolist"):
-        with suppress(Exception):  # the method of a user's object may raise anything: the object is left out then
+        with suppress(Exception):  # a method of a user's object may raise anything, and then the object is left out
             return _plain(value.tolist(), name, left_out, inside)
     else:
         found = _plain_scalar(value)
@@ -85,7 +87,7 @@ def _plain(value: Any, name: str, left_out: set[str], above: tuple[int, ...] = (
 
 
 def _are_numbers(values: Sequence[Any]) -> bool:
-    """Return whether values can be written unchanged. This is a fast path for tokens, masks and logprobs."""
+    """Return whether values can be written unchanged, as a fast path for tokens, masks and logprobs."""
     kinds = {*map(type, values)}
     return kinds == {float} or (kinds == {int} and min(values) in INTEGERS and max(values) in INTEGERS)
 
@@ -118,13 +120,13 @@ def _plain_scalar(value: object) -> Any:
 
 
 def check_can_save(template: str) -> None:
-    """Raise `Refused` if the files cannot be written, before anything is played."""
+    """Raise `Refused` if the files cannot be written. Called before anything is played."""
     if rollout_file(template, 0).suffix == TORCH_ENDING and find_spec("torch") is None:
         raise Refused(Code.BAD_CONFIG, f"{template} needs torch: install it, or name a file that ends in .jsonl")
 
 
 def load_rollout(path: Path) -> list[SlimeSample]:
-    """Return the samples of a file. Code in a .pt file is never run. Raises `Refused`."""
+    """Return the samples of a file. Code in a .pt file is never run. Raises `Refused` if the file cannot be read."""
     try:
         if path.suffix == TORCH_ENDING:
             rows: Iterable[Any] = _load_torch(path)["samples"]
@@ -138,11 +140,11 @@ def load_rollout(path: Path) -> list[SlimeSample]:
 
 
 def _load_torch(path: Path) -> Any:
-    """Load a .pt file, which may hold only plain values, tensors, and numbers and arrays of NumPy."""
+    """Load a .pt file, which may contain only plain values, tensors, and NumPy numbers and arrays."""
     import torch
 
     makes: dict[Any, str] = {np.float64(0).__reduce__()[0]: "scalar", np.zeros(1).__reduce__()[0]: "_reconstruct"}
-    places = ("numpy._core.multiarray", "numpy.core.multiarray")  # of NumPy 2, and of 1
+    places = ("numpy._core.multiarray", "numpy.core.multiarray")  # places in NumPy 2, and in NumPy 1
     named = [(function, f"{place}.{name}") for function, name in makes.items() for place in places]
     kinds = {type(np.dtype(letter)) for letter in NUMBERS_OF_NUMPY}
     with torch.serialization.safe_globals([np.ndarray, np.dtype, *kinds, *named]):

@@ -1,4 +1,4 @@
-"""The options of `bombus slime`, which have slime's names, and the `args` with which hook files are called."""
+"""The options of `bombus slime`, which have slime's names, and the `args` that hook files are called with."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -36,7 +36,7 @@ FunctionPath = Annotated[str | None, Flag(metavar="PATH")]
 
 
 class HookArguments(Namespace):
-    """The `args` of hook files. Reading an argument that is not there raises an error that says what to do."""
+    """The `args` of hook files. Reading a missing argument raises an error that says what to do."""
 
     def __getattr__(self, name: str) -> Any:
         given = name in SlimeOptions.model_fields
@@ -47,7 +47,7 @@ class HookArguments(Namespace):
 
 
 class SlimeOptions(BaseModel):
-    """The command line of `bombus slime`. Paths of functions are `package.module.function` or `file.py:function`."""
+    """The command line of `bombus slime`. Functions are given as `package.module.function` or `file.py:function`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -80,7 +80,7 @@ class SlimeOptions(BaseModel):
         default=None, ge=1, le=10_000_000, description="how many rollouts are made"
     )
     num_epoch: Annotated[int, Flag(metavar="N")] = Field(
-        default=1, ge=1, le=100_000, description="how often all prompts are played, without --num-rollout"
+        default=1, ge=1, le=100_000, description="how many times all prompts are played, without --num-rollout"
     )
     rollout_batch_size: Annotated[int, Flag(metavar="N")] = Field(
         default=32, ge=1, le=65_536, description="prompts of a rollout"
@@ -185,7 +185,7 @@ class SlimeOptions(BaseModel):
 
     @property
     def job_overrides(self) -> dict[str, dict[str, Any]]:
-        """The settings of the job that the options override, by group."""
+        """Return the job's settings that the options override, by group."""
         tis = {"use_tis": self.use_tis or None, "tis_clip": self.tis_clip}
         trainer = {name: value for name, value in tis.items() if value is not None}
         return {"trainer": trainer} if trainer else {}

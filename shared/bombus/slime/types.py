@@ -1,4 +1,4 @@
-"""`Sample`, which slime's hooks get and return. Its attributes and the form of `to_dict` are slime's."""
+"""`Sample`, which slime's hooks receive and return. Its attributes and the form of `to_dict` are slime's."""
 
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
@@ -11,8 +11,8 @@ from typing import Any
 class SlimeSample:
     """One attempt at a prompt: the prompt, the response and the reward.
 
-    `tokens` has the prompt and then the response; `loss_mask` and `rollout_log_probs` have one number for each of the
-    `response_length` tokens of the response.
+    `tokens` contains the prompt followed by the response. `loss_mask` and `rollout_log_probs` have one number for each
+    of the `response_length` tokens of the response.
     """
 
     class Status(Enum):
@@ -24,7 +24,7 @@ class SlimeSample:
 
     @dataclass
     class SpecInfo:
-        """Counters of speculative decoding; bombus reports none."""
+        """Counters of speculative decoding, which bombus does not use."""
 
         spec_accept_token_num: int = 0
         spec_draft_token_num: int = 0
@@ -86,7 +86,8 @@ class SlimeSample:
         return self.response_length if self.loss_mask is None else sum(self.loss_mask)
 
     def get_reward_value(self, args: Namespace) -> Any:
-        """Return the reward, or its value under `args.reward_key` if that is set. Raises `ValueError` without one."""
+        """Return the reward, or its value under `args.reward_key` if that is set. Raises `ValueError` if there is no
+        reward."""
         if not args.reward_key:
             return self.reward
         if not isinstance(self.reward, Mapping) or args.reward_key not in self.reward:
@@ -94,8 +95,8 @@ class SlimeSample:
         return self.reward[args.reward_key]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the sample as a file of rollouts holds it, including attributes that a hook has added."""
-        plain = {"status": getattr(self.status, "value", self.status)}  # hooks may have set a text
+        """Return the sample in the form of a rollout file, including attributes that a hook has added."""
+        plain = {"status": getattr(self.status, "value", self.status)}  # hooks may have set a string
         counters = {"spec_info": self.spec_info.to_dict(), "prefix_cache_info": self.prefix_cache_info.to_dict()}
         return {**vars(self), **plain, **counters}
 
@@ -106,7 +107,7 @@ class SlimeSample:
         given = dict(data)
         given["status"] = SlimeSample.Status(given["status"])
         for name, counters in (("spec_info", SlimeSample.SpecInfo), ("prefix_cache_info", SlimeSample.PrefixCacheInfo)):
-            known = {one.name for one in fields(counters)}  # another release of slime may count more
+            known = {one.name for one in fields(counters)}  # another release of slime may have more counters
             given[name] = counters(**{key: value for key, value in given.get(name, {}).items() if key in known})
         for name in ("tokens", "loss_mask", "rollout_log_probs"):
             if hasattr(given.get(name), "tolist"):
@@ -128,9 +129,10 @@ class SlimeSample:
         text: str | None = None,
         update_terminal_info: bool = True,
     ) -> None:
-        """Add tokens to the response: the model's with their logprobs, or other tokens, which are not trained on.
+        """Add tokens to the response: the model's tokens with their logprobs, or other tokens, which are not trained
+        on.
 
-        Raises `ValueError` if tokens of the model have no logprobs, or not one for each.
+        Raises `ValueError` unless there is one logprob for each token of the model.
         """
         added = [int(token) for token in tokens or ()]
         scores = None if log_probs is None else [float(value) for value in log_probs]
@@ -144,7 +146,7 @@ class SlimeSample:
             scores = [0.0] * len(added)
         self.response += text or ""
         before = self.response_length
-        if added:  # in place, because a hook may hold the same lists
+        if added:  # in place, because a hook may have references to the same lists
             self.tokens += added
             self.response_length += len(added)
             self.loss_mask = [1] * before if self.loss_mask is None else self.loss_mask
@@ -164,7 +166,7 @@ class SlimeSample:
                 raise ValueError(f"{name} has {len(values)} values for a response of {self.response_length} tokens")
 
     def update_from_meta_info(self, args: Namespace | None, meta_info: Mapping[str, Any]) -> None:
-        """Copy the status and the counters of an answer; hook files for slime's earlier releases call this."""
+        """Copy the status and the counters of an answer. Hook files for earlier releases of slime call this."""
         if "finish_reason" not in meta_info:
             return
         self.prefix_cache_info.add(meta_info)

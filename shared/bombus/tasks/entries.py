@@ -1,7 +1,7 @@
 """Entries of reasoning-gym, made in a separate process with a fixed hash seed.
 
-Some generators choose from a set in its iteration order, which depends on a random hash seed in each Python process. In
-this process, the same seed and index give the same entry to any program.
+Some generators choose from a set in its iteration order, which depends on each Python process's random hash seed. With
+the hash seed fixed, the same seed and index give every program the same entry.
 """
 
 import atexit
@@ -20,12 +20,12 @@ from bombus.environments.kinds import ResetFailed
 from bombus.errors import in_one_line
 from bombus.tasks.kinds import SIZE_MAX
 
-ENTRY_S = 120.0  # the slowest generator takes 6 s
+ENTRY_S = 120.0  # time limit for an entry; the slowest generator takes 6 s
 END_S = 10.0
 DATASETS_KEPT = 8
 ENTRIES_KEPT = 4096
 HASH_SEED = "0"
-# With -P, and our own folder last, so that no file in the working directory, such as random.py, is imported.
+# With -P and our own folder last, no file in the working directory, such as random.py, is imported.
 PROGRAM = (
     "import sys; sys.path.append(sys.argv[1]); from bombus.tasks.entries import serve_entries; "
     "serve_entries(int(sys.argv[2]))"
@@ -33,7 +33,7 @@ PROGRAM = (
 
 
 class EntryMaker:
-    """Makes entries in a process that starts with the first entry, and ends with this process.
+    """Makes entries in a separate process, which starts with the first entry and ends when this process does.
 
     Threads may share it.
     """
@@ -44,8 +44,10 @@ class EntryMaker:
         self._connection: Connection | None = None
 
     def pickled_entry(self, generator: str, seed: int, index: int) -> bytes:
-        """Return an entry as a pickle: JSON would lose the tuples and sets that verifiers compare. Raises
-        `ResetFailed`."""
+        """Return an entry as a pickle, because JSON would lose the tuples and sets that verifiers compare.
+
+        Raises `ResetFailed` if the entry cannot be made.
+        """
         what = f"entry {index} of reasoning_gym:{generator}"
         with self._one:
             try:
@@ -94,7 +96,8 @@ class EntryMaker:
 
 @lru_cache(DATASETS_KEPT)
 def dataset_of(generator: str, seed: int, size: int = SIZE_MAX) -> Any:
-    """Return a reasoning-gym data set. Some make all their entries at once, which takes seconds for large sizes."""
+    """Return a reasoning-gym data set. Some data sets make all entries immediately, which takes seconds for large
+    sizes."""
     from reasoning_gym import create_dataset
 
     return create_dataset(generator, size=size, seed=seed)
@@ -107,14 +110,14 @@ def _kept(generator: str, seed: int, index: int) -> bytes:
 
 def entry_of(generator: str, seed: int, index: int) -> dict[str, Any]:
     """Return an entry, which is the same in every process. Raises `ResetFailed` if it cannot be made."""
-    entry: dict[str, Any] = pickle.loads(_kept(generator, seed, index))  # from our own process
+    entry: dict[str, Any] = pickle.loads(_kept(generator, seed, index))  # pickled by our own process
     return entry
 
 
 def _answered(generator: str, seed: int, index: int) -> tuple[bytes, str]:
     try:
         return pickle.dumps(dataset_of(generator, seed)[index]), ""
-    except Exception as error:  # an error of the generator's own code is reported to the caller
+    except Exception as error:  # an error raised by the generator's own code is reported to the caller
         return b"", in_one_line(error) or type(error).__name__
 
 
@@ -127,12 +130,11 @@ def serve_entries(descriptor: int) -> None:
 
 
 def _make_anew() -> None:
-    """Let a forked program start its own process. With a shared one, parent and child would get each other's
-    answers."""
+    """Make a forked program start its own process. With a shared one, they would get each other's answers."""
     global _maker
     _maker = EntryMaker()
 
 
 _maker = EntryMaker()
-atexit.register(lambda: _maker.close())  # the current one, perhaps replaced after a fork
+atexit.register(lambda: _maker.close())  # the current maker, which a fork may have replaced
 os.register_at_fork(after_in_child=_make_anew)

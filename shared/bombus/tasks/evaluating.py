@@ -22,8 +22,8 @@ from bombus.tasks.playing import FAILURES_IN_A_ROW_MAX, EpisodeScore, ServerFail
 
 log = logging.getLogger("bombus")
 
-ABORT_S = 15.0  # for the hive to abort the episodes that are given up
-LOOK_S = 1.0  # between two checks for a new version
+ABORT_S = 15.0  # time for the hive to abort the episodes that are given up
+LOOK_S = 1.0  # time between two checks for a new version
 NOT_BEGUN = "the hive had closed it before its turn came"
 EPISODE_S_MAX = 86_400.0  # for an episode waiting for its turn; the hive ends the wait if it closes a batch
 
@@ -31,8 +31,8 @@ EPISODE_S_MAX = 86_400.0  # for an episode waiting for its turn; the hive ends t
 class EvalScore(EpisodeScore, frozen=True, kw_only=True):
     """The score of an evaluation episode.
 
-    `version` is the policy version that sampled all of it, or None if there were several, which `versions` lists. For
-    an episode without an answer it is the version of its claim.
+    `version` is the policy version that sampled the whole episode, or None if several did, which `versions` lists. For
+    an episode without an answer, it is the version at its claim.
     """
 
     version: int | None
@@ -48,7 +48,7 @@ class EvalSet(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _EvalEpisode(msgspec.Struct, frozen=True):
-    task: Task  # with its data set
+    task: Task  # the task with its data set filled in
     number: int
     rollout: Rollout
 
@@ -57,12 +57,12 @@ class Evaluation:
     """Plays data sets once. `report` is called with the score of each finished episode.
 
     Up to `claim` episodes are claimed together. In a synchronous run they all play one version, because the hive's next
-    batch waits for them. `versions` contains the versions of the claims: one, unless the engine advances between two
-    claims. In an asynchronous run nothing waits, and each score names the versions that sampled its episode.
+    batch waits for them. `versions` contains the versions at the claims: just one, unless the engine advances between
+    two claims. In an asynchronous run nothing waits, and each score names the versions that sampled its episode.
 
     `cut_off` counts the episodes that the hive closed before they ended, which have no reward. A data set is given up
-    if too many of its episodes in a row fail. Raises the client's errors, and `ServerFailed` for the data sets that
-    were given up, once the others have been played.
+    if too many of its episodes fail in a row. Raises the client's errors, or, once the other data sets have been
+    played, `ServerFailed` for those that were given up.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Evaluation:
         self._claim = claim
         self._open: set[str] = set()
         self._over: set[str] = set()  # episodes that the hive has closed
-        self._failed: Counter[str] = Counter()  # failed episodes in a row, by data set
+        self._failed: Counter[str] = Counter()  # number of failed episodes in a row for each data set
         self._given_up: dict[str, str] = {}  # data set -> reason
         self._unplayed: Counter[str] = Counter()
         self.versions: list[int] = []
@@ -145,21 +145,21 @@ class Evaluation:
             return _without_reward(score, credentials, result.error)
         try:
             await self._client.end_episodes([(task, credentials.episode_uuid, result.output())])
-        except EpisodeGone as error:  # such as an episode for which its batch no longer waited
+        except EpisodeGone as error:  # for example because its batch stopped waiting for it
             return await self._closed_by_the_hive(score, credentials, error)
         return score
 
     async def _closed_by_the_hive(
         self, score: EvalScore, credentials: Credentials, error: InfraError | SwarmError
     ) -> EvalScore:
-        """Find out which other episodes were closed with this one, so that none of them is started."""
+        """Find out which other episodes the hive closed together with this one, so that they are not started."""
         self._over.add(credentials.episode_uuid)
         self._over.update(await self._client.touch_episodes(list(self._open)))
         return _without_reward(score, credentials, error)
 
     @asynccontextmanager
     async def _nothing_left_open(self, claimed: Sequence[Credentials]) -> AsyncIterator[None]:
-        """Keep the episodes alive while they are played or wait to be, and abort those still open at the end."""
+        """Keep the episodes alive while they are played or wait for that, and abort those still open at the end."""
         uuids = [each.episode_uuid for each in claimed]
         self._open.update(uuids)
         try:
@@ -178,9 +178,9 @@ class Evaluation:
 
 
 class EvalSchedule:
-    """Decides which policy versions are evaluated: the first one seen, and then the multiples of `every`.
+    """Decides which policy versions are evaluated: the first one seen, then each multiple of `every`.
 
-    If evaluation is slower than training, versions are skipped: the newest one is next.
+    If evaluation is slower than training, versions are skipped, and the newest version is next.
     """
 
     def __init__(self, every: int) -> None:
@@ -192,7 +192,7 @@ class EvalSchedule:
         return run != self._run or version >= self._next
 
     def played(self, run: int, version: int) -> list[int]:
-        """Note that a version was evaluated. Returns the due versions that were skipped before it."""
+        """Record that a version was evaluated. Return the due versions that were skipped before it."""
         skipped = [] if run != self._run else list(range(self._next, version, self._every))
         self._run = run
         self._next = (version // self._every + 1) * self._every
@@ -226,7 +226,7 @@ def _episodes(data_sets: Sequence[EvalSet], repeat: int) -> Iterator[_EvalEpisod
 
 def _version_of(credentials: Credentials) -> int:
     if credentials.policy_version is None:
-        raise SwarmError("the server does not give the policy version of a claim: is it a bombus hive?")
+        raise SwarmError("the server's claims have no policy version: is it a bombus hive?")
     return credentials.policy_version
 
 
@@ -242,8 +242,10 @@ def _not_begun(episode: _EvalEpisode, credentials: Credentials) -> EvalScore:
 
 
 def _without_reward(score: EvalScore, credentials: Credentials, error: Exception) -> EvalScore:
-    """Return the score of an aborted episode. Its error does not name the episode, so that equal errors are counted
-    together."""
+    """Return the score of an aborted episode.
+
+    Its error does not name the episode, so that equal errors are counted together.
+    """
     why = in_one_line(error).replace(f"Episode {credentials.episode}", "the episode")
     return msgspec.structs.replace(score, status=RolloutStatus.ABORTED, reward=None, is_success=None, error=why)
 

@@ -1,4 +1,4 @@
-"""A data set in a JSON Lines file, whose tasks are played with the user's own class."""
+"""A data set in a JSON Lines file, whose tasks are played with the user's own environment class."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +16,7 @@ NAME_CHARACTERS_MAX = 128  # the hive's limit
 class FileTasks:
     """The tasks of a file as a `TaskSet` with the file's name. A draw returns the first tasks, whatever its seed.
 
-    `environment` is `module:Class`. Raises `Refused` for a file or a class that cannot be used.
+    `environment` is `module:Class`. Raises `Refused` if the file or the class cannot be used.
     """
 
     def __init__(self, path: Path, environment: str) -> None:

@@ -1,6 +1,6 @@
-"""Runs our own programs, which process text written by models, in separate namespaces if the kernel allows it.
+"""Runs our own programs that process text written by models in separate namespaces, if the kernel allows it.
 
-The programs see this machine's programs, read-only, a home in memory, no other processes, and no network.
+Each sees this machine's programs (read-only), a home in memory, no other processes, and no network.
 """
 
 import shlex
@@ -18,7 +18,7 @@ WITHOUT_CAPABILITIES = "setpriv --no-new-privs --bounding-set=-all --inh-caps=-a
 
 
 def why_no_isolation() -> str:
-    """Return what this machine lacks for isolation, or "" if nothing is missing; its kernel may still refuse."""
+    """Return what this machine lacks for isolation, or "" if nothing is missing. Its kernel may still refuse."""
     if sys.platform != "linux" or shutil.which("unshare") is None or shutil.which("setpriv") is None:
         return "that needs Linux, with `unshare` and `setpriv` (package util-linux)"
     return ""
@@ -44,13 +44,14 @@ def import_path(packages: Sequence[str]) -> str:
 
 
 def _sites(packages: Sequence[str]) -> list[Path]:
-    """Return the folder that contains our package, and those of these packages, however they were installed."""
+    """Return the folder that contains our package, and the folders of these packages, however they were installed."""
     found = [find_spec(name) for name in packages]
     sites = [Path(spec.origin).parent.parent for spec in found if spec is not None and spec.origin is not None]
     return list(dict.fromkeys([Path(__file__).parents[2], *sites]))
 
 
 def _folders(packages: Sequence[str]) -> list[str]:
-    """Return the folders that a program may read, parents before their contents. Of our own tree, only the package."""
+    """Return the folders that a program may read, parents before their contents. Our own tree is limited to the
+    package."""
     shown = {str(Path(__file__).parents[1]), sys.prefix, sys.base_prefix, *map(str, _sites(packages)[1:])}
     return sorted(shown)

@@ -28,8 +28,10 @@ class TaskSplit(StrEnum):
 
 
 class TaskDraw(msgspec.Struct, frozen=True, kw_only=True):
-    """Which tasks to draw. The same draw gives the same tasks; another seed or split gives different ones if
-    possible."""
+    """Which tasks to draw.
+
+    The same draw gives the same tasks; a different seed or split gives different ones if possible.
+    """
 
     size: int
     seed: int = 0
@@ -43,8 +45,10 @@ class TaskDraw(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def first_seed(self) -> int:
-        """The seed of the first task, for a generator that needs one per task; the other tasks use the seeds after
-        it."""
+        """Return the seed of the first task, for a generator that needs one per task.
+
+        The other tasks use the seeds after it.
+        """
         return self.seed * SEEDS_OF_A_DRAW + (EVAL_SEEDS if self.split == TaskSplit.EVAL else 0)
 
 
@@ -72,7 +76,7 @@ class TaskSet(Protocol):
         ...
 
     def close(self) -> None:
-        """Free the resources of the set, such as processes. Closing again does nothing."""
+        """Free the set's resources, such as processes. Closing again does nothing."""
         ...
 
 
@@ -86,9 +90,9 @@ class TaskName(msgspec.Struct, frozen=True, kw_only=True):
 class TaskFamily(msgspec.Struct, frozen=True, kw_only=True):
     """Sets of tasks from one source.
 
-    `package` must be importable ("" means none is needed), and the extra `extra` installs it. `names` lists the sets; a
-    family without names (`has_names`) is a single set. `open` opens a set by its name and options; `options` are the
-    names of the options.
+    `package` must be importable ("" means that none is needed), and the extra `extra` installs it. `names` lists the
+    sets; a family without names (see `has_names`) is a single set. `open` opens a set by its name and options;
+    `options` are the names of the options.
     """
 
     name: str
@@ -108,11 +112,11 @@ class NoOptions(BaseModel):
 
 
 class TasksNotInstalled(BombusError):
-    """A dependency of a family is not installed or not usable here. The message says what to do."""
+    """A family's dependency is not installed or not usable here. The message says what to do."""
 
 
 def options_of(model: type[OptionsT], name: str, given: Mapping[str, str]) -> OptionsT:
-    """Parse the options of a set from text. Raises `Refused` with a clause for each invalid one."""
+    """Parse a set's options from text. Raises `Refused` with a clause for each invalid option."""
     try:
         return model.model_validate(dict(given))
     except ValidationError as error:

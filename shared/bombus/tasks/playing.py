@@ -1,4 +1,4 @@
-"""Play ready-made tasks with a model, without training, and summarise the results of the episodes."""
+"""Plays ready-made tasks with a model, without training, and summarises the results of the episodes."""
 
 import asyncio
 import time
@@ -16,13 +16,13 @@ from bombus.errors import BombusError, Code, Refused, in_one_line
 from bombus.sdk.types import Credentials, Task
 from bombus.task_groups import first_failure
 
-UNANSWERED_S = 60.0  # for a server to answer its first call: it may still be starting
+UNANSWERED_S = 60.0  # time for a server to answer its first call, as it may still be starting
 REASONS_SHOWN_MAX = 3
-FAILURES_IN_A_ROW_MAX = 16  # a server that has failed so often will not recover
+FAILURES_IN_A_ROW_MAX = 16  # after this many failures, a server is not expected to recover
 
 
 class ServerFailed(BombusError):
-    """So many episodes in a row failed that the rest would fail too."""
+    """Raised if so many episodes in a row failed that the rest would fail too."""
 
 
 class EpisodeScore(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +30,7 @@ class EpisodeScore(msgspec.Struct, frozen=True, kw_only=True):
 
     tasks: str
     task_id: str
-    number: int  # among the episodes of its task
+    number: int  # position among the episodes of its task
     status: RolloutStatus
     reward: float | None = None
     is_success: bool | None = None
@@ -43,7 +43,7 @@ class EpisodeScore(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
     def line(self) -> str:
-        """Return the score as a line for people to read."""
+        """Return the score as a readable line."""
         if self.reward is None:
             return f"{self.task_id}: aborted: {self.error}"
         truncated = ", truncated" if self.status == RolloutStatus.TRUNCATED else ""
@@ -72,7 +72,7 @@ def score_of_rollout(tasks: str, task: Task, number: int, result: RolloutResult,
 
 
 class EpisodeSummary:
-    """The sums over the episodes of one set of tasks."""
+    """Totals over the episodes of one set of tasks."""
 
     HEAD = ("tasks", "episodes", "reward", "solved", "truncated", "aborted", "turns", "tokens", "seconds")
 
@@ -80,7 +80,7 @@ class EpisodeSummary:
         self.name = name
         self.rewards: list[float] = []
         self.solved = 0
-        self.judged = 0  # episodes for which the environment says whether they were solved
+        self.judged = 0  # number of episodes for which the environment says whether they were solved
         self.truncated = 0
         self.aborted: Counter[str] = Counter()
         self.turns = 0
@@ -103,7 +103,7 @@ class EpisodeSummary:
             self.metrics.setdefault(name, []).append(value)
 
     def row(self) -> tuple[str, ...]:
-        """Return the cells of the table row; the means are over the episodes that have a reward."""
+        """Return the cells of the table row. The means are over the episodes that have a reward."""
         count = len(self.rewards)
         return (
             self.name,
@@ -118,8 +118,8 @@ class EpisodeSummary:
         )
 
     def notes(self) -> Iterator[str]:
-        """Yield a line with the means of the metrics, and a line for each of the commonest reasons of aborted
-        episodes."""
+        """Yield a line with the means of the metrics, then a line for each of the commonest reasons why episodes were
+        aborted."""
         if self.metrics:
             yield f"{self.name}: " + ", ".join(
                 f"{name} {sum(values) / len(values):.3g}" for name, values in self.metrics.items()
@@ -139,7 +139,7 @@ def table(summaries: Sequence[EpisodeSummary]) -> list[str]:
 
 
 class ScoreFile:
-    """A file with a JSON line per episode. It must not exist yet, so that another run's results are not overwritten."""
+    """A file with one JSON line per episode. It must not exist yet, so that no other run's results are overwritten."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -158,7 +158,7 @@ class ScoreFile:
 
 
 class ServerPatience:
-    """Reports why calls are retried, and gives up on a server that has never answered once `within_s` have passed.
+    """Reports why calls are retried, and gives up if the server has never answered within the first `within_s` seconds.
 
     It is the `watch` of a rollout. `report` is called with the first few reasons.
     """
@@ -190,7 +190,7 @@ class ServerPatience:
         if self._since is None:
             self._since = now
         if now - self._since >= self._within_s:
-            self.gave_up = f"the server has answered nothing for {self._within_s:g} s: {why}"
+            self.gave_up = f"the server has not answered for {self._within_s:g} s: {why}"
             raise NoModelAnswer(self.gave_up)
 
 

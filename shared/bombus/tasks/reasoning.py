@@ -20,7 +20,7 @@ INSTRUCTION = (
 )
 ABOUT = "puzzles, arithmetic, logic and algorithms from reasoning-gym, each with a verifier"
 
-# The gold answers of these generators score 0, or 0.01, in reasoning-gym 0.1.25.
+# The gold answers of these generators score 0 or 0.01 in reasoning-gym 0.1.25.
 GOLD_SCORES_NOTHING = frozenset({"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"})
 FLAWS = {
     **dict.fromkeys(GOLD_SCORES_NOTHING, "its own gold answers score 0"),
@@ -113,11 +113,13 @@ def answer_in(text: str) -> str:
 
 
 def score_of(generator: str, answer: str, entry: dict[str, Any]) -> float:
-    """Return the verifier's score, from 0 to 1. The score is 0 for an answer that it cannot read or does not finish
-    judging, if it can judge the correct answer. Raises `MethodFailed` if it cannot: then the verifier is to blame.
+    """Return the verifier's score, from 0 to 1.
+
+    The score is 0 for an answer that the verifier cannot read or does not finish judging, provided that it can judge
+    the correct answer. If it cannot, the verifier is to blame, and this raises `MethodFailed`.
 
     An answer that contains the whole question is wrong, because some verifiers would find the solution in the question.
-    So is one that contains "nan", unless the correct answer does too: some verifiers accept it as any number.
+    An answer that contains "nan" is wrong too, unless the correct answer does: some verifiers accept it as any number.
     """
     if entry["question"].strip() in answer or (_has_nan(answer) and not _has_nan(str(entry["answer"]))):
         return 0.0
@@ -128,8 +130,10 @@ def score_of(generator: str, answer: str, entry: dict[str, Any]) -> float:
 
 
 def _tagged_answer(text: str) -> str | None:
-    """Return the last answer in tags. An unclosed tag counts only if there is no closed one: otherwise it is a mere
-    mention."""
+    """Return the last answer in tags.
+
+    An unclosed tag counts only if there is no closed one: otherwise the reply merely mentions the tag.
+    """
     if closed := _CLOSED.findall(text):
         return str(closed[-1])
     found = _OPEN.search(text)
@@ -137,7 +141,7 @@ def _tagged_answer(text: str) -> str | None:
 
 
 def _has_nan(answer: str) -> bool:
-    """Return whether an answer contains NaN, including with spaces between the letters, which some verifiers remove."""
+    """Return whether an answer contains NaN, even with spaces between the letters, since some verifiers remove them."""
     return any(_NOT_A_NUMBER.search(each) for each in (answer, "".join(answer.split())))
 
 
@@ -149,7 +153,7 @@ def _last_text(transcript: Transcript) -> str:
 def _names() -> Sequence[TaskName]:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # from a package that it imports, when first compiled
+            warnings.simplefilter("ignore", SyntaxWarning)  # raised by a package that it imports, when first compiled
             from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise TasksNotInstalled(

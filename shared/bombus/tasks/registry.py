@@ -24,7 +24,7 @@ def how_to_install(family: TaskFamily) -> str:
 
 
 def family_of(name: str) -> TaskFamily:
-    """Return a family by its name or by the name of one of its sets. Raises `Refused` if there is none."""
+    """Return a family by its own name or by the name of one of its sets. Raises `Refused` if there is none."""
     family = FAMILIES.get(name.partition(":")[0])
     if family is None:
         own = ". To play your own tasks, use `bombus eval --env`, or `Rollout` in a program (docs/environments.md)"
@@ -36,7 +36,7 @@ def family_of(name: str) -> TaskFamily:
 def open_tasks(name: str, options: Mapping[str, str] = {}) -> TaskSet:
     """Open a set of tasks by its name, such as `reasoning_gym:leg_counting`. The caller must close it.
 
-    Raises `Refused` for an unknown name or option, and `TasksNotInstalled`.
+    Raises `Refused` for an unknown name or option, or `TasksNotInstalled`.
     """
     family = family_of(name)
     _, colon, member = name.partition(":")

@@ -1,5 +1,7 @@
-"""Small jobs with files in a sandbox: `shell`. Each is generated from a seed; the reward depends on the resulting
-files."""
+"""Small jobs with files in a sandbox: `shell`.
+
+Each job is generated from a seed, and the reward depends on the resulting files.
+"""
 
 import hashlib
 import random
@@ -26,7 +28,7 @@ class ShellJob(msgspec.Struct, frozen=True, kw_only=True):
     """A job: its prompt, a command line that prepares its folder, and one that solves it.
 
     At the end, the files in `left` must have these contents. The file `answer` must contain `expected`, apart from
-    surrounding whitespace; if there is no `answer`, there must be no other files than those in `left`.
+    surrounding whitespace; if there is no `answer`, there must be no files other than those in `left`.
     """
 
     prompt: str
@@ -37,8 +39,10 @@ class ShellJob(msgspec.Struct, frozen=True, kw_only=True):
     expected: str = ""
 
     def check(self) -> str:
-        """Return a shell command that prints the resulting files as digests, since a file's name could imitate its
-        content."""
+        """Return a shell command that prints the resulting files.
+
+        All files except `answer` are printed as digests, since otherwise a file's name could imitate a file's content.
+        """
         if not self.answer:
             return "sha256sum -- *"
         return f"sha256sum -- {shlex.join(sorted(self.left))} && cat -- {self.answer}"
@@ -149,7 +153,7 @@ JOBS: dict[str, Callable[[random.Random], ShellJob]] = {
 
 
 def job_of(task: Task) -> ShellJob:
-    """Return the job of a drawn task. Raises `ResetFailed`."""
+    """Return the job of a drawn task. Raises `ResetFailed` if it has none."""
     kind = task.metadata.get("job")
     if kind not in JOBS:
         raise ResetFailed(f"metadata['job'] is {kind!r}: it must be one of {', '.join(JOBS)}")
@@ -192,7 +196,7 @@ class ShellEnvironment:
         return "\n".join(filter(None, (result.output.strip(), *notes))) or "(done, without output)"
 
     def gold(self, task: Task) -> list[object]:
-        """Return the call that does the job, and the final answer."""
+        """Return the call that does the job, followed by the final answer."""
         return [("run", {"command": job_of(task).gold}), "Done."]
 
     @reward
@@ -205,7 +209,7 @@ class ShellEnvironment:
         """Return whether the folder is as the job demands."""
         result = await self._sandbox().run(self._job.check())
         if result.code and (await self._sandbox().run("true")).code:
-            raise SandboxLost(f"the sandbox runs no command any more: {result.output[:200]}")
+            raise SandboxLost(f"the sandbox no longer runs commands: {result.output[:200]}")
         return result.code == 0 and self._job.is_right(result.output)
 
     @metric

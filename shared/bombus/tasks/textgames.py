@@ -25,7 +25,7 @@ RAW = "-raw"  # games without wrappers: each observation contains only what is n
 MORE_PLAYERS = {"MarketEntryGame-v0": 2, "PublicGoodsGame-v0": 2, "QuantumTicTacToe-v0": 2, "SpiteAndMalice-v0": 2}
 INSTRUCTION = "You play a game. Reply with your move in square brackets, as the rules of the game say."
 
-# Why some games of textarena 0.7.4 cannot be played here, where nothing is downloaded.
+# Reasons why some games of textarena 0.7.4 cannot be played here, where nothing is downloaded.
 _WORDS, _KEY, _SYNTAX, _OTHER, _ARGUMENTS = (
     "needs word lists that NLTK downloads",
     "needs an OpenRouter key for its own model",
@@ -47,7 +47,7 @@ FLAWS = {
 }
 
 ResultT = TypeVar("ResultT")
-_chance = threading.Lock()  # the games use Python's global random generator, which all of them share
+_chance = threading.Lock()  # the games share Python's global random generator
 
 
 class ArenaOptions(BaseModel):
@@ -95,7 +95,7 @@ class ArenaTasks:
 
 
 class ArenaMatch:
-    """A match. Each player has its own role, `player 0` and so on, and each call gets the reward of its player."""
+    """A match. Each player has its own role, `player 0` and so on, and each call gets its player's reward."""
 
     def __init__(self) -> None:
         self._random = random.Random()
@@ -109,7 +109,7 @@ class ArenaMatch:
         game = await self._in_turn(lambda: _made(known["game"]))
         try:
             await self._in_turn(lambda: game.reset(num_players=known["players"], seed=known["seed"]))
-        except Exception as error:  # the game's own code
+        except Exception as error:  # raised by the game's own code
             raise ResetFailed(f"{known['game']} could not be set up: {in_one_line(error)}") from error
         talks: dict[int, list[dict[str, Any]]] = {}
         over = False
@@ -129,7 +129,7 @@ class ArenaMatch:
         """Run a step of the game. Raises `EnvironmentLost` if the game itself fails."""
         try:
             return await self._in_turn(step)
-        except Exception as error:  # the game's own code
+        except Exception as error:  # raised by the game's own code
             raise EnvironmentLost(f"{name} failed in the middle of a match: {in_one_line(error)}") from error
 
     async def _in_turn(self, step: Callable[[], ResultT]) -> ResultT:
@@ -149,7 +149,7 @@ class ArenaMatch:
 
     @reward(low=-1.0, high=1.0)
     def outcome(self, calls: list[AgentCall]) -> list[float]:
-        """Return the reward of each call, which is its player's reward. In an unfinished match every player gets 0."""
+        """Return the reward of each call, which is its player's reward. In an unfinished match, every player gets 0."""
         by_role = {_role(player): value for player, value in self._rewards.items()}
         return [by_role.get(call.role, 0.0) for call in calls]
 
@@ -177,7 +177,7 @@ def _ended(game: Any) -> tuple[dict[int, float], dict[int, dict[str, Any]]]:
 
 @lru_cache(128)
 def fewest_players(game: str) -> int:
-    """Return the fewest players with which a game can be played. Raises `Refused` for a game that cannot be played."""
+    """Return the smallest number of players for a game. Raises `Refused` if the game cannot be played."""
     why = ""
     if FLAWS.get(_plain(game)) == _ARGUMENTS:
         raise Refused(Code.BAD_CONFIG, f"{game} {_ARGUMENTS}")
@@ -191,7 +191,7 @@ def fewest_players(game: str) -> int:
                     made.get_observation()
                 except InfraError as error:
                     raise Refused(Code.BAD_CONFIG, str(error)) from error
-                except Exception as error:  # the game's own code: it may need more players
+                except Exception as error:  # raised by the game's own code: it may need more players
                     why = in_one_line(error)
                 else:
                     return players
@@ -223,7 +223,7 @@ def _textarena() -> Any:
 
 
 def _observation(player: int, seen: str | list[tuple[Any, ...]]) -> str:
-    """Return the observation as shown to a player: the new messages, except its own moves."""
+    """Return the observation as shown to a player: the new messages, except for the player's own moves."""
     if isinstance(seen, str):
         return seen
     lines = [

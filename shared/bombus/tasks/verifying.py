@@ -1,9 +1,9 @@
 """Scores answers to reasoning-gym's questions in a separate process.
 
-Some verifiers evaluate an answer as Python, with `eval` or through SymPy: it can call anything, and may never end. So
-each answer is judged in a child of that process, which is killed after a time limit. If the kernel allows it, the
-process runs in namespaces, and each child in its own PID and user namespaces, in which it sees no other answer and
-leaves no process behind.
+Some verifiers evaluate an answer as Python, with `eval` or through SymPy, so an answer can call anything and may never
+end. Each answer is therefore judged in a child of that process, which is killed after a time limit. If the kernel
+allows it, the process runs in namespaces, and each child has its own PID and user namespaces, in which it sees no other
+answer and leaves no process behind.
 """
 
 import atexit
@@ -33,8 +33,8 @@ from bombus.hive.failures import FailureKind
 from bombus.tasks.entries import HASH_SEED, dataset_of
 from bombus.tasks.isolation import HOME, import_path, isolated, why_no_isolation
 
-START_S = 45.0  # to import reasoning-gym, which takes some seconds
-VERIFY_S = 10.0  # the slowest verifier takes less than a second
+START_S = 45.0  # time to import reasoning-gym, which takes some seconds
+VERIFY_S = 10.0  # time limit for a verdict; the slowest verifier takes less than a second
 AT_ONCE = 16
 NAME_BYTES = 64
 LOOK_S = 1.0
@@ -43,7 +43,7 @@ FILE_BYTES_MAX = 1 << 20
 PROGRAM = ("-P", "-s", "-m", "bombus.tasks.verifying")
 PACKAGES = ("reasoning_gym", "sympy", "numpy", "msgspec", "pydantic", "httpx")
 _BEGUN, _NOTHING = b"b", b"-"
-_END = b"\n"  # of a verdict, which may be sent twice
+_END = b"\n"  # end of a verdict, which may be sent twice
 _CLONE_NEWUSER, _CLONE_NEWPID = 0x10000000, 0x20000000
 _SYS_CLONE = {"x86_64": 56, "aarch64": 220}
 
@@ -51,7 +51,7 @@ log = logging.getLogger("bombus")
 
 
 class AnswerJudge:
-    """Judges answers in a process that starts with the first answer, and ends with this process.
+    """Judges answers in a separate process, which starts with the first answer and ends when this process does.
 
     Threads may share it. `verify_s` is the time limit for one answer.
     """
@@ -67,7 +67,7 @@ class AnswerJudge:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def score(self, generator: str, answer: str, entry: Mapping[str, Any]) -> float | None:
-        """Return the verifier's score for an answer, or None if it is not a number or does not come in time.
+        """Return the verifier's score for an answer, or None if it is not a number or does not arrive in time.
 
         Raises `EnvironmentLost` if the judging process is not available.
         """
@@ -97,7 +97,7 @@ class AnswerJudge:
             self._end()
 
     def end(self) -> None:
-        """End the process for good, at the program's exit: threads that are still running cannot start another one."""
+        """End the process for good at the program's exit, so that threads still running cannot start another one."""
         with self._one:
             self._is_over = True
             self._end()
@@ -107,7 +107,7 @@ class AnswerJudge:
         name = generator.encode().ljust(NAME_BYTES)
         with self._one:
             try:
-                for _ in range(2):  # the first one may have ended since the last answer
+                for _ in range(2):  # the first process may have ended since the last answer
                     channel = self._ready()
                     try:
                         socket.send_fds(channel, [name], [theirs.fileno()])
@@ -117,7 +117,7 @@ class AnswerJudge:
             except OSError as error:
                 self._end()
                 raise EnvironmentLost(f"answers cannot be judged: {error}", FailureKind.GRADER) from error
-        why = "answers cannot be judged: the process that judges them keeps ending at once"
+        why = "answers cannot be judged: the process that judges them keeps ending immediately"
         raise EnvironmentLost(why, FailureKind.GRADER)
 
     def _ready(self) -> socket.socket:
@@ -201,22 +201,24 @@ def _ask(connection: socket.socket, request: bytes) -> None:
 
 
 def _judged(connection: socket.socket, verify_s: float) -> float | None:
-    """Return the score received on an answer's connection. Raises `OSError` if none is received."""
+    """Return the score received on an answer's connection. Raises `OSError` if no score arrives."""
     if connection.recv(1) != _BEGUN:
         raise ConnectionError("its verifier could not be made")
-    connection.settimeout(verify_s + START_S)  # the child is killed before that
+    connection.settimeout(verify_s + START_S)  # the child is killed before this
     said = connection.recv(64)
     if not said:
         raise ConnectionError("the process that judges has ended")
     try:
-        return float(said.partition(_END)[0])  # derived from text that a model has written: never unpickled
+        return float(said.partition(_END)[0])  # derived from text that a model has written, so it is never unpickled
     except ValueError:
         return None
 
 
 def _variables(home: str) -> dict[str, str]:
-    """Return all environment variables of the process. None are inherited from this process, whose variables may hold
-    keys."""
+    """Return all environment variables of the process.
+
+    Nothing is inherited from this process, whose variables may contain keys.
+    """
     return {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "PYTHONPATH": import_path(PACKAGES),
@@ -241,8 +243,10 @@ def _warn(why: str) -> None:
 
 
 class _Child(NamedTuple):
-    """The process of one answer. If it has sent no verdict when it ends, one is sent for it, so that the caller does
-    not wait."""
+    """The process of one answer.
+
+    If it ends without sending a verdict, one is sent for it, so that the caller does not wait.
+    """
 
     connection: socket.socket
     until: float
@@ -282,12 +286,12 @@ def _begun(generator: str, connection: socket.socket) -> int:
     """Return the PID of a child that judges the answer on a connection, or 0 if there is no verifier."""
     try:
         verifier = dataset_of(generator, seed=0, size=1)  # the verifier depends on neither seed nor size
-    except Exception:  # the generator's own code: closing the connection tells the caller
+    except Exception:  # raised by the generator's own code: closing the connection tells the caller
         return 0
     if child := _forked():
         return child
     try:
-        os.closerange(3, connection.fileno())  # such as the connections of other answers
+        os.closerange(3, connection.fileno())  # closes, for example, the connections of other answers
         os.closerange(connection.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
         _judge(verifier, connection)
     finally:
@@ -297,7 +301,7 @@ def _begun(generator: str, connection: socket.socket) -> int:
 def _judge(verifier: Any, connection: socket.socket) -> None:
     connection.settimeout(None)
     with connection.makefile("rb") as asked:
-        answer, entry = pickle.loads(asked.read(int.from_bytes(asked.read(8))))  # from the requesting program
+        answer, entry = pickle.loads(asked.read(int.from_bytes(asked.read(8))))  # sent by the requesting program
     _limit()
     connection.sendall(_BEGUN)
     try:
@@ -308,10 +312,10 @@ def _judge(verifier: Any, connection: socket.socket) -> None:
 
 
 def _forked() -> int:
-    """Fork like `os.fork`, into new PID and user namespaces if the kernel allows it.
+    """Fork as `os.fork` does, into new PID and user namespaces if the kernel allows it.
 
-    There the child can neither signal other answers' processes nor read their memory, and any process that it starts
-    ends with it.
+    In these namespaces, the child can neither signal other answers' processes nor read their memory, and any process
+    that it starts ends with it.
     """
     if sys.platform == "linux" and (clone := _SYS_CLONE.get(platform.machine())):
         here = ctypes.PyDLL(None)  # keeps the GIL, as `os.fork` does
@@ -336,7 +340,7 @@ def _limit() -> None:
 
 
 def _end_late(children: dict[int, _Child]) -> None:
-    """Reap the children that have ended, and kill those whose time is over."""
+    """Reap the children that have ended, and kill those whose time is up."""
     for pid, child in list(children.items()):
         if not os.waitpid(pid, os.WNOHANG)[0]:
             if time.monotonic() < child.until:
@@ -344,18 +348,18 @@ def _end_late(children: dict[int, _Child]) -> None:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         del children[pid]
-        with child.connection, contextlib.suppress(OSError):  # the caller may have its answer already, and be gone
+        with child.connection, contextlib.suppress(OSError):  # the caller may already have its answer and be gone
             child.connection.sendall(_NOTHING + _END)
 
 
 def _make_anew() -> None:
-    """Let a forked program start its own process."""
+    """Make a forked program start its own process."""
     global judge
     judge = AnswerJudge()
 
 
 judge = AnswerJudge()
-atexit.register(lambda: judge.end())  # the current one, perhaps replaced after a fork
+atexit.register(lambda: judge.end())  # the current judge, which a fork may have replaced
 os.register_at_fork(after_in_child=_make_anew)
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""The text files of a model: its tokenizer, its chat template, and checks that a gateway can use them."""
+"""The text files of a model: its tokenizer, its chat template, and checks of whether a gateway can use them."""

@@ -15,15 +15,15 @@ from bombus.errors import EngineFault
 from bombus.text.sandbox import Steps, environment
 
 SWITCHES_MAX = 8
-STEPS_MAX = 200_000  # for rendering an empty conversation, some 50 ms
-STEPS_OF_PAIR = 4  # in addition for each pair of messages or tools: a template may look at all messages for each one
-STEPS_OF_CHARACTER = 1 / 8  # in addition for each character of the messages: a template may read it several times
+STEPS_MAX = 200_000  # limit for rendering an empty conversation, some 50 ms
+STEPS_OF_PAIR = 4  # added for each pair of messages or tools: a template may look at all messages for each one
+STEPS_OF_CHARACTER = 1 / 8  # added for each character of the messages: a template may read it several times
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _SWITCHES = ("think", "reason", "enable")
 
 
 class TemplateRefused(ValueError):
-    """Raised if a template cannot render a conversation: it refuses the conversation, or fails on it."""
+    """Raised if a template cannot render a conversation, because it refuses the conversation or fails on it."""
 
 
 class ChatTemplate:
@@ -44,7 +44,7 @@ class ChatTemplate:
         self._template, self._template_with_tools = compiled[0], compiled[-1]
         self._globals = dict(environment().globals)
         for template in compiled:
-            template.globals = self._globals  # jinja2 would iterate over its own mapping at each rendering
+            template.globals = self._globals  # jinja2's own mapping would be iterated over at each rendering
 
     def given(self, variables: Mapping[str, Any]) -> Self:
         """Return a copy of this template with these variables added or replaced."""
@@ -70,7 +70,7 @@ class ChatTemplate:
                     "documents": None,
                     "add_generation_prompt": add_generation_prompt,
                 }
-                context = template.new_context(given, shared=True)  # shared: it need not be copied
+                context = template.new_context(given, shared=True)  # shared, so that it need not be copied
                 return environment().concat(template.root_render_func(context))
         except jinja2.TemplateError as error:
             raise TemplateRefused(str(error.message or type(error).__name__)) from error
@@ -85,15 +85,16 @@ class ChatTemplate:
         return sorted(name for name in self.looked_up() if any(part in name for part in _SWITCHES))[:SWITCHES_MAX]
 
     def looked_up(self) -> set[str]:
-        """Return the variables that the template looks up, except those of every rendering. It may set some itself."""
+        """Return the variables that the template looks up, except those given at every rendering. It may set some
+        itself."""
         trees = (environment().parse(source) for source in self._sources)
         return set().union(*map(find_undeclared_variables, trees)) - GIVEN - environment().globals.keys()
 
     def remakers(self) -> list[Callable[[str], str]]:
         """Return functions that change a text as the template may, other than by trimming, cutting or changing case.
 
-        They replace texts that the template names, remove those at which it splits (it may join the parts), or strip
-        tags.
+        They replace texts that the template names, remove separators at which it splits (since it may join the parts),
+        or strip tags.
         """
         trees = [environment().parse(source) for source in self._sources]
         calls = [call for tree in trees for call in tree.find_all(nodes.Call)]
@@ -113,7 +114,7 @@ class ChatTemplate:
         return sorted(text for text in texts if len(text) > 1 and not text.isalpha())
 
     def literals(self) -> str:
-        """Return the texts that the template itself can write, with NUL between them."""
+        """Return the texts that the template itself can write, joined by NUL characters."""
         trees = [environment().parse(source) for source in self._sources]
         texts = [node.data for tree in trees for node in tree.find_all(nodes.TemplateData)]
         return "\0".join([*texts, *self.words()])
@@ -132,7 +133,7 @@ def _steps_max(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[st
 
 
 def _constant(args: Sequence[nodes.Node]) -> str:
-    """Return the first of these arguments if it is a string constant, and otherwise an empty text."""
+    """Return the first of these arguments if it is a string constant, otherwise an empty string."""
     return str(args[0].value) if args and isinstance(args[0], nodes.Const) and isinstance(args[0].value, str) else ""
 
 

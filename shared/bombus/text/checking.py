@@ -1,4 +1,4 @@
-"""Checks from the text files of a model, before anything runs, that a gateway can use them."""
+"""Checks, before anything runs, that a gateway can use the text files of a model."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,12 +14,12 @@ from bombus.weights.tokenizer_fit import read_json, token_ids
 
 _WORDS = ("look", "again")
 _MARKER = re.compile(r"<[|｜][^<>|｜\s]{1,64}[|｜]>")
-# Some templates accept no system message, and some only one message.
+# Some templates accept no system message, and others only a single message.
 _PLAIN_TURNS = (("system", "user", "assistant", "user"), ("user", "assistant", "user"), ("user",))
 
 
 def with_chat_template(files: Mapping[str, bytes], given: str) -> dict[str, bytes]:
-    """Return a model's text files with the chat template that its job gives: as text, or as the name of a file.
+    """Return a model's text files with the chat template that its job gives, as text or as a file name.
 
     Raises `EngineFault` if it is neither.
     """
@@ -40,7 +40,7 @@ def check_text(files: Mapping[str, bytes], model: ModelConfig) -> None:
     """Raise `EngineFault` unless a gateway can read the tokenizer, and the chat template renders a user's message.
 
     Markers in the tokenizer's own template must be tokens. `files` must already include the job's own template, if any.
-    Only the tokenizer is checked for a job that sets no chat template (`NO_CHAT_TEMPLATE`).
+    If a job sets no chat template (`NO_CHAT_TEMPLATE`), only the tokenizer is checked.
     """
     tokenizer = Tokenizer(files)
     if model.chat_template == NO_CHAT_TEMPLATE:
@@ -74,11 +74,11 @@ def _check_renders(template: ChatTemplate) -> None:
         try:
             shown = {_rendered(template, ("user",), _content(word, as_parts)) for word in _WORDS}
         except TemplateRefused as error:
-            why = why or f"refuses even a single message of a user: {error}"
+            why = why or f"refuses even a single user message: {error}"
             continue
         if len(shown) == len(_WORDS):
             return
-        why = why or "drops what a user says"
+        why = why or "drops user messages"
     raise EngineFault(f"the model's chat template {why}; set model.chat_template in the job to another")
 
 
@@ -91,7 +91,7 @@ def _rendered(template: ChatTemplate, roles: Sequence[str], content: Any) -> str
 
 
 def unknown_marker(template: ChatTemplate, ids: Mapping[str, int]) -> str:
-    """Return a marker that a template writes around texts but that is not a token; empty if there is none.
+    """Return a marker that a template writes around texts but that is not a token, or "" if there is none.
 
     If no marker is a token, the model learned them as plain text. Markers that the template only compares with, or
     writes around tools or images, are ignored: many models have templates that name such markers, but lack the tokens.

@@ -1,6 +1,6 @@
-"""The sandbox in which chat templates run: jinja2's, with the filters and globals that transformers gives them.
+"""The sandbox in which chat templates run: jinja2's sandbox, with the filters and globals that transformers adds.
 
-The work of a template is bounded, since it is third-party code, and a thread that runs it cannot be stopped.
+The work of a template is bounded, since it is third-party code and a thread that runs it cannot be stopped.
 """
 
 import datetime
@@ -22,14 +22,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-COUNT_MAX = 100_000  # of any width or count that a template passes to a filter or a method of texts
+COUNT_MAX = 100_000  # largest width or count that a template may pass to a filter or a string method
 NUMBER_BITS_MAX = 1 << 12
 PLACES_MAX = 100
 TEXT_MAX = 10_000_000  # characters of a text, or members of a list, made by repetition or concatenation
-# Filters that take no longer for a larger value, or that count their own steps.
+# Filters that do not take longer for a larger value, or that count their own steps.
 QUICK_FILTERS = {"abs", "attr", "count", "d", "default", "first", "float", "int", "items", "last", "length", "tojson"}
-STEP_CHARACTERS = 256  # of text that are read or made in one step
-MACRO_STEPS = 10  # for each call of a macro
+STEP_CHARACTERS = 256  # characters of text that are read or made in one step
+MACRO_STEPS = 10  # steps counted for each call of a macro
 _WIDE_FORMAT = re.compile(r"%[^%A-Za-z]*(?:\d{6}|\*)")
 
 # ---- steps --------------------------------------------------------------------------------------------------------
@@ -38,8 +38,8 @@ _WIDE_FORMAT = re.compile(r"%[^%A-Za-z]*(?:\d{6}|\*)")
 class Steps:
     """Limits templates to this many steps while the block runs. Beyond that they raise `SecurityError`.
 
-    Each member that is looped over counts as one step, each call of a macro as `MACRO_STEPS`, and every
-    `STEP_CHARACTERS` characters of a text as one. All other work is bounded by the length of a template's source.
+    Each item that is looped over counts as one step, each call of a macro as `MACRO_STEPS`, and every `STEP_CHARACTERS`
+    characters of a text as one. All other work is bounded by the length of a template's source.
     """
 
     def __init__(self, count: float) -> None:
@@ -75,7 +75,7 @@ def _size(value: object) -> int:
 
 
 def _looped(iterable: Iterable[Any]) -> Iterable[Any]:
-    """Return the iterable of a loop, and count a step for each of its members."""
+    """Return the iterable of a loop, counting a step for each of its items."""
     try:
         _take(len(iterable))  # type: ignore[arg-type]
     except TypeError:
@@ -98,7 +98,7 @@ def _concatenated(parts: Sequence[Any]) -> str:
 
 
 class _Counting(NodeTransformer):
-    """Puts filters that count steps into a template before it is compiled."""
+    """Adds step-counting filters to a template before it is compiled."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
@@ -135,7 +135,7 @@ class _Generation(Extension):
 
 
 class _Namespace(Namespace):
-    """A namespace that refuses attributes with a leading underscore, as in transformers."""
+    """A namespace that rejects attributes with a leading underscore, as in transformers."""
 
     def __init__(*args: Any, **attributes: Any) -> None:
         self, *given = args
@@ -156,7 +156,7 @@ def _check_attribute(name: object) -> None:
 class _Sandbox(ImmutableSandboxedEnvironment):
     """Bounds the values of expressions such as `7 ** 10 ** 8`, which would block the process for hours.
 
-    The intercepted operators are not constant-folded either when a template is compiled.
+    When a template is compiled, the intercepted operators are not constant-folded either.
     """
 
     intercepted_binops = frozenset({"**", "*", "%", "+"})
@@ -236,7 +236,7 @@ def _check_counts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
 
 
 def _counting(filter: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter that refuses arguments that would make very long texts, lists or numbers."""
+    """Return a filter that rejects arguments that would make very long texts, lists or numbers."""
 
     @wraps(filter)
     def checked(value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -248,7 +248,7 @@ def _counting(filter: Callable[..., Any]) -> Callable[..., Any]:
 
 def _charged(filter: Callable[..., Any]) -> Callable[..., Any]:
     """Return a filter that counts steps for the size of its value."""
-    place = 1 if hasattr(filter, "jinja_pass_arg") else 0  # after the context or the environment
+    place = 1 if hasattr(filter, "jinja_pass_arg") else 0  # the value follows the context or environment
 
     @wraps(filter)
     def charged(*args: Any, **kwargs: Any) -> Any:
@@ -272,7 +272,7 @@ def _round(value: float, precision: int = 0, method: Literal["common", "ceil", "
 
 @cache
 def environment() -> ImmutableSandboxedEnvironment:
-    """Return the environment of chat templates."""
+    """Return the jinja2 environment for chat templates."""
     made = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     for name in ("batch", "center", "indent", "slice"):
         made.filters[name] = _counting(made.filters[name])
@@ -295,7 +295,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Replace jinja2's filter, which escapes HTML characters."""
+    """Encode as JSON without escaping HTML characters, unlike jinja2's filter, which this replaces."""
     made = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     _take(_size(made))
     return made
@@ -311,7 +311,7 @@ _now: ContextVar[datetime.datetime | None] = ContextVar("_now", default=None)
 
 
 def at_one_time(work: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Wrap a function so that templates see one fixed time while it runs, and their renderings can be compared."""
+    """Wrap a function so that templates see one fixed time while it runs, which makes their renderings comparable."""
 
     @wraps(work)
     def held(*args: _P.args, **kwargs: _P.kwargs) -> _T:

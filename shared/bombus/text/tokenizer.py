@@ -13,24 +13,24 @@ from bombus.config.template_variables import SPECIAL_TOKENS
 from bombus.errors import EngineFault
 from bombus.weights.tokenizer_fit import read_json, template_sources
 
-# Special tokens that are part of the text by default; all others are left out of it.
+# Special tokens that are part of the text by default. All others are left out of it.
 SHOWN_SPECIALS = frozenset(
     {"<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"}
 )
-LONG_CHARACTERS = 4096  # longer texts are encoded as a batch: other threads may run, but it takes time to set up
+LONG_CHARACTERS = 4096  # longer texts are encoded as a batch, which takes time to set up but lets other threads run
 _BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
 
 
 class Tokenizer:
     """One model's tokenizer.
 
-    `shown` holds the special tokens that are part of the text. It may be set only before the first text is decoded.
-    `added` maps the ids of all added tokens to their text, `specials` those of the special ones. `named` maps the names
-    that a chat template may use, such as `bos_token`, to special tokens.
+    `shown` contains the special tokens that are part of the text. It may be set only before the first text is decoded.
+    `added` maps the ids of all added tokens to their text, and `specials` the ids of the special tokens. `named` maps
+    the names that a chat template may use, such as `bos_token`, to special tokens.
     """
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
-        """Load from the files of a model's folder, by name. Raises `EngineFault` if they cannot be used."""
+        """Load from the files of a model's folder, given by name. Raises `EngineFault` if they cannot be used."""
         if "tokenizer.json" not in files:
             raise EngineFault("the model has no tokenizer.json: save it with a fast tokenizer")
         try:
@@ -38,7 +38,7 @@ class Tokenizer:
             self.fast = Fast.from_str(files["tokenizer.json"].decode())
         except Exception as error:  # the library raises nothing narrower
             raise EngineFault(f"tokenizer.json cannot be read: {error}") from error
-        # A tokenizer that was saved after training may truncate or pad texts. transformers does not do so for chats.
+        # A tokenizer that was saved after training may truncate or pad texts. transformers does not do that for chats.
         self.fast.no_truncation()
         self.fast.no_padding()
         self._to_bytes = _piece_reader(described.get("decoder"))
@@ -49,7 +49,7 @@ class Tokenizer:
         self.chat_template = templates.get("default", "")
         self.template_with_tools = templates.get("tool_use", "")
         self.named = _named_specials(self.config, read_json(files, "special_tokens_map.json"))
-        # The token that stands for text that the tokenizer does not know; empty if there is none.
+        # The token that stands for text that the tokenizer does not know, or "" if there is none.
         self.unknown = self.named.get("unk_token") or str(getattr(self.fast.model, "unk_token", None) or "")
         self._add_tokens()
         added = self.fast.get_added_tokens_decoder()
@@ -101,9 +101,10 @@ class Tokenizer:
 
     @cached_property
     def pieces(self) -> list[bytes]:
-        """The bytes that each token adds to the text, by id; empty for special tokens that are not in `shown`."""
+        """Return the bytes that each token adds to the text, by id. They are empty for special tokens that are not in
+        `shown`."""
         vocabulary = self.fast.get_vocab(with_added_tokens=True)
-        # A model's head may be padded beyond its vocabulary: such tokens have no text.
+        # A model's head may be padded beyond its vocabulary. The extra tokens have no text.
         size = max(max(vocabulary.values(), default=0) + 1, int(self.model_config.get("vocab_size") or 0))
         pieces = [b""] * size
         for token, index in vocabulary.items():
@@ -157,7 +158,7 @@ class _PieceReader:
 
 
 def _piece_reader(decoder: dict[str, Any] | None) -> _PieceReader:
-    """Return the reader for a decoder that decodes tokens one by one. Raises `EngineFault` for any other."""
+    """Return the reader for a decoder that decodes tokens one by one. Raises `EngineFault` for any other kind."""
     kind = decoder.get("type") if decoder else None
     if kind == "Sequence" and decoder:
         kinds = {step.get("type") for step in decoder.get("decoders", ())}
@@ -175,7 +176,8 @@ def _piece_reader(decoder: dict[str, Any] | None) -> _PieceReader:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the byte of each character of byte-level BPE: printable bytes are themselves, others start at U+0100."""
+    """Return the byte of each character of byte-level BPE: printable bytes stand for themselves, others start at
+    U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     hidden = (byte for byte in range(256) if byte not in set(printable))

@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 ADAPTER_FORMAT = "safetensors-lora"
 ADAPTER_FILE = "adapter_model.safetensors"
-# The name of a file. The tensor file's metadata has its content under the same name, so that the digest covers it.
+# Both a file name and a key of the tensor file's metadata with the same content, so that the digest covers it.
 ADAPTER_CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
-VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of max-lora-rank that vLLM 0.32 accepts
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of max-lora-rank that vLLM 0.32 accepts
 ScaleOf = Callable[[str], float]  # maps a layer's name to the scale of its product B A
 LOW_A, LOW_B = ".lora_A.weight", ".lora_B.weight"
 
 
 class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """peft's configuration. `r` is the rank, and `target_modules` are full names of layers or their last parts."""
+    """peft's configuration. `r` is the rank, and `target_modules` are full layer names or their last parts."""
 
     r: int
     lora_alpha: float
@@ -64,7 +64,7 @@ class Rounding:
 
     @property
     def share_lost(self) -> float:
-        """The norm of the lost part, as a fraction of the norm of what the adapter adds."""
+        """Return the norm of the lost part, as a fraction of the norm of what the adapter adds."""
         return (self.lost / self.added) ** 0.5 if self.added else 0.0
 
     def note(self, before: "Tensor", exact: "Tensor", rounded: "Tensor") -> None:

@@ -1,4 +1,4 @@
-"""The format of checkpoints: a directory with a `manifest.json`, which has the facts of its writer and seals the files.
+"""The format of checkpoints: a directory whose `manifest.json` contains its writer's facts and seals the other files.
 
 The SHA-256 of the manifest is the checkpoint's digest, so it covers every file. Trainers write checkpoints of steps
 (R11) and of training clients' models (R17), which differ in their facts and in the names of their files.
@@ -24,11 +24,11 @@ FactsT = TypeVar("FactsT")
 
 
 class CheckpointLost(EngineFault):
-    """Raised when a checkpoint is missing or damaged: an older one may be usable."""
+    """Raised if a checkpoint is missing or damaged. An older one may be usable."""
 
 
 class CheckpointDamaged(CheckpointLost):
-    """Raised when a checkpoint exists but is not what a trainer of this version wrote: retrying does not help."""
+    """Raised if a checkpoint exists but is not what a trainer of this version wrote. Retrying does not help."""
 
 
 class Seal(msgspec.Struct, frozen=True):
@@ -49,7 +49,7 @@ _manifest = msgspec.json.Decoder(_Manifest)
 
 @dataclass(frozen=True)
 class Checkpoint(Generic[FactsT]):
-    """A checkpoint as its manifest describes it. `files` are the seals of its files, by relative path."""
+    """A checkpoint as described by its manifest. `files` are the seals of its files, by relative path."""
 
     path: Path
     digest: str

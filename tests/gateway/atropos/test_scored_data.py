@@ -114,7 +114,7 @@ def test_programs_write_whole_numbers_as_floats_and_flags_for_numbers() -> None:
         ({"tokens": [[5, 6], []]}, "tokens[1]", "is a sequence without tokens; leave it out of its group"),
         ({"tokens": [[5, -6], [7]]}, "tokens[0][1]", "Expected `int` >= 0"),
         ({"tokens": [[5, 1 << 31], [7]]}, "tokens[0][1]", "Expected `int` <= 2147483647"),
-        ({"tokens": [[5, -6.0], [7]]}, "tokens[0][1]", "is -6.0, but must be a whole number of 0 to 2147483647"),
+        ({"tokens": [[5, -6.0], [7]]}, "tokens[0][1]", "is -6.0, but must be a whole number from 0 to 2147483647"),
         ({"tokens": [[5, 6.5], [7]]}, "tokens[0][1]", "is 6.5, but must be a whole number"),
         ({"tokens": [[5, 4e9], [7]]}, "tokens[0][1]", "is 4000000000.0, but must be a whole number"),
         ({"tokens": [[5, "6"], [7]]}, "tokens[0][1]", "got `str`"),

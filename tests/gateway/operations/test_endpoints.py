@@ -171,7 +171,7 @@ async def test_only_hosts_that_the_operator_allows_are_talked_to(hive: Operation
 async def test_where_nothing_is_allowed_the_refusal_says_so(hive: OperationHive) -> None:
     async with gateway_of(hive.bus) as (_, url), httpx.AsyncClient(base_url=url) as http:
         refused = (await http.post("/add_inference_endpoint", json={"host": "127.0.0.1", "port": 1})).json()
-    assert "does not talk to inference endpoints elsewhere" in refused["message"]
+    assert "does not talk to external inference endpoints" in refused["message"]
 
 
 async def test_an_endpoint_whose_host_is_not_allowed_any_more_is_not_talked_to(
@@ -274,7 +274,7 @@ async def test_an_endpoint_may_get_weights_when_it_is_registered(
 ) -> None:
     early = await add(hive, server.port, sync_weights=True)
     assert (early["success"], early["weights_synced"]) == (True, False)
-    assert "Name the model to sync" in early["sync_message"]
+    assert "Set model_id to the model to sync" in early["sync_message"]
     await create(client)
     added = await add(hive, server.port, sync_weights=True)
     assert added["weights_synced"], added
@@ -480,7 +480,7 @@ async def test_which_model_is_meant_is_asked_where_it_is_not_clear(
     assert (await post(hive, "/sync_inference_weights"))["success"], "there is one"
     await create(client, "reference")
     report = await post(hive, "/sync_inference_weights")
-    assert "Name the model to sync" in report["message"]
+    assert "Set model_id to the model to sync" in report["message"]
     assert "policy, reference" in report["message"]
     assert (await post(hive, "/sync_inference_weights", model_id="reference"))["success"]
     assert server.loaded[-1]["weight_version"].startswith("reference/")

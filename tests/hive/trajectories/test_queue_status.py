@@ -14,7 +14,7 @@ def test_what_minimums_leave_no_room_for_is_told_so() -> None:
     assert form(queue) == (2, 3, 4, 5)
     assert stranded(queue) == [
         "No batch has room for 1 group (1 of 2 sequences) of environments without a minimum: the minimums of others "
-        "add up to the whole batch. Register one of those again with a smaller min_batch_allocation."
+        "add up to the whole batch. Register one of the others again with a smaller min_batch_allocation."
     ]
 
 

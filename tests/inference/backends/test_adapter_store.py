@@ -54,7 +54,7 @@ def test_when_all_are_in_use_another_is_refused_and_nothing_is_dropped() -> None
     store.use("b")
     store.use("b")
     store.use("a")
-    with pytest.raises(Refused, match="ask again later") as refused:
+    with pytest.raises(Refused, match="try again later") as refused:
         store.put("c", adapter())
     assert refused.value.code == Code.OVERLOADED
     assert addresses(store) == ["b", "a"]

@@ -196,7 +196,7 @@ async def test_another_vocabulary_is_detected(folders: list[Path], tmp_path: Pat
     (tmp_path / "tokenizer.json").write_text(other)
     server = ExternalCompletions(folders[0], tokenizer_of=tmp_path)
     async with backend_of(server) as (backend, _):
-        with pytest.raises(EngineFault, match="its vocabulary is not that of the run's model"):
+        with pytest.raises(EngineFault, match="its vocabulary differs from that of the run's model"):
             await backend.load(Policy(folders[0], 1, 0, CONTEXT), ignore_stage)
 
 

@@ -173,7 +173,7 @@ def test_an_adapter_in_use_is_neither_evicted_nor_unloaded_until_its_requests_ha
     answers.take(engine.step())
     with pytest.raises(Refused, match="requests use adapter"):
         engine.remove_adapter(ONE)
-    with pytest.raises(Refused, match="ask again later") as refused:
+    with pytest.raises(Refused, match="try again later") as refused:
         engine.add_adapter(THREE, made[THREE])
     assert refused.value.code == Code.OVERLOADED
     while 1 not in answers:

@@ -103,7 +103,7 @@ def renamed(name: str) -> Callable[[Tensors], Tensors]:
         (lambda tensors: tensors | {LOW_B: torch.full((32, 4), torch.inf, dtype=torch.bfloat16)}, "not finite"),
         (lambda tensors: tensors | {LOW_B: torch.zeros(32, 4, dtype=torch.int32)}, "not finite"),
         (lambda tensors: {name: each for name, each in tensors.items() if name != LOW_B}, "it lacks"),
-        (lambda tensors: tensors | {"base_model.model.lm_head.weight": torch.zeros(1)}, "not one of a pair"),
+        (lambda tensors: tensors | {"base_model.model.lm_head.weight": torch.zeros(1)}, "not part of a pair"),
         (lambda tensors: {}, "no layers"),
         (renamed("model.layers.7.self_attn.q_proj"), "only on linear layers"),
         (renamed("lm_head"), "only on linear layers"),
@@ -241,6 +241,6 @@ async def test_a_vllm_that_does_not_answer_may_be_asked_again(
     (tmp_path / "copies").mkdir()
     adapters = VllmAdapters(tmp_path / "copies", rules(shapes), gone)
     address = write_adapter(tmp_path / "given", random_adapter(model, 1))
-    with pytest.raises(Refused, match="ask again later") as refused:
+    with pytest.raises(Refused, match="try again later") as refused:
         await adapters.load(address, tmp_path / "given")
     assert refused.value.code == Code.NO_REPLICA

@@ -210,7 +210,7 @@ async def test_a_child_that_does_not_start_is_an_engine_fault(stage: Stage) -> N
     ("lacks", "what"),
     [
         ("ids", "Expected `array`, got `null` - at `$.choices[0].token_ids`"),
-        ("logprobs", "the logprobs are not those of the tokens"),
+        ("logprobs", "the logprobs do not belong to the tokens"),
         ("versions", "the engine does not say which weights sampled the tokens"),
         ("routes", '/update_weight_version answered 404: {"detail":"Not Found"}'),
     ],

@@ -59,7 +59,7 @@ def test_an_error_in_a_stream_is_raised() -> None:
 
 def test_logprobs_of_other_tokens_are_an_error() -> None:
     chunk = {"choices": [{**CHUNK["choices"][0], "token_ids": [31]}]}
-    with pytest.raises(BackendFailed, match="not those of the tokens"):
+    with pytest.raises(BackendFailed, match="do not belong to the tokens"):
         parse_deltas(json.dumps(chunk).encode(), 7, 0)
 
 

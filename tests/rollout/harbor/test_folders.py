@@ -134,7 +134,7 @@ def test_files_that_are_kept_out_of_an_image_are_not_shown_to_an_agent(tmp_path:
 
 def test_what_an_agent_is_said_to_have_done_before_is_not_left_out_silently(tmp_path: Path) -> None:
     (task_folder(tmp_path / "one") / "trajectory.json").write_text("{}")
-    with pytest.raises(Refused, match=r"one \(its trajectory\.json holds an earlier agent's actions"):
+    with pytest.raises(Refused, match=r"one \(its trajectory\.json contains an earlier agent's actions"):
         read_task_folders(tmp_path)
 
 

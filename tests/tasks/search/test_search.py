@@ -96,7 +96,7 @@ def test_a_run_says_when_there_are_fewer_tasks_than_were_asked_for(
 ) -> None:
     with model_server(lambda messages: "<answer>Ada</answer>") as url:
         assert main([*words, "--engine", url, "-n", "7"]) == 0
-    assert capsys.readouterr().out.splitlines()[0] == "search: 6 tasks are played; there are no more of them"
+    assert capsys.readouterr().out.splitlines()[0] == "search: 6 tasks will be played: there are no more"
 
 
 def test_a_wrong_answer_in_the_right_form_is_worth_02_and_is_no_success(words: list[str], tmp_path: Path) -> None:

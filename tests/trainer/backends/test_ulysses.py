@@ -37,5 +37,5 @@ def test_heads_that_ranks_cannot_share_are_refused() -> None:
 
 def test_a_layer_that_does_not_pass_the_row_on_is_refused() -> None:
     side = torch.zeros(1, 2, 3, 4)
-    with pytest.raises(EngineFault, match="its layers do not pass on the arguments that an attention function gets"):
+    with pytest.raises(EngineFault, match="its layers do not pass on extra arguments to their attention function"):
         ulysses_attention(torch.nn.Identity(), side, side, side, None)

@@ -198,7 +198,7 @@ def test_a_job_that_would_write_all_steps_into_one_file_is_refused() -> None:
     with pytest.raises(Refused) as refused:
         parse_job({"bombus": {"trainer": {"save_debug_rollout_data": "debug/all.pt"}}})
     assert refused.value.why == (
-        'bombus.trainer.save_debug_rollout_data = "debug/all.pt" is refused: it takes a path like '
+        'bombus.trainer.save_debug_rollout_data = "debug/all.pt" is refused: it must be a path like '
         "DIR/rollout_{rollout_id}.pt"
     )
     asked = "debug/rollout_{rollout_id}.pt"

@@ -21,9 +21,9 @@ def read(*data: Datum, loss: str = "cross_entropy", config: Mapping[str, float] 
 @pytest.mark.parametrize(
     ("loss", "wrong", "why"),
     [
-        ("cross_entropy", datum([]), "datum 1 has 0 bytes of tokens: it needs one token or more"),
+        ("cross_entropy", datum([]), "datum 1 has 0 bytes of tokens: it needs at least one token"),
         ("cross_entropy", Datum(b"12345", {"target_tokens": ints(1)}), "datum 1 has 5 bytes of tokens"),
-        ("cross_entropy", datum([1] * 9), "datum 1 has 9 tokens, but the limit is 8: cut it"),
+        ("cross_entropy", datum([1] * 9), "datum 1 has 9 tokens, but the limit is 8: shorten it"),
         ("cross_entropy", datum([1, 64]), "datum 1 has the token id 64 at 1: this model's ids are 0 to 63$"),
         ("cross_entropy", datum([-1, 2]), "datum 1 has the token id -1 at 0"),
         ("cross_entropy", datum([1, 2], [2, -100]), r"target_tokens id -100 at 1: .* the weight \(or mask\) 0"),

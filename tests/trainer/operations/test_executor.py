@@ -368,7 +368,7 @@ def test_what_is_asked_of_no_model_is_refused(base: Path, tmp_path: Path) -> Non
         assert why in failed(made, model, operation).error
     created(made, "a")
     assert "there is a model a already" in failed(made, "a", CreateModel(base=BASE, adapter=SPEC)).error
-    assert "there are 1 models here, the most allowed" in failed(made, "b", CreateModel(base=BASE, adapter=SPEC)).error
+    assert "there are 1 models here, the maximum" in failed(made, "b", CreateModel(base=BASE, adapter=SPEC)).error
 
 
 def test_a_model_is_refused_where_the_memory_that_it_and_the_others_may_take_is_not_free(

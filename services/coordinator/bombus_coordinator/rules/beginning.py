@@ -1,4 +1,4 @@
-"""Where a new run begins: at the model as loaded, or at a checkpoint that an earlier run of the same job has left."""
+"""Where a new run begins: at the model as loaded, or at a checkpoint left by an earlier run of the same job."""
 
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from bombus.hive.state import EngineState
 
 NEVER, AUTO, FROM = "never", "auto", "from "
 PROJECT, EXPERIMENT = "experiment.project_name", "experiment.experiment_name"
-# Settings that a checkpoint depends on. A job in which one of them differs is another job.
+# Settings that a checkpoint depends on. If any of them differs, it is a different job.
 SAME_JOB = (
     "model.path",
     "model.tokenizer",
@@ -27,7 +27,7 @@ CHANGE_CHARS_MAX = 200
 
 
 class _Left(NamedTuple):
-    """A checkpoint that an earlier run has left, and what differs between that run's job and the one that starts."""
+    """A checkpoint left by an earlier run, and how that run's job differs from the one that is starting."""
 
     done: StepCompleted
     other: dict[str, str]
@@ -59,8 +59,8 @@ class _Left(NamedTuple):
 def beginning(engine: EngineState) -> tuple[Beginning | None, str]:
     """Return the checkpoint at which the next run begins, or None and the reason for beginning at the model as loaded.
 
-    The reason is "" unless the job's experiment has left checkpoints. Raises `Refused` if the job has to continue from
-    a checkpoint and cannot.
+    The reason is "" unless the experiment has checkpoints that this job cannot use. Raises `Refused` if the job must
+    continue from a checkpoint and cannot.
     """
     assert engine.configured is not None
     resume, wanted = engine.configured.collection.resume, engine.configured.config
@@ -79,7 +79,8 @@ def beginning(engine: EngineState) -> tuple[Beginning | None, str]:
 def _newest(left: list[_Left], wanted: str) -> tuple[Beginning | None, str]:
     """Return the newest checkpoint of the job, or why the run starts over.
 
-    A named experiment holds one job: raises `Refused` if its checkpoints are another's. Unnamed jobs may be unrelated.
+    A named experiment contains only one job: raises `Refused` if its checkpoints belong to a different job. Unnamed
+    jobs may be unrelated.
     """
     ours = [each for each in left if each.is_of_the_experiment]
     same = next((each for each in ours if not each.obstacles), None)
@@ -87,7 +88,7 @@ def _newest(left: list[_Left], wanted: str) -> tuple[Beginning | None, str]:
         return same.begins(), ""
     if not ours:
         return None, ""
-    why = f"the checkpoint of {ours[0]} is another job's ({', '.join(ours[0].obstacles)})"
+    why = f"the checkpoint of {ours[0]} belongs to another job ({', '.join(ours[0].obstacles)})"
     if _fields(wanted).get(EXPERIMENT, UNNAMED) == UNNAMED:
         return None, why
     raise Refused(
@@ -110,14 +111,14 @@ def _named(left: list[_Left], step: int) -> _Left:
     if same is None:
         raise Refused(
             Code.BAD_CONFIG,
-            f"trainer.resume is 'from {step}', but the checkpoint of {of_step[0]} is another job's: "
-            f"{', '.join(of_step[0].obstacles)}. Set trainer.resume to never, or these settings to what they were.",
+            f"trainer.resume is 'from {step}', but the checkpoint of {of_step[0]} belongs to another job: "
+            f"{', '.join(of_step[0].obstacles)}. Set trainer.resume to never, or restore these settings.",
         )
     return same
 
 
 def _differences(before: str, wanted: str) -> dict[str, str]:
-    """Return the settings that differ between two jobs, except those that a job of an older version lacks."""
+    """Return the settings that differ between two jobs, ignoring those that an older version's job lacks."""
     old, new = _fields(before), _fields(wanted)
     return {
         name: f"{name} {value!r} -> {new[name]!r}"[:CHANGE_CHARS_MAX]

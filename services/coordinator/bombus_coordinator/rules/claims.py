@@ -1,4 +1,4 @@
-"""Hand out episodes: which claims wait, which is next, and the answer when no episode is free."""
+"""Hand out episodes: which claims wait, which claim is next, and how to answer when no episode is free."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ NONE_AVAILABLE = "No available episodes to claim."
 
 
 def why_none(engine: EngineState, claim: Claim | None = None) -> Refused:
-    """Return why no episode is available now. Clients of the swarm contract match these sentences."""
+    """Return why no episode is available now. Clients of the swarm contract match on these sentences."""
     refused = _why_in_phase(engine, claim)
     if not engine.suspended:
         return refused
@@ -57,7 +57,7 @@ def _why_in_phase(engine: EngineState, claim: Claim | None) -> Refused:
 
 
 def no_room(live: Live, engine: EngineState | None = None) -> Refused:
-    """Return the refusal of new work, for `engine` if given: the remaining storage is kept for work in progress."""
+    """Return the refusal of new work, on `engine` if given: the remaining storage is kept for work in progress."""
     why = live.refusing if engine is None else live.refusing_of(engine)
     return Refused(Code.STORAGE_FULL, f"{why} Try again when there is room.")
 
@@ -70,7 +70,7 @@ def check_share(hive: Hive, claim: Claim) -> None:
 
 
 def capped(live: Live, engine: EngineState, claim: Claim) -> Refused | None:
-    """Return why a claim has to wait for its own key's open episodes, or None if it does not."""
+    """Return why a claim must wait because its key has too many open episodes, or None if it need not wait."""
     held = live.queue(engine).held_by(share_of(claim)).most
     if not over_cap(claim, held) or engine.phase != Phase.ROLLING:
         return None
@@ -103,7 +103,7 @@ def check(engine: EngineState, claim: Claim) -> None:
 
 
 def check_collects(engine: EngineState) -> None:
-    """Raise `Refused` for a command about batches of episodes if the run never makes any."""
+    """Raise `Refused` if a command is about batches of episodes and the run never makes any."""
     if engine.serves_operations:
         raise Refused(
             Code.UNSUPPORTED,
@@ -113,7 +113,7 @@ def check_collects(engine: EngineState) -> None:
     if engine.groups_episodes:
         raise Refused(
             Code.UNSUPPORTED,
-            f"Run {engine.run} of engine {engine.name} makes batches of rollout groups, as soon as it can.",
+            f"Run {engine.run} of engine {engine.name} makes batches of rollout groups by itself, as soon as it can.",
         )
     if engine.queues_groups:
         raise Refused(
@@ -124,7 +124,8 @@ def check_collects(engine: EngineState) -> None:
 
 
 def sampler_of(engine: EngineState, claim: Claim) -> ev.SamplerWeights | None:
-    """Return the weights that a claim's episodes sample from; None if they play with the policy that the run trains.
+    """Return the weights that a claim's episodes sample from, or None if they sample from the policy that the run
+    trains.
 
     Raises `Refused` if the run has no episodes, or if the saved model cannot be sampled from.
     """
@@ -139,18 +140,18 @@ def sampler_of(engine: EngineState, claim: Claim) -> ev.SamplerWeights | None:
             Code.UNSUPPORTED,
             f"Run {engine.run} of engine {engine.name} serves training operations: say which of its saved models the "
             f"episodes sample from (`sampler`, the path that save_weights_for_sampler returned, or {BASE_SAMPLER}). "
-            "For a job, claim from another engine, or stop this one first.",
+            "To claim episodes of a job, use another engine, or stop this one first.",
         )
     if claim.sampler == BASE_SAMPLER:
         return ev.SamplerWeights()
     named = claim.sampler[:NAME_SHOWN]
     kept = engine.clients.kept.get(claim.sampler)
     if kept is None or not may_read(kept, claim.owner):
-        raise Refused(Code.UNKNOWN_MODEL, f"There is no saved model {named} here, or it is gone: save one.")
+        raise Refused(Code.UNKNOWN_MODEL, f"There is no saved model {named} here, or it was removed: save one.")
     if kept.noted.adapter is None:
         raise Refused(
             Code.UNSUPPORTED,
-            f"{named} has all weights of its model, but episodes sample only from adapters (rank 1 or more).",
+            f"{named} contains all weights of its model, but episodes sample only from adapters (rank 1 or more).",
         )
     assert engine.started is not None
     if kept.noted.base not in (engine.started.base, "" if engine.active is None else engine.active.model):
@@ -167,13 +168,13 @@ def _no_sampler(engine: EngineState) -> Refused:
         return Refused(Code.WRONG_PHASE, why)
     return Refused(
         Code.UNSUPPORTED,
-        f"Run {engine.run} of engine {engine.name} trains the model that its episodes play with: leave sampler out, or "
-        "claim from an engine whose run serves training operations.",
+        f"Run {engine.run} of engine {engine.name} trains the model that its episodes sample from: leave sampler out, "
+        "or claim from an engine whose run serves training operations.",
     )
 
 
 def repeated(engine: EngineState, live: Live, claim: Claim) -> Granted | None:
-    """Return the earlier grant of this claim id. Raises `Refused` if it is another client's or has ended."""
+    """Return the earlier grant of this claim id. Raises `Refused` if it belongs to another client or has ended."""
     episodes = engine.claims.get(claim.claim)
     if episodes is None:
         if claim.claim in live.granted:
@@ -192,7 +193,7 @@ def repeated(engine: EngineState, live: Live, claim: Claim) -> Granted | None:
 
 
 def claim(hive: Hive, live: Live, message: Claim) -> Decisions:
-    """Grant a claim now, let it wait for room for `wait_s`, or refuse it."""
+    """Grant a claim immediately, queue it for up to `wait_s`, or refuse it."""
     engine = hive.engine(message.engine)
     check(engine, message)
     granted = repeated(engine, live, message)
@@ -222,7 +223,7 @@ def _is_granting(engine: EngineState, live: Live) -> bool:
 
 
 def _fits(engine: EngineState, live: Live, claim: Claim) -> bool:
-    """Return whether a claim, when no other waits, can be granted at once."""
+    """Return whether a claim can be granted immediately if no other claim is waiting."""
     held = live.queue(engine).held_by(share_of(claim)).most
     return has_room(engine, claim) and not over_cap(claim, held) and not why_paced(engine, claim)
 
@@ -244,7 +245,7 @@ def grant(hive: Hive, engine: EngineState, live: Live) -> Decisions:
 
 
 def _granted(engine: EngineState, live: Live, claim: Claim, commands: Sequence[str]) -> Decision:
-    """Return the grant of a claim, as the answer to these commands, or a refusal if its sampler was removed."""
+    """Return the decision that grants a claim in answer to these commands, or refuses it if its sampler was removed."""
     try:
         sampler = sampler_of(engine, claim)
     except Refused as refused:
@@ -262,7 +263,7 @@ def _granted(engine: EngineState, live: Live, claim: Claim, commands: Sequence[s
 
 
 def lapse(engine: EngineState, live: Live) -> Decisions:
-    """Refuse the claims that have waited long enough, or all of them if the engine is offline."""
+    """Refuse the claims whose waiting time is over, or all of them if the engine is offline."""
     queue = live.queue(engine)
     replies: list[CommandReply] = []
     for waiting in queue.clear() if engine.phase == Phase.OFFLINE else queue.over(live.now_ns):

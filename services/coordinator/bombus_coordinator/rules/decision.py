@@ -8,7 +8,7 @@ from bombus.errors import Code, Refused
 from bombus.hive.events import Event
 from bombus.hive.inbox import Answer, Refusal
 
-NAMES_PER_EVENT = 5_000  # episodes that one event names, about 100 KB
+NAMES_PER_EVENT = 5_000  # maximum number of episodes that one event names, about 100 KB
 
 
 class CommandReply(msgspec.Struct, frozen=True):
@@ -19,7 +19,7 @@ class CommandReply(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """Events that are stored together or not at all, and the replies to send once they are on the log."""
+    """Events that are stored all or nothing, and the replies to send once they are on the log."""
 
     events: tuple[Event, ...] = ()
     replies: tuple[CommandReply, ...] = ()

@@ -24,14 +24,14 @@ from bombus_coordinator.rules.episodes import aborted
 from bombus_coordinator.rules.live import Live
 
 REASON_CHARS_MAX = 2000
-EPISODE_BYTES = 256  # of an episode in `batch.ready`, with its share of a task's name
+EPISODE_BYTES = 256  # size of one episode in `batch.ready`, including its share of a task's name
 
 
 CONTROL = (Configure, Start, Stop, Resume)  # commands whose outcome is always on the log
 
 
 def recorded(engine: EngineState, command: str) -> Done | Refusal | None:
-    """Return the answer that this or an earlier leader gave to a control command, None for a new command."""
+    """Return the answer that this or an earlier leader gave to a control command, or None for a new command."""
     refused = engine.refused.get(command)
     if refused is not None and refused.code is not None:
         return Refusal(code=refused.code, why=refused.why)
@@ -72,7 +72,7 @@ def configure(engine: EngineState, live: Live, message: Configure) -> Decisions:
 
 
 def check_size(rules: Collection, event_bytes_max: int) -> None:
-    """Raise `Refused` for batches that do not fit into one event."""
+    """Raise `Refused` for batches that would not fit into one event."""
     most = event_bytes_max // EPISODE_BYTES
     if rules.episode_target > most:
         raise Refused(
@@ -83,7 +83,7 @@ def check_size(rules: Collection, event_bytes_max: int) -> None:
 
 
 def check_asynchronous(rules: Collection) -> None:
-    """Raise `Refused` for rules that make no sense when rolling continues during a step."""
+    """Raise `Refused` for rules that make no sense when episodes continue during a training step."""
     if BATCH_METHODS[rules.method].is_by_agreement:
         raise Refused(
             Code.BAD_CONFIG,
@@ -95,7 +95,7 @@ def check_asynchronous(rules: Collection) -> None:
         raise Refused(
             Code.BAD_CONFIG,
             f"collection.max_cached_episodes = {rules.max_pool_episodes} is less than the {ahead} episodes of "
-            f"max_staleness + 1 batches, which can wait for training at once: raise it to at least {ahead}.",
+            f"max_staleness + 1 batches, which can all wait for training: raise it to at least {ahead}.",
         )
 
 
@@ -139,7 +139,7 @@ def _why_started(engine: EngineState) -> str:
 
 
 def close_all(engine: EngineState, live: Live, last: Event) -> tuple[Event, ...]:
-    """Return the events that end the run: the abort of every open episode, then `last`."""
+    """Return the events that end the run: an abort of every open episode, then `last`."""
     if not engine.open:
         return (last,)
     return (*aborted(engine, live, tuple(engine.open), AbortReason.ENGINE_STOPPED), last)
@@ -155,7 +155,7 @@ def stop(engine: EngineState, live: Live, message: Stop) -> Decisions:
 
 
 def resume(engine: EngineState, live: Live, message: Resume) -> Decisions:
-    """Let a suspended run continue, and retry models that trainers gave up rebuilding. Otherwise change nothing."""
+    """Let a suspended run continue, and retry models that trainers gave up rebuilding. Do nothing otherwise."""
     if engine.phase == Phase.OFFLINE:
         raise wrong_phase("resume the engine", engine.phase, "It has no run to resume; start one.")
     reply = (CommandReply(message.id, Done(run=engine.run)),)
@@ -170,10 +170,10 @@ def resume(engine: EngineState, live: Live, message: Resume) -> Decisions:
 def suspend(
     engine: EngineState, live: Live, reason: str, before: tuple[Event, ...] = (), until_served: bool = False
 ) -> Decisions:
-    """Suspend the run, with all its state, until its operator resumes it; if `until_served`, until a replica serves it.
+    """Suspend the run and keep all its state until its operator resumes it or, if `until_served`, a replica serves it.
 
-    A run that already waits for its operator keeps waiting. One that waits for a replica waits for its operator from
-    now on, unless this is `until_served` too.
+    A run that already waits for its operator keeps waiting. A run that waits for a replica waits for its operator from
+    now on, unless this suspension is `until_served` too.
     """
     suspended = ev.EngineSuspended(
         at_ns=live.now_ns,
@@ -217,7 +217,7 @@ def model_read(engine: EngineState, live: Live, message: ModelReadFact) -> Decis
 
 
 def agree(engine: EngineState, live: Live, message: AgreeSync) -> Decisions:
-    """Record a client's vote to train now. While a batch drains or trains, a vote changes nothing."""
+    """Record a client's vote to train now. A vote does nothing while a batch drains or trains."""
     check_collects(engine)
     reply = (CommandReply(message.id, Done(run=engine.run)),)
     if engine.phase in (Phase.ROLLING_POST, Phase.WEIGHT_SYNCING) or message.client in engine.agreed:
@@ -228,7 +228,7 @@ def agree(engine: EngineState, live: Live, message: AgreeSync) -> Decisions:
     if message.client not in active_clients(engine, live.now_ns):
         raise Refused(
             Code.NOT_ACTIVE,
-            f"Only an active client can agree: end an episode with a reward first (the last {ACTIVE_S:.0f} s count).",
+            f"Only an active client can agree: first end an episode with a reward (within {ACTIVE_S:.0f} s).",
         )
     event = ev.SyncAgreed(at_ns=live.now_ns, engine=engine.name, run=engine.run, client=message.client)
     yield Decision(events=(event,), replies=reply)

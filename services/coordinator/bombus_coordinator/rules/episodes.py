@@ -17,13 +17,13 @@ from bombus_coordinator.rules.decision import NAMES_PER_EVENT, CommandReply, Dec
 from bombus_coordinator.rules.live import Live
 
 EPISODES_PER_COMMAND_MAX = 1024
-OUTCOMES_BYTES = 256 << 10  # of one event, roughly: more outcomes are split into several events
+OUTCOMES_BYTES = 256 << 10  # approximate size of the outcomes in one event; the rest go into further events
 
 _deterministic = msgspec.msgpack.Encoder(order="deterministic")
 
 
 def outcome_digest(result: EpisodeResult | Mapping[str, EpisodeResult]) -> bytes:
-    """Return a digest that is equal for equal reports of the end of an episode, or of a multi-model one."""
+    """Return a digest of the report that ends an episode or multi-model episode. Equal reports have equal digests."""
     return digest(_deterministic.encode(result))
 
 
@@ -52,11 +52,11 @@ def _why_aborted(engine: EngineState, reason: AbortReason) -> str:
 
 
 def _check_reward(episode: Episode, result: EpisodeResult, call_rewards: tuple[float, ...] | None) -> float:
-    """Return the episode's reward, or the mean if each of its calls has one. Auxiliary calls that are not trained on
-    have none.
+    """Return the episode's reward, or the mean if each of its calls has a reward. Auxiliary calls that are not trained
+    on have none.
 
-    Raises `Refused` if there is no reward, if one is not finite or too large, if there is not one for each call, or if
-    the episode has failed in a way that has no reward.
+    Raises `Refused` if there is no reward, if a reward is not finite or too large, if the number of rewards is not the
+    number of calls, or if the episode failed in a way that has no reward.
     """
     if result.failure is not None and not result.failure.is_trained:
         raise Refused(
@@ -81,17 +81,17 @@ def _check_reward(episode: Episode, result: EpisodeResult, call_rewards: tuple[f
     if not all(abs(reward) <= REWARD_MAX for reward in rewards):  # NaN fails this too
         raise Refused(
             Code.BAD_REWARD,
-            f"Episode {result.episode} has a reward that is not finite, or over {REWARD_MAX:.0e} in size, which would "
+            f"Episode {result.episode} has a reward that is not finite or exceeds {REWARD_MAX:.0e}, which would "
             "give gradients that are not finite. Send a smaller number.",
         )
     return sum(rewards) / len(rewards)
 
 
 def _call_rewards(episode: Episode, result: EpisodeResult) -> tuple[float, ...] | None:
-    """Return the rewards of the calls in their order, None if the episode has a single reward.
+    """Return the rewards of the calls in order, or None if the episode has a single reward.
 
     Only the log knows the order of concurrent calls, so a client may give rewards by call id instead. Raises `Refused`
-    if the ids are not those of the completed calls.
+    unless the ids are exactly those of the completed calls.
     """
     given = result.rewards_by_call
     if given is None:
@@ -109,13 +109,13 @@ def _call_rewards(episode: Episode, result: EpisodeResult) -> tuple[float, ...] 
 
 
 def _aside(episode: Episode) -> str:
-    """Return the part of an error about auxiliary calls, which are not counted."""
+    """Return the part of an error message about auxiliary calls, which are not counted."""
     masked = sum(call.masked for call in episode.complete_calls())
     return f" (auxiliary calls of its harness, {masked} here, have none)" if masked else ""
 
 
 def is_repeat(engine: EngineState, client: str, episode: str, report: bytes) -> bool:
-    """Return whether an episode was already ended by this report. Raises `Refused` if it ended in another way."""
+    """Return whether this same report has already ended the episode. Raises `Refused` if it ended in another way."""
     closed = engine.closed.get(episode)
     if closed is None:
         return False
@@ -125,14 +125,15 @@ def is_repeat(engine: EngineState, client: str, episode: str, report: bytes) -> 
         why = _why_aborted(engine, closed.aborted)
         raise Refused(Code.UNKNOWN_EPISODE, f"Episode {episode} is not in claimed status: {why}")
     if closed.outcome != report:
-        raise Refused(Code.OTHER_OUTCOME, f"Episode {episode} has already ended with another outcome, which stands.")
+        raise Refused(Code.OTHER_OUTCOME, f"Episode {episode} has already ended with another outcome, which is final.")
     return True
 
 
 def outcome_of(
     engine: EngineState, client: str, result: EpisodeResult, report: bytes, partners: Mapping[str, str]
 ) -> Outcome:
-    """Return the outcome of an open episode from a report that gives it these partners. Raises `Refused`."""
+    """Return the outcome that a report gives an open episode. `partners` are those named in the report. Raises
+    `Refused`."""
     if not engine.rolling:
         raise Refused(
             Code.WRONG_PHASE,
@@ -168,7 +169,7 @@ def outcome_of(
 
 
 def why_incomplete(episode: Episode) -> str:
-    """Return why a report cannot end an episode: it lacks partners of the episode, or names others."""
+    """Return why a report cannot end an episode: it omits the episode's partners, or names the wrong ones."""
     if not episode.partners:
         return f"Episode {episode.id} is not part of a multi-model episode: end it on its own."
     others = " and ".join(episode.partners.values())
@@ -179,7 +180,7 @@ def why_incomplete(episode: Episode) -> str:
 
 
 def _fitting(outcomes: Sequence[Outcome]) -> Iterator[tuple[Outcome, ...]]:
-    """Cut outcomes into portions that fit into a message each."""
+    """Split outcomes into portions that each fit into a message."""
     portion: list[Outcome] = []
     size = 0
     for outcome in outcomes:
@@ -193,9 +194,9 @@ def _fitting(outcomes: Sequence[Outcome]) -> Iterator[tuple[Outcome, ...]]:
 
 
 def end(engine: EngineState, live: Live, message: End) -> Decisions:
-    """End episodes, all or none. Episodes that the same report has already ended are skipped."""
+    """End episodes, all or none. Skip episodes that this same report has already ended."""
     if not 1 <= len(message.results) <= EPISODES_PER_COMMAND_MAX:
-        raise Refused(Code.MALFORMED, f"Between 1 and {EPISODES_PER_COMMAND_MAX} episodes can be ended at once.")
+        raise Refused(Code.MALFORMED, f"One request can end 1 to {EPISODES_PER_COMMAND_MAX} episodes.")
     if len({result.episode for result in message.results}) != len(message.results):
         raise Refused(Code.MALFORMED, "The same episode is listed twice.")
     outcomes: list[tuple[Episode, Outcome]] = []
@@ -238,7 +239,8 @@ def aborted(  # noqa: PLR0913 - the parts of an event
     detail: str = "",
     failure: FailureKind | None = None,
 ) -> tuple[ev.EpisodeAborted, ...]:
-    """Return the events that abort episodes: several for very many, so that each fits into a message."""
+    """Return the events that abort episodes. Very many episodes are split over several events, so that each fits into a
+    message."""
     return tuple(
         ev.EpisodeAborted(
             at_ns=live.now_ns,
@@ -254,9 +256,9 @@ def aborted(  # noqa: PLR0913 - the parts of an event
 
 
 def abort(engine: EngineState, live: Live, message: Abort) -> Decisions:
-    """Abort episodes. Those that are not open are skipped: there is nothing left to abort."""
+    """Abort episodes. Skip those that are not open, because they have already ended."""
     if len(message.episodes) > EPISODES_PER_COMMAND_MAX:
-        raise Refused(Code.MALFORMED, f"At most {EPISODES_PER_COMMAND_MAX} episodes can be aborted at once.")
+        raise Refused(Code.MALFORMED, f"One request can abort at most {EPISODES_PER_COMMAND_MAX} episodes.")
     still_open = [engine.open[episode] for episode in dict.fromkeys(message.episodes) if episode in engine.open]
     if any(episode.client != message.client for episode in still_open):
         raise Refused(Code.NOT_YOUR_EPISODE, "An episode can be aborted only by the client that claimed it.")
@@ -268,13 +270,13 @@ def abort(engine: EngineState, live: Live, message: Abort) -> Decisions:
 
 
 def take(engine: EngineState, live: Live, message: Take) -> Decisions:
-    """Remove ended episodes of an operations run from the pool. Episodes that are no longer in it are skipped.
+    """Remove ended episodes of an operations run from the pool. Skip episodes that are no longer in it.
 
-    This is possible after the run, too. Raises `Refused` for episodes of another client, and if the run trains on its
-    episodes itself.
+    This is also possible after the run has ended. Raises `Refused` if an episode belongs to another client, or if the
+    run trains on its episodes itself.
     """
     if len(message.episodes) > EPISODES_PER_COMMAND_MAX:
-        raise Refused(Code.MALFORMED, f"At most {EPISODES_PER_COMMAND_MAX} episodes can be taken at once.")
+        raise Refused(Code.MALFORMED, f"One request can take at most {EPISODES_PER_COMMAND_MAX} episodes.")
     if not engine.clients_take_episodes:
         raise Refused(Code.UNSUPPORTED, f"Engine {engine.name} trains on the episodes of run {engine.run} itself.")
     ended = [engine.pool[episode] for episode in dict.fromkeys(message.episodes) if episode in engine.pool]
@@ -297,7 +299,7 @@ def lookup(engine: EngineState, live: Live, message: Lookup) -> Decisions:
 
 
 def note(engine: EngineState, message: CallRecorded) -> NotedCall | None:
-    """Return the call as the log will note it, None if it is from another run or already noted."""
+    """Return the call as the log will note it, or None if it is from another run or already noted."""
     call = message.call
     if message.run != engine.run:
         return None
@@ -310,8 +312,8 @@ def note(engine: EngineState, message: CallRecorded) -> NotedCall | None:
 
 
 def _idle_deadline_ns(hive: Hive, live: Live, episode: Episode) -> int:
-    """Return when an episode will have been idle for too long. Activity in one episode of a multi-model episode counts
-    for all of them."""
+    """Return when an episode's idle time will be used up. Activity in one episode of a multi-model episode counts for
+    all of them."""
     deadlines = (live.idle_deadline_ns(partner) for partner in hive.partners(episode))
     return max(live.idle_deadline_ns(episode), *deadlines) if episode.partners else live.idle_deadline_ns(episode)
 
@@ -329,8 +331,8 @@ def _expire_silent(engine: EngineState, live: Live) -> Decisions:
 
 
 def expire(hive: Hive, engine: EngineState, live: Live) -> Decisions:
-    """Abort episodes that have been idle for too long, those of silent clients, and those of claims whose answer was
-    never confirmed."""
+    """Abort episodes that have been idle for too long, episodes of silent clients, and episodes whose claim's answer
+    was never confirmed."""
     now = live.now_ns
     yield from _expire_silent(engine, live)
     idle = tuple(e.id for e in engine.open.values() if _idle_deadline_ns(hive, live, e) <= now)

@@ -1,7 +1,7 @@
-"""The coordinator's state besides the fold: activity, waiting claims, recent answers.
+"""The coordinator's state outside the fold: activity, waiting claims, recent answers.
 
-None of it is on the log, and all of it may be lost: after a crash silence is counted anew (R5), and clients that wait
-for a claim send it again (R13).
+None of it is on the log, and all of it may be lost: after a crash, silence is counted from zero again (R5), and clients
+that wait for a claim send it again (R13).
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,11 +15,11 @@ from bombus.hive.state import EngineState, Episode
 from bombus_coordinator.rules.waiting import Queue, Share, share_of
 
 ANSWERS_KEPT = 10_000
-CONFIRM_S = 5.0  # a granted claim is taken back unless its answer is confirmed within this time
+CONFIRM_S = 5.0  # a grant is taken back unless its answer is confirmed within this time
 REPLICA_LAPSE_S = 10.0
-AWAY_NS = 5_000_000_000  # this long between two ticks means that the bus was unreachable or that there was no leader
-GATEWAY_AWAY_NS = 2_500_000_000  # without client touches, which each gateway sends once a second: no gateway is heard
-CATCH_UP = 10  # one second in this many is left out while the hive's time is ahead of the clock
+AWAY_NS = 5_000_000_000  # a gap between ticks longer than this means that there was no bus or no leader
+GATEWAY_AWAY_NS = 2_500_000_000  # gateways send touches every second; after this long without, none counts as alive
+CATCH_UP = 10  # one second in this many is skipped while the hive's time is ahead of the clock
 
 
 def ns(seconds: float) -> int:
@@ -27,7 +27,7 @@ def ns(seconds: float) -> int:
 
 
 class Unconfirmed(msgspec.Struct):
-    """A grant decided at the inbox message `seq`, which is taken back at `until_ns` unless it is confirmed."""
+    """A grant decided at inbox message `seq`. It is taken back at `until_ns` unless it is confirmed."""
 
     engine: str
     seq: int
@@ -42,42 +42,42 @@ class Heard(msgspec.Struct, frozen=True):
 
 
 class Live(msgspec.Struct, kw_only=True):
-    """The state of a leader that is not on the log.
+    """The part of a leader's state that is not on the log.
 
-    `now_ns` is the hive's time: the time of the server's clock, or ahead of it if the clock was set back.
+    `now_ns` is the hive's time: the server's clock, or later than that if the clock was set back.
     """
 
     now_ns: int = 0
     epoch_ns: int = 0
-    ticked_ns: int | None = None  # time of the last tick; None: no ticks are expected
+    ticked_ns: int | None = None  # time of the last tick; None if no ticks are expected
     led_until_ns: int = 0  # time of the last tick that this leader has read
     pauses: Sequence[Pause] = ()  # the same as `Hive.pauses`
-    stamp_ns: int | None = None  # what the server's clock said when it stored the last message
+    stamp_ns: int | None = None  # the server's clock when it stored the last message
     ahead_ns: int = 0  # how far `now_ns` is ahead of the server's clock
     event_bytes_max: int = 0
-    refusing: str = ""  # why the hive refuses new work, "" while it accepts it
-    refusing_groups: str = ""  # why it refuses rollout groups
-    released: int = 0  # messages of the stream `ops` before this sequence may be purged
-    began_after: int = 0  # the last event before this epoch
-    inherited: int = 0  # the newest inbox message before this epoch
+    refusing: str = ""  # why the hive refuses new work, "" while it accepts work
+    refusing_groups: str = ""  # why the hive refuses rollout groups, "" while it accepts them
+    released: int = 0  # messages before this sequence in the stream `ops` may be purged
+    began_after: int = 0  # the last event before this epoch began
+    inherited: int = 0  # the newest inbox message when this epoch began
     seq: int = 0  # inbox sequence of the message that is being decided
-    activity: dict[str, int] = {}  # episode: its last activity, in ns
-    unconfirmed: dict[str, Unconfirmed] = {}  # by claim
-    queues: dict[str, Queue] = {}  # of waiting claims, by engine
-    multi_model: dict[tuple[str, ...], Queue] = {}  # of waiting multi-model claims, by their engines; none is empty
-    replica_seen: dict[tuple[str, str], int] = {}  # (engine, replica): its last heartbeat, in ns
-    trainers: dict[str, Heard] = {}  # by engine
-    session_seen: dict[tuple[str, str], int] = {}  # (engine, session): when its client was heard from, in ns
-    unfilled: dict[str, tuple[int, ...]] = {}  # by engine: the state of a queue of rollout groups that made no batch
-    environment_seen: dict[tuple[str, int], int] = {}  # (engine, environment): when it was heard from, in ns
-    client_seen: dict[str, int] = {}  # client that holds episodes and touches: when it was heard from, in ns
-    gateways_ns: int = 0  # when a gateway was heard from last
-    gateways_since_ns: int = 0  # since when gateways have been heard from without a pause
-    answers: dict[str, Answer] = {}  # by command
-    granted: dict[str, None] = {}  # granted claims, even after their episodes have ended; oldest first
+    activity: dict[str, int] = {}  # time of each episode's last activity
+    unconfirmed: dict[str, Unconfirmed] = {}  # unconfirmed grants, by claim
+    queues: dict[str, Queue] = {}  # waiting claims, by engine
+    multi_model: dict[tuple[str, ...], Queue] = {}  # waiting multi-model claims, by engines; never empty
+    replica_seen: dict[tuple[str, str], int] = {}  # (engine, replica): time of its last heartbeat
+    trainers: dict[str, Heard] = {}  # each trainer's newest heartbeat, by engine
+    session_seen: dict[tuple[str, str], int] = {}  # (engine, session): when its client was last heard from
+    unfilled: dict[str, tuple[int, ...]] = {}  # engine: the state of a queue of rollout groups that made no batch
+    environment_seen: dict[tuple[str, int], int] = {}  # (engine, environment): when it was last heard from
+    client_seen: dict[str, int] = {}  # client with episodes that sends touches: when last heard from
+    gateways_ns: int = 0  # when any gateway was last heard from
+    gateways_since_ns: int = 0  # start of the present period of hearing from gateways
+    answers: dict[str, Answer] = {}  # recent answers, by command
+    granted: dict[str, None] = {}  # granted claims, kept after their episodes have ended; oldest first
 
     def refusing_of(self, engine: EngineState) -> str:
-        """Return why an engine refuses new work, "" while it accepts it (see `Hive.refusing_of`)."""
+        """Return why an engine refuses new work, or "" while it accepts work (see `Hive.refusing_of`)."""
         return self.refusing_groups if self.refusing_groups and engine.queues_groups else self.refusing
 
     def idle_deadline_ns(self, episode: Episode) -> int:
@@ -85,7 +85,7 @@ class Live(msgspec.Struct, kw_only=True):
         return last + ns(episode.discard_timeout_s)
 
     def silent_clients(self, limit_s: float) -> set[str]:
-        """Return the clients that hold episodes and send touches, but were silent for longer than `limit_s`.
+        """Return the clients that hold episodes and send touches but have been silent for at least `limit_s`.
 
         Silence counts only while gateways are heard from, because touches arrive only through them.
         """
@@ -96,7 +96,7 @@ class Live(msgspec.Struct, kw_only=True):
         return {client for client, seen_ns in self.client_seen.items() if seen_ns <= last_ns}
 
     def touched(self, clients: Sequence[str]) -> None:
-        """Record that a gateway is at work, and that it has heard from these clients."""
+        """Record that a gateway is alive, and that it has heard from these clients."""
         if self.now_ns - self.gateways_ns > GATEWAY_AWAY_NS:
             self.gateways_since_ns = self.now_ns
         self.gateways_ns = self.now_ns
@@ -105,29 +105,30 @@ class Live(msgspec.Struct, kw_only=True):
                 self.client_seen[client] = self.now_ns
 
     def follow_clients(self, episodes: Iterable[Episode]) -> None:
-        """Track only the clients that hold these open episodes and send touches: a touch may name any client."""
+        """Track only the clients that hold these open episodes and send touches, since a touch may name any client."""
         self.client_seen = {each.client: self.client_seen.get(each.client, 0) for each in episodes if each.touches}
 
     def silent_since(self, at_ns: int) -> int:
-        """Return since when a sender that was last heard from at `at_ns` counts as silent: not before this epoch.
+        """Return when the silence of a sender last heard from at `at_ns` began: never before this epoch.
 
-        Earlier messages may not have been read, or are not remembered.
+        Messages from before the epoch may be unread or forgotten.
         """
         return max(at_ns, self.epoch_ns)
 
     def is_over(self, since_ns: int, limit_s: float) -> bool:
         """Return whether work that began at `since_ns` has used up its time limit.
 
-        Only time in which there was a leader, up to the last tick, counts.
+        Only time with a leader counts, and only up to the last tick.
         """
         return self.led_ns(since_ns) >= ns(limit_s)
 
     def led_ns(self, since_ns: int) -> int:
-        """Return for how long the hive was led between `since_ns` and the last tick."""
+        """Return how long the hive had a leader between `since_ns` and the last tick."""
         return led_ns(self.pauses, max(since_ns, self.led_until_ns)) - led_ns(self.pauses, since_ns)
 
     def queue(self, engine: EngineState) -> Queue:
-        """Return the engine's queue of waiting claims. It is made from the state, and kept up to date from then on."""
+        """Return the engine's queue of waiting claims. It is built from the state on first use, and then kept up to
+        date."""
         queue = self.queues.get(engine.name)
         if queue is None:
             queue = self.queues[engine.name] = Queue()
@@ -136,7 +137,7 @@ class Live(msgspec.Struct, kw_only=True):
         return queue
 
     def opened(self, engine: str, share: Share, episodes: int) -> None:
-        """Note that a share has this many more open episodes, or fewer if the number is negative."""
+        """Note that a share has this many more open episodes (fewer if negative)."""
         if engine in self.queues:
             self.queues[engine].opened(share, episodes)
         for engines, queue in self.multi_model.items():
@@ -144,7 +145,8 @@ class Live(msgspec.Struct, kw_only=True):
                 queue.opened(share, episodes, engine)
 
     def multi_model_queue(self, engines: Sequence[EngineState]) -> Queue:
-        """Return the queue of waiting multi-model claims of these engines, made from the state as `queue` does."""
+        """Return the queue of multi-model claims that wait for these engines, built from the state on first use like
+        `queue`."""
         names = tuple(engine.name for engine in engines)
         queue = self.multi_model.get(names)
         if queue is None:
@@ -155,7 +157,8 @@ class Live(msgspec.Struct, kw_only=True):
         return queue
 
     def waits_otherwise(self, claim: str, engines: tuple[str, ...]) -> bool:
-        """Return whether this claim id waits for one of these engines as a single claim, or with other engines."""
+        """Return whether this claim id already waits as a single claim on one of these engines, or as a multi-model
+        claim for another set that includes one of them."""
         single = len(engines) > 1 and any(claim in self.queues[name] for name in engines if name in self.queues)
         others = (
             queue
@@ -165,7 +168,7 @@ class Live(msgspec.Struct, kw_only=True):
         return single or any(claim in queue for queue in others)
 
     def multi_model_waiting(self, engine: str, share: Share) -> int:
-        """Return how many multi-model claims of a share wait for an engine."""
+        """Return how many of a share's multi-model claims wait for an engine."""
         return sum(queue.waiting_of(share) for engines, queue in self.multi_model.items() if engine in engines)
 
     def remember(self, command: str, answer: Answer) -> None:
@@ -173,7 +176,7 @@ class Live(msgspec.Struct, kw_only=True):
         trim(self.answers, ANSWERS_KEPT)
 
     def remember_grant(self, claim: str, engine: EngineState) -> None:
-        """Remember a grant, which `engine` takes back unless it is confirmed."""
+        """Remember a grant. `engine` takes it back unless it is confirmed."""
         self.unconfirmed[claim] = Unconfirmed(engine.name, self.seq, self.now_ns + ns(CONFIRM_S))
         self.granted[claim] = None
         trim(self.granted, ANSWERS_KEPT)
@@ -181,9 +184,9 @@ class Live(msgspec.Struct, kw_only=True):
     def arrived(self, seq: int, stamp_ns: int) -> None:
         """Record that the server stored the next message, at `stamp_ns` by its clock.
 
-        No activity can be seen during a long time without ticks (R5): after one, or if the clock was set far ahead, all
-        silence is counted anew, as in a new epoch. If the clock is set back, the hive's time continues at the clock's
-        pace, a tenth slower until the clock has caught up.
+        During a long time without ticks no activity can be seen (R5). So after one, or if the clock was set far ahead,
+        all silence is counted from zero again, as in a new epoch. If the clock is set back, the hive's time continues
+        at the clock's pace, but a tenth slower until the clock has caught up.
         """
         self.seq = seq
         passed_ns = stamp_ns - (self.now_ns if self.stamp_ns is None else self.stamp_ns)
@@ -199,13 +202,13 @@ class Live(msgspec.Struct, kw_only=True):
 
     @property
     def is_away(self) -> bool:
-        """Return whether the last tick is long ago: no bus, no leader, or the clock was set ahead."""
+        """Return whether the last tick was long ago: there was no bus, no leader, or the clock was set ahead."""
         return self.ticked_ns is not None and self.now_ns - self.ticked_ns > AWAY_NS
 
     def tick(self, answered: int) -> None:
-        """Record a tick, sent when the answers to all messages up to `answered` had been sent.
+        """Record a tick. It was sent once the answers to all messages up to `answered` had been sent.
 
-        The time to confirm a claim starts once its answer has been sent.
+        The time allowed to confirm a claim starts when its answer has been sent.
         """
         if self.is_away:
             answered = 0

@@ -1,4 +1,4 @@
-"""Record on the log how its compaction went, that it lost its end, and for how long it had no leader."""
+"""Record on the log how its compaction went, that the log lost its end, and for how long it had no leader."""
 
 from bombus.hive import events as ev
 from bombus.hive.inbox import CompactionTried, Tick
@@ -31,7 +31,7 @@ def paused(hive: Hive, live: Live, tick: Tick) -> Decisions:
 
 
 def ticked(hive: Hive, live: Live, tick: Tick) -> Decisions:
-    """Note that the log has lost its end, if a tick of an earlier leader names a later event (R6)."""
+    """Note that the log has lost its end, if a tick from an earlier leader names an event beyond it (R6)."""
     if live.seq > live.inherited or tick.log_end <= live.began_after:
         return
     said = hive.went_back.get("events")

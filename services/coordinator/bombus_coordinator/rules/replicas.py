@@ -10,7 +10,7 @@ from bombus_coordinator.rules.decision import Decision, Decisions
 from bombus_coordinator.rules.engines import REASON_CHARS_MAX, suspend
 from bombus_coordinator.rules.live import REPLICA_LAPSE_S, Live, ns
 
-REASONS_MAX = 3  # of quarantined replicas, in the reason of a suspended run
+REASONS_MAX = 3  # maximum number of quarantined replicas named in the reason for a suspension
 
 
 def replica_alive(engine: EngineState, live: Live, message: ReplicaAlive) -> Decisions:
@@ -45,10 +45,10 @@ def replica_alive(engine: EngineState, live: Live, message: ReplicaAlive) -> Dec
 
 
 def _has_lost(engine: EngineState, replica: Replica, message: ReplicaAlive) -> bool:
-    """Return whether a replica no longer serves the weights that it gets calls for, because it was restarted.
+    """Return whether a replica was restarted and so no longer serves the weights that calls expect of it.
 
-    A replica in quarantine gets no calls, nor does any while the engine is offline. But a replica that is in quarantine
-    for its answers is reported too, since it may answer correctly after a restart.
+    Replicas in quarantine get no calls, and no replica does while the engine is offline. But a replica quarantined for
+    its answers is reported too, since it may answer correctly after a restart.
     """
     if message.version >= 0 or engine.phase == Phase.OFFLINE:
         return False
@@ -59,7 +59,7 @@ def _has_lost(engine: EngineState, replica: Replica, message: ReplicaAlive) -> b
 
 
 def _is_new(engine: EngineState, message: WeightsLoadedFact) -> bool:
-    """Return whether a replica now serves the newest weights; in an asynchronous run, newer ones than before."""
+    """Return whether a replica now serves the newest weights or, in an asynchronous run, newer weights than before."""
     replica = engine.replicas.get(message.replica)
     if replica is None or message.run != engine.run or _answers_wrongly(replica, message.version):
         return False
@@ -127,7 +127,7 @@ def answers_broke(engine: EngineState, live: Live, message: AnswersBroke) -> Dec
 
 
 def look_after(engine: EngineState, live: Live) -> Decisions:
-    """Quarantine replicas that are late, suspend a run that has no other, and resume it once one serves (R15)."""
+    """Quarantine late replicas, suspend a run that has no others, and resume it once a replica serves (R15)."""
     if engine.phase == Phase.OFFLINE or engine.weights is None:
         return
     if engine.suspended:
@@ -135,7 +135,7 @@ def look_after(engine: EngineState, live: Live) -> Decisions:
             resumed = ev.EngineResumed(at_ns=live.now_ns, engine=engine.name, run=engine.run)
             yield Decision(events=(resumed,))
         return
-    if len(engine.loaded) >= len(engine.replicas):  # the usual case, and this runs for every message
+    if len(engine.loaded) >= len(engine.replicas):  # the usual case; this runs for every message
         return
     for name in list(_late(engine, live)):
         yield from _quarantine(engine, live, name, f"not loaded within {engine.collection.sync_s:.0f} s")
@@ -163,7 +163,8 @@ def _quarantine(engine: EngineState, live: Live, name: str, reason: str, answers
 
 
 def _late(engine: EngineState, live: Live) -> Iterator[str]:
-    """Yield the replicas that have not loaded the newest weights in time; while booting, only once another has."""
+    """Yield the replicas that have not loaded the newest weights in time. While booting, none is late until another has
+    loaded them."""
     assert engine.weights is not None
     if engine.phase == Phase.BOOTING and not engine.loaded:
         return
@@ -186,7 +187,7 @@ def _none_is_left(engine: EngineState, live: Live) -> bool:
 
 
 def _version(replica: Replica) -> int:
-    """Return the version that a replica could not load, -1 while it is not quarantined."""
+    """Return the version that a replica could not load, or -1 if it is not quarantined."""
     return -1 if replica.quarantined is None else replica.quarantined.version
 
 

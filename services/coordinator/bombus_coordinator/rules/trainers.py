@@ -1,7 +1,7 @@
 """Handle trainers' reports about a run, and end the epoch of a trainer that hangs or is silent for too long (R11).
 
-A trainer judges its own progress, by its own pace and clock. The coordinator judges only its silence, not counting time
-in which the bus was away or there was no leader: nothing could be received then (R5).
+A trainer judges its own progress, by its own pace and clock. The coordinator judges only its silence, and does not
+count time without the bus or without a leader, when nothing could be received (R5).
 """
 
 from bombus.hive import events as ev
@@ -22,8 +22,8 @@ from bombus_coordinator.rules.engines import REASON_CHARS_MAX, suspend
 from bombus_coordinator.rules.live import Heard, Live, ns
 
 DOING_CHARS_MAX = 200
-TRAINERS_LOST_MAX = 20  # a hive whose processes are killed at random may lose a dozen in one step
-UNSAID_PATIENCE_S = 86_400.0  # for a trainer that names none, so that nothing waits forever
+TRAINERS_LOST_MAX = 20  # generous: a hive whose processes are killed at random may lose a dozen in one step
+UNSAID_PATIENCE_S = 86_400.0  # patience for a trainer that names none, so that nothing waits forever
 
 
 def _is_current(engine: EngineState, message: TrainerAlive | TrainerHangs) -> bool:
@@ -45,7 +45,8 @@ def hangs(engine: EngineState, live: Live, message: TrainerHangs) -> Decisions:
 def lapse(engine: EngineState, live: Live) -> Decisions:
     """End the epoch of a trainer that has been silent for longer than the patience that it named when it opened.
 
-    A trainer that named none may send no heartbeats, so its work counts too, and only while work waits for it.
+    A trainer that named no patience may not send heartbeats. So its work counts as a sign of life too, and its silence
+    counts only while work waits for it.
     """
     if engine.phase == Phase.OFFLINE or not engine.trainer:
         return
@@ -72,10 +73,11 @@ def _worked_ns(engine: EngineState) -> int:
 
 
 def _stall(engine: EngineState, live: Live, doing: str, still_s: float, silent: bool = False) -> Decisions:
-    """End the trainer's epoch. If the run waits for the trainer, this is a failure: several in a row suspend the run.
+    """End the trainer's epoch. If the run waits for the trainer, this is a failure, and several in a row suspend the
+    run.
 
-    If the trainer has begun an operation, the failure counts for that operation, which fails after several; if it is
-    rebuilding a model, for that model.
+    If the trainer has begun an operation, the failure counts against that operation, which fails after several. If it
+    is rebuilding a model, the failure counts against the model.
     """
     live.trainers.pop(engine.name, None)
     is_runs = engine.owes_weights and not engine.waits_for_operator
@@ -91,7 +93,7 @@ def _stall(engine: EngineState, live: Live, doing: str, still_s: float, silent: 
         silent=silent,
         failures=failures,
     )
-    reason = f"its trainers failed {failures} times in a row; the last, {stall_text(stalled)}"
+    reason = f"its trainers failed {failures} times in a row; most recently, {stall_text(stalled)}"
     yield from note_failure(engine, live, stalled, reason)
 
 
@@ -101,8 +103,8 @@ def _stall(engine: EngineState, live: Live, doing: str, still_s: float, silent: 
 def trainer_opens(engine: EngineState, live: Live, message: TrainerOpens) -> Decisions:
     """Give the trainer a higher epoch. Facts from the previous trainer are ignored from then on (R11).
 
-    Trainers that are killed, for example by the kernel's out-of-memory killer, report no failure: the run is suspended
-    after it has lost many in a row.
+    Trainers that are killed, for example by the kernel's out-of-memory killer, report no failure. So the run is
+    suspended after it has lost many in a row.
     """
     if message.id in engine.openings:
         yield Decision(replies=(CommandReply(message.id, Done(run=engine.run, epoch=engine.openings[message.id])),))
@@ -144,7 +146,7 @@ def stage_reached(engine: EngineState, live: Live, message: StageReached) -> Dec
 
 
 def _is_current_step(engine: EngineState, message: StepDone | StepBroke) -> bool:
-    """Return whether this is about the outstanding batch and from the trainer with the current epoch."""
+    """Return whether a message is about the outstanding batch and comes from the trainer of the current epoch."""
     return (
         message.run == engine.run
         and engine.phase != Phase.OFFLINE
@@ -191,7 +193,7 @@ def step_broke(engine: EngineState, live: Live, message: StepBroke) -> Decisions
 
 
 def note_failure(engine: EngineState, live: Live, failed: ev.StepFailed | ev.TrainerStalled, reason: str) -> Decisions:
-    """Put a trainer's failure on the log; suspend the run for `reason` if it counts and is one too many in a row."""
+    """Record a trainer's failure. If it counts, and makes too many in a row, suspend the run for `reason`."""
     is_counted = failed.failures > engine.step_failures
     if is_counted and failed.failures >= engine.collection.max_step_failures:
         yield from suspend(engine, live, reason, before=(failed,))
@@ -202,7 +204,7 @@ def note_failure(engine: EngineState, live: Live, failed: ev.StepFailed | ev.Tra
 def weights_saved(engine: EngineState, live: Live, message: WeightsSaved) -> Decisions:
     """Make saved weights a policy version if their step is on the log, or if the run begins with them.
 
-    An operations run has only the latter, and need not wait for them.
+    An operations run has only weights to begin with, and does not have to wait for them.
     """
     if message.run != engine.run or message.trainer_epoch != engine.trainer_epoch:
         return

@@ -1,4 +1,4 @@
-"""The transitions of an engine that follow from its state and the time: boot, roll, seal, drain, sync."""
+"""An engine's transitions that follow from its state and the time: boot, roll, seal, drain, sync."""
 
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ def _rolling(engine: EngineState, live: Live) -> Decisions:
 
 
 def _rolling_with_a_queue(engine: EngineState, live: Live) -> Decisions:
-    """Make batches of queued groups for our own trainer, and drop groups and episodes that are too old or too many."""
+    """Make batches from queued groups for our own trainer. Drop groups and episodes that are too old or too many."""
     if engine.plays_episodes:
         yield from give_up_old(engine, live)
     if engine.makes_steps:
@@ -60,7 +60,7 @@ def _rolling_with_a_queue(engine: EngineState, live: Live) -> Decisions:
 
 
 def _rolling_asynchronously(engine: EngineState, live: Live) -> Decisions:
-    """Seal batches of an asynchronous run. They are trained on, and the weights loaded, while episodes continue."""
+    """Seal batches of an asynchronous run. Episodes continue while batches are trained on and weights are loaded."""
     bound = oldest_usable(engine)
     stale = [episode for episode, completed in engine.pool.items() if completed.oldest < bound]
     if stale:
@@ -73,7 +73,7 @@ def _rolling_asynchronously(engine: EngineState, live: Live) -> Decisions:
 
 
 def _is_held(engine: EngineState, live: Live) -> bool:
-    """Return whether a complete batch waits for open episodes that would be too old for the next one.
+    """Return whether a complete batch waits for open episodes that would be too old for the next batch.
 
     As in a synchronous run, it waits at most `drain_s`.
     """
@@ -81,7 +81,7 @@ def _is_held(engine: EngineState, live: Live) -> bool:
 
 
 def _clear_overflow(engine: EngineState, live: Live) -> Decisions:
-    """Clear a pool that is over its limit, as a safety valve."""
+    """Clear a pool that exceeds its limit, as a safety valve."""
     rules = engine.collection
     if len(engine.pool) > rules.max_pool_episodes or engine.pool_bytes > rules.max_pool_bytes:
         yield Decision(
@@ -99,7 +99,7 @@ def _clear_overflow(engine: EngineState, live: Live) -> Decisions:
 
 
 def _drop_untaken(engine: EngineState, live: Live) -> Decisions:
-    """Drop the untaken episodes of an operations run: those that have expired, and those in excess.
+    """Drop an operations run's untaken episodes that have expired or exceed the pool's limits.
 
     The pool is in order of completion.
     """
@@ -112,10 +112,10 @@ def _drop_untaken(engine: EngineState, live: Live) -> Decisions:
 
 
 def _excess(engine: EngineState, late: int) -> list[str]:
-    """Return the episodes that a pool has over its limits, not counting its `late` first episodes.
+    """Return the episodes by which a pool exceeds its limits, not counting its first `late` episodes.
 
-    Each is the oldest episode of the holder who then has the most, so that no holder loses episodes to one who has
-    more.
+    Each is the oldest episode of the holder who has the most at that point, so that no holder loses episodes to a
+    holder who has more.
     """
     rules, first = engine.collection, islice(engine.pool.values(), late)
     over, size = (
@@ -142,7 +142,8 @@ def _excess(engine: EngineState, late: int) -> list[str]:
 def dropped(
     engine: EngineState, live: Live, reason: DropReason, episodes: Sequence[str]
 ) -> tuple[ev.GroupDropped, ...]:
-    """Return the events that drop episodes: several for very many, so that each fits into a message."""
+    """Return the events that drop episodes. Very many episodes are split over several events, so that each fits into a
+    message."""
     return tuple(
         ev.GroupDropped(
             at_ns=live.now_ns,
@@ -157,7 +158,7 @@ def dropped(
 
 
 def _draining(engine: EngineState, live: Live) -> Decisions:
-    """Seal the batch once no episode is open. Abort the open ones when their time is up."""
+    """Seal the batch once no episodes are open. Abort those still open when their time is up."""
     if engine.open:
         if live.is_over(engine.phase_since_ns, engine.collection.drain_s):
             yield Decision(events=aborted(engine, live, tuple(engine.open), AbortReason.SUPERSEDED))
@@ -206,7 +207,7 @@ def _syncing(engine: EngineState, live: Live) -> Decisions:
 
 
 def _drop_stale(engine: EngineState, live: Live) -> Decisions:
-    """Drop the episodes of the pool that are too old to be carried on."""
+    """Drop pooled episodes that are too old to be kept for the next batch."""
     bound = engine.version - engine.collection.max_carry_staleness
     stale = [episode for episode, completed in engine.pool.items() if completed.oldest < bound]
     if stale:
@@ -214,10 +215,10 @@ def _drop_stale(engine: EngineState, live: Live) -> Decisions:
 
 
 def _drop_incomplete(engine: EngineState, live: Live) -> Decisions:
-    """Drop the ended episodes that are too old to wait for others of their task.
+    """Drop ended episodes that are too old to wait for others of their task.
 
-    A complete task waits only for the leader, which makes a group of it once there is room. A task that an open episode
-    may complete waits for it, if it was claimed before the task's episodes ended.
+    A complete task waits only for the leader to make a group of it, once there is room. An incomplete task waits for an
+    open episode that may complete it, if that was claimed before the task's episodes ended.
     """
     bound = engine.version - engine.collection.max_carry_staleness
     stale = [
@@ -227,7 +228,7 @@ def _drop_incomplete(engine: EngineState, live: Live) -> Decisions:
     ]
     if not stale:
         return
-    claimed_ns: dict[str, int] = {}  # when the oldest open episode of each task ("": of any) was claimed
+    claimed_ns: dict[str, int] = {}  # when the oldest open episode of each task was claimed; "" for any task
     for episode in engine.open.values():
         if episode.type == EpisodeType.TRAIN:
             first_ns = claimed_ns.get(episode.task_hint, episode.claimed_ns)
@@ -250,10 +251,10 @@ _SETTLE = {
 
 
 def settle(engine: EngineState, live: Live) -> Decisions:
-    """Make the transitions that are due, one after another until none is. A suspended run stays where it is.
+    """Make the transitions that are due, one after another, until none is left. A suspended run makes none.
 
-    Each is one event and can be derived again from the fold: the next leader makes those that a crash cuts off. So no
-    transition needs an atomic batch, which would cost the server a sync of its disk.
+    Each transition is one event and can be derived again from the fold, so the next leader makes any that a crash
+    prevented. So no transition needs an atomic batch, which would cost the server a disk sync.
     """
     yield from look_after(engine, live)
     while (rule := _SETTLE.get(engine.phase)) is not None and not engine.suspended:

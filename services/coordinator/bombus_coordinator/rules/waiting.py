@@ -1,6 +1,6 @@
-"""The claims that wait for room in an engine, or in several: which is next, and which have waited long enough (R13).
+"""The claims that wait for room in one or several engines: which claim is next, and whose wait is over (R13).
 
-Every command asks for the next claim, and ten thousand may wait, so nothing here looks at all of them.
+Every command looks for the next claim, and ten thousand may be waiting, so nothing here scans them all.
 """
 
 from collections import Counter
@@ -19,11 +19,11 @@ from bombus.hive.state import EngineState
 
 WAITING_MAX = 10_000
 
-Share = tuple[str, str]  # the name of a key, and the name of a client without one: one of the two is ""
+Share = tuple[str, str]  # (name of a key, name of a client that has no key); one of the two is ""
 
 
 class Holder(Protocol):
-    """Something that belongs to a client: a claim, an episode, or the event that grants the one and opens the other."""
+    """Something that belongs to a client: a claim, an episode, or the event that grants a claim."""
 
     @property
     def owner(self) -> str: ...
@@ -33,20 +33,21 @@ class Holder(Protocol):
 
 
 def share_of(holder: Holder) -> Share:
-    """Return the share that something counts toward: that of the client's key, which the client cannot choose.
+    """Return the share that something counts toward: the share of the client's key, which the client cannot choose.
 
-    A client without a named key has a share of its own.
+    A client without a named key has its own share.
     """
     return (holder.owner, "") if holder.owner else ("", holder.client)
 
 
 def over_cap(claim: Claim, open_episodes: int) -> bool:
-    """Return whether a claim, added to its key's open episodes, would exceed the number that the key may have open."""
+    """Return whether granting a claim would give its key more open episodes than it may have."""
     return claim.open_max > 0 and open_episodes + claim.count > claim.open_max
 
 
 class Waiting(msgspec.Struct, kw_only=True):
-    """A claim that waits for room. `commands` are the message ids to answer: one, or more if it was sent again."""
+    """A claim that waits for room. `commands` are the message ids to answer; there are several if the claim was sent
+    again."""
 
     claim: Claim
     share: Share
@@ -63,7 +64,7 @@ class Held(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The place of a claim among others: the smallest is next."""
+    """A claim's place among others: the smallest is next."""
 
     open_episodes: int
     first_asked_ns: int
@@ -71,14 +72,14 @@ class Place(NamedTuple):
 
 
 class _Line:
-    """The waiting claims of one type of episode, in the order (open episodes of the share, first request, claim id).
+    """The waiting claims for one type of episode, ordered by (open episodes of the share, first request, claim id).
 
-    Within a share, claims are ordered by the last two, so that only the share's first claim has a place among those of
-    other shares. When the share's open episodes change, only that place changes. A share at its cap has no place.
+    Within a share, claims are ordered by the last two, and only the share's first claim is placed among those of other
+    shares. When the share's open episodes change, only that place changes. A share at its limit has no place.
     """
 
     def __init__(self, waiting: Mapping[str, Waiting]) -> None:
-        self._waiting = waiting  # by claim
+        self._waiting = waiting  # all waiting claims, by claim id
         self._of_share: dict[Share, SortedList[tuple[int, str]]] = {}
         self._firsts: SortedList[Place] = SortedList()
         self._places: dict[Share, Place] = {}
@@ -98,7 +99,7 @@ class _Line:
         self.place(waiting.share, held)
 
     def place(self, share: Share, held: Held) -> None:
-        """Put the first claim of a share, if it has one and may open more episodes, into its place."""
+        """Put a share's first claim into its place, if the share has a claim and may open more episodes."""
         before = self._places.pop(share, None)
         if before is not None:
             self._firsts.remove(before)
@@ -118,17 +119,17 @@ class _Line:
 
 
 class Queue:
-    """The waiting claims of one engine, or the multi-model ones of a set of `engines`.
+    """The waiting claims of one engine, or the multi-model claims that wait for a set of `engines`.
 
-    It counts the open episodes of each share, which its user reports.
+    It counts the open episodes of each share, as reported by the caller.
     """
 
     def __init__(self, engines: tuple[str, ...] = ("",)) -> None:
-        self._waiting: dict[str, Waiting] = {}  # by claim
+        self._waiting: dict[str, Waiting] = {}  # waiting claims, by claim id
         self._lines = {kind: _Line(self._waiting) for kind in EpisodeType}
-        self._ends: SortedList[tuple[int, str]] = SortedList()  # when each claim has waited long enough
+        self._ends: SortedList[tuple[int, str]] = SortedList()  # when each claim's wait is over
         self._open: dict[str, Counter[Share]] = {engine: Counter() for engine in engines}
-        self.held: Counter[str] = Counter()  # waiting claims, by the holder whose share of all places they count toward
+        self.held: Counter[str] = Counter()  # number of waiting claims, by the holder whose share they use
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -137,7 +138,7 @@ class Queue:
         return claim in self._waiting
 
     def opened(self, share: Share, episodes: int, engine: str = "") -> None:
-        """Note that a share has this many more open episodes on an engine, or fewer if the number is negative."""
+        """Note that a share has this many more open episodes on an engine (fewer if negative)."""
         counted = self._open[engine]
         counted[share] += episodes
         if not counted[share]:
@@ -153,19 +154,19 @@ class Queue:
         return Held(sum(found), max(found))
 
     def waiting_of(self, share: Share) -> int:
-        """Return how many claims of a share wait."""
+        """Return how many of a share's claims are waiting."""
         return sum(line.waiting_of(share) for line in self._lines.values())
 
     def place_of(self, waiting: Waiting) -> Place:
-        """Return the place of a claim among those of other queues."""
+        """Return a claim's place, which can be compared with the places of claims in other queues."""
         return Place(self.held_by(waiting.share).total, waiting.first_asked_ns, waiting.claim.claim)
 
     def add(self, claim: Claim, now_ns: int, until_ns: int, elsewhere: int = 0) -> None:
         """Let a claim wait until `until_ns`. Raises `Refused` if too many claims wait.
 
-        A claim that already waits keeps waiting until the later of both times. If the new time is now, its wait ends:
-        this is how an interrupted client gives up. `elsewhere` is how many claims of its share wait for the same engine
-        in other queues.
+        A claim that already waits keeps waiting until the later of the two times. If the new time is now, its wait
+        ends; this is how an interrupted client gives up. `elsewhere` is the number of claims of its share that wait for
+        the same engine in other queues.
         """
         waiting = self._waiting.get(claim.claim)
         if waiting is not None:
@@ -207,7 +208,8 @@ class Queue:
         self._ends.remove((waiting.until_ns, claim.claim))
 
     def first(self, kind: EpisodeType | None = None) -> Waiting | None:
-        """Return the claim (of `kind`, if given) whose share has the fewest open episodes; of several, the oldest."""
+        """Return the claim whose share has the fewest open episodes, or the oldest of several. Only consider `kind`, if
+        given."""
         if not self._waiting:
             return None
         lines = self._lines.values() if kind is None else (self._lines[kind],)
@@ -215,7 +217,7 @@ class Queue:
         return None if found is None else self._waiting[found.claim]
 
     def over(self, now_ns: int) -> Iterator[Waiting]:
-        """Remove the claims that have waited long enough, and yield them."""
+        """Remove the claims whose wait is over, and yield them."""
         while self._ends and self._ends[0][0] <= now_ns:
             waiting = self._waiting[self._ends[0][1]]
             self.remove(waiting)
@@ -229,7 +231,7 @@ class Queue:
 
 
 def why_paced(engine: EngineState, claim: Claim) -> str:
-    """Return why a training episode has to wait for training; "" when it does not, and for evaluation (R14)."""
+    """Return why a training episode has to wait for training. "" if it need not, and always for evaluation (R14)."""
     if claim.type == EpisodeType.EVAL:
         return ""
     found = pace(engine, claim.count, claim.task_hint)
@@ -237,12 +239,12 @@ def why_paced(engine: EngineState, claim: Claim) -> str:
 
 
 def has_room(engine: EngineState, claim: Claim, kept: int = 0) -> bool:
-    """Return whether an engine has room for a claim in addition to `kept` episodes for another one."""
+    """Return whether an engine has room for a claim besides the `kept` episodes reserved for another claim."""
     return len(engine.open) + claim.count + kept <= engine.collection.max_open_claims
 
 
 def next_of(queue: Queue, engines: Sequence[EngineState]) -> Waiting | None:
-    """Return the claim that is next. While training episodes have to wait, only evaluation is considered."""
+    """Return the next claim. While training episodes have to wait, only evaluation claims are considered."""
     waiting = queue.first()
     if waiting is not None and any(why_paced(engine, waiting.claim) for engine in engines):
         return queue.first(EpisodeType.EVAL)

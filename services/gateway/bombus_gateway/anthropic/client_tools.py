@@ -1,6 +1,6 @@
-"""The tools of Anthropic's API that run at the client and whose schema is built into Anthropic's models. Data.
+"""Data: the tools of Anthropic's API that run at the client and whose schemas are built into Anthropic's models.
 
-Other models are given a function with that schema. The date at the end of a tool's type is its version.
+Other models are given a function with the schema. The date at the end of a tool's type is its version.
 """
 
 from typing import Any
@@ -23,16 +23,16 @@ _TEXT_EDITOR = {
     "parameters": _object(
         ["command", "path"],
         command={"type": "string", "enum": ["view", "create", "str_replace", "insert"]},
-        path={"type": "string", "description": "The file, or for view a folder."},
+        path={"type": "string", "description": "The file or, for view, a folder."},
         view_range={
             "type": "array",
             "items": {"type": "integer"},
-            "description": "For view: the first line, from 1, and the last one, or -1 for the end.",
+            "description": "For view: the first line (from 1) and the last line (-1 for the end).",
         },
         file_text={"type": "string", "description": "For create: the whole text of the file."},
-        old_str={"type": "string", "description": "For str_replace: text that the file has exactly once."},
-        new_str={"type": "string", "description": "For str_replace: what comes in its place."},
-        insert_line={"type": "integer", "description": "For insert: the line after which, 0 for the beginning."},
+        old_str={"type": "string", "description": "For str_replace: text that occurs exactly once in the file."},
+        new_str={"type": "string", "description": "For str_replace: the text to put in its place."},
+        insert_line={"type": "integer", "description": "For insert: the line to insert after, 0 for the beginning."},
         insert_text={"type": "string", "description": "For insert: the text."},
     ),
 }

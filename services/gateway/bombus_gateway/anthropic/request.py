@@ -1,8 +1,8 @@
 """The requests of Anthropic's Messages API: decoded, and converted to a neutral `CompletionRequest`. Pure.
 
-Clients of this API send many fields that do not affect sampling: betas, metadata, cache marks. These may have any
-value. A client may request sampling parameters; the job decides whether they are used. Unsupported and unknown fields
-are listed as `unsupported`: the job decides whether they are refused or ignored.
+Clients of this API send many fields that do not affect sampling: betas, metadata, cache marks. Any value is accepted
+for these. A client may request sampling parameters; the job decides whether they are used. Unsupported and unknown
+fields are listed as `unsupported`; the job decides whether to refuse or ignore them.
 """
 
 import re
@@ -38,19 +38,19 @@ from bombus_gateway.decoding.json_parts import RememberedParts
 from bombus_gateway.decoding.parameters import AnswerLength, ModelName, Name, Streamed, Temperature, TopP
 from bombus_gateway.text.message import ChatMessage
 
-INVALID_JSON = "INVALID_JSON"  # the only key of a tool's input if the sampled text is not a JSON object
+INVALID_JSON = "INVALID_JSON"  # a tool input's only key if the sampled text is not a JSON object
 
-_SYSTEM = "system"  # the body's field for the instructions before all messages, and the role of such messages
-_ours = re.compile("[0-9a-f]{32}")  # a signature made by the gateway: the id of the model call
-_Unused = Any  # for a known field whose value does not matter
+_SYSTEM = "system"  # the body's field for leading instructions, and the role of system messages
+_ours = re.compile("[0-9a-f]{32}")  # a signature made by this gateway: the model call's id
+_Unused = Any  # type of known fields whose value does not matter
 
 
 class MessagesRequest(NamedTuple):
-    """A request of either route: the neutral part, and the fields needed for the response and for `marks_of`.
+    """A request to either route: its neutral part, and the fields needed for the response and for `marks_of`.
 
-    `server_tools` are the types of tools that Anthropic's servers run. `answer` holds the field names if the answer
-    must be JSON with these fields; None if it may be any text. `prefix` is the beginning of the body, which the next
-    request of the conversation need not re-read.
+    `server_tools` are the types of tools that Anthropic's servers run. `answer` contains the field names if the answer
+    must be JSON with these fields, and is None if it may be any text. `prefix` is the beginning of the body, which need
+    not be read again for the conversation's next request.
     """
 
     completion: CompletionRequest
@@ -105,10 +105,10 @@ class _Tool(msgspec.Struct):
 
 class MessagesBody(msgspec.Struct, kw_only=True):
     model: ModelName
-    messages: Annotated[list[msgspec.Raw], Meta(min_length=1)]  # of `_Message`
+    messages: Annotated[list[msgspec.Raw], Meta(min_length=1)]  # list of `_Message`
     max_tokens: AnswerLength | None = None
-    system: msgspec.Raw = msgspec.Raw(b"null")  # a `_Content`
-    tools: msgspec.Raw = msgspec.Raw(b"null")  # of `_Tool`, or null
+    system: msgspec.Raw = msgspec.Raw(b"null")  # `_Content`
+    tools: msgspec.Raw = msgspec.Raw(b"null")  # list of `_Tool`, or null
     tool_choice: ToolChoice | None = None
     stop_sequences: list[str] | None = None
     stream: Streamed | None = None
@@ -131,14 +131,14 @@ class MessagesBody(msgspec.Struct, kw_only=True):
 
 
 class _Placed(NamedTuple):
-    """A block, and its place in the body."""
+    """A block and its position in the body."""
 
     place: str
     block: _Block
 
 
 class _Offered(NamedTuple):
-    """A tool, and the function that the model may call; None for a tool of Anthropic's servers."""
+    """A tool, and the function that the model may call, which is None for a tool of Anthropic's servers."""
 
     tool: _Tool
     function: dict[str, Any] | None
@@ -147,8 +147,8 @@ class _Offered(NamedTuple):
 class _Turns(NamedTuple):
     """The messages of a request, with consecutive messages of the same role merged into one turn.
 
-    `leading` are the blocks of the system messages before all others, which continue the body's own `system`; None if
-    there is no such message. `role` and `blocks` are those of the last turn, which later messages may extend.
+    `leading` are the blocks of the system messages that come before all others and extend the body's own `system`; None
+    if there are no such messages. `role` and `blocks` belong to the last turn, which later messages may extend.
     `referenced` are the names of the tools that blocks refer to.
     """
 
@@ -167,9 +167,9 @@ _offered = msgspec.json.Decoder(list[_Tool] | None)
 
 
 def read_messages(body: bytes, before: BodyPrefix = NOTHING_READ) -> MessagesRequest:
-    """Decode the body of `POST /v1/messages`, or of `/v1/messages/count_tokens`.
+    """Decode the body of `POST /v1/messages` or `/v1/messages/count_tokens`.
 
-    The body begins with the prefix `before`, which was read earlier. Raises `Refused`.
+    `before` is the beginning of the body, which was read earlier. Raises `Refused`.
     """
     found, unknown, turns, prefix = _read_body(body, before)
     unsupported = [*_beyond_messages(found, turns.role), *unknown]
@@ -200,7 +200,7 @@ def read_messages(body: bytes, before: BodyPrefix = NOTHING_READ) -> MessagesReq
 
 
 def _fields_of_answer(output: dict[str, Any]) -> frozenset[str] | None:
-    """Return the names of the JSON fields that the answer must have; None if `output_config` does not say."""
+    """Return the names of the JSON fields that the answer must have, or None if `output_config` names none."""
     form = output.get("format")
     schema = form.get("schema") if isinstance(form, dict) else None
     fields = schema.get("properties") if isinstance(schema, dict) else None
@@ -232,7 +232,7 @@ _ONE_CALL = "tool_choice.disable_parallel_tool_use"
 
 
 def _forced_call(choice: ToolChoice | None, tools: Sequence[Mapping[str, Any]]) -> Asked | None:
-    """Return the requirement of a tool choice; None if the model is free to call a tool or not."""
+    """Return what a tool choice requires, or None if the model may choose whether to call a tool."""
     if choice is None or choice.type in ("auto", "none"):
         return None
     if choice.type not in ("any", "tool"):
@@ -241,7 +241,7 @@ def _forced_call(choice: ToolChoice | None, tools: Sequence[Mapping[str, Any]]) 
 
 
 def _forms_of_answer(found: MessagesBody) -> Iterator[Asked]:
-    """Yield the requirements of the answer's format, given in `output_config` or the older `output_format`."""
+    """Yield what the answer's format requires, from `output_config` or the older `output_format`."""
     for field, form in (
         ("output_config.format", (found.output_config or {}).get("format")),
         ("output_format", found.output_format),
@@ -256,7 +256,8 @@ def _forms_of_answer(found: MessagesBody) -> Iterator[Asked]:
 
 
 def _takes_away(management: dict[str, Any] | None) -> bool:
-    """Whether the server is asked to change the conversation. Claude Code requests an edit that keeps all of it."""
+    """Return whether the server is asked to remove parts of the conversation. Claude Code sends an edit that keeps all
+    of it."""
     edits = (management or {}).get("edits")
     if not isinstance(edits, list):
         return bool(management)
@@ -270,7 +271,7 @@ def _read_tools(given: bytes) -> tuple[_Offered, ...]:
 
 
 def _function(tool: _Tool, place: str) -> dict[str, Any] | None:
-    """Return the function by which a tool is offered to the model, or None if the tool's input schema is unknown."""
+    """Return the function that offers a tool to the model, or None if the tool's input schema is unknown."""
     if tool.type in (None, "custom"):
         given: Mapping[str, Any] = {"description": tool.description, "parameters": tool.input_schema}
     else:
@@ -284,7 +285,7 @@ _remembered_tools = RememberedParts(_read_tools)
 def _tools(
     offered: Sequence[_Offered], referenced: Collection[str], unsupported: list[Unsupported]
 ) -> list[dict[str, Any]]:
-    """Return the functions that the model may call. A deferred one is left out until a reference names it."""
+    """Return the functions that the model may call. A deferred function is left out until a reference names it."""
     tools: list[dict[str, Any]] = []
     for index, (tool, function) in enumerate(offered):
         if function is None:
@@ -339,7 +340,7 @@ def _read_turns(before: _Turns | None, items: Sequence[bytes], at: int) -> _Turn
 
 
 def _referenced(content: _Content) -> Iterator[str]:
-    """Yield the names of the tools that some content refers to."""
+    """Yield the names of the tools that this content refers to."""
     for block in content if isinstance(content, list) else ():
         for each in (block, *(block.content if isinstance(block.content, list) else ())):
             if each.type == "tool_reference" and each.tool_name:
@@ -371,7 +372,7 @@ def _blocks(content: _Content, place: str) -> list[_Placed]:
 
 
 def _answer(blocks: Sequence[_Placed], left_out: list[Unsupported]) -> ChatMessage:
-    """Return the assistant's message. Its content is None if it has calls but no text."""
+    """Return the assistant's message. Its content is None if it has tool calls but no text."""
     calls = [_tool_call(each) for each in blocks if each.block.type == "tool_use"]
     if len(calls) > limits.CALLS_IN_MESSAGE:
         why = f"There are {len(calls)} calls in one turn, but the limit is {limits.CALLS_IN_MESSAGE}."
@@ -400,7 +401,7 @@ def _tool_call(placed: _Placed) -> dict[str, Any]:
 
 
 def _arguments(given: msgspec.Raw, place: str) -> str:
-    """Return the input of a call as it was written, so that no number is reformatted."""
+    """Return a tool call's input exactly as it was written, so that no number is reformatted."""
     try:
         text = bytes(given).decode()
     except UnicodeDecodeError as error:
@@ -414,7 +415,7 @@ def _arguments(given: msgspec.Raw, place: str) -> str:
 
 
 def _what_was_sampled(text: str) -> str:
-    """Return the arguments that the gateway wrapped because they were not an object, or else the text itself."""
+    """Return the arguments that the gateway wrapped because they were not an object. Return other text unchanged."""
     try:
         value = msgspec.json.decode(text)
     except msgspec.DecodeError:
@@ -453,7 +454,7 @@ def _text(blocks: Iterable[_Placed], between: str, left_out: list[Unsupported]) 
         if text is not None:
             texts.append(text)
         elif block.type == "text":
-            raise BadParameter(Code.MALFORMED, f"{place}.text", "A text block needs a text.")
+            raise BadParameter(Code.MALFORMED, f"{place}.text", "A text block needs text.")
         else:
             why = f"a block of type {block.type[:40]!r} is not text"
             left_out.append(Unsupported(place, why, is_content=True))
@@ -476,7 +477,7 @@ def _text_of(block: _Block) -> str | None:
 
 
 def _text_of_source(source: Any) -> str | None:
-    """Return the text of a document given as plain text or as text blocks only, else None."""
+    """Return the text of a document that consists only of plain text or text blocks, or None."""
     if not isinstance(source, dict):
         return None
     data = source.get("data") if source.get("type") == "text" else None
@@ -488,5 +489,5 @@ def _text_of_source(source: Any) -> str | None:
 
 
 def _titled(text: str | None, *titles: Any) -> str | None:
-    """Return a text below its titles."""
+    """Return a text with its titles above it."""
     return None if text is None else "\n".join([*(title for title in titles if isinstance(title, str)), text])

@@ -31,14 +31,14 @@ _PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 
 
 def error_body(error: Refused) -> bytes:
-    """Return Anthropic's body for an error."""
+    """Return an error's body in Anthropic's form."""
     kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     why = error.why
     if isinstance(error, PromptTooLong):
-        # Claude Code compacts the conversation if it finds this exact sentence; other harnesses look for it too.
+        # Claude Code compacts the conversation when it finds this exact sentence. Other harnesses look for it too.
         why = f"prompt is too long: {error.tokens} tokens > {error.tokens_max} maximum"
     elif isinstance(error, NotRendered) and "system" in why.lower():
-        # If Claude Code finds these words, it moves its system texts to user messages, and retries.
+        # When Claude Code finds these words, it moves its system texts to user messages and retries.
         why = f"{why} At this place the role 'system' is not supported."
     return encode({"type": "error", "error": {"type": kind, "message": in_short(why)}})
 
@@ -48,19 +48,19 @@ def error_event(error: Refused) -> bytes:
 
 
 def count_body(tokens: int) -> bytes:
-    """Return the body of a token count."""
+    """Return the body that reports a token count."""
     return encode({"input_tokens": tokens})
 
 
 class MessagesEncoder:
-    """Encodes one answer as a message, whole or as events. In a stream, it tracks which block is open."""
+    """Encodes one answer as a message, either whole or as events. In a stream, it tracks which block is open."""
 
     def __init__(self, model: str, head: AnswerHead) -> None:
         self._model = model
         self._head = head
-        self._blocks = 0  # the blocks begun so far
+        self._blocks = 0  # number of blocks begun
         self._calls = 0
-        self._open: type[TextDelta | ReasoningDelta] | None = None  # the type of the open block's deltas
+        self._open: type[TextDelta | ReasoningDelta] | None = None  # type of the open block's deltas
         self._stop: dict[str, str | None] = {}
 
     @property
@@ -122,12 +122,12 @@ class MessagesEncoder:
             yield {**_tool_use(call), "input": msgspec.Raw(_input(call))}
 
     def _piece(self, part: TextDelta | ReasoningDelta) -> Iterator[bytes]:
-        """Yield the events of a piece of text, which begins a block unless one of its kind is open."""
+        """Yield the events for a piece of text. It begins a block, unless a block of the same kind is open."""
         thinking = isinstance(part, ReasoningDelta)
         if self._open is not type(part):
             yield from self._close()
             self._open = type(part)
-            # The signature may only be sent in its own event.
+            # The signature may be sent only in an event of its own.
             yield self._begin({"type": "thinking", "thinking": ""} if thinking else {"type": "text", "text": ""})
         if thinking:
             yield self._delta({"type": "thinking_delta", "thinking": part.text})
@@ -135,7 +135,7 @@ class MessagesEncoder:
             yield self._delta({"type": "text_delta", "text": part.text})
 
     def _tool_use(self, call: dict[str, Any]) -> Iterator[bytes]:
-        """Yield the events of a whole call, as a separate block."""
+        """Yield the events for a whole tool call, as a separate block."""
         yield from self._close()
         yield self._begin({**_tool_use(call), "input": {}})
         yield self._delta({"type": "input_json_delta", "partial_json": _input(call).decode()})
@@ -150,7 +150,7 @@ class MessagesEncoder:
 
     @property
     def _signature(self) -> str:
-        """The signature that clients return with the thinking. Some turn thinking without one into a user message."""
+        """The signature that clients return with the thinking. Some turn unsigned thinking into a user message."""
         return self._head.id
 
     def _begin(self, block: dict[str, Any]) -> bytes:
@@ -175,7 +175,7 @@ def _tool_use(call: dict[str, Any]) -> dict[str, Any]:
 def _input(call: dict[str, Any]) -> bytes:
     """Return the input of a call as JSON: the sampled text, wrapped in an object if it is not a JSON object.
 
-    Anthropic's SDK fails on an input that is not JSON, so that the whole answer would be lost.
+    Anthropic's SDK fails on input that is not JSON, and the whole answer would be lost.
     """
     text: str = call["function"]["arguments"]
     if not text.strip() or text.strip() == "null":
@@ -194,7 +194,7 @@ def _stop(completion: Completion) -> dict[str, str | None]:
 
 
 def _usage(usage: Usage) -> dict[str, int]:
-    """Return the usage; `input_tokens` does not include the cached tokens."""
+    """Return the usage. `input_tokens` does not include cached tokens."""
     return {
         "input_tokens": usage.prompt - usage.cached,
         "cache_creation_input_tokens": 0,

@@ -1,4 +1,4 @@
-"""Anthropic's routes of one engine: messages and token counting, as plain ASGI."""
+"""Anthropic's routes for one engine: messages and token counting, as plain ASGI."""
 
 from collections.abc import Callable
 from functools import partial
@@ -40,9 +40,9 @@ class AnthropicDialect:
 
 
 class AnthropicAPI:
-    """The routes of one engine. `messages` and `count_tokens` are ASGI applications; `below` answers all other paths.
+    """The routes for one engine. `messages` and `count_tokens` are ASGI applications; `below` answers all other paths.
 
-    At the root (`any_engine`), the engine is the one that the key was made for.
+    At the root (`any_engine`), the key determines the engine.
     """
 
     def __init__(self, gateway: Gateway, calls: Calls, engine: str, any_engine: bool) -> None:

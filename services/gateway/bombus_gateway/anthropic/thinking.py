@@ -6,12 +6,13 @@ from bombus_gateway.call.request import Unsupported
 from bombus_gateway.decoding.json_body import unknown_parts
 from bombus_gateway.text.thinking import NEAREST, RequestedThinking
 
-_TYPES = {"enabled": True, "disabled": False, "adaptive": None}  # whether the model is to think; None: it decides
+_TYPES = {"enabled": True, "disabled": False, "adaptive": None}  # whether to think; None lets the model decide
 _USUAL_EFFORT = "high"
 
 
 def requested_thinking(thinking: Any, output: Any) -> RequestedThinking | None:
-    """Return the thinking requested by `thinking` and by the effort in `output_config`, or None if neither does.
+    """Return the thinking requested by `thinking` and by the effort in `output_config`, or None if neither requests
+    any.
 
     If thinking is disabled, an effort does not enable it. `display` is ignored: answers always include the thinking.
     """

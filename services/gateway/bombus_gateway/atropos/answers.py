@@ -1,10 +1,10 @@
-"""Answers to trainers and environments, except for batches and groups, which `batches` writes."""
+"""Answers to trainers and environments, except batches and groups, which `batches` writes."""
 
 import msgspec
 
 WAIT_FOR_TRAINER = b'{"status":"wait for trainer to start"}'
 DISCONNECTED = b'{"status":"success"}'
-RESET = b"Reset successful"  # of type text/plain
+RESET = b"Reset successful"  # sent as text/plain
 RECEIVED = b'{"status":"received"}'
 NOT_REGISTERED = b'{"status":"error","message":"No trainer has registered: call /register first.","batch":[]}'
 
@@ -12,7 +12,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class JoinAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of `/register-env` once the trainer has asked for its first batch."""
+    """The answer to `/register-env` once the trainer has asked for its first batch."""
 
     status: str = "success"
     env_id: int
@@ -24,7 +24,7 @@ class JoinAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatusAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of `/status-env`. Sizes of queues are in groups of this environment's size."""
+    """The answer to `/status-env`. Queue sizes are counted in groups of this environment's size."""
 
     current_step: int
     queue_size: int
@@ -35,19 +35,19 @@ class StatusAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PushAnswer(msgspec.Struct, frozen=True):
-    """The outcome for one group: whether it waits until its environment has enough sequences, and how many wait."""
+    """The outcome for one group: whether it is held until its environment has enough sequences, and how many are."""
 
     is_buffered: bool = False
-    held: int = 0  # sequences of that environment
+    held: int = 0  # sequences held for that environment
 
 
 def write_welcome(engine_running: bool) -> bytes:
-    """Return the answer of `/`, with the fields that clients of this API and of inference servers check."""
+    """Return the answer to `/`, with the fields that clients of this API and of inference servers check."""
     return _encode({"message": "AtroposLib API", "status": "healthy", "engine_running": engine_running})
 
 
 def write_registered(uuid: int) -> bytes:
-    """Return the answer of `/register`. The number may have 128 bits."""
+    """Return the answer to `/register`. The number may have 128 bits."""
     return b'{"uuid":%d}' % uuid
 
 
@@ -56,7 +56,7 @@ def write_wandb_info(group: str | None = None, project: str | None = None) -> by
 
 
 def write_info(batch_size: int = -1, max_token_len: int = -1) -> bytes:
-    """Return the answer of `/info`; -1 stands for a value that no trainer has given yet."""
+    """Return the answer to `/info`. -1 stands for a value that no trainer has given yet."""
     return _encode({"batch_size": batch_size, "max_token_len": max_token_len})
 
 
@@ -73,17 +73,17 @@ def write_environment_status(status: StatusAnswer) -> bytes:
 
 
 def write_disconnect_failed(why: str) -> bytes:
-    """Return the answer of `/disconnect-env` for an unknown environment. It is sent with status 200."""
+    """Return the answer to `/disconnect-env` for an unknown environment. It is sent with status 200."""
     return _encode({"status": "failure", "error": why})
 
 
 def write_pushed(result: PushAnswer) -> bytes:
-    """Return the answer of `/scored_data`."""
+    """Return the answer to `/scored_data`."""
     return _encode({"status": "buffered", "buffer_size": result.held}) if result.is_buffered else RECEIVED
 
 
 def write_pushed_list(results: list[PushAnswer]) -> bytes:
-    """Return the answer of `/scored_data_list`, which includes the count of buffered groups if there are any."""
+    """Return the answer to `/scored_data_list`, including the number of buffered groups if there are any."""
     answer: dict[str, object] = {"status": "received", "groups_processed": len(results)}
     buffered = [result.held for result in results if result.is_buffered]
     if buffered:

@@ -1,4 +1,4 @@
-"""Write rollout groups as the JSON that trainers read: with all fields, and null for those that were not given."""
+"""Write rollout groups as the JSON that trainers read. All fields are present; those that were not given are null."""
 
 from collections.abc import Iterable, Iterator
 
@@ -7,7 +7,7 @@ import msgspec
 from bombus.hive.trajectories.records import PackedCandidates, PackedFloats, RolloutGroup, int_rows
 
 NO_BATCH = b'{"batch":null}'
-# The answer of `/latest_example` before the first group is pushed.
+# The answer to `/latest_example` before the first group is pushed.
 _NO_EXAMPLE: dict[str, list[object]] = {
     name: []
     for name in (
@@ -35,12 +35,12 @@ def write_batch(groups: Iterable[RolloutGroup]) -> Iterator[bytes]:
 
 
 def write_latest(group: RolloutGroup | None) -> bytes:
-    """Return the answer of `/latest_example`: the newest group, or empty lists."""
+    """Return the answer to `/latest_example`: the newest group, or empty lists."""
     return _encode(_NO_EXAMPLE) if group is None else write_group(group)
 
 
 def write_group(group: RolloutGroup) -> bytes:
-    """Return a group with all of its fields, with the values that were sent."""
+    """Return a group with all of its fields, holding the values that were sent."""
     lengths = group.sequence_lengths()
     return _encode(
         {

@@ -10,10 +10,10 @@ from typing import Any
 from bombus.errors import Code, Refused
 from bombus_gateway import limits
 
-# isal's zlib takes a third of the time of Python's zlib, and has the same API.
+# isal's zlib takes a third of the time that Python's zlib takes, and has the same API.
 zlib: Any = importlib.import_module("isal.isal_zlib" if importlib.util.find_spec("isal") else "zlib")
-COMPRESSED_FROM = 1000  # bytes of an answer
-_LEVEL = 1  # for text that is mostly digits, higher levels take several times as long
+COMPRESSED_FROM = 1000  # smallest answer that is compressed, in bytes
+_LEVEL = 1  # the text is mostly digits, for which higher levels take several times as long
 _GZIP = 16 + zlib.MAX_WBITS  # tells zlib that the format is gzip
 _CHUNK_BYTES = 1 << 18
 _VARY = {"vary": "Accept-Encoding"}
@@ -46,7 +46,7 @@ def inflated(encoding: str, body: bytes, bytes_max: int = limits.TRAJECTORY_BODY
 
 
 def sent(parts: Iterable[bytes], accepted: str) -> tuple[dict[str, str], Iterator[bytes]]:
-    """Return the headers and the parts of an answer to a client whose `Accept-Encoding` is `accepted`."""
+    """Return the headers and the parts of an answer to a client that sent `accepted` as its `Accept-Encoding`."""
     coming = iter(parts)
     start = b""
     for part in coming:
@@ -66,7 +66,7 @@ def takes_gzip(accepted: str) -> bool:
 
 
 def deflated(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """Compress the parts of a body one by one, and yield the output that is ready after each."""
+    """Compress a body part by part, yielding whatever output is ready after each part."""
     packer = zlib.compressobj(_LEVEL, zlib.DEFLATED, _GZIP)
     for part in parts:
         yield packer.compress(part)
@@ -74,7 +74,8 @@ def deflated(parts: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _member(body: bytes, start: int, room: int) -> tuple[bytes, int]:
-    """Return the content of the member that begins at `start`, and where the next begins. Zeros between are padding."""
+    """Return the content of the member that begins at `start`, and where the next member begins. Zeros between members
+    are padding."""
     unpacker = zlib.decompressobj(_GZIP)
     content = bytearray()
     end = start

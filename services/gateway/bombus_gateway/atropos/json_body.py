@@ -1,4 +1,4 @@
-"""Decode the JSON bodies of Atropos's clients. A refusal names the place of the error in the body."""
+"""Decode the JSON bodies of Atropos's clients. A refusal says where in the body the error is."""
 
 import codecs
 import json
@@ -16,21 +16,21 @@ _BodyT = TypeVar("_BodyT")
 _missing = re.compile(r"Object missing required field `([^`]*)`")
 _byte = re.compile(r"\(byte (\d+)\)")
 _not_finite = re.compile(rb"-?(?:NaN|Infinity)")
-_mark = re.compile(rb'[\[\]{}"]')  # a bracket, or the beginning of a string
+_mark = re.compile(rb'[\[\]{}"]')  # a bracket or the start of a string
 _text = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _colon = re.compile(rb"\s*:")
 _CHUNK_BYTES = 1 << 20
-MARKS_MAX = 1 << 18  # scanned to find the place of a number; takes a quarter of a second
+MARKS_MAX = 1 << 18  # marks to scan at most when locating a number; takes a quarter of a second
 
 
 def decode_at(decoder: msgspec.json.Decoder[_BodyT], body: bytes, place: str = "") -> _BodyT:
-    """Decode a body, or the part of one at `place`. Raises `UnfitBody`.
+    """Decode a body, or the part of a body that is at `place`. Raises `UnfitBody`.
 
-    Python's `json` module writes NaN and infinities, which are not JSON. The refusal names the place of such a number.
+    Python's `json` module writes NaN and infinities, which are not JSON. The refusal says where such a number is.
     """
     try:
         if not place:
-            _check_utf8(body)  # the decoder does not check parts that are kept as raw JSON
+            _check_utf8(body)  # the decoder does not check parts kept as raw JSON
         return decode_body(decoder, body, place)
     except UnicodeDecodeError as error:
         raise UnfitBody(place, f"The body is not UTF-8: {error}.", "json_invalid") from None
@@ -51,7 +51,7 @@ def within(place: str, field: str) -> str:
 
 
 def _check_utf8(body: bytes) -> None:
-    """Raise `UnicodeDecodeError` unless a body is UTF-8, without copying the whole body."""
+    """Raise `UnicodeDecodeError` unless a body is UTF-8. Does not copy the whole body."""
     if body.isascii():
         return
     decoder = codecs.getincrementaldecoder("utf-8")()
@@ -65,7 +65,7 @@ def _check_utf8(body: bytes) -> None:
 
 
 def _refuse_not_finite(body: bytes, end: int, place: str) -> None:
-    """Raise `UnfitBody` if the byte at which decoding failed, or the one before, begins NaN or an infinity."""
+    """Raise `UnfitBody` if NaN or an infinity begins at the byte where decoding failed, or at the byte before it."""
     found = _not_finite.match(body, end) or _not_finite.match(body, max(end - 1, 0))
     if found is None:
         return
@@ -79,9 +79,9 @@ def _refuse_not_finite(body: bytes, end: int, place: str) -> None:
 
 
 def _steps_to(body: bytes, end: int) -> list[str | int] | None:
-    """Return the keys and indexes that lead to byte `end` of a body that is JSON up to there.
+    """Return the keys and indexes that lead to byte `end` of a body that is valid JSON up to there.
 
-    Returns None if there are more than `MARKS_MAX` marks before it. The body is not decoded: it may be large, and other
+    Returns None if more than `MARKS_MAX` marks come before it. The body is not decoded: it may be large, and other
     requests would wait while Python creates objects for all of it.
     """
     steps: list[str | int] = []
@@ -104,7 +104,7 @@ def _steps_to(body: bytes, end: int) -> list[str | int] | None:
 
 
 def _marks(text: bytes, end: int) -> Iterator[tuple[int, int]]:
-    """Yield where each bracket and each string of JSON begins and ends, up to byte `end`."""
+    """Yield where each bracket and each string in JSON text begins and ends, up to byte `end`."""
     at = 0
     while mark := _mark.search(text, at, end):
         found = _text.match(text, mark.start(), end)

@@ -1,7 +1,7 @@
-"""Read the arrays of groups with simdjson, which packs numbers without creating a Python object for each.
+"""Read the arrays of groups with simdjson, which packs numbers without creating a Python object for each one.
 
 This fast path reads the common form: rows of integers, and rows of numbers. Anything else, including every error, is
-left to `scored_data`, which reports the place of an error. If simdjson is not installed, nothing is read here.
+left to `scored_data`, which says where an error is. If simdjson is not installed, this path is not used.
 """
 
 import importlib
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 INT32_MIN, INT32_MAX = -(1 << 31), (1 << 31) - 1
-PLAIN_BYTES = 8 << 20  # the largest body read here; it blocks the interpreter for some milliseconds
+PLAIN_BYTES = 8 << 20  # largest body read here; it blocks the interpreter for a few milliseconds
 ARRAYS = ("advantages", "ref_logprobs", "inference_logprobs")
 TEXTS = ("generation_params", "messages", "overrides", "group_overrides", "images")
 _KNOWN = frozenset(("tokens", "masks", "scores", "env_id", "distill_token_ids", "distill_logprobs", *ARRAYS, *TEXTS))
@@ -26,7 +26,7 @@ _simdjson: Any = importlib.import_module("simdjson") if importlib.util.find_spec
 
 
 class PlainGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """The arrays of a group. `lists` is the number of arrays and rows; `has_texts` says if any of `TEXTS` was given."""
+    """The arrays of a group. `lists` counts the arrays and rows; `has_texts` is true if any of `TEXTS` was given."""
 
     lengths: list[int]
     tokens: bytes
@@ -42,11 +42,11 @@ class PlainGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _NotPlain(Exception):
-    """Raised for a body that this module leaves to the other reader."""
+    """Raised for a body that this module leaves to the slower reader."""
 
 
 def read_plain(body: bytes) -> PlainGroup | None:
-    """Return the arrays of a group, or None to leave it to the other reader. The caller must exclude nested lists."""
+    """Return the arrays of a group, or None to leave it to the slower reader. The caller must rule out nested lists."""
     if _simdjson is None or len(body) > PLAIN_BYTES or not body.startswith(b"{"):
         return None
     try:
@@ -63,7 +63,7 @@ def read_plain(body: bytes) -> PlainGroup | None:
         AttributeError,
         LookupError,
         RuntimeError,
-    ):  # all but the first are raised by simdjson
+    ):  # simdjson raises all of these except the first
         return None
 
 
@@ -116,7 +116,7 @@ def _ints(rows: Any, count: int, least: int) -> bytes:
 
 
 def _floats(rows: Any, count: int | None = None) -> PackedFloats:
-    """Pack numbers as `PackedFloats.of` does."""
+    """Pack numbers in the same way as `PackedFloats.of`."""
     import numpy as np
 
     wide: NDArray[np.float64] = np.frombuffer(rows.as_buffer(of_type="d"), "<f8")

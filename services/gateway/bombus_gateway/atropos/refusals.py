@@ -1,4 +1,4 @@
-"""Write refusals in the form that Atropos's clients expect: FastAPI's, for a body that does not fit its model."""
+"""Write refusals in the form that Atropos's clients expect: FastAPI's form for a body that does not match its model."""
 
 import re
 
@@ -14,7 +14,7 @@ _steps = re.compile(r"\[(\d+)\]|([^.\[\]]+)")
 
 
 class UnfitBody(BadParameter):
-    """A body that does not fit its route, with the place of the error. `kind` is FastAPI's name for the error."""
+    """A body that does not match its route, with the place of the error. `kind` is FastAPI's name for the error."""
 
     def __init__(self, place: str, why: str, kind: str = "value_error") -> None:
         super().__init__(Code.MALFORMED, place, why)
@@ -22,7 +22,7 @@ class UnfitBody(BadParameter):
 
 
 def write_refusal(refusal: Refused) -> tuple[int, bytes]:
-    """Return the status and the body of a refusal, in FastAPI's form.
+    """Return the status and body of a refusal, in FastAPI's form.
 
     For an unfit body the status is 422, with the place of the error. For any other refusal, `detail` is its message.
     """
@@ -35,9 +35,10 @@ def write_refusal(refusal: Refused) -> tuple[int, bytes]:
 
 
 def write_batch_refusal(refusal: Refused) -> tuple[int, bytes]:
-    """Return the status and the body of a refusal of `/batch`.
+    """Return the status and body of a refusal from `/batch`.
 
-    Some trainers read any JSON from `/batch` as a batch, and others check its `status` for an error, so this has both.
+    Some trainers read any JSON from `/batch` as a batch, and others check its `status` for an error, so the body has
+    both.
     """
     why = limits.in_short(refusal.why)
     return refusal.status, _encode({"detail": why, "status": "error", "message": why, "batch": None})

@@ -1,4 +1,4 @@
-"""The small requests of trainers and environments: registrations, and ids of environments and batches."""
+"""The small requests of trainers and environments: registrations, and the ids of environments and batches."""
 
 from typing import Annotated
 
@@ -20,7 +20,7 @@ _Folder = Annotated[str, Meta(max_length=limits.CHECKPOINT_DIR_CHARACTERS)]
 class TrainerRegistration(msgspec.Struct, frozen=True, kw_only=True):
     """What a trainer sends to `/register`. `batch_size` is in sequences.
 
-    A `max_token_len` of 0 or less is no limit. A `num_steps` of -1 leaves the number to the environments.
+    A `max_token_len` of 0 or less means no limit. With a `num_steps` of -1, each environment uses its own number.
     """
 
     wandb_group: _Name
@@ -36,7 +36,7 @@ class TrainerRegistration(msgspec.Struct, frozen=True, kw_only=True):
 class EnvironmentRegistration(msgspec.Struct, frozen=True, kw_only=True):
     """What an environment sends to `/register-env`.
 
-    `min_batch_allocation` is the smallest share of each batch that it asks for, 0 to 1.
+    `min_batch_allocation` is the smallest share of each batch that it asks for, from 0 to 1.
     """
 
     max_token_length: _Whole
@@ -68,7 +68,7 @@ def read_environment(body: bytes) -> EnvironmentRegistration:
 def read_environment_id(body: bytes, query: str | None = None) -> int:
     """Return the id of an environment, from the body, or from `env_id` in the query if there is no body.
 
-    Atropos's environments send a body with a GET, which many clients and proxies cannot. Raises `UnfitBody`.
+    Atropos's environments send a body with a GET, which many clients and proxies cannot do. Raises `UnfitBody`.
     """
     if body.strip() or query is None:
         return decode_at(_named, body or b"{}").env_id
@@ -76,7 +76,7 @@ def read_environment_id(body: bytes, query: str | None = None) -> int:
 
 
 def read_after(query: str | None) -> int | None:
-    """Return the number of the last batch that a trainer has, or None if it gives none. Raises `UnfitBody`."""
+    """Return the number of the last batch that a trainer has, or None if it does not say. Raises `UnfitBody`."""
     return None if query is None else _number("after", query, "the last batch that you have, or 0")
 
 

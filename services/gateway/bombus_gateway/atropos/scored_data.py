@@ -1,7 +1,7 @@
 """Read the bodies of `/scored_data` and `/scored_data_list` as records of rollout groups.
 
-JSON is packed group by group, so its lists are in memory for one group only. A large group is packed row by row, so
-that no single step blocks the interpreter, and with it other requests, for long.
+JSON is packed group by group, so lists are in memory for only one group at a time. A large group is packed row by row,
+so that no single step blocks the interpreter, and other requests with it, for long.
 """
 
 import struct
@@ -20,7 +20,7 @@ from bombus_gateway.atropos.json_body import decode_at, within
 from bombus_gateway.atropos.plain import INT32_MAX, INT32_MIN, count_lists, read_plain
 from bombus_gateway.atropos.refusals import UnfitBody
 
-BY_ROW_BYTES = 1 << 20  # from this size on, a group's rows are decoded one by one
+BY_ROW_BYTES = 1 << 20  # smallest group whose rows are decoded one by one
 _TextT = TypeVar("_TextT")
 _RowT = TypeVar("_RowT")
 _NULL = msgspec.Raw(b"null")
@@ -116,7 +116,7 @@ def read_scored_data_list(body: bytes) -> tuple[RolloutGroup, ...]:
 
 
 def record_of(group: RolloutGroup) -> bytes:
-    """Return the record of a group. Raises `Refused` TOO_LARGE for one that cannot be stored."""
+    """Return the record of a group. Raises `Refused` TOO_LARGE if the record cannot be stored."""
     record = encode_group(group)
     if len(record) > BODY_BYTES_MAX:
         why = (
@@ -128,7 +128,7 @@ def record_of(group: RolloutGroup) -> bytes:
 
 
 class _Rows(Generic[_RowT]):
-    """The rows of an array, each decoded when it is iterated over. Raises `UnfitBody`."""
+    """The rows of an array. Each is decoded when it is iterated over. Raises `UnfitBody`."""
 
     def __init__(self, text: msgspec.Raw, decoder: "msgspec.json.Decoder[_RowT]", place: str) -> None:
         self._rows = decode_at(_lists, bytes(text), place)
@@ -173,7 +173,7 @@ def _group(body: bytes, place: str) -> RolloutGroup:
 
 
 def _plain(body: bytes, place: str) -> RolloutGroup | None:
-    """Return a group if the fast reader can read it, else None. Raises `UnfitBody` for errors outside its arrays."""
+    """Return a group, or None if the fast reader cannot read it. Raises `UnfitBody` for errors outside its arrays."""
     arrays = read_plain(body)
     if arrays is None:
         return None
@@ -226,7 +226,7 @@ def _careful(body: bytes, place: str) -> RolloutGroup:
 
 
 def _tokens(rows: _Floats, place: str) -> tuple[list[int], bytes]:
-    """Return the number of tokens of each sequence, and the packed tokens of all."""
+    """Return the number of tokens in each sequence, and the packed tokens of all sequences."""
     if not 0 < len(rows) <= limits.GROUP_SEQUENCES:
         why = f"{place} has {len(rows)} sequences, but a group must have 1 to {limits.GROUP_SEQUENCES}."
         raise UnfitBody(place, why)
@@ -264,9 +264,9 @@ def _beside(rows: _Floats | None, lengths: Sequence[int], place: str) -> PackedF
 
 
 def _advantages(rows: _Floats | None, lengths: Sequence[int], place: str) -> tuple[PackedFloats | None, bytes]:
-    """Return advantages, and the lengths of their rows if these differ from those of the sequences.
+    """Return advantages, and the lengths of their rows if these differ from the lengths of the sequences.
 
-    They may differ, since some of Atropos's environments send one advantage per turn, for trainers that expect that.
+    They may differ because some of Atropos's environments send one advantage per turn, for trainers that expect that.
     """
     if rows is None:
         return None, b""
@@ -284,7 +284,7 @@ def _advantages(rows: _Floats | None, lengths: Sequence[int], place: str) -> tup
 
 
 def _whole_numbers(rows: Iterable[Sequence[float]], place: str, least: int) -> bytes:
-    """Pack rows of integers. Raises `UnfitBody` for a number that is not an integer or out of range."""
+    """Pack rows of integers. Raises `UnfitBody` for a number that is not an integer or is out of range."""
     return b"".join([_whole_row(row, f"{place}[{index}]", least) for index, row in enumerate(rows)])
 
 
@@ -297,7 +297,7 @@ def _whole_row(row: Sequence[float], place: str, least: int) -> bytes:
 
 def _whole(number: float, place: str, least: int) -> int:
     if not float(number).is_integer() or not least <= number <= INT32_MAX:
-        raise UnfitBody(place, f"{place} is {number}, but must be a whole number of {least} to {INT32_MAX}.")
+        raise UnfitBody(place, f"{place} is {number}, but must be a whole number from {least} to {INT32_MAX}.")
     return int(number)
 
 
@@ -335,7 +335,7 @@ def _kept_texts(given: _KeptText, place: str) -> dict[str, Any]:
 
 
 def _text(raw: msgspec.Raw, decoder: "msgspec.json.Decoder[_TextT]", place: str) -> bytes:
-    """Check that JSON fits the decoder's type, and return it unchanged, or b"" for null."""
+    """Check that JSON fits the decoder's type. Return it unchanged, or b"" for null."""
     text = bytes(raw)
     if text == b"null":
         return b""

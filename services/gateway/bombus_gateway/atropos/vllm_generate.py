@@ -20,15 +20,16 @@ from bombus_gateway.operations_wire.sampling import TOKENS_MAX, DrawingParams, S
 _PROMPT = "prompt"
 _SGLANG = frozenset(("text", "input_ids", "sampling_params"))
 
-_Logprobs: TypeAlias = Mapping[int, float]  # by token; the sampled or given token comes first
+_Logprobs: TypeAlias = Mapping[int, float]  # by token id; the sampled or given token comes first
 
 
 class VllmRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request for samples. The prompt of `asked` is empty if it is given as `text`.
+    """A request for samples. The prompt of `asked` is empty if the prompt is given as `text`.
 
-    With `logprobs` the answer has tokens and their logprobs, and `asked.sampling.top_logprobs` alternatives to each;
-    without it only text. If `streamed`, the answer is one line with prompt and samples joined. Texts are empty unless
-    `decoded`; then they contain special tokens only if `with_specials`, and end with the stop text if `with_stop`.
+    With `logprobs`, the answer contains tokens and their logprobs, with `asked.sampling.top_logprobs` alternatives for
+    each token; otherwise it contains only text. If `streamed`, the answer is a single line in which each text is the
+    prompt followed by the sample. Texts are empty unless `decoded`. Decoded texts contain special tokens only if
+    `with_specials`, and end with the stop text if `with_stop`.
     """
 
     asked: SampleRequest
@@ -42,10 +43,10 @@ class VllmRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScoredPrompt(msgspec.Struct, frozen=True):
-    """The text of a prompt, and if requested the logprobs of its tokens and the likeliest tokens at each position.
+    """The text of a prompt and, if requested, the logprobs of its tokens and the likeliest tokens at each position.
 
-    `logprobs` (float32) and `top` have an entry for each token. For tokens that were not scored, these are NaN and
-    padding. A prompt of one token has no scores.
+    `logprobs` (float32) and `top` have an entry for each token. Tokens that were not scored have NaN and padding. A
+    prompt of one token has no scores.
     """
 
     text: str
@@ -59,7 +60,7 @@ class _Prompt(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Generate(DrawingParams, forbid_unknown_fields=True, kw_only=True):
-    """The supported fields. Any other could change the samples, so it is refused with its name."""
+    """The supported fields. Any other field could change the samples, so it is refused by name."""
 
     prompt: str | _Prompt
     stream: bool = False
@@ -71,7 +72,7 @@ class _Generate(DrawingParams, forbid_unknown_fields=True, kw_only=True):
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    spaces_between_special_tokens: bool = True  # no effect: the supported decoders never write such spaces
+    spaces_between_special_tokens: bool = True  # no effect: supported decoders never add such spaces
 
 
 _generates = msgspec.json.Decoder(_Generate)
@@ -143,9 +144,9 @@ def shown_text(request: VllmRequest, sample: SampledTokens, text: str, tokenizer
 def write_vllm(
     request: VllmRequest, samples: Sequence[SampledTokens], texts: Sequence[str], prompt: ScoredPrompt
 ) -> bytes:
-    """Return samples with their texts. `request.asked` has the prompt's tokens, even if it was given as text.
+    """Return samples with their texts. `request.asked` must contain the prompt's tokens, even if it was given as text.
 
-    Raises `ValueError` as `checked_finish` does.
+    Raises `ValueError` in the same cases as `checked_finish`.
     """
     finishes = [checked_finish(sample.finish).value for sample in samples]
     if request.streamed:
@@ -172,12 +173,13 @@ def _sampled(sample: SampledTokens) -> list[_Logprobs]:
 
 
 def _in_place(token: int, logprob: float, top: Sequence[tuple[int, float]]) -> _Logprobs:
-    """Return the logprobs at one position: first that of the token itself, as clients expect, then of others."""
+    """Return the logprobs at one position: first the logprob of the token itself, as clients expect, then those of
+    others."""
     return {token: logprob} | {other: of_other for other, of_other in top if other != token}
 
 
 def _prompt_of(given: str | _Prompt) -> tuple[bytes, str]:
-    """Return the tokens of a prompt (int32) and "", or no tokens and its text."""
+    """Return the tokens of a prompt (int32) and "", or no tokens and the prompt's text."""
     if isinstance(given, str):
         given = _Prompt(prompt=given)
     ids = given.prompt_token_ids

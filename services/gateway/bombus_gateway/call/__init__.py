@@ -1,1 +1,1 @@
-"""Model calls, through whichever API they come: admission, the replica's answer, and the record."""
+"""Model calls from any API: admission, the replica's answer, and the record."""

@@ -24,7 +24,7 @@ from bombus_gateway.limits import CHARACTERS_FOR_A_TOKEN
 from bombus_gateway.text.rendering import TextModel
 from bombus_gateway.text.words import strings
 
-EPISODE_CATCH_UP_S = 2.0  # how long a call waits for the event of its episode's claim, which may arrive here later
+EPISODE_CATCH_UP_S = 2.0  # how long a call waits for the event of its episode's claim to reach this gateway
 _CLAIM = "claim another one"
 _NO_VARIABLE = "the model's chat template has no such variable"
 _SET_BY_JOB = "the job's model.chat_template_kwargs says how much the model thinks"
@@ -35,8 +35,8 @@ _SET_BY_REQUEST = "the request's own chat_template_kwargs say how much the model
 class Admitted:
     """An admitted call's engine, the engine's job, the job's text model, and the call's open episode.
 
-    `constrains`: the request asks for structured output, and a replica of the engine supports that. In a run of
-    training operations, `sampler` names the weights that the episode's calls sample from.
+    `constrains` is true if the request asks for structured output and a replica of the engine supports that. In a run
+    of training operations, `sampler` names the weights that the episode's calls sample from.
     """
 
     engine: EngineState
@@ -49,7 +49,7 @@ class Admitted:
 
     @property
     def recorded(self) -> Sequence[CallRef]:
-        """The calls of the episode that are on the log, as far as this gateway has followed it."""
+        """The episode's calls on the log, as far as this gateway has followed it."""
         episode = self.engine.open.get(self.episode)
         return [call.ref for call in episode.calls] if episode is not None else ()
 
@@ -60,13 +60,15 @@ class Admitted:
 
     @property
     def characters_max(self) -> int:
-        """The most characters that a prompt may have. A body with no more bytes than this need not be counted."""
+        """The most characters that a prompt may have. A body of no more bytes than this need not have its characters
+        counted."""
         return CHARACTERS_FOR_A_TOKEN * self.tokens_max
 
     def check_characters(self, request: CompletionRequest) -> None:
-        """Raise `InvalidField` PROMPT_TOO_LONG for more text than the model's length can hold, before it is encoded.
+        """Raise `InvalidField` PROMPT_TOO_LONG if there is more text than the model's context can hold. Call it before
+        encoding.
 
-        Tools are counted as JSON, because templates write them so.
+        Tools are counted as JSON, because templates write them that way.
         """
         tokens, limit = self.tokens_max, self.characters_max
         count = sum(map(len, strings(request.messages))) + len(msgspec.json.encode(request.tools))
@@ -82,7 +84,8 @@ class Admitted:
 
 
 class Admission:
-    """Admits requests by the folded log: `check_episode` before the body is read, `admit` for the whole request."""
+    """Admits requests on the basis of the folded log: `check_episode` before the body is read, `admit` for the whole
+    request."""
 
     def __init__(self, follower: Follower, models: EngineModels) -> None:
         self._follower = follower
@@ -93,11 +96,11 @@ class Admission:
         check_not_over(self._follower.hive.engine(claims.engine), claims)
 
     def is_over(self, engine: str, run: int, episode: str) -> bool:
-        """Return whether an episode of a run of an engine is known to be over."""
+        """Return whether an episode of this engine and run is known to be over."""
         return _is_over(self._follower.hive.engine(engine), run, episode)
 
     async def admit(self, request: CallRequest) -> tuple[CallRequest, Admitted]:
-        """Return the request as the job settles its thinking, and the state that the call needs.
+        """Return the request with its thinking settled by the job, and the state that the call needs.
 
         Raises `Refused` unless the call may be made now.
         """
@@ -114,7 +117,7 @@ class Admission:
         return _with_thinking(request, job, model), admitted
 
     async def _engine(self, claims: KeyClaims) -> EngineState:
-        """Return the engine of an open episode, waiting a moment for an episode that was claimed just now."""
+        """Return the engine of an open episode. Wait a moment if the episode has only just been claimed."""
         state = self._follower.hive.engine(claims.engine)
         check_not_over(state, claims)
         if claims.episode in state.open:
@@ -133,8 +136,8 @@ class Admission:
 def _with_thinking(request: CallRequest, job: RunConfig, model: TextModel) -> CallRequest:
     """Return the request with its `thinking` translated into variables of the chat template. Pure.
 
-    Variables that the request sets itself stay as they are; so do the job's, if it lets no request set any. A
-    thinking option that has no variable, or contradicts these, is added to `unsupported`.
+    Variables that the request sets itself are kept. If the job does not let requests set any, the job's variables are
+    kept. A thinking option that has no variable, or that contradicts a kept variable, is added to `unsupported`.
     """
     completion = request.completion
     if completion.thinking is None:
@@ -178,19 +181,19 @@ def _is_over(engine: EngineState, run: int, episode: str) -> bool:
 
 
 def check_variables(request: CompletionRequest, job: RunConfig) -> None:
-    """Raise `InvalidField` for variables of the chat template, unless the job allows requests to give them."""
+    """Raise `InvalidField` if the request sets chat template variables, unless the job allows it."""
     if request.chat_template_kwargs and not job.rollout.allow_chat_template_kwargs:
         raise InvalidField(
             Code.UNSUPPORTED,
             "chat_template_kwargs",
-            "chat_template_kwargs is refused: this job renders all conversations alike. Leave it out, or set in the "
-            "job model.chat_template_kwargs for all of them, or rollout.allow_chat_template_kwargs to let each "
+            "chat_template_kwargs is not allowed: this job renders all conversations alike. Leave it out, or set in "
+            "the job model.chat_template_kwargs for all of them, or rollout.allow_chat_template_kwargs to let each "
             "request choose.",
         )
 
 
 def is_known(engine: EngineState, claims: KeyClaims) -> bool:
-    """Return whether the folded log has the claim of a key's episode, which is then open or over."""
+    """Return whether the folded log contains the claim of a key's episode, which is then either open or over."""
     if engine.run != claims.run:
         return engine.run > claims.run
     return engine.next_episode > (engine.episode_number(claims.episode) or 0)

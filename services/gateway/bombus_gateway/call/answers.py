@@ -9,14 +9,14 @@ from bombus.hive.records import FinishReason
 from bombus_gateway.call.replica_client import ReplicaGone
 
 LOGPROB_MAX = 1e-3  # rounding makes the logprob of a certain token slightly positive
-VERSIONS_AHEAD = 1  # a replica may know of new weights before this gateway does
-ID_BYTES = 4  # of a token's id, and of its logprob
+VERSIONS_AHEAD = 1  # a replica may learn of new weights before this gateway does
+ID_BYTES = 4  # size of a token id, and of a logprob
 REASONS = (FinishReason.STOP, FinishReason.LENGTH)
 ENDED = -1
 
 
 class WrongAnswer(ReplicaGone):
-    """A replica's answer cannot be an answer to its request.
+    """Raised when a replica's answer cannot be an answer to its request.
 
     `of_replica` is false if the request named an adapter, whose weights may be to blame.
     """
@@ -27,13 +27,13 @@ class WrongAnswer(ReplicaGone):
 
 
 class AnswerCheck:
-    """Checks the frames of one answer in their order. `newest` returns the engine's newest version."""
+    """Checks the frames of one answer, in order. `newest` returns the engine's newest version."""
 
     def __init__(self, request: Generate, vocabulary: int, newest: Callable[[], int]) -> None:
         self._request = request
         self._vocabulary = vocabulary
         self._newest = newest
-        self._sampled = [0] * request.n  # tokens of each choice, `ENDED` after its end
+        self._sampled = [0] * request.n  # number of tokens of each choice; `ENDED` after its end
         self._unscored = len(request.prompt) // ID_BYTES if request.prompt_logprobs else 0
 
     def __call__(self, frame: Frame) -> None:
@@ -80,7 +80,7 @@ class AnswerCheck:
                 f"logprobs of {count} prompt tokens from {frame.start} on, but {self._unscored} of {whole} are missing"
             )
         self._unscored -= count
-        first = int(frame.start == 0)  # the prompt's first token has none
+        first = int(frame.start == 0)  # the first prompt token has no logprob
         self._check_logprobs(array("f", frame.logprobs)[first:], sampled=False)
         if not len(frame.top_tokens) == len(frame.top_logprobs) == count * frame.width * ID_BYTES:
             raise self._wrong(f"its alternatives for {count} prompt tokens are not {frame.width} for each")
@@ -113,9 +113,10 @@ class AnswerCheck:
                 raise self._wrong(f"token {token}, but the vocabulary has {self._vocabulary} tokens")
 
     def _check_logprobs(self, logprobs: "array[float]", sampled: bool) -> None:
-        """Refuse values that cannot be logprobs. Minus infinity is allowed only for tokens that were not sampled.
+        """Raise `WrongAnswer` for values that cannot be logprobs. Minus infinity is allowed only for tokens that were
+        not sampled.
 
-        The sum shows in one pass whether any of them is NaN or minus infinity.
+        The sum shows in one pass whether any value is NaN or minus infinity.
         """
         if not logprobs:
             return
@@ -126,7 +127,7 @@ class AnswerCheck:
         raise self._wrong(f"the logprob {odd:g}")
 
     def _check_alternatives(self, tokens: Iterable[int], logprobs: Iterable[float]) -> None:
-        """Refuse alternatives with an invalid id or logprob. Minus infinity is allowed."""
+        """Raise `WrongAnswer` for alternatives with an invalid id or logprob. Minus infinity is allowed."""
         self._check_ids(tokens)
         for logprob in logprobs:
             if not logprob <= LOGPROB_MAX:

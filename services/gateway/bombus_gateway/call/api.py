@@ -1,7 +1,7 @@
 """The interfaces that an API implements to offer model calls in its dialect, and the route that serves them.
 
-A dialect turns the body of a request into a `CompletionRequest`, and the answer into bytes. The rest is the same for
-all dialects: keys, limits, retries, records, keep-alives, disconnects.
+A dialect turns the body of a request into a `CompletionRequest`, and the answer into bytes. Everything else is the same
+for all dialects: keys, limits, retries, records, keep-alives, disconnects.
 """
 
 import asyncio
@@ -24,11 +24,11 @@ from bombus_gateway.call.request import CallRequest, CompletionRequest
 from bombus_gateway.call.workers import NUMBER_BYTES, Workers
 from bombus_gateway.keys import KeyClaims
 
-RETRY_COUNT = b"x-stainless-retry-count"  # set by the SDKs of OpenAI and of Anthropic
-OVERRIDDEN = b"x-bombus-overridden"  # in a response: names of what was asked for but not applied
-# The longest silence of an answer: clients give up after 120 s without headers, or 240 s of silence.
+RETRY_COUNT = b"x-stainless-retry-count"  # set by the SDKs of OpenAI and Anthropic
+OVERRIDDEN = b"x-bombus-overridden"  # response header that names what was requested but not applied
+# Send something after this much silence: clients give up after 120 s without headers, or 240 s of silence.
 BEAT_S = 50.0
-_COMMENT = b":\n\n"  # in a stream of events
+_COMMENT = b":\n\n"  # in an event stream
 
 
 class ResponseEncoder(Protocol):
@@ -36,11 +36,11 @@ class ResponseEncoder(Protocol):
 
     @property
     def headers(self) -> Sequence[HeaderPair]:
-        """Further headers of the response."""
+        """Additional headers for the response."""
         ...
 
     def whole(self, completions: Sequence[Completion], usage: Usage) -> bytes:
-        """Return the body of a whole response."""
+        """Return the body of a complete response."""
         ...
 
     def opening(self) -> bytes:
@@ -48,27 +48,28 @@ class ResponseEncoder(Protocol):
         ...
 
     def beat(self) -> bytes:
-        """Return an event without content, which keeps a slow stream alive: some clients ignore comments."""
+        """Return an event without content, to keep a slow stream alive. A comment is not enough, as some clients ignore
+        it."""
         ...
 
     def progress(self, completion: Completion, delta: CompletionDelta) -> bytes:
-        """Return the events for a portion of tokens; empty if none may be sent yet."""
+        """Return the events for a portion of tokens, or b"" if none may be sent yet."""
         ...
 
     def closing(self, completion: Completion) -> bytes:
-        """Return the events that end a choice; they are sent after the call is recorded."""
+        """Return the events that end a choice. They are sent after the call is recorded."""
         ...
 
     def end(self, usage: Usage) -> bytes:
-        """Return the last bytes of a stream that is complete."""
+        """Return the last bytes of a complete stream."""
         ...
 
 
 class ParsedRequest(NamedTuple):
-    """A request as read by its dialect. `encoder` creates the encoder of its answer.
+    """A request as its dialect has read it. `encoder` creates the encoder for its answer.
 
-    `role` and `auxiliary_call` are what the harness discloses about the calling agent: see `CallRequest`. `prefix` is
-    the beginning of the body, which the next request of the conversation need not re-read.
+    `role` and `auxiliary_call` are what the harness reveals about the calling agent: see `CallRequest`. `prefix` is the
+    beginning of the body, which need not be read again for the conversation's next request.
     """
 
     completion: CompletionRequest
@@ -79,7 +80,7 @@ class ParsedRequest(NamedTuple):
 
 
 class Dialect(ErrorEncoder, Protocol):
-    """One route's wire format. `name` tells equal bodies of different routes apart."""
+    """One route's wire format. `name` distinguishes equal bodies sent to different routes."""
 
     @property
     def name(self) -> bytes: ...
@@ -87,8 +88,8 @@ class Dialect(ErrorEncoder, Protocol):
     def read(self, body: bytes, headers: HeaderMap, before: BodyPrefix = NOTHING_READ) -> ParsedRequest:
         """Read a request whose body begins with the prefix `before`. Raises `Refused` if it is malformed.
 
-        Raises `AnotherList` if the body has to be read without the prefix. A dialect whose bodies are not
-        conversations is never given one.
+        Raises `AnotherList` if the body has to be read without the prefix. A dialect whose bodies are not conversations
+        is never given a prefix.
         """
         ...
 
@@ -99,7 +100,7 @@ def call_route(calls: Calls, dialect: Dialect, guard: EpisodeGuard) -> ASGIApp:
 
 
 def count_route(calls: Calls, dialect: Dialect, guard: EpisodeGuard, body: Callable[[int], bytes]) -> ASGIApp:
-    """Return the ASGI application that counts the tokens of prompts; `body` encodes the count as the answer's body."""
+    """Return the ASGI application that counts the tokens of prompts. `body` encodes the count as the answer's body."""
     reading = _CallRoute(calls, dialect, guard)
 
     async def count(headers: HeaderMap, receive: Receive, response: Responder) -> None:
@@ -135,7 +136,7 @@ class _CallRoute:
                 call.sent()
 
     async def _recorded(self, request: CallRequest, response: Responder) -> RecordedAnswer | None:
-        """Return the recorded answer to a retry, None if there is none. This may wait for an earlier attempt to end."""
+        """Return the recorded answer to a retry, or None. This may wait for an earlier attempt to end."""
         if not request.retry:
             return None
 
@@ -148,7 +149,7 @@ class _CallRoute:
     async def read(
         self, headers: HeaderMap, receive: Receive
     ) -> tuple[CallRequest, Callable[[AnswerHead], ResponseEncoder]]:
-        """Return a request whose episode key is valid, and the factory of its answer's encoder. Raises `Refused`."""
+        """Return a request whose episode key is valid, and a factory for its answer's encoder. Raises `Refused`."""
         received_ns = time.time_ns()
         self._calls.check_ready()
         claims = self._guard.verify(episode_key(headers), received_ns)
@@ -182,7 +183,8 @@ class _CallRoute:
     async def _decoded(
         self, claims: KeyClaims, headers: HeaderMap, body: bytes, before: EarlierBody
     ) -> tuple[ParsedRequest, bytes, EarlierBody]:
-        """Return a body's request, its digest, and the entry to keep of it. A large body is read in a thread."""
+        """Return a body's request, its digest, and the entry to keep for the next body. A large body is read in a
+        thread."""
 
         def work() -> tuple[ParsedRequest, bytes, EarlierBody]:
             parsed = self._dialect.read(body, headers, before.prefix)
@@ -193,7 +195,7 @@ class _CallRoute:
 
 
 def _retry(count: bytes) -> int:
-    """Return how often a request was sent before; a count that is not a number of up to two digits is 1."""
+    """Return how often a request was sent before. A count that is not a number of up to two digits counts as 1."""
     return int(count) if count.isdigit() and len(count) <= 2 else int(bool(count))
 
 
@@ -202,7 +204,7 @@ def _named_role(headers: HeaderMap) -> str:
 
 
 def _within_total(request: CompletionRequest, headers: HeaderMap) -> CompletionRequest:
-    """Return the request with the client's limit for prompt and answer together. An invalid number is ignored."""
+    """Return the request with the client's limit on prompt and answer together. An invalid number is ignored."""
     total = headers.get(b"x-bombus-total-tokens", b"")
     if not (total.isdigit() and len(total) <= limits.TOTAL_TOKENS_DIGITS):
         return request
@@ -227,7 +229,7 @@ class _Answer:
         self._response = response
         self._workers = workers
         self._headers = [*self._encoder.headers, *_overridden(head)]
-        self._waiting = b""  # events that have not been sent yet
+        self._waiting = b""  # events not sent yet
         self._sent_s = 0.0
 
     async def whole(self, call: Call) -> None:
@@ -245,7 +247,7 @@ class _Answer:
         self._sent_s = time.monotonic()
         async with _Beats(self._beat):
             async for deltas in call.deltas():
-                # Deltas that arrived together are sent together; the last ones wait for the record.
+                # Deltas that arrived together are sent together. The last ones wait until the call is recorded.
                 self._waiting += b"".join([encoder.progress(completion, delta) for completion, delta in deltas])
                 if self._waiting and not all(completion.done for completion in call.completions):
                     await self._send(b"")
@@ -254,7 +256,7 @@ class _Answer:
         await self._send(closing + encoder.end(call.usage), more=False)
 
     async def replay(self, recorded: RecordedAnswer, stream: bool) -> None:
-        """Send the recorded answer in the form that this request asks for: whole, or as a stream."""
+        """Send the recorded answer in the form that this request asks for: complete, or as a stream."""
         encoder = self._encoder
         if not stream:
             write = partial(encoder.whole, recorded.completions, recorded.usage)
@@ -267,7 +269,7 @@ class _Answer:
         await self._send(b"".join(events) + encoder.end(recorded.usage), more=False)
 
     async def _written(self, usage: Usage, write: Callable[[], bytes]) -> bytes:
-        """Return the bytes that `write` makes of the whole answer. If these have many numbers, it runs in a thread.
+        """Return what `write` returns for the complete answer. If the answer has many numbers, run it in a thread.
 
         The numbers are logprobs with their alternatives and, unless this is a chat, the tokens of prompt and answer.
         """
@@ -277,7 +279,7 @@ class _Answer:
         return await self._workers.run(self._request.claims.episode, NUMBER_BYTES * numbers, write)
 
     async def _beat(self) -> float:
-        """Send the waiting events and one without content, if nothing was sent for `BEAT_S`.
+        """If nothing was sent for `BEAT_S`, send the waiting events and an event without content.
 
         Return the seconds until the next check.
         """
@@ -294,7 +296,7 @@ class _Answer:
 
 
 class _Beats:
-    """Calls `beat` repeatedly while the block runs, for the first time `BEAT_S` after its beginning.
+    """Calls `beat` repeatedly while the block runs, for the first time `BEAT_S` after the block began.
 
     `beat` returns the seconds until its next call, or None for `BEAT_S`. Nearly all blocks end before the first call,
     so no task is created until then.

@@ -1,8 +1,8 @@
 """Matches a numbered retry to the earlier attempt that it repeats (R9).
 
-Sub-agents send equal requests, so equal bytes do not show which of them is being retried. The retry's number helps:
+Sub-agents send equal requests, so the bytes alone do not show which request is being retried. The retry's number helps:
 attempt number k repeats an attempt with a smaller number, and each attempt is repeated only once. If several attempts
-still fit, `RequestAttempt.rank` decides, and the retry may get the answer to an equal request of another agent.
+still match, `RequestAttempt.rank` decides, and the retry may get the answer to another agent's equal request.
 """
 
 import asyncio
@@ -15,11 +15,11 @@ from bombus.hive.records import CallRef
 from bombus_gateway.call.request import CallRequest
 
 REQUESTS_MAX = 4096  # distinct requests whose attempts are remembered
-ATTEMPTS_MAX = 32  # of equal requests; attempts in progress are kept even beyond that
+ATTEMPTS_MAX = 32  # per request; attempts in progress are kept even beyond that
 
 
 class RequestAttempt(msgspec.Struct, eq=False):
-    """An attempt of a request, with the client's `retry` number. `sent`: its whole answer was sent."""
+    """One attempt of a request, with the client's `retry` number. `sent` is true once its whole answer was sent."""
 
     retry: int
     ended: asyncio.Event
@@ -29,9 +29,10 @@ class RequestAttempt(msgspec.Struct, eq=False):
 
     @property
     def rank(self) -> int:
-        """The order in which attempts are matched to a retry, lowest first: an unsent answer, then a refusal.
+        """The order in which attempts are matched to a retry, lowest first.
 
-        A sent answer is next, as it may have been lost on its way. A call in progress is last: its client is waiting.
+        An unsent answer comes first, then a refusal, then a sent answer, which may have been lost in transit. A call in
+        progress comes last, as its client is still waiting.
         """
         if not self.ended.is_set():
             return 3
@@ -47,11 +48,11 @@ class RequestAttempts:
         self._of: dict[tuple[str, bytes], list[RequestAttempt]] = {}
 
     def begin(self, request: CallRequest) -> RequestAttempt:
-        """Remember an attempt, which is in progress until its `ended` is set."""
+        """Remember an attempt. It is in progress until its `ended` is set."""
         return self._add(request, RequestAttempt(request.retry, asyncio.Event()))
 
     def repeated(self, request: CallRequest, is_continued: Callable[[CallRef], bool]) -> RequestAttempt | None:
-        """Return the attempt that a retry repeats, renumbered as this retry; None if no such attempt is known.
+        """Return the attempt that a retry repeats, renumbered as this retry, or None if no such attempt is known.
 
         An attempt whose answer was continued is never returned: the client has received that answer.
         """
@@ -64,7 +65,8 @@ class RequestAttempts:
         return found
 
     def repeated_stored(self, request: CallRequest, answers: Sequence[CallRef]) -> RequestAttempt | None:
-        """Return a new attempt with the latest stored answer that no known attempt has; None if there is none."""
+        """Return a new attempt with the latest stored answer that belongs to no known attempt, or None if there is
+        none."""
         known = {each.ref for each in self._of.get(request.key, ())}
         ref = next((ref for ref in reversed(answers) if ref not in known), None)
         if ref is None:

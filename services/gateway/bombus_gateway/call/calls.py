@@ -1,4 +1,4 @@
-"""A model call from its request to its record: where it is generated, and how it gets into the log (R9, R10)."""
+"""A model call from its request to its record: where it is generated, and how it reaches the log (R9, R10)."""
 
 import asyncio
 import logging
@@ -54,12 +54,12 @@ from bombus_gateway.text.rendering import TextModel
 
 log = logging.getLogger(__name__)
 
-MESSAGE_BYTES = 200  # roughly what a record takes in its stream in addition to its body: subject, headers, position
-UNACKNOWLEDGED_MAX = 900  # calls that wait for a retry of their request
+MESSAGE_BYTES = 200  # approximate bytes of a record in its stream besides its body: subject, headers, position
+UNACKNOWLEDGED_MAX = 900  # maximum number of calls that wait for their request to be retried
 
 
 class HungUp(BombusError):
-    """The client has closed its connection."""
+    """Raised when the client has closed its connection."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class AnswerHead:
     """What is known about an answer before its first token.
 
     `id` is the call's id, `prompt` the prompt's tokens (int32), `choices` the number of choices, and `overridden` names
-    what was asked for but is not applied.
+    what was requested but not applied.
     """
 
     id: str
@@ -85,7 +85,7 @@ class AnswerHead:
 
 @dataclass(frozen=True)
 class RecordedAnswer:
-    """The answer to an earlier attempt of a request. `deltas` holds the deltas of each completion, in order."""
+    """The answer to an earlier attempt of a request. `deltas` contains the deltas of each completion, in order."""
 
     attempt: RequestAttempt
     head: AnswerHead
@@ -95,7 +95,7 @@ class RecordedAnswer:
 
 
 class Calls:
-    """Opens the calls of a gateway, for all of its APIs."""
+    """Opens calls for all of a gateway's APIs."""
 
     def __init__(self, gateway: Gateway) -> None:
         self.settings: GatewaySettings = gateway.settings
@@ -112,7 +112,7 @@ class Calls:
         self.client = ReplicaClient(gateway.keys.for_replicas)
         self.upstream = Upstream(gateway.follower, self.client, gateway.bus.inbox)
         self.attempts = RequestAttempts()
-        # Stored calls whose message to the coordinator was not acknowledged, by id.
+        # By id: stored calls whose message to the coordinator was not acknowledged.
         self.unacknowledged: dict[str, Call] = {}
         self.opened: set[Call] = set()
         self._gateway = gateway
@@ -126,18 +126,18 @@ class Calls:
     async def open(self, request: CallRequest) -> AsyncIterator["Call"]:
         """Admit and plan a call, and keep it open for the block, which reads its `deltas` and then `record`s it.
 
-        A call that breaks off in the block is recorded as cut off: if its client has hung up (`HungUp`), its replica is
-        gone (`ReplicaGone`), or it takes longer than the limit. Raises `Refused`.
+        A call that breaks off in the block is recorded as cut off: because its client hung up (`HungUp`), its replica
+        is gone (`ReplicaGone`), or it took longer than the limit. Raises `Refused`.
         """
         attempt = self.attempts.begin(request)
         try:
             request, admitted = await self.admission.admit(request)
-            # Held until the call is closed, so that the episode's next request finds what the call adds.
+            # Keep a reference until the call is closed, so that the episode's next request finds what this call adds.
             conversation = self.histories.conversation(request.claims)
             self._check_episode_bytes(conversation, request.claims.episode)
             request = await self.earlier.continued(request)
             plan = await plan_call(request, admitted, conversation, self.histories, self.workers)
-            # Without an await after the plan: the call marks the answer that it continues as continued.
+            # There must be no await after the plan: creating the call marks the answer that it continues as continued.
             call = Call(self, request, plan, admitted.engine, attempt, admitted.sampler)
             try:
                 async with asyncio.timeout(self.settings.call_timeout_s):
@@ -145,7 +145,7 @@ class Calls:
             except (HungUp, ReplicaGone):
                 await call.cut_off()
                 if not self._gateway.ready:
-                    raise Refused(Code.BUS_DOWN, "This gateway is stopping; try again: another will answer.") from None
+                    raise Refused(Code.BUS_DOWN, "This gateway is stopping; try again with another.") from None
                 raise
             except TimeoutError:
                 call.hang_up()
@@ -158,13 +158,13 @@ class Calls:
             attempt.ended.set()
 
     async def prompt_tokens(self, request: CallRequest) -> int:
-        """Return how many tokens the prompt of a call would have. Nothing is sampled or recorded. Raises `Refused`."""
+        """Return how many tokens a call's prompt would have. Nothing is sampled or recorded. Raises `Refused`."""
         request, admitted = await self.admission.admit(request)
         prompt = await plan_prompt(request, admitted, self.histories, self.workers)
         return prompt.count
 
     def _check_episode_bytes(self, conversation: Conversation, episode: str) -> None:
-        """Raise `Refused` TOO_LARGE if the calls of an episode take all the room that one may have in the log."""
+        """Raise `Refused` TOO_LARGE if an episode's calls have used up its room in the log."""
         stored, limit = conversation.stored_bytes, self.settings.episode_mb_max << 20
         if stored >= limit:
             raise Refused(
@@ -174,12 +174,12 @@ class Calls:
             )
 
     def hang_up(self) -> None:
-        """Abort all open calls, so that they are recorded as cut off: the gateway is stopping."""
+        """Abort all open calls because the gateway is stopping. They are recorded as cut off."""
         for call in self.opened:
             call.hang_up()
 
     async def recorded(self, request: CallRequest) -> RecordedAnswer | None:
-        """Return the answer recorded for an earlier attempt of a retried request; None if there is none (R9)."""
+        """Return the answer recorded for an earlier attempt of a retried request, or None if there is none (R9)."""
         attempt = await self._answered(request) if request.retry else None
         if attempt is None or attempt.ref is None:
             return None
@@ -193,10 +193,10 @@ class Calls:
         return _replayed(request, attempt, record, prompt, model)
 
     async def _answered(self, request: CallRequest) -> RequestAttempt | None:
-        """Return the attempt that a retry repeats, with its answer; None if it has none, and has to be resampled.
+        """Return the attempt that a retry repeats, with its answer. None if it has no answer, and has to be resampled.
 
-        It waits for an attempt in progress, and notifies the coordinator of a stored call that was not acknowledged.
-        Other gateways' attempts are known only from the log: any answer that no call continues may be the one.
+        This waits for an attempt in progress, and notifies the coordinator of a stored call that was not acknowledged.
+        Attempts at other gateways are known only from the log: any answer that no call continues may belong to one.
         """
         conversation = self.histories.conversation(request.claims)
         attempt = self.attempts.repeated(request, conversation.is_call_continued)
@@ -253,10 +253,10 @@ class Call:
     replica: str = ""
     first_token_ns: int = 0
     _generation: Generation | None = None
-    _unfinished: int = 0  # choices that the replica has not ended
+    _unfinished: int = 0  # choices not yet ended by the replica
     _hung_up: bool = False
     _holder: str = ""
-    _reserved: int = 0  # bytes
+    _reserved: int = 0  # reserved bytes
     _conversation: Conversation = field(init=False)
     _made: CallRecord | None = None
     _stored: tuple[CallRef, CallRecord] | None = None
@@ -296,9 +296,9 @@ class Call:
     async def deltas(self) -> AsyncIterator[list[tuple[Completion, CompletionDelta]]]:
         """Generate, and yield the deltas that may be sent as they arrive.
 
-        A replica that fails is replaced by another one unless something was yielded to a client that streams. A replica
-        that lacks the call's adapter has to load it. Raises `Refused` NO_REPLICA, `ReplicaGone` if it is too late for
-        another replica, `HungUp` after `hang_up`.
+        If a replica fails, another one takes over, unless something was already yielded to a client that streams. A
+        replica that lacks the call's adapter has to load it. Raises `Refused` NO_REPLICA, `ReplicaGone` if it is too
+        late for another replica, `HungUp` after `hang_up`.
         """
         failures = loads = 0
         while True:
@@ -326,20 +326,20 @@ class Call:
             self._start_over()
 
     def hang_up(self) -> None:
-        """Stop generating: the client is gone."""
+        """Stop generating, because the client is gone."""
         self._hung_up = True
         if self._generation is not None:
             self._generation.abort("the client hung up")
 
     def sent(self) -> None:
-        """Note that the whole answer was sent, as far as that can be known."""
+        """Note that the whole answer was sent, as far as we can know."""
         self.attempt.sent = not self._hung_up
 
     async def record(self, status: CallStatus = CallStatus.COMPLETE) -> None:
         """Store the call and notify the coordinator. The last byte of the answer may be sent only after this (R9).
 
-        A call has one record: if storing it is retried, the same record is resent, whatever the status is by then, as
-        the log drops another record with the same id.
+        A call has one record. If storing is retried, the same record is resent, whatever the status is by then, because
+        the log drops a second record with the same id.
         """
         if self._made is None:
             self._made = self._record(status)
@@ -372,7 +372,7 @@ class Call:
         self._conversation.stored_bytes += len(body)
 
     async def notify(self) -> None:
-        """Notify the coordinator of the stored record. Raises `BusUnavailable` if that is not acknowledged.
+        """Notify the coordinator of the stored record. Raises `BusUnavailable` if it does not acknowledge.
 
         A retry of the request then resends the notification. It always has the same id, so it is accepted only once.
         """
@@ -391,13 +391,14 @@ class Call:
         self._remember(ref, record)
 
     async def cut_off(self) -> None:
-        """Record the tokens sampled before the client or the replica was lost: kept for replay, never trained on.
+        """Record the tokens sampled before the client or the replica was lost. They are kept for replay and never
+        trained on.
 
-        A call that was already recorded as complete, but whose record is not acknowledged yet, stays complete.
+        A call that was recorded as complete stays complete, even if its record is not acknowledged yet.
         """
         try:
             await self.record(CallStatus.CUT_OFF)
-        except BombusError as error:  # no client waits for this answer any more
+        except BombusError as error:  # no client is waiting for this answer any more
             log.warning("a call that was cut off could not be recorded", extra={"call": self.id, "why": str(error)})
 
     def close(self) -> None:
@@ -444,7 +445,7 @@ class Call:
             if delta is not None:
                 deltas.append(delta)
             if isinstance(frame, Tokens) and frame.top:
-                await asyncio.sleep(0)  # there may be thousands of alternatives in each frame
+                await asyncio.sleep(0)  # each frame may have thousands of alternatives
         return deltas
 
     async def _frames(self, generation: Generation) -> list[Frame]:
@@ -471,8 +472,9 @@ class Call:
         return True
 
     def _feed(self, frame: Frame) -> tuple[Completion, CompletionDelta] | None:
-        """Feed a frame to its completion; return None if that has already ended, for example at a stop string."""
-        assert not isinstance(frame, Fault | PromptScores)  # `Generation` raises faults, and no call asks for scores
+        """Feed a frame to its completion. Return None if the completion has already ended, for example at a stop
+        string."""
+        assert not isinstance(frame, Fault | PromptScores)  # `Generation` raises faults, and no call requests scores
         completion = self.completions[frame.choice]
         if isinstance(frame, Finished):
             self._unfinished -= 1
@@ -489,7 +491,7 @@ class Call:
         self._unfinished = request.n
 
     def _release_replica(self) -> None:
-        """Release the generation, and abort it if it is incomplete; a complete one leaves its connection for reuse."""
+        """Release the generation. Abort it if it is incomplete; a complete one leaves its connection for reuse."""
         if self._generation is not None:
             if self._unfinished:
                 self._generation.abort("not needed any more")
@@ -497,7 +499,7 @@ class Call:
             self._generation = None
 
     def _check_size(self) -> None:
-        """Raise `Refused` TOO_LARGE for a call whose record might not fit into the log, before it is sampled."""
+        """Raise `Refused` TOO_LARGE if the call's record might not fit into the log. Called before sampling."""
         limit = self.calls.bus.publisher.message_bytes_max
         sampled = record_bytes(0, 0, self.plan.sampling.max_tokens * self.request.completion.n)
         size = len(encode_record(self._record(CallStatus.COMPLETE))) + sampled
@@ -559,9 +561,9 @@ class Call:
         )
 
     def _remember(self, ref: CallRef, record: CallRecord) -> None:
-        """Make this call available for later requests to continue, and its answer for retries."""
+        """Let later requests continue this call, and let retries get its answer."""
         histories, prompt = self.calls.histories, self.plan.prompt
-        conversation = histories.conversation(self.request.claims)  # re-cached if it was dropped in the meantime
+        conversation = histories.conversation(self.request.claims)  # cached again if it was dropped
         conversation.add(ref, record, prompt.node, prompt.digest)
         histories.account_for(self.request.claims)
         if record.status == CallStatus.COMPLETE:

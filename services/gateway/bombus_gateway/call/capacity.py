@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 
 FILL_PERIOD_S = 2.0
 SAMPLES = "samples/"
-_BYTES_PER_SAMPLED_TOKEN = 8  # an id and a logprob
-_RECORD_BYTES = 2048  # all other fields, of fixed size
+_BYTES_PER_SAMPLED_TOKEN = 8  # a token id and a logprob
+_RECORD_BYTES = 2048  # all other fields, which have a fixed size
 
 
 def record_bytes(body_bytes: int, new_tokens: int, sampled_tokens: int) -> int:
@@ -26,21 +26,21 @@ def record_bytes(body_bytes: int, new_tokens: int, sampled_tokens: int) -> int:
 
 
 class CallCapacity:
-    """Tracks the fill of the `calls` stream as it was last read, and the bytes that open calls may still add to it."""
+    """Tracks how full the `calls` stream was when last checked, and how many bytes open calls may still add to it."""
 
     def __init__(self, bus: Bus, settings: GatewaySettings, hive: Callable[[], Hive]) -> None:
         self._bus = bus
         self._settings = settings
         self._hive = hive
         self._used = 0
-        self._size = 0  # 0: not known, or no limit
+        self._size = 0  # 0 if unknown or unlimited
         self.reserved = 0
-        self._reserved: Counter[str] = Counter()  # the same bytes, by the share that they count against
+        self._reserved: Counter[str] = Counter()  # the same bytes, by share
         self.open_calls = 0
-        self._open: Counter[str] = Counter()  # the same calls, by the share that they count against
+        self._open: Counter[str] = Counter()  # the same calls, by share
 
     async def run(self) -> None:
-        """Read the fill of the stream from time to time, until cancelled."""
+        """Check how full the stream is from time to time, until cancelled."""
         while True:
             try:
                 await self.refresh()
@@ -54,7 +54,7 @@ class CallCapacity:
 
     @contextmanager
     def open_sample(self, holder: str) -> Iterator[None]:
-        """Count an open call that stores nothing, while the block runs. Raises `Refused` OVERLOADED.
+        """While the block runs, count an open call that stores nothing. Raises `Refused` OVERLOADED.
 
         A key has separate shares for samples and for its episodes' calls, so that many samples do not block its calls.
         """
@@ -89,7 +89,7 @@ class CallCapacity:
         self._close_one(holder)
         self.reserved -= size
         self._reserved[holder] -= size
-        self._used += size  # until the fill is next read
+        self._used += size  # until the stream is next checked
 
     def _open_one(self, holder: str) -> None:
         limit = self._settings.open_calls_max

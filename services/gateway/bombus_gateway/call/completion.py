@@ -1,4 +1,4 @@
-"""One completion while it is generated: frames of tokens go in, deltas come out, and at the end a record's choice."""
+"""One completion while it is generated: frames of tokens go in, deltas come out, and at the end a choice to record."""
 
 import logging
 from collections import deque
@@ -18,11 +18,11 @@ from bombus_gateway.text.text_stream import TextStream, tokens_of_parts
 
 log = logging.getLogger(__name__)
 
-TOKEN_BYTES = 4  # of its id, and of its logprob
+TOKEN_BYTES = 4  # size of a token id, and of a logprob
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
-    """A token's logprob, as clients get it. `start` is the offset of its text in characters; `top` are alternatives."""
+    """A token's logprob, as sent to clients. `start` is its text's offset in characters; `top` are alternatives."""
 
     token: int
     logprob: float
@@ -31,16 +31,16 @@ class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
 
 
 class CompletionDelta(msgspec.Struct, frozen=True):
-    """The result of a portion of tokens: texts, tool calls, and the logprobs of tokens whose text may now be sent."""
+    """What a portion of tokens yields: texts, tool calls, and the logprobs of tokens whose text may now be sent."""
 
     deltas: list[Delta]
     logprobs: list[TokenLogprob]
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """The tokens of a call; `completion` counts all choices, `cached` is the part of the prompt that was cached.
+    """The tokens of a call. `completion` counts all choices; `cached` is the part of the prompt that was cached.
 
-    `reasoning` counts the tokens of `completion` that contain text of the model's reasoning.
+    `reasoning` counts those tokens of `completion` that contain text of the model's reasoning.
     """
 
     prompt: int
@@ -50,15 +50,15 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Completion:
-    """Choice `index` of a call. It is `done` once it has a finish reason; it must not be fed after that."""
+    """Choice `index` of a call. It is `done` once it has a finish reason, and must not be fed after that."""
 
     def __init__(self, model: TextModel, request: CompletionRequest, prompt: bytes, call: str, index: int) -> None:
         self.index = index
         self.finish = ""
-        self.sampled = 0  # tokens
-        self.reasoned = 0  # sampled tokens with text of its reasoning, counted when it is done
-        self.misread = False  # its calls and reasoning could not be parsed
-        self.logprobs: list[TokenLogprob] = []  # of all tokens whose text has been sent
+        self.sampled = 0  # number of sampled tokens
+        self.reasoned = 0  # number of sampled tokens with reasoning text, counted when it is done
+        self.misread = False  # true if its tool calls and reasoning could not be parsed
+        self.logprobs: list[TokenLogprob] = []  # logprobs of all tokens whose text has been sent
         self._call = call
         self._request = request
         self._pieces = model.tokenizer.pieces
@@ -67,7 +67,7 @@ class Completion:
         self._named_stops = named_stops(names, request.stops)
         tools = request.tools if request.parse_tool_calls else ()
         self._reader: DeltaReader = model.renderer.reader(prompt, tools) if request.chat else PlainReader()
-        self._unread: list[str] = []  # the texts since the reader last returned a delta
+        self._unread: list[str] = []  # texts since the reader last returned a delta
         self._tokens: list[bytes] = []
         self._packed_logprobs: list[bytes] = []
         self._spans: list[Span] = []
@@ -82,12 +82,12 @@ class Completion:
 
     @property
     def versions(self) -> set[int]:
-        """The policy versions that have sampled it so far."""
+        """The policy versions that have sampled tokens of this completion so far."""
         return {span.version for span in self._spans}
 
     @property
     def stop(self) -> str:
-        """The stop string that ended the completion; empty when something else did."""
+        """The stop string that ended the completion, or "" if something else did."""
         last = unpack_tokens(self._tokens[-1])[-1:] if self._tokens else []
         return self._stream.stop or "".join(self._named_stops.get(token, "") for token in last)
 
@@ -105,7 +105,7 @@ class Completion:
         if self._stream.stopped:
             return self._close(FinishReason.STOP, deltas)
         self._add(deltas)
-        if self._request.one_call and len(self._calls) == 1:  # any text that the reader holds back comes after the call
+        if self._request.one_call and len(self._calls) == 1:  # any text held back by the reader comes after the call
             self.finish = str(FinishReason.TOOL_CALLS)
         return CompletionDelta(deltas, self._released_logprobs())
 
@@ -116,7 +116,8 @@ class Completion:
         return self._close(FinishReason.STOP if self._stream.stopped else reason, deltas)
 
     def replay(self, choice: Choice) -> list[CompletionDelta]:
-        """Feed a recorded choice. Its deltas have the same text and calls; alternative tokens were not recorded."""
+        """Feed a recorded choice. Its deltas have the same text and calls, but no alternative tokens, which are not
+        recorded."""
         deltas: list[CompletionDelta] = []
         for span in choice.spans:
             part = slice(4 * span.start, 4 * span.end)
@@ -158,7 +159,7 @@ class Completion:
         return self._calls
 
     def _feed_singly(self, frame: Tokens) -> CompletionDelta:
-        """Add tokens one by one, up to the one that ends the completion."""
+        """Add tokens one by one, up to the token that ends the completion."""
         deltas: list[Delta] = []
         logprobs: list[TokenLogprob] = []
         for at in range(0, len(frame.tokens), TOKEN_BYTES):
@@ -178,7 +179,7 @@ class Completion:
         return CompletionDelta(deltas, logprobs)
 
     def _read(self, frame: Tokens, tokens: list[int]) -> tuple[str, int]:
-        """Decode token by token, to note where each one's text begins. Return (text that may be sent, tokens used)."""
+        """Decode token by token, to note where the text of each begins. Return (text that may be sent, tokens used)."""
         logprobs = unpack_logprobs(frame.logprobs)
         out: list[str] = []
         for index, token in enumerate(tokens):
@@ -201,7 +202,7 @@ class Completion:
     def _feed_reader(self, text: str, last: bool = False) -> list[Delta]:
         """Return the reader's deltas for a text. If the reader fails, return all text that it has held back.
 
-        A bug in parsing some model's calls must not lose sampled text.
+        A bug in parsing some model's tool calls must not lose sampled text.
         """
         self._unread.append(text)
         try:
@@ -239,7 +240,7 @@ class Completion:
         return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
     def _released_logprobs(self) -> list[TokenLogprob]:
-        """Return the logprobs of tokens whose text has begun to be sent, but none of stop strings and stop tokens."""
+        """Return the logprobs of tokens whose text has begun to be sent. Stop strings and stop tokens are left out."""
         released: list[TokenLogprob] = []
         while self._pending_logprobs and self._pending_logprobs[0].start < self._stream.released:
             released.append(self._pending_logprobs.popleft())

@@ -11,12 +11,12 @@ from bombus.hive.generation import CallShape, Constraint
 from bombus_gateway.call.request import CompletionRequest
 from bombus_gateway.text.renderer import TemplateRenderer
 
-_PLAIN_NAME = re.compile(r"[\w.:/-]+", re.ASCII)  # spelled the same in JSON, in a tag, and on its own
+_PLAIN_NAME = re.compile(r"[\w.:/-]+", re.ASCII)  # written the same in JSON, in a tag, and on its own
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
 def why_not_held(request: CompletionRequest, renderer: TemplateRenderer) -> str:
-    """Return, as a clause, why no constraint can express the request's demands; empty if one can."""
+    """Return, as a clause, why no constraint can express the request's demands, or "" if one can."""
     reading, names = renderer.reading, _callable(request)
     if reading.channels or reading.frames:
         return "this model divides its answers into parts whose form is not known"
@@ -29,9 +29,9 @@ def why_not_held(request: CompletionRequest, renderer: TemplateRenderer) -> str:
 
 
 def constraint_of(request: CompletionRequest, renderer: TemplateRenderer, prompt: bytes) -> Constraint:
-    """Return the constraint by which an answer to `prompt` (int32) meets all demands.
+    """Return the constraint that makes an answer to `prompt` (int32) meet all demands.
 
-    If JSON is demanded and tools may be called, the answer is one or the other. Call `why_not_held` first.
+    If JSON is demanded and tools may be called, the answer is either JSON or calls. Call `why_not_held` first.
     """
     names, text = _callable(request), renderer.call_text
     forced = any(demand.tools for demand in request.demands)
@@ -64,6 +64,6 @@ def _callable(request: CompletionRequest) -> tuple[str, ...]:
 
 
 def _arguments_schema(function: Mapping[str, Any]) -> str:
-    """Return the JSON Schema of a tool's arguments, which are an object even if the tool's schema does not say so."""
+    """Return the JSON Schema of a tool's arguments: an object, even if the tool's schema does not say so."""
     given = function.get("parameters")
     return json.dumps({**_ANY_OBJECT, **given} if isinstance(given, Mapping) else _ANY_OBJECT)

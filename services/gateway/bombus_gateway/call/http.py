@@ -1,4 +1,4 @@
-"""The HTTP side of model calls, as plain ASGI: reading a request's body, writing whole and streamed responses."""
+"""The HTTP side of model calls, as plain ASGI: reading a request's body, writing complete and streamed responses."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ class ErrorEncoder(Protocol):
     """Writes errors in a dialect's own format."""
 
     def error(self, error: Refused) -> bytes:
-        """Return the body of a response with an error's status."""
+        """Return the body of an error response."""
         ...
 
     def error_event(self, error: Refused) -> bytes:
@@ -43,7 +43,7 @@ class Responder:
         self._errors = errors
         self._started = False
         self._ended = False
-        self._spaced = False  # white space was sent, after which only the JSON may follow
+        self._spaced = False  # true once white space was sent, which only the JSON may follow
 
     @contextmanager
     def hanging_up(self, hang_up: Callable[[object], None]) -> Iterator[None]:
@@ -58,7 +58,7 @@ class Responder:
             self._hung_up.remove_done_callback(hang_up)
 
     async def whole(self, body: bytes, headers: Iterable[HeaderPair] = (), status: int = 200) -> None:
-        """Send a whole JSON response, or only the JSON if white space was sent before."""
+        """Send a complete JSON response, or only the JSON if white space was sent before."""
         if not self._started:
             length = (b"content-length", str(len(body)).encode())
             await self._start(status, [JSON, length, *headers])
@@ -68,7 +68,7 @@ class Responder:
     async def space(self, headers: Iterable[HeaderPair] = ()) -> None:
         """Send white space, which may precede JSON, so that the client sees that its answer is in progress.
 
-        After that, a failure can only be reported by closing the connection.
+        After that, a failure can be reported only by closing the connection.
         """
         if not self._started:
             await self._start(200, [JSON, *headers])
@@ -76,7 +76,8 @@ class Responder:
         await self._send({"type": "http.response.body", "body": b" ", "more_body": True})
 
     async def stream(self, events: bytes, headers: Iterable[HeaderPair] = (), more: bool = True) -> None:
-        """Send server-sent events. The first ones begin the response: until then an error is an HTTP status."""
+        """Send server-sent events. The first ones begin the response. Until then, an error can still set the HTTP
+        status."""
         if not self._started:
             await self._start(200, [*SSE, *headers])
         self._ended = not more
@@ -85,8 +86,8 @@ class Responder:
     async def fail(self, error: Refused) -> None:
         """Report a failure, unless the response is already complete.
 
-        If white space was sent, nothing more is: the server then closes the connection before the end of the response,
-        and no client mistakes that for an answer.
+        If white space was sent, nothing more is sent: the server then closes the connection before the end of the
+        response, so no client mistakes it for an answer.
         """
         if not self._started:
             headers = [(name.encode(), value.encode()) for name, value in ERROR_HEADERS.get(error.status, {}).items()]
@@ -100,7 +101,8 @@ class Responder:
 
 
 Responding = Callable[[HeaderMap, Receive, Responder], Awaitable[None]]
-"""Answers one request: from its headers and the channel of its body, through its responder. It may raise any error."""
+"""Answers one request, given its headers, the channel that its body arrives on, and its responder. It may raise any
+error."""
 
 
 def route(method: str, errors: ErrorEncoder, answer: Responding) -> ASGIApp:
@@ -118,7 +120,7 @@ def route(method: str, errors: ErrorEncoder, answer: Responding) -> ASGIApp:
             pass
         except BombusError as error:
             await response.fail(_as_refusal(error))
-        except Exception:  # the boundary of the process: answer the client, and log the bug
+        except Exception:  # the process boundary: answer the client, and log the bug
             log.exception("a model call failed because of a bug")
             await response.fail(Refused(Code.INTERNAL, "An internal error occurred; the gateway's log says more."))
 

@@ -22,15 +22,15 @@ _files = msgspec.msgpack.Decoder(dict[str, bytes])
 
 
 class EngineModels:
-    """Caches text models by their tokenizer's blob and their options. The least recently used ones are dropped."""
+    """Caches text models by their options and their tokenizer's blob. The least recently used are dropped."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._models: OrderedDict[tuple[str, bytes], TextModel] = OrderedDict()
         self._loading = asyncio.Lock()
-        # By engine: the two events from which the key of its text model was derived, and the key.
+        # By engine: the two events that determine the key of its text model, and the key.
         self._keys: dict[str, tuple[WeightsReady, EngineConfigured | None, tuple[str, bytes]]] = {}
-        self.formats: dict[str, tuple[int, ConversationFormat]] = {}  # by engine: the run, and how its model is read
+        self.formats: dict[str, tuple[int, ConversationFormat]] = {}  # by engine: its run, and the model's format
 
     def job(self, engine: EngineState) -> RunConfig:
         """Return the configuration of the run. Raises `Refused` NO_CONFIG if there is none."""
@@ -56,7 +56,7 @@ class EngineModels:
         model = self._models.get(key)
         if model is None:
             config = self.job(engine)
-            async with self._loading:  # an engine's first calls come together: one of them loads for all
+            async with self._loading:  # an engine's first calls arrive together; one of them loads for all
                 model = self._models.get(key) or await self._load(key[0], config.model.path, _options(config))
         self._models[key] = model
         self._models.move_to_end(key)
@@ -92,5 +92,5 @@ def _loaded(files: dict[str, bytes], name: str, options: TextOptions) -> TextMod
         model.format,
         model.renderer.kept,
         model.renderer.thinking,
-    )  # slow to compute, and cached when they are first read
+    )  # slow to compute, and cached on first access
     return model

@@ -32,18 +32,18 @@ from bombus_gateway.text.renderer import TemplateRenderer
 from bombus_gateway.text.rendering import TextModel
 from bombus_gateway.text.stops import asked_stops, hidden_names
 
-TRIAL_BYTES = 1 << 20  # size of a request that takes as long as trying out a template with new variables
-TOKEN_TEXT_BYTES = 4  # of text for each token, roughly
+TRIAL_BYTES = 1 << 20  # request size that costs as much work as trying out new template variables
+TOKEN_TEXT_BYTES = 4  # approximate bytes of text per token
 _LISTED = "this model writes several calls as one list, which cannot end after its first"
-TRIED_MAX = 4  # equal answers to try: the template may be unable to continue the first of them
+TRIED_MAX = 4  # equal answers to try, as the template may be unable to continue the first ones
 
 
 @dataclass(frozen=True)
 class Prompt:
     """The prompt of a call.
 
-    `tokens` is int32; its last `tail` bytes are new, and the bytes before them are the tokens of `node`. `messages` are
-    the ones that the conversation of `node` lacks, and `digest` is that of all messages; a plain completion has none.
+    `tokens` is int32. Its last `tail` bytes are new; the bytes before them are the tokens of `node`. `messages` are
+    those that the conversation of `node` lacks, and `digest` covers all messages. A plain completion has neither.
     """
 
     tokens: bytes
@@ -54,7 +54,7 @@ class Prompt:
 
     @property
     def count(self) -> int:
-        """The number of tokens."""
+        """The number of tokens in the prompt."""
         return len(self.tokens) // 4
 
 
@@ -66,16 +66,17 @@ class AnswerLimit:
     reason: LengthLimit
 
     def reason_at(self, tokens: int) -> LengthLimit:
-        """Return the limit that cut off an answer after `tokens` tokens: the replica's, if they are fewer than ours."""
+        """Return the limit that cut off an answer after `tokens` tokens: the replica's limit, if there are fewer than
+        ours allows."""
         return LengthLimit.REPLICA if tokens < self.tokens else self.reason
 
 
 @dataclass(frozen=True)
 class CallPlan:
-    """The plan of a call. `answer_limit` is for each choice; `overridden` names what was asked for but is not applied.
+    """The plan of a call. `answer_limit` applies to each choice; `overridden` names what was requested but not applied.
 
-    The engine enforces `constraint`; `constrained` names the demands that it meets. `masked`: this is an auxiliary
-    call, and the job does not train on those.
+    The engine enforces `constraint`, and `constrained` names the demands that it meets. `masked` is true for an
+    auxiliary call if the job does not train on auxiliary calls.
     """
 
     model: TextModel
@@ -91,9 +92,10 @@ class CallPlan:
 async def plan_call(
     request: CallRequest, admitted: Admitted, conversation: Conversation, histories: Histories, workers: Workers
 ) -> CallPlan:
-    """Return a call's plan, remade if another call began to continue the same answer in the meantime.
+    """Return a call's plan. It is made again if another call began to continue the same answer in the meantime.
 
-    The plan holds until the next await. Raises `Refused` if the prompt is too long, or if earlier turns cannot be read.
+    The plan is valid until the next await. Raises `Refused` if the prompt is too long, or if earlier turns cannot be
+    read.
     """
     while True:
         count = conversation.continuing_count
@@ -121,7 +123,8 @@ async def _plan(request: CallRequest, admitted: Admitted, histories: Histories, 
 
 
 async def plan_prompt(request: CallRequest, admitted: Admitted, histories: Histories, workers: Workers) -> Prompt:
-    """Return the prompt of a request, even if it leaves no room for an answer. Raises `Refused` as `plan_call` does."""
+    """Return the prompt of a request, even if it leaves no room for an answer. Raises `Refused` in the same cases as
+    `plan_call`."""
     if request.body_bytes > admitted.characters_max:
         check = partial(admitted.check_characters, request.completion)
         await workers.run(request.claims.episode, request.body_bytes, check)
@@ -140,7 +143,7 @@ async def _chat_prompt(request: CallRequest, model: TextModel, histories: Histor
     renderer, tools = model.renderer.given(request.completion.chat_template_kwargs), request.completion.tools
     followed = await _followed(request, histories, workers)
     history_bytes = TOKEN_TEXT_BYTES * followed.last.count if followed.last is not None else 0
-    # A request may be the first with variables that have to be tried.
+    # This may be the first request with variables that have to be tried out.
     work_bytes = max(request.body_bytes, history_bytes, 0 if renderer.is_tried else TRIAL_BYTES)
     is_read_at_once = work_bytes > INLINE_BYTES_MAX and request.read_bytes <= READ_BYTES_MAX
     prompt = _extended_shortly(tools, renderer, followed) if is_read_at_once else None
@@ -153,9 +156,9 @@ async def _chat_prompt(request: CallRequest, model: TextModel, histories: Histor
 async def _followed(request: CallRequest, histories: Histories, workers: Workers) -> Followed[Node]:
     """Find the conversation that the messages of a request extend, in a thread if many of them are new.
 
-    An assistant's message that is not known here may have been sampled by another gateway. So the log is read before it
-    is considered written by the harness, or matched with an answer that only has the same words. Raises `Refused`
-    BUS_DOWN if the log cannot be read.
+    An assistant's message that is not known here may have been sampled through another gateway. So the log is read
+    before the message is attributed to the harness, or matched with an answer that merely has the same words. Raises
+    `Refused` BUS_DOWN if the log cannot be read.
     """
     claims, completion = request.claims, request.completion
     conversation = histories.conversation(claims)
@@ -181,7 +184,7 @@ def _found(conversation: Conversation, completion: CompletionRequest) -> Followe
 
 
 def _found_at_once(conversation: Conversation, request: CallRequest) -> Followed[Node] | None:
-    """Return the result of `_found` for a large request of which little is new; None for other requests."""
+    """Return the result of `_found` for a large request with little new in it. Return None for other requests."""
     if request.body_bytes <= INLINE_BYTES_MAX or request.read_bytes > READ_BYTES_MAX:
         return None
     completion = request.completion
@@ -231,7 +234,7 @@ def _plain_prompt(request: CallRequest, model: TextModel, conversation: Conversa
     if isinstance(prompt, str):
         tokens = pack_tokens(model.tokenizer.encode(prompt))
     elif max(prompt) >= len(model.tokenizer.pieces):
-        raise Refused(Code.MALFORMED, f"prompt holds token {max(prompt)}, which is outside the vocabulary.")
+        raise Refused(Code.MALFORMED, f"prompt contains token {max(prompt)}, which is outside the vocabulary.")
     else:
         tokens = pack_tokens(prompt)
     node = conversation.longest_tokens(tokens)
@@ -245,7 +248,8 @@ def answer_limit(
 
     The job's max_prompt_length limits a prompt without answers (`is_first`). Later prompts contain answers too, and are
     limited only by max_model_len and the model's context. `answered_tokens` were sampled earlier in the same
-    conversation; the job's max_response_length is for all of its answers. Raises `InvalidField` PROMPT_TOO_LONG.
+    conversation; the job's max_response_length limits all of its answers together. Raises `InvalidField`
+    PROMPT_TOO_LONG.
     """
     rollout = admitted.job.rollout
     if is_first and prompt_tokens > rollout.max_prompt_length:
@@ -271,9 +275,9 @@ def answer_limit(
 
 
 def _wanted(request: CompletionRequest, prompt_tokens: int) -> int | None:
-    """Return the most tokens that the client allows for the answer, None if it sets no limit.
+    """Return the most tokens that the client allows for the answer, or None if it sets no limit.
 
-    Raises `InvalidField` PROMPT_TOO_LONG if its limit for prompt and answer leaves none.
+    Raises `InvalidField` PROMPT_TOO_LONG if the client's limit for prompt and answer together leaves no tokens.
     """
     sampling = request.sampling
     if sampling.total_tokens is None:

@@ -1,7 +1,7 @@
 """Decides whether a client's sampling parameters are obeyed, overridden by the job's values, or refused. Pure.
 
-In training episodes tokens must be drawn from the policy that is trained, so parameters that bias them are obeyed only
-if the job says so (`rollout.sampling`). In evaluation episodes all are obeyed.
+In training episodes, tokens must be drawn from the policy being trained, so parameters that bias the draw are obeyed
+only if the job allows it (`rollout.sampling`). In evaluation episodes, all parameters are obeyed.
 """
 
 import re
@@ -31,7 +31,7 @@ _BIASING = (
 )
 _biases_of = attrgetter(*_BIASING)
 _NO_BIASES = _biases_of(_NEUTRAL)
-_GREEDY_OR_MORE = "temperature is {}: give 0 for the most likely token, or at least {}."
+_GREEDY_OR_MORE = "temperature is {}: use 0 for the most likely token, or at least {}."
 _BIASED = (
     "{} is refused in a training episode: tokens would not be drawn from the policy that is trained, which biases the "
     "gradient. Leave it out, claim an eval episode, or set rollout.sampling in the job, to `override` for the job's "
@@ -55,7 +55,7 @@ _NO_ENGINE = (
 
 
 class SamplingDecision(NamedTuple):
-    """The sampling parameters that apply, and the names of what the client asked for but does not get."""
+    """The sampling parameters that apply, and the names of those that the client requested but does not get."""
 
     sampling: RequestedSampling
     overridden: tuple[str, ...] = ()
@@ -79,15 +79,15 @@ def decide(request: CompletionRequest, rollout: RolloutConfig, type: EpisodeType
     _check_temperature(kept.temperature)
     if kept.seed is None:
         return SamplingDecision(kept, (*relaxed, *biasing))
-    # With the same random numbers the answers of a group would be equal, and there would be nothing to compare.
+    # With the same random numbers, a group's answers would be equal and there would be nothing to compare.
     mixed = msgspec.structs.replace(kept, seed=seed_of_episode(kept.seed, episode))
     return SamplingDecision(mixed, (*relaxed, *biasing, "seed"))
 
 
 def why_unconstrained(rollout: RolloutConfig, type: EpisodeType, can_constrain: bool) -> str:
-    """Return, as a clause, why the engine does not enforce a client's demands on an answer; empty if it does.
+    """Return, as a clause, why the engine does not enforce a client's demands on an answer, or "" if it does.
 
-    Constrained tokens are drawn from another distribution than the policy's, as with a biasing parameter.
+    Constrained tokens are not drawn from the policy's own distribution, as with a biasing parameter.
     """
     if type == EpisodeType.TRAIN and rollout.sampling != "obey":
         return _FREE_IN_TRAINING
@@ -95,12 +95,12 @@ def why_unconstrained(rollout: RolloutConfig, type: EpisodeType, can_constrain: 
 
 
 def seed_of_episode(seed: int, episode: str) -> int:
-    """Return a seed of 48 bits, derived from this seed and the episode."""
+    """Return a 48-bit seed, derived from this seed and the episode."""
     return int.from_bytes(blake2b(f"{seed}/{episode}".encode(), digest_size=6).digest())
 
 
 def _relaxed(request: CompletionRequest, rollout: RolloutConfig, type: EpisodeType) -> tuple[str, ...]:
-    """Return the names of the unsupported parts of a request that are left out, in characters safe for a header.
+    """Return the names of a request's unsupported parts that are ignored, in characters safe for a header.
 
     Parts of the conversation come first. Raises `InvalidField` if the job refuses such parts.
     """
@@ -118,9 +118,9 @@ def _relaxed(request: CompletionRequest, rollout: RolloutConfig, type: EpisodeTy
 
 
 def _biasing(sampling: RequestedSampling, job_temperature: float) -> tuple[str, ...]:
-    """Return the names of the parameters that would draw tokens from another distribution than the policy's.
+    """Return the names of the parameters that would draw tokens from a distribution other than the policy's.
 
-    A temperature is not one of them, as logprobs are computed at that temperature, unless it is too small for that.
+    A temperature does not count, as logprobs are computed at that temperature, unless it is too small for that.
     """
     temperature = job_temperature if sampling.temperature is None else sampling.temperature
     if _biases_of(sampling) == _NO_BIASES:

@@ -1,4 +1,5 @@
-"""A small HTTP/1.1 client for `POST /generate` at a replica, answered by a stream of frames, and `POST /adapters`.
+"""A small HTTP/1.1 client for a replica's `POST /generate`, which answers with a stream of frames, and `POST
+/adapters`.
 
 Connections are kept open and reused. A general HTTP client would cost more than everything else in a call.
 """
@@ -18,7 +19,7 @@ import msgspec
 from bombus.errors import STATUS, BombusError, Code, Refused
 from bombus.hive.generation import Fault, Frame, FrameReader, Generate, Tokens, encode_request
 
-IDLE_CONNECTIONS_MAX = 256  # for each replica
+IDLE_CONNECTIONS_MAX = 256  # per replica
 ERROR_BYTES_MAX = 4096
 CONNECT_S_MAX = 3.0
 ADAPTER_S_MAX = 120.0
@@ -32,15 +33,15 @@ Address = tuple[str, int]
 
 
 class ReplicaGone(BombusError):
-    """The replica cannot be reached, broke off in the middle, or refused: another replica may be able to answer."""
+    """The replica cannot be reached, broke off midway, or refused the request. Another may be able to answer."""
 
 
 class ReplicaBusy(ReplicaGone):
-    """The replica has as many requests open as it may: it is alive and may answer later."""
+    """The replica has reached its limit of open requests. It is alive and may answer later."""
 
 
 class Carried(Protocol):
-    """A request that a connection carries, waiting for its answer."""
+    """A request that is using a connection and waits for its answer."""
 
     def received(self, body: bytes) -> None: ...
     def completed(self) -> None: ...
@@ -48,7 +49,7 @@ class Carried(Protocol):
 
 
 class AdapterAnswer:
-    """The answer to `POST /adapters`: empty if the adapter is loaded, and otherwise the reason why it is not."""
+    """The answer to `POST /adapters`: empty if the adapter is loaded, otherwise the reason why it is not."""
 
     def __init__(self) -> None:
         self._body = bytearray()
@@ -103,23 +104,23 @@ class Generation:
         self._reader = FrameReader()
         self._frames: list[Frame] = []
         self._waiter: asyncio.Future[None] | None = None
-        self._received = False  # any part of the answer
+        self._received = False  # true once any part of the answer has arrived
         self._complete = False
         self._failure = ""
         self._may_retry = False
 
     async def send(self) -> None:
-        """Send the request on an idle connection, or else on a new one. Raises `ReplicaGone`."""
+        """Send the request on an idle connection if there is one, or on a new one. Raises `ReplicaGone`."""
         connection = self._client.idle_connection(self._address)
         self._may_retry = connection is not None
         self._connection = connection or await self._client.connect(self._address)
         self._connection.carry(self, self._message)
 
     async def frames(self) -> list[Frame]:
-        """Wait for frames and return those that have arrived; none if the answer is complete.
+        """Wait for frames and return those that have arrived, or an empty list if the answer is complete.
 
         Tokens of one choice and version that arrived together are joined into one frame. Raises `ReplicaGone`,
-        including for a frame that fails its check, or `Refused` for a request that every replica would refuse.
+        including for a frame that fails its check, and `Refused` for a request that every replica would refuse.
         """
         while not self._frames and not self._complete:
             if self._failure:
@@ -147,7 +148,7 @@ class Generation:
             self.failed(why)
 
     async def _retry(self) -> None:
-        """Resend the request, once, on a new connection: the replica may have closed an idle one in the meantime."""
+        """Resend the request once, on a new connection, since the replica may have closed the idle one."""
         if not self._may_retry or self._received:
             raise ReplicaGone(self._failure)
         self._may_retry = False
@@ -177,7 +178,7 @@ class Generation:
 
 
 def together(frames: list[Frame]) -> list[Frame]:
-    """Return frames with adjacent tokens of one choice and version joined, unless they have alternatives.
+    """Join adjacent frames of one choice and version, unless they have alternatives.
 
     Malformed frames are left as they are.
     """
@@ -195,7 +196,7 @@ def together(frames: list[Frame]) -> list[Frame]:
 
 
 def _place(frame: Frame) -> tuple[int, int] | None:
-    """Return the choice and version of a frame that can be joined with adjacent ones; None for any other."""
+    """Return the choice and version of a frame that can be joined with adjacent frames, or None for any other frame."""
     if not isinstance(frame, Tokens) or frame.top or len(frame.tokens) != len(frame.logprobs) or len(frame.tokens) % 4:
         return None
     return frame.choice, frame.version
@@ -242,7 +243,7 @@ class _Connection(asyncio.Protocol):
     # ---- called by asyncio and the parser -----------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass of it
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is not a subclass of it
 
     def connection_lost(self, error: Exception | None) -> None:
         self.closed = True
@@ -275,23 +276,24 @@ class _Connection(asyncio.Protocol):
         if status == 200:
             generation.completed()
             return
-        if status == BAD_KEY:  # the replica's own message is not for agents
+        if status == BAD_KEY:  # agents should not see the replica's own message
             generation.failed(NOT_LET_IN)
             return
-        with suppress(ValueError, msgspec.MsgspecError):  # a proxy in between may answer with something else
+        with suppress(ValueError, msgspec.MsgspecError):  # a proxy in between may have sent something else
             generation.received(bytes(self._refusal))
         generation.failed(f"the replica answered {status}")
 
 
 @lru_cache(1024)
 def _parts_of(url: str) -> tuple[Address, str, str]:
-    """Return the parts of a URL: the address to connect to, the prefix of paths, and the value of the Host header."""
+    """Return the address to connect to, the prefix of all paths, and the value of the Host header."""
     where = urlsplit(url)
     return (where.hostname or "", where.port or 80), where.path.rstrip("/"), where.netloc
 
 
 class ReplicaClient:
-    """Keeps connections to all replicas that were used. `key` is the key by which replicas admit gateways."""
+    """Keeps connections to all replicas that were used. `key` is the key with which gateways identify themselves to
+    replicas."""
 
     def __init__(self, key: str) -> None:
         self._key = key
@@ -300,7 +302,7 @@ class ReplicaClient:
     async def generate(self, url: str, request: Generate, check: Callable[[Frame], None]) -> Generation:
         """Send a request to the replica at `url`. Raises `ReplicaGone` when it cannot be reached.
 
-        `check` (an `AnswerCheck`) raises `ReplicaGone` for a frame of its answer that is wrong.
+        `check` (an `AnswerCheck`) raises `ReplicaGone` for a wrong frame in the answer.
         """
         address, message = self._post(url, "/generate", "application/msgpack", encode_request(request))
         generation = Generation(self, address, message, check)
@@ -308,14 +310,14 @@ class ReplicaClient:
         return generation
 
     async def load_adapter(self, url: str, adapter: str, folder: str) -> None:
-        """Have the replica at `url` load an adapter, and wait until it is loaded. The replica may have it already.
+        """Have the replica at `url` load an adapter, and wait until it is loaded. The replica may already have it.
 
         Raises `Refused` with the replica's reason, or `ReplicaGone`.
         """
         body = msgspec.json.encode({"address": adapter, "folder": folder})
         address, message = self._post(url, "/adapters", "application/json", body)
         answer = AdapterAnswer()
-        connection = await self.connect(address)  # an idle one may have been closed
+        connection = await self.connect(address)  # an idle connection may have been closed
         connection.carry(answer, message)
         try:
             async with asyncio.timeout(ADAPTER_S_MAX):

@@ -1,4 +1,4 @@
-"""A request for completions in no particular dialect. Each API translates its own wire format into one of these."""
+"""A request for completions, independent of any dialect. Each API translates its wire format into this."""
 
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ class InvalidField(Refused):
 
 
 class PromptTooLong(InvalidField):
-    """A prompt has `tokens` tokens or more, but at most `tokens_max` are accepted."""
+    """A prompt has at least `tokens` tokens, but at most `tokens_max` are accepted."""
 
     def __init__(self, field: str, why: str, tokens: int, tokens_max: int) -> None:
         super().__init__(Code.PROMPT_TOO_LONG, field, why)
@@ -32,30 +32,31 @@ class PromptTooLong(InvalidField):
 
 
 class RequestedSampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How a client wants tokens to be drawn. The defaults leave it to the job; `call/policy.py` decides."""
+    """How a client wants tokens to be drawn. The defaults leave the choice to the job; `call/policy.py` decides."""
 
     temperature: float | None = None
     top_p: float = 1.0
-    top_k: int = 0  # 0: all
+    top_k: int = 0  # 0 means all tokens
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] = {}  # by token
+    logit_bias: dict[int, float] = {}  # by token id
     seed: int | None = None
     max_tokens: int | None = None
-    total_tokens: int | None = None  # of the prompt and the answer together
+    total_tokens: int | None = None  # limit for prompt and answer together
 
 
 def requested_top_p(given: float | None) -> float:
-    """Return the requested top_p. For 0, return the least value that replicas accept: both draw the likeliest token."""
+    """Return the requested top_p. Replace 0 by the smallest value that replicas accept: both draw only the likeliest
+    token."""
     return 1.0 if given is None else max(given, TOP_P_MIN)
 
 
 class Unsupported(NamedTuple):
     """An unsupported part of a request. `field` is its name on the wire, `why` a human-readable clause.
 
-    `is_content`: it is a part of the conversation, such as an image, which the model would not see.
+    `is_content` is true for a part of the conversation that the model would not see, such as an image.
     """
 
     field: str
@@ -64,9 +65,9 @@ class Unsupported(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """A client's demand on the form of an answer: JSON that matches `schema`, or calls of `tools` and nothing else.
+    """A client's demand on the form of an answer: JSON that matches `schema`, or only calls of `tools`.
 
-    `field` is its name on the wire. `once`: there must be exactly one call.
+    `field` is its name on the wire. If `once` is true, there must be exactly one call.
     """
 
     field: str
@@ -79,14 +80,16 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request to sample answers to `messages` if `chat` is true, and otherwise continuations of `prompt`.
 
     A prompt is text, in which special tokens are written by name, or token ids. `n` completions are sampled; each ends
-    at one of `stops`, of `stop_token_ids`, or of the model's own stop tokens. `parse_tool_calls`: the answer is
-    searched for calls of `tools`. `stream`: text is wanted as it arrives. `chat_template_kwargs` are variables of the
-    model's chat template, which override the job's. `thinking` is translated into such variables if the template has
-    them. `continues` is the id of an earlier call of the episode, whose conversation precedes `messages`. `answers`
-    maps places in `messages` to the ids of earlier calls whose answers belong there.
+    at one of `stops` or `stop_token_ids`, or at one of the model's own stop tokens. `parse_tool_calls`: search the
+    answer for calls of `tools`. `stream`: send text as it arrives. `chat_template_kwargs` are variables of the model's
+    chat template, which override the job's. `thinking` is translated into such variables if the template has them.
+    `continues` is the id of an earlier call of the episode, whose conversation precedes `messages`. `answers` maps
+    places in `messages` to the ids of earlier calls whose answers belong there.
+
     `demands` are met if the engine can enforce them. `one_call` is the name of the field, if any, that asks for an
-    answer to end after its first call. `unsupported` lists what else was asked for: the job says whether that is
-    refused or left out. `length_field` is the name on the wire of the field that sets `max_tokens`.
+    answer to end after its first call. `unsupported` lists what else was requested; the job says whether to refuse or
+    ignore it. `length_field` is the name on the wire of the field that sets `max_tokens`.
+
     Raises `Refused` for too many messages, completions or unsupported parts, and for invalid template variables.
     """
 
@@ -127,17 +130,17 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def input_field(self) -> str:
-        """The name of the field that holds the prompt."""
+        """The name of the field that contains the prompt."""
         return "messages" if self.chat else "prompt"
 
 
 class CallRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A completion request with its metadata: its episode's key, and how it arrived.
 
-    `digest` is that of the route and the body: a retry of a request has the same one. `retry` is how often the client
-    says that it has sent this request before. `read_bytes` is the work of reading the body, in bytes: fewer than
-    `body_bytes` if its beginning was already parsed. `role` names the agent within its episode. `auxiliary_call` is the
-    purpose of a call that the harness makes for itself, such as a title for the session, and empty for all others.
+    `digest` covers the route and the body, so a retry has the same one. `retry` is how often the client says that it
+    has sent this request before. `read_bytes` is the work of reading the body, in bytes: fewer than `body_bytes` if its
+    beginning was already parsed. `role` names the agent within its episode. `auxiliary_call` is the purpose of a call
+    that the harness makes for itself, such as a title for the session, and is empty for all other calls.
     """
 
     claims: KeyClaims
@@ -158,7 +161,7 @@ class CallRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_sampled(answers: int, tokens: int, alternatives: int) -> None:
-    """Raise `Refused` TOO_LARGE if this many answers, tokens and alternatives exceed what one request may have."""
+    """Raise `Refused` TOO_LARGE if this many answers, tokens and alternatives exceed the limits for one request."""
     what = f"{answers} answers of up to {tokens} tokens"
     if answers * tokens > limits.SAMPLED_TOKENS:
         why = f"{what} are over the limit of {limits.SAMPLED_TOKENS} tokens in one request"

@@ -1,4 +1,4 @@
-"""Chooses a replica for each call: one with the right weights, preferably the one that has cached the episode."""
+"""Chooses a replica for each call: one with the right weights, and preferably the one that has cached the episode."""
 
 import asyncio
 import logging
@@ -22,18 +22,18 @@ from bombus_gateway.call.replica_client import Generation, ReplicaClient, Replic
 log = logging.getLogger(__name__)
 
 ATTEMPTS_MAX = 3
-LOADS_MAX = 8  # how often one request's adapter is loaded, if replicas keep dropping it for other adapters
-REPLICA_WAIT_S = 5.0  # for a replica with the right weights
-AVOID_S = 2.0  # for this long a replica that failed is used only when there is no other
-LEFT_S = 20.0  # a replica that left the hive in an orderly way has finished its calls by then
+LOADS_MAX = 8  # loads of an adapter per request, in case replicas keep dropping it for other adapters
+REPLICA_WAIT_S = 5.0  # how long to wait for a replica with the right weights
+AVOID_S = 2.0  # how long a replica that failed is used only if there is no other
+LEFT_S = 20.0  # by then, a replica that left the hive in an orderly way has finished its calls
 CHECK_S = 1.0
-WRONG_MAX = 3  # answers of a replica at one version, after which it is quarantined
-WRONG_KEPT = 1024  # replicas whose wrong answers are counted
-BUSIER_BY = 8  # how many more calls the episode's home may have than the least busy replica
+WRONG_MAX = 3  # wrong answers by a replica at one version before it is quarantined
+WRONG_KEPT = 1024  # maximum number of replicas whose wrong answers are counted
+BUSIER_BY = 8  # how many more calls an episode's home may have than the least busy replica
 
 
 class AdapterMissing(BombusError):
-    """Raised when a replica does not have the adapter that it was asked for."""
+    """Raised when a replica does not have the requested adapter."""
 
     def __init__(self, replica: str) -> None:
         super().__init__(replica)
@@ -49,16 +49,17 @@ class Upstream:
         self._inbox = inbox
         self._running: Counter[str] = Counter()
         self._avoid: dict[str, float] = {}
-        self._wrong: Counter[tuple[str, int, int, str]] = Counter()  # answers, by engine, run, version and replica
-        self._reports: dict[tuple[str, str], AnswersBroke] = {}  # of replicas that are to be quarantined
-        self._open: dict[Generation, tuple[str, str]] = {}  # (engine, replica)
+        self._wrong: Counter[tuple[str, int, int, str]] = Counter()  # wrong ones, by engine, run, version and replica
+        self._reports: dict[tuple[str, str], AnswersBroke] = {}  # to quarantine replicas, by engine and replica
+        self._open: dict[Generation, tuple[str, str]] = {}  # the (engine, replica) that each runs on
         self._missing_since: dict[tuple[str, str], float] = {}  # when a replica with open calls left the hive
-        self._loads: dict[tuple[str, str], asyncio.Lock] = {}  # by replica's URL and adapter: one loads it for all
+        self._loads: dict[tuple[str, str], asyncio.Lock] = {}  # by replica's URL and adapter: one call loads it for all
 
     async def run(self) -> None:
         """Abort the calls of replicas that have left the hive, and report those that answer wrongly, until cancelled.
 
-        The connections alone do not show this: to a hung process or an unreachable machine they stay open.
+        A connection alone does not show that a replica has left: if the process hangs or its machine is unreachable,
+        the connection stays open.
         """
         while True:
             await asyncio.sleep(CHECK_S)
@@ -73,7 +74,7 @@ class Upstream:
                 self._reports.pop(place, None)
 
     def abort_orphans(self, now: float) -> None:
-        """Abort the calls at replicas that have been missing for `LEFT_S`; `now` is the time in seconds."""
+        """Abort calls on replicas that have been missing for `LEFT_S`. `now` is the time in seconds."""
         places = set(self._open.values())
         gone = {place for place in places if place[1] not in self._follower.hive.engine(place[0]).replicas}
         self._missing_since = {place: self._missing_since.get(place, now) for place in gone}
@@ -82,9 +83,9 @@ class Upstream:
                 generation.abort(f"replica {place[1]} has left the hive")
 
     async def start(self, request: Generate, vocabulary: int) -> tuple[Generation, str]:
-        """Start generating at the best replica; return the generation and the replica's name.
+        """Start generating on the best replica. Return the generation and the replica's name.
 
-        The answer's frames are checked: token ids must be below `vocabulary`, for example. The caller must call
+        The answer's frames are checked; for example, token ids must be below `vocabulary`. The caller must call
         `finished(generation)` later. Raises `Refused` NO_REPLICA if no replica can be reached.
         """
         why = "no inference replica serves this engine's weights just now"
@@ -190,7 +191,7 @@ def dropped_too_often(adapter: str) -> Refused:
     return Refused(
         Code.OVERLOADED,
         f"Replicas dropped adapter {adapter} for others {LOADS_MAX} times: give them more room (--adapters-mb), or "
-        "sample from fewer at once.",
+        "sample from fewer adapters at the same time.",
     )
 
 
@@ -203,7 +204,7 @@ def able(engine: EngineState, request: Generate) -> dict[str, Replica]:
 
 
 def best(candidates: dict[str, Replica], running: Counter[str], episode: str) -> tuple[str, Replica]:
-    """Return the episode's home by rendezvous hashing, or the least busy replica when that is full or much busier."""
+    """Return the episode's home by rendezvous hashing, or the least busy replica if the home is full or much busier."""
     home = max(candidates, key=lambda name: _affinity(name, episode))
     least_busy = min(candidates, key=lambda name: running[name] / max(1, candidates[name].capacity))
     full = running[home] >= candidates[home].capacity

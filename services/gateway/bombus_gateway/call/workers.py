@@ -1,4 +1,4 @@
-"""Threads for large requests, so that all others continue while one is read, rendered and encoded."""
+"""Threads for large requests, so that other requests continue while a large one is read, rendered and encoded."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
-INLINE_BYTES_MAX = 32 << 10  # of a request whose work takes no longer than a few milliseconds
-READ_BYTES_MAX = 128 << 10  # of a body that is only parsed, which takes no longer either, unless it was made to be slow
-THREADS = 2  # each of them may use some hundred bytes of memory for each character of a request
+INLINE_BYTES_MAX = 32 << 10  # largest request that takes no longer than a few milliseconds
+READ_BYTES_MAX = 128 << 10  # largest body that is only parsed in that time, unless crafted to be slow
+THREADS = 2  # each may use about a hundred bytes of memory per character of a request
 NUMBER_BYTES = 8  # bytes of text that take as long to write as one number
-CLIENTS = "clients"  # the turn of all requests that are not agents', so that a thread is always left for agents
+CLIENTS = "clients"  # turn shared by all requests that are not an agent's, so that one thread is always left for agents
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ class Workers:
     async def run(
         self, turn: str, request_bytes: int, work: Callable[[], T], inline_bytes: int = INLINE_BYTES_MAX
     ) -> T:
-        """Return the result of `work`, which runs at once for a small request, and in a thread for a large one.
+        """Return the result of `work`. It runs directly for a small request, and in a thread for a large one.
 
         `turn` is the episode of the request, or `CLIENTS`.
         """

@@ -1,1 +1,1 @@
-"""Decoding of the JSON bodies of model calls, for all dialects."""
+"""Decodes the JSON bodies of model calls, for all dialects."""

@@ -13,9 +13,9 @@ from bombus_gateway.call.prefixes import NOTHING_READ, AnotherList, BodyPrefix
 from bombus_gateway.call.request import Unsupported
 from bombus_gateway.decoding.json_body import BodyDecoder, check_depth, repaired
 
-# The last items of a body are re-read with the next body: clients move cache marks among them.
+# A body's last items are read again with the next body, because clients move cache marks among them.
 ITEMS_READ_AGAIN = 4
-MARK = json.dumps(secrets.token_hex(16)).encode()  # replaces the items that were read before
+MARK = json.dumps(secrets.token_hex(16)).encode()  # stands for the items that were read before
 _COMMA = re.compile(rb"[ \t\n\r]*+,[ \t\n\r]*+")
 _OPENING = rb'"%s"[ \t\n\r]*+:[ \t\n\r]*+\[[ \t\n\r]*+'
 
@@ -24,9 +24,9 @@ ReadT = TypeVar("ReadT")
 
 
 class ReadItems(NamedTuple, Generic[BodyT, ReadT]):
-    """A body that was read. Its list of items has only the new ones; `items` is the result of reading all of them.
+    """A body that was read. Its own list has only the new items; `items` is the result of reading all of them.
 
-    `unknown` lists the unknown fields. `prefix` is the part that the next body of the conversation may begin with.
+    `unknown` lists the unknown fields. `prefix` is the part that the conversation's next body may begin with.
     """
 
     body: BodyT
@@ -38,8 +38,8 @@ class ReadItems(NamedTuple, Generic[BodyT, ReadT]):
 class ItemReader(Generic[BodyT, ReadT]):
     """Reads the bodies of one route, whose field `name` is a list of items.
 
-    `read` is called with the result for the earlier items (or None), the further items, and the number of the first of
-    these. It returns the result for all of them, and must not mutate its arguments: requests share them.
+    `read` is called with the result for the earlier items (or None), the new items, and the number of the first new
+    item. It returns the result for all items, and must not mutate its arguments, which requests share.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ItemReader(Generic[BodyT, ReadT]):
     def __call__(self, body: bytes, before: BodyPrefix = NOTHING_READ) -> ReadItems[BodyT, ReadT]:
         """Read a body that begins with the prefix `before`, which was read earlier.
 
-        Raises `Refused` as the decoder and `read` do, and `AnotherList`, but not if `before` is `NOTHING_READ`.
+        Raises the same `Refused` errors as the decoder and `read`, and `AnotherList` unless `before` is `NOTHING_READ`.
         """
         found, unknown, items = self._decoded(body, before)
         for item in items:
@@ -74,7 +74,7 @@ class ItemReader(Generic[BodyT, ReadT]):
         try:
             found, unknown = self._decoder(body[: before.start] + MARK + body[before.end :])
         except Refused as error:
-            raise AnotherList from error  # reading the whole body raises an error with the right place
+            raise AnotherList from error  # reading the whole body will raise an error with the right place
         items = self._items(found)
         if items[:1] != [MARK]:
             raise AnotherList
@@ -85,7 +85,7 @@ class ItemReader(Generic[BodyT, ReadT]):
         return [*map(bytes, given)] if isinstance(given, list) else []
 
     def _prefix(self, body: bytes, before: BodyPrefix, items: Sequence[bytes], read: ReadT) -> BodyPrefix | None:
-        """Return the prefix of a body up to the last of these items, or None if they are not found in it."""
+        """Return the prefix of a body up to the last of these items, or None if the items are not found in the body."""
         start = before.start if before.items else self._start(body, items[0])
         at = before.end if before.items else start
         for number, item in enumerate(items, before.items):

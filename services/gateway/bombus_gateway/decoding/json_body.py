@@ -1,4 +1,4 @@
-"""Reads the JSON bodies of model calls, for all dialects: strict about types, and with a list of unknown fields."""
+"""Reads the JSON bodies of model calls, for all dialects. Types are strict; unknown fields are listed."""
 
 import json
 import re
@@ -13,22 +13,22 @@ from bombus_gateway.call.request import Demand, Unsupported
 from bombus_gateway.decoding.json_shape import is_deeper, is_flat, marks_of
 from bombus_gateway.text.thinking import NEAREST, NO_EFFORT, RequestedThinking
 
-Asked = Demand | Unsupported  # a client's requirement beyond tools, messages and sampling parameters
+Asked = Demand | Unsupported  # what a client requires beyond tools, messages and sampling parameters
 ANY_OBJECT: dict[str, Any] = {"type": "object"}  # a JSON Schema
 
 _Body = TypeVar("_Body")
 _StructT = TypeVar("_StructT", bound=msgspec.Struct)
 raw_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _anything = msgspec.json.Decoder()
-_packed = msgspec.msgpack.Encoder().encode  # the encoding of the log
+_packed = msgspec.msgpack.Encoder().encode  # the log's encoding
 _may_be_half = re.compile(r"\\u[dD][89a-fA-F]")
-# Backslashes that are escaped; both halves of a surrogate pair; one half alone.
+# Escaped backslashes, whole surrogate pairs, or an unpaired half.
 _escapes = re.compile(
     r"(?:\\\\)++|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<half>\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
 )
 _place = re.compile(r" - at `\$\.?([^`]*)`$")
 _NULL = msgspec.Raw(b"null")  # a Raw never equals bytes
-FREE_TEXT = "input"  # the argument for the text of a custom tool
+FREE_TEXT = "input"  # the argument that carries a custom tool's text
 STRICT = Unsupported("tools.strict", "call arguments are not constrained to their schema")
 UNKNOWN = "this field is not known here"
 
@@ -44,9 +44,9 @@ class BadParameter(Refused):
 def decode_body(decoder: msgspec.json.Decoder[_Body], body: bytes, place: str = "") -> _Body:
     """Decode the body of a request, or the part of it at `place`.
 
-    Raises `Refused` MALFORMED, with the place of the error if it is known. Harnesses cut texts in the middle of
-    characters, and JavaScript writes the rest of a character as half of a surrogate pair. Such a half becomes U+FFFD:
-    the text stays in the conversation, so that a refusal would end the episode.
+    An unpaired half of a surrogate pair becomes U+FFFD. Harnesses cut texts in the middle of characters, and JavaScript
+    then writes such a half. The text stays in the conversation, so refusing it would end the episode. Raises `Refused`
+    MALFORMED, with the place of the error if it is known.
     """
     try:
         try:
@@ -66,19 +66,20 @@ def decode_body(decoder: msgspec.json.Decoder[_Body], body: bytes, place: str = 
 
 
 def repaired(body: bytes) -> bytes:
-    """Replace halves of surrogate pairs in a body by U+FFFD, as `decode_body` does. The length does not change."""
-    escaped = "surrogateescape"  # keeps bytes that are not UTF-8
+    """Replace unpaired surrogate halves in a body by U+FFFD, like `decode_body`. The length does not change."""
+    escaped = "surrogateescape"  # preserves bytes that are not UTF-8
     return _without_halves(body.decode(errors=escaped)).encode(errors=escaped)
 
 
 def decode_field(decoder: msgspec.json.Decoder[_Body], text: bytes, place: str) -> _Body:
-    """Decode a field that a `BodyDecoder` left to its reader. Raises `Refused` as `decode_body` does."""
+    """Decode a field that a `BodyDecoder` left to its reader. Raises the same errors as `decode_body`."""
     check_depth(text, around=1)
     return decode_body(decoder, text, place)
 
 
 def check_depth(text: bytes, around: int = 0) -> None:
-    """Raise `Refused` MALFORMED if JSON that is inside of `around` lists and objects is nested too deeply."""
+    """Raise `Refused` MALFORMED if JSON is nested too deeply, given that it is already inside `around` lists and
+    objects."""
     depth = limits.DEPTH - around
     if not is_flat(text, depth) and is_deeper(marks_of(text), depth):
         _refuse_depth()
@@ -87,8 +88,8 @@ def check_depth(text: bytes, around: int = 0) -> None:
 class BodyDecoder(Generic[_StructT]):
     """Decodes the bodies of one route, which are objects with the fields of `kind`, and checks their depth.
 
-    Bodies may be long, so they are parsed in one pass. The depth of the fields `parts` is checked by their readers.
-    Only a body that is invalid or has unknown fields is parsed a second time.
+    Bodies may be long, so they are parsed in one pass. The depth of the fields named in `parts` is checked by their
+    readers. Only a body that is invalid or has unknown fields is parsed a second time.
     """
 
     def __init__(self, kind: type[_StructT], *parts: str) -> None:
@@ -99,7 +100,7 @@ class BodyDecoder(Generic[_StructT]):
         self._names = [field.name for field in msgspec.structs.fields(kind) if field.name not in parts]
 
     def __call__(self, body: bytes) -> tuple[_StructT, list[Unsupported]]:
-        """Return a body, and its unknown fields that are not null. Raises `Refused` as `decode_body` does."""
+        """Return a body, and its unknown fields that are not null. Raises the same errors as `decode_body`."""
         try:
             found = self._strict.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -111,7 +112,7 @@ class BodyDecoder(Generic[_StructT]):
 
 
 def _unknown_fields(body: bytes, known: Collection[str]) -> list[Unsupported]:
-    given = decode_body(raw_fields, body)  # unknown fields were skipped before
+    given = decode_body(raw_fields, body)  # unknown fields were skipped so far
     if len(given) > limits.FIELDS:
         raise Refused(Code.TOO_LARGE, f"The body has {len(given)} fields, but the limit is {limits.FIELDS}.")
     return [Unsupported(name, UNKNOWN) for name, raw in given.items() if name not in known and raw != _NULL]
@@ -132,7 +133,7 @@ def unknown_parts(field: str, given: Any, known: Collection[str]) -> list[Unsupp
 
 
 def thinking_of_effort(field: str, effort: Any) -> tuple[RequestedThinking | None, list[Unsupported]]:
-    """Return the thinking that an effort of OpenAI's APIs requests."""
+    """Return the thinking requested by an `effort` of OpenAI's APIs, and its unsupported values."""
     if effort is None:
         return None, []
     if effort == NO_EFFORT:
@@ -148,10 +149,10 @@ def field_names(kind: type[msgspec.Struct]) -> set[str]:
 
 
 def checked_arguments(arguments: str, place: str) -> str:
-    """Return arguments without halves of surrogate pairs, which could not be rendered.
+    """Return arguments without unpaired surrogate halves, which cannot be rendered.
 
-    Arguments that are not JSON are returned as they are, to be rendered as text. Raises `BadParameter` if they are
-    nested too deeply.
+    Arguments that are not JSON are returned unchanged, to be rendered as text. Raises `BadParameter` if they are nested
+    too deeply.
     """
     is_flat = arguments.count("[") + arguments.count("{") <= limits.DEPTH
     if is_flat and not _may_be_half.search(arguments):
@@ -167,7 +168,7 @@ def checked_arguments(arguments: str, place: str) -> str:
 
 
 def arguments_of_text(text: str) -> str:
-    """Return the arguments for a free-text tool, which the model is shown as a function with one argument."""
+    """Return the arguments for a free-text tool, which is shown to the model as a function with one argument."""
     return msgspec.json.encode({FREE_TEXT: text}).decode()
 
 
@@ -180,7 +181,7 @@ def stop_strings(given: Sequence[str], param: str) -> tuple[str, ...]:
 
 
 def stop_tokens(given: Sequence[int], param: str) -> tuple[int, ...]:
-    """Return the token ids that end an answer. Raises `BadParameter` if there are too many, or one is negative."""
+    """Return the token ids that end an answer. Raises `BadParameter` if there are too many, or if one is negative."""
     if len(given) > limits.STOPS or any(token < 0 for token in given):
         why = f"{param} takes up to {limits.STOPS} ids of tokens, which must not be negative."
         raise BadParameter(Code.MALFORMED, param, why)
@@ -207,7 +208,8 @@ def function_tool(function: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def demand_of_json(field: str, schema: Any) -> Demand:
-    """Return the demand that an answer is JSON of a schema. Raises `BadParameter` if the schema is not an object."""
+    """Return the demand that an answer is JSON that matches a schema. Raises `BadParameter` if the schema is not an
+    object."""
     if not isinstance(schema, dict):
         raise BadParameter(Code.MALFORMED, field, f"{field} needs a JSON schema, which must be an object.")
     return Demand(field, schema=schema)
@@ -235,7 +237,7 @@ def split_asked(asked: Sequence[Asked | None]) -> tuple[tuple[Demand, ...], list
 
 def _without_halves(text: str) -> str:
     """Return JSON with each unpaired half of a surrogate pair replaced by U+FFFD."""
-    if r"\u" not in text:  # true of most bodies; the substitution takes seconds for a large one
+    if r"\u" not in text:  # true of most bodies; the substitution takes seconds for a large body
         return text
     return _escapes.sub(lambda found: r"\ufffd" if found["half"] else found[0], text)
 

@@ -1,22 +1,22 @@
-"""Caches the results of reading parts of bodies and of texts, such as the tools, which all requests of a job repeat."""
+"""Caches the results of reading parts of bodies and texts, such as the tools, which every request of a job repeats."""
 
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from bombus_gateway.call.prefixes import memory_of_values
 
-SIZE_MAX = 32 << 20  # of the parts of one generation, in bytes or characters; the results take several times more
-PART_SIZE = 200  # overhead that is counted for each part
+SIZE_MAX = 32 << 20  # parts in one generation, in bytes or characters; their results take several times more
+PART_SIZE = 200  # overhead counted for each part
 
 KeyT = TypeVar("KeyT", bound=bytes | str)
 PartT = TypeVar("PartT")
 
 
 class RememberedParts(Generic[KeyT, PartT]):
-    """Reads parts of bodies or of texts, and caches the result for each. Several threads may use it at once.
+    """Reads parts of bodies or of texts, and caches the result for each. Safe to use from several threads.
 
-    Requests share the results, so they must not be mutated. There are two generations: when the recent one is full, it
-    becomes the older one, and the previous older one is dropped.
+    Requests share the results, so they must not be mutated. There are two generations: when the recent generation is
+    full, it replaces the older one, which is dropped.
     """
 
     def __init__(self, read: Callable[[KeyT], PartT], size_max: int = SIZE_MAX) -> None:

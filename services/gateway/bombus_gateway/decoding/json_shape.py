@@ -1,4 +1,4 @@
-"""Measures the structure and depth of JSON on its bytes, before any of it is decoded."""
+"""Measures the structure and depth of JSON from its bytes, before any of it is decoded."""
 
 from bombus_gateway.limits import DEPTH
 
@@ -8,12 +8,12 @@ _REST = bytes(byte for byte in range(256) if byte not in b'[]{},:"')
 
 
 def is_flat(text: bytes, depth: int = DEPTH) -> bool:
-    """Return whether JSON has too few brackets to be deeper than `depth`, as most bodies have."""
+    """Return whether JSON has too few brackets to be nested deeper than `depth`, as is true of most bodies."""
     return text.count(b"[") + text.count(b"{") <= depth
 
 
 def marks_of(text: bytes) -> bytes:
-    """Return the brackets, commas and colons of JSON outside of its strings, with braces as square brackets."""
+    """Return the brackets, commas and colons of JSON outside its strings. Braces are returned as square brackets."""
     kept: list[bytes] = []
     at, in_text = 0, False
     while at < len(text):
@@ -23,7 +23,7 @@ def marks_of(text: bytes) -> bytes:
         at += len(chunk)
         if b"\\" in chunk:
             chunk = chunk.replace(b"\\\\", b"").replace(b'\\"', b"")
-        pieces = chunk.translate(_TO_SQUARE, _REST).split(b'"')  # alternately outside and inside of strings
+        pieces = chunk.translate(_TO_SQUARE, _REST).split(b'"')  # alternately outside and inside strings
         kept.append(b"".join(pieces[in_text::2]))
         in_text ^= len(pieces) % 2 == 0
     return b"".join(kept)
@@ -32,7 +32,7 @@ def marks_of(text: bytes) -> bytes:
 def is_deeper(marks: bytes, depth: int) -> bool:
     """Return whether JSON with these marks (`marks_of`) has lists and objects nested deeper than `depth`.
 
-    Each pass removes the innermost lists. Unclosed brackets are left, and count as one level each.
+    Each pass removes the innermost lists. Unclosed brackets remain, and count as one level each.
     """
     left = marks.translate(None, b",:")
     for _ in range(depth):

@@ -1,4 +1,4 @@
-"""Parameters shared by several dialects, as they are decoded and as the OpenAPI document describes them."""
+"""Parameters shared by several dialects, in the form that is decoded and described in the OpenAPI document."""
 
 from typing import Annotated
 

@@ -1,1 +1,1 @@
-"""The `/generate` API for clients that sample tokens with an episode's key, in vLLM's form or in SGLang's."""
+"""The `/generate` API, in vLLM's or SGLang's form, for clients that sample tokens with an episode's key."""

@@ -1,4 +1,5 @@
-"""`/generate` as a call of an episode, in both forms: requests become `CompletionRequest`, and answers bytes. Pure."""
+"""`/generate` as a call of an episode, in both forms. Turns requests into `CompletionRequest`, and answers into bytes.
+Pure."""
 
 from array import array
 from collections.abc import Sequence
@@ -31,7 +32,8 @@ from bombus_gateway.operations_wire.sampling import SampleRequest
 
 
 class GenerateDialect:
-    """The dialect of `/generate`. Bodies in vLLM's form have `prompt`, those in SGLang's have `input_ids` or `text`."""
+    """The dialect of `/generate`. Bodies in vLLM's form have `prompt`, and those in SGLang's form `input_ids` or
+    `text`."""
 
     name = b"generate"
 
@@ -87,7 +89,7 @@ def _completion(asked: SampleRequest, text: str, logprobs: bool, adapter: str = 
 
 
 class GenerateEncoder:
-    """The common part of both forms: an answer is sent whole, with the recorded tokens."""
+    """What both forms have in common: an answer is sent whole, with the recorded tokens."""
 
     def __init__(self, head: AnswerHead) -> None:
         self._head = head

@@ -1,4 +1,4 @@
-"""`/generate` of one engine: a model call with an episode's key; requests with other keys are passed to another app."""
+"""`/generate` for one engine. With an episode's key it is a model call; requests with other keys go to another app."""
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -11,7 +11,7 @@ from bombus_gateway.generate.dialect import GenerateDialect
 
 
 class GenerateAPI:
-    """An ASGI application. `others` answers the requests without an episode's key: they are not recorded."""
+    """An ASGI application. Requests without an episode's key are answered by `others` and not recorded."""
 
     def __init__(self, calls: Calls, guard: EpisodeGuard, others: ASGIApp) -> None:
         self._call = call_route(calls, GenerateDialect(), guard)

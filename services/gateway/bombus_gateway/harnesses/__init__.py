@@ -1,1 +1,1 @@
-"""Knowledge about individual harnesses: how to recognize their sub-agents and auxiliary calls."""
+"""What we know about individual harnesses: how to recognize their sub-agents and auxiliary calls."""

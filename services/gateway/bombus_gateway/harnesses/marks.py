@@ -18,8 +18,8 @@ CODEX_TURN = b"x-codex-turn-metadata"
 class Marks(NamedTuple):
     """The agent and the purpose of a call.
 
-    `role` names the agent within its episode, empty for the main agent. `auxiliary_call` is the purpose of an auxiliary
-    call of the harness, such as `title`, and empty for all other calls.
+    `role` names the agent within its episode and is empty for the main agent. `auxiliary_call` is the purpose of an
+    auxiliary call of the harness, such as `title`, and is empty for all other calls.
     """
 
     role: str = ""
@@ -50,10 +50,11 @@ def marks_of(
     server_tools: Sequence[str] = (),
     answer: frozenset[str] | None = None,
 ) -> Marks:
-    """Return a call's marks. The role of an auxiliary call is the sub-agent that makes it, else the call's purpose.
+    """Return a call's marks. An auxiliary call's role is the sub-agent that makes it or, without one, the call's
+    purpose.
 
     `server_tools` are the types of the tools that the server would run, which are not in `completion.tools`. `answer`
-    holds the names of the fields if the answer must be JSON; None if it may be any text.
+    contains the field names if the answer must be JSON, and is None if it may be any text.
     """
     auxiliary_call = ""
     if any(header in headers for header in _HEADERS) or _system(completion.messages).startswith(_SYSTEMS):
@@ -63,9 +64,10 @@ def marks_of(
 
 
 def _subagent(headers: HeaderMap) -> str:
-    """Return the name of the sub-agent according to a harness's headers, empty for the main agent.
+    """Return the name of the sub-agent according to a harness's headers, or "" for the main agent.
 
-    Claude Code gives each sub-agent an id, Codex a separate thread in the session, opencode a session with a parent.
+    Claude Code gives each sub-agent an id, Codex a separate thread in the session, and opencode a session with a
+    parent.
     """
     thread, session = headers.get(b"thread-id", b""), headers.get(b"session-id", b"")
     of_codex = thread if session and thread != session else b""
@@ -98,10 +100,10 @@ def _is_answer(wanted: frozenset[str], given: frozenset[str] | None) -> bool:
 
 
 def _request_kind(headers: HeaderMap) -> str:
-    """Return the kind that Codex gives a request, such as `turn`; empty if it gives none."""
+    """Return the kind that Codex gives a request, such as `turn`, or "" if it gives none."""
     try:
         return decoded(_codex_turn.decode, headers.get(CODEX_TURN, b"{}")).request_kind
-    except msgspec.MsgspecError:  # the header is another program's, or of an unknown form
+    except msgspec.MsgspecError:  # the header is another program's, or has an unknown form
         return ""
 
 
@@ -111,7 +113,7 @@ def _system(messages: Sequence[ChatMessage]) -> str:
 
 
 def _last_user(messages: Sequence[ChatMessage]) -> str:
-    """Return the text of the last user message; empty if an answer or a tool's result comes after it."""
+    """Return the text of the last user message, or "" if an answer or a tool's result comes after it."""
     waiting = next((message for message in reversed(messages) if message["role"] not in ("system", "developer")), None)
     return waiting.get("content") or "" if waiting is not None and waiting["role"] == "user" else ""
 

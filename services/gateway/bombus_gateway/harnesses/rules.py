@@ -1,19 +1,19 @@
-"""Rules to recognize auxiliary calls, which a harness makes for its own purposes with the key of the episode.
+"""Rules that recognize auxiliary calls, which a harness makes for its own purposes with the episode's key.
 
-Each rule describes calls observed from one harness, in the versions of
-docs/decisions/0143-auxiliary-calls-and-roles.md. A rule must not apply to an ordinary call: an agent may have no tools,
-and the first call of an episode may be a title.
+Each rule describes calls that were observed from one harness, in the versions listed in
+docs/decisions/0143-auxiliary-calls-and-roles.md. A rule must not match an ordinary call: an agent may have no tools,
+and the first call of an episode may be for a title.
 """
 
 from typing import NamedTuple
 
 
 class AuxiliaryCallRule(NamedTuple):
-    """The conditions for a kind of auxiliary call of a harness. A call is of this kind if it meets all of them.
+    """The conditions for one kind of a harness's auxiliary calls. A call is of this kind if it meets all of them.
 
     `header` is the name of a header, `request_kind` the kind in Codex's turn metadata. `system` is the start of the
-    first system message, and `user` are sentences in the last user message. `answer` holds the names of the fields of
-    the JSON that is required as the answer; empty for any JSON. `only_tool` is the start of the type of the only tool,
+    first system message, and `user` are sentences in the last user message. `answer` contains the field names of the
+    JSON that the answer must be, and is empty for any JSON. `only_tool` is the start of the type of the only tool,
     which the server would run.
 
     Each rule has a `header`, `request_kind` or `system`, so that most calls are ruled out quickly.
@@ -30,7 +30,7 @@ class AuxiliaryCallRule(NamedTuple):
     user: tuple[str, ...] = ()
 
 
-CLAUDE_SESSION = b"x-claude-code-session-id"  # sent with every call of Claude Code
+CLAUDE_SESSION = b"x-claude-code-session-id"  # sent with every call by Claude Code
 
 _CLAUDE_COMPACTION = (
     "CRITICAL: Respond with TEXT ONLY. Do NOT call any tools.",
@@ -47,7 +47,7 @@ _AIDER_SUMMARY = "*Briefly* summarize this partial conversation about programmin
 # The first rule that applies decides.
 AUXILIARY_CALL_RULES = (
     AuxiliaryCallRule("Claude Code", "title", CLAUDE_SESSION, without_tools=True, answer=frozenset({"title"})),
-    # If the user requests JSON (--json-schema), it is sent as a tool, even if all other tools are switched off.
+    # With --json-schema, the JSON that the user requests is sent as a tool even if all other tools are switched off.
     AuxiliaryCallRule("Claude Code", "helper", CLAUDE_SESSION, without_tools=True, answer=frozenset()),
     AuxiliaryCallRule("Claude Code", "search", CLAUDE_SESSION, only_tool="web_search_"),
     AuxiliaryCallRule("Claude Code", "compaction", CLAUDE_SESSION, user=_CLAUDE_COMPACTION),

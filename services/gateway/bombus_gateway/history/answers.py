@@ -1,6 +1,6 @@
-"""An index of the answers that were sampled in an episode, by their content. Pure.
+"""An index of the answers sampled in an episode, by their content. Pure.
 
-The cost of a look-up depends on the length of the given message, not on the number of answers sampled at one place.
+The cost of a look-up depends on the length of the given message, not on how many answers were sampled at one place.
 """
 
 from collections.abc import Collection, Sequence
@@ -13,7 +13,7 @@ from bombus_gateway.text.message import ChatMessage
 class Sampled(Protocol):
     """An answer that was sampled. `name` is its call and choice.
 
-    `digest` is that of the conversation including the answer (`Answers.digest_with`).
+    `digest` covers the conversation including the answer (`Answers.digest_with`).
     """
 
     @property
@@ -33,17 +33,17 @@ AnswerT = TypeVar("AnswerT", bound=Sampled)
 
 
 class Answers(Generic[AnswerT]):
-    """Answers by the digest of the conversation that each was sampled after, in the order of the log."""
+    """Answers, by the digest of the conversation that each was sampled after, in the order of the log."""
 
     def __init__(self) -> None:
         self._after: dict[bytes, list[AnswerT]] = {}
-        self._exact: dict[bytes, list[AnswerT]] = {}  # by the digest of the conversation with the answer
+        self._exact: dict[bytes, list[AnswerT]] = {}  # by the digest of the conversation including the answer
         self._in_words: dict[bytes, list[AnswerT]] = {}  # by the digest of the conversation and the answer's words
         self._by_id: dict[tuple[bytes, str], list[AnswerT]] = {}  # by the digest before the answer, and each call id
         self._by_name: dict[tuple[bytes, tuple[str, int]], AnswerT] = {}  # by the digest before the answer, and name
 
     def add(self, before: bytes, answer: AnswerT) -> None:
-        """Add an answer that was sampled after the conversation with the digest `before`."""
+        """Add an answer that was sampled after the conversation with digest `before`."""
         message = answer.message
         self._after.setdefault(before, []).append(answer)
         self._exact.setdefault(next_digest(before, message), []).append(answer)
@@ -53,10 +53,10 @@ class Answers(Generic[AnswerT]):
             self._by_id.setdefault((before, id), []).append(answer)
 
     def digest_with(self, before: bytes, message: ChatMessage) -> bytes:
-        """Return the digest of the conversation `before` with one more message.
+        """Return the digest of the conversation with digest `before` extended by one message.
 
-        Answers with the same words share the digest of the first of them, so that the answers sampled after any of them
-        are found whichever one an echo is matched with.
+        Answers with the same words share the digest of the first such answer. So the answers sampled after any of them
+        are found, whichever of them an echo is matched with.
         """
         words = words_digest(before, words_of(message), message) if message["role"] == "assistant" else b""
         same = self._in_words.get(words)
@@ -67,16 +67,16 @@ class Answers(Generic[AnswerT]):
         return self._after.get(before, ())
 
     def with_ids(self, before: bytes, ids: Sequence[str]) -> list[AnswerT]:
-        """Return the answers whose calls have all of these ids; none if there are no ids."""
+        """Return the answers whose calls have all of these ids. Without ids, return none."""
         found = self._by_id.get((before, ids[0]), ()) if ids else ()
         return [answer for answer in found if _has(answer, ids)]
 
     def recorded(self, before: bytes, echo: ChatMessage, stops: Collection[str]) -> Sequence[AnswerT]:
         """Return the answers that a message may echo.
 
-        They are the answer that it names (`answer_of`), if its call ids or words match; else those with its call ids;
-        else those with its words. The arguments of calls may be formatted differently. An answer with exactly the same
-        white space is preferred to others with the same words.
+        If the message names an answer (`answer_of`) whose call ids or words match, this is the only one. Otherwise they
+        are the answers with its call ids or, failing that, with its words. The arguments of calls may be formatted
+        differently. Answers with exactly the same white space are preferred to others with the same words.
         """
         ids = call_ids(echo)
         claimed = self._by_name.get((before, echo["answer_of"])) if "answer_of" in echo else None
@@ -95,13 +95,13 @@ class Answers(Generic[AnswerT]):
         return next(filter(None, fitting), named)
 
     def _is_like(self, answer: AnswerT, before: bytes, echo: ChatMessage, stops: Collection[str]) -> bool:
-        """Return whether an echo has only calls of this answer, or the answer's words."""
+        """Return whether all of an echo's calls belong to this answer, or the echo has the answer's words."""
         ids = call_ids(echo)
         has_ids = bool(ids) and _has(answer, ids)
         return has_ids or answer in self._in_other_spaces(before, echo, stops)
 
     def _in_other_spaces(self, before: bytes, echo: ChatMessage, stops: Collection[str]) -> list[AnswerT]:
-        """Return the answers with the calls and words of an echo, whether or not the echo ends with a stop string."""
+        """Return the answers with the calls and words of an echo, with or without a stop string at the echo's end."""
         words = words_of(echo)
         ended = [words.removesuffix(stop.strip()).rstrip() for stop in stops if stop.strip()]
         digests = [words_digest(before, each, echo) for each in dict.fromkeys([words, *ended])]

@@ -1,6 +1,6 @@
 """Requests that name earlier calls of their episode instead of repeating their conversations or answers.
 
-The conversations are rebuilt from the log: each record holds the messages that its parent's conversation lacks.
+The conversations are rebuilt from the log: each record has the messages that its parent's conversation lacks.
 """
 
 from collections import OrderedDict
@@ -16,13 +16,14 @@ from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.words import strings
 
 KEPT_CHARACTERS_MAX = 32 << 20
-OVERHEAD_CHARACTERS = 1000  # of a call's objects, without their text
+OVERHEAD_CHARACTERS = 1000  # size of a call's objects besides their text
 _UNKNOWN = "There is no call {!r} in episode {}: a request can name only calls of its own episode."
 _NO_ANSWER = "Call {!r} has no chat answer to continue: it was cut off, or it is a plain completion."
 
 
 class _Earlier(msgspec.Struct, frozen=True):
-    """The messages that a choice of a call adds to the conversation that it continues (`parent`), its answer last."""
+    """The messages that a choice of a call adds to the conversation that it continues (`parent`). The last is its
+    answer."""
 
     messages: tuple[ChatMessage, ...]
     characters: int
@@ -31,18 +32,18 @@ class _Earlier(msgspec.Struct, frozen=True):
 
 
 class EarlierCalls:
-    """Finds earlier calls. Caches the conversations that were continued by name; drops the least recently used ones."""
+    """Finds earlier calls. Caches the conversations that were continued by name, dropping the least recently used."""
 
     def __init__(self, histories: Histories) -> None:
         self._histories = histories
-        self._kept: OrderedDict[tuple[str, int], _Earlier] = OrderedDict()  # by the id of the call, and the choice
-        self.characters = 0  # of all cached messages
+        self._kept: OrderedDict[tuple[str, int], _Earlier] = OrderedDict()  # by call id and choice
+        self.characters = 0  # size of all cached messages
 
     async def continued(self, request: CallRequest) -> CallRequest:
-        """Return the request with the answers that it names filled in, and preceded by the conversation it continues.
+        """Return the request, preceded by the conversation it continues, with the answers that it names filled in.
 
-        A leading system message of that conversation is left out: it was the instructions of the earlier request only.
-        Raises `InvalidField` UNKNOWN_CALL, and `Refused` if the log cannot be read.
+        A leading system message of that conversation is left out, since it instructed only the earlier request. Raises
+        `InvalidField` UNKNOWN_CALL, and `Refused` if the log cannot be read.
         """
         if request.completion.answers:
             request = await self._answered(request)
@@ -63,7 +64,8 @@ class EarlierCalls:
         )
 
     async def _answered(self, request: CallRequest) -> CallRequest:
-        """Return the request with the answers of the earlier calls that it names filled in. Raises like `continued`."""
+        """Return the request with the answers of the calls that it names filled in. Raises the same errors as
+        `continued`."""
         completion, claims = request.completion, request.claims
         calls = set(completion.answers.values())
         found = self._histories.conversation(claims).answers_of(calls)
@@ -84,9 +86,9 @@ class EarlierCalls:
         )
 
     async def records(self, claims: KeyClaims, call: str) -> list[CallRecord]:
-        """Return the record of an answered chat call, preceded by those of the calls that it continues.
+        """Return the record of an answered chat call, preceded by the records of the calls that it continues.
 
-        Raises like `continued`.
+        Raises the same errors as `continued`.
         """
         ref: CallRef | None = await self._ref(claims, call)
         found: list[CallRecord] = []
@@ -126,7 +128,7 @@ class EarlierCalls:
         return _Earlier(messages, characters, record.parent, record.parent_choice)
 
     def _keep(self, key: tuple[str, int], earlier: _Earlier) -> None:
-        """Cache an entry as the most recently used one, and drop the least recently used ones above the limit."""
+        """Cache an entry as the most recently used. Drop the least recently used entries while over the limit."""
         if key not in self._kept:
             self.characters += earlier.characters + OVERHEAD_CHARACTERS
         self._kept[key] = earlier
@@ -145,5 +147,5 @@ def _answer(record: CallRecord, choice: int) -> ChatMessage:
 
 
 def _named(message: ChatMessage, call: str, choice: int) -> ChatMessage:
-    """Return an answer with its name, which distinguishes it from others with the same text."""
+    """Return an answer with its name added, which distinguishes it from answers with the same text."""
     return {**message, "answer_of": (call, choice)}

@@ -1,4 +1,4 @@
-"""An episode as a tree of messages, for finding the stored conversation that a request extends. Pure."""
+"""An episode as a tree of messages, used to find the stored conversation that a request extends. Pure."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -14,15 +14,16 @@ from bombus_gateway.history.identity import reasoning_digest, root_digest
 from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.words import strings
 
-_OVERHEAD_BYTES = 1500  # of the objects of a message or an answer, without its text
-WALKS = 4  # requests that are remembered: this many agents of an episode may alternate
+_OVERHEAD_BYTES = 1500  # size of the objects of a message or an answer, besides its text
+WALKS = 4  # maximum number of remembered requests, so that this many agents of an episode can alternate
 
 
 class Node(msgspec.Struct, frozen=True, eq=False):
-    """A conversation that ends with a sampled message, stored as its difference from the one it continues (`parent`).
+    """A conversation that ends with a sampled message, stored as its difference from the conversation it continues
+    (`parent`).
 
     `prompt_tail` and `completion` are int32; the completion starts at token `completion_at`. `sampled` counts the
-    tokens of this completion and of all those that it continues. `message` is the sampled message.
+    tokens of this completion and of all completions that it continues. `message` is the sampled message.
     """
 
     ref: CallRef
@@ -31,29 +32,30 @@ class Node(msgspec.Struct, frozen=True, eq=False):
     completion: bytes = b""
     completion_at: int = 0
     parent: "Node | None" = None
-    digest: bytes = b""  # of all its messages; empty for a plain completion, which has no messages
+    digest: bytes = b""  # covers all its messages; empty for a plain completion, which has none
     sampled: int = 0
-    reasoning: bytes = b""  # the digest of the message's reasoning
+    reasoning: bytes = b""  # digest of the message's reasoning
     message: ChatMessage = {}
 
     @property
     def name(self) -> tuple[str, int]:
-        """The id of its call, and the number of its choice."""
+        """The id of the node's call, and the number of its choice."""
         return self.ref.id, self.choice
 
     @property
     def count(self) -> int:
-        """The number of all its tokens."""
+        """The number of all tokens of the conversation."""
         return self.completion_at + len(self.completion) // 4
 
     @property
     def prompt(self) -> bytes:
-        """Its whole prompt (int32)."""
+        """The whole prompt (int32) of the node's call."""
         return (self.parent.tokens if self.parent is not None else b"") + self.prompt_tail
 
     @property
     def tokens(self) -> bytes:
-        """All its tokens (int32), joined on each access: stored per node, they would take quadratic memory."""
+        """All tokens of the conversation (int32), joined on each access: stored per node, they would take quadratic
+        memory."""
         pieces: list[bytes] = []
         node: Node | None = self
         while node is not None:
@@ -63,18 +65,19 @@ class Node(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def memory_bytes(self) -> int:
-        """Roughly the memory that the node takes, without its parent."""
+        """Roughly the memory that the node takes without its parent."""
         return len(self.prompt_tail) + len(self.completion) + sum(map(len, strings(self.message))) + _OVERHEAD_BYTES
 
 
 class _Walk(NamedTuple):
-    """A matched request. In a linear conversation, each request begins with the messages of the previous one."""
+    """A matched request, kept because in a linear conversation each request begins with the messages of the previous
+    one."""
 
     root: bytes
     stops: tuple[str, ...]
     given: Sequence[ChatMessage]  # the request's settled messages
     followed: Followed[Node]  # the match, up to the end of `given`
-    memory_bytes: int  # roughly the memory of the messages
+    memory_bytes: int  # rough memory of the messages
 
 
 class Conversation:
@@ -84,38 +87,38 @@ class Conversation:
     """
 
     def __init__(self) -> None:
-        self.stored_bytes = 0  # of the records of its calls in the log that this gateway wrote or read
+        self.stored_bytes = 0  # log bytes of its records, as far as this gateway wrote or read them
         self.bodies = EarlierBodies()
         self.answers: dict[bytes, list[CallRef]] = {}  # by request digest
         self.sampled = Answers[Node]()
-        self._continued: set[tuple[int, int]] = set()  # the answers that recorded calls continue
-        self._continuing: Counter[tuple[int, int]] = Counter()  # the answers that open calls continue
-        self.continuing_count = 0  # how often an open call has begun to continue an answer
-        self._plain: dict[tuple[int, int] | None, list[Node]] = {}  # plain completions, by the one that each continues
-        self._by_call: dict[tuple[int, int], Node] = {}  # (sequence, choice)
+        self._continued: set[tuple[int, int]] = set()  # answers that recorded calls continue
+        self._continuing: Counter[tuple[int, int]] = Counter()  # answers that open calls continue
+        self.continuing_count = 0  # how often an open call began to continue an answer
+        self._plain: dict[tuple[int, int] | None, list[Node]] = {}  # plain completions, by what each continues
+        self._by_call: dict[tuple[int, int], Node] = {}  # by (sequence, choice)
         self._walks: list[_Walk] = []  # never mutated, only replaced: threads iterate over it
         self._calls_bytes = 0
 
     @property
     def memory_bytes(self) -> int:
-        """Roughly the memory that the conversation takes; not 0 even if it has no calls."""
+        """Roughly the memory that the conversation takes. It is never 0, even without calls."""
         walks = sum(walk.memory_bytes for walk in self._walks)
         return _OVERHEAD_BYTES + self._calls_bytes + walks + self.bodies.memory_bytes
 
     @property
     def known(self) -> int:
-        """The number of known answers, plus that of known calls without an answer. It never decreases."""
+        """The number of known answers and of known calls without an answer. It never decreases."""
         return len(self._by_call)
 
     def knows(self, ref: CallRef) -> bool:
         return (ref.seq, -1) in self._by_call or (ref.seq, 0) in self._by_call
 
     def ref_of(self, call: str) -> CallRef | None:
-        """Return the reference of the call with this id, if it is known here."""
+        """Return the reference of the call with this id, if the call is known here."""
         return next((node.ref for node in reversed(self._by_call.values()) if node.ref.id == call), None)
 
     def answers_of(self, calls: Collection[str]) -> dict[str, ChatMessage]:
-        """Return, by call id, the first answer of each call that is known here."""
+        """Return the first answer of each of these calls that is known here, by call id."""
         nodes = [node for node in self._by_call.values() if node.ref.id in calls]
         return {node.ref.id: node.message for node in nodes if node.choice == 0 and node.message}
 
@@ -124,7 +127,7 @@ class Conversation:
         return self._by_call[ref.seq, 0].prompt
 
     def follow(self, root: bytes, messages: Sequence[ChatMessage], stops: Collection[str] = ()) -> Followed[Node]:
-        """Find the longest stored conversation that a request begins with and whose digest chain begins with `root`."""
+        """Find the longest stored conversation that a request begins with. Its digest chain must begin with `root`."""
         stops, walks = tuple(stops), self._walks
         walk = self._walk_to(root, messages, stops)
         followed = self._gone_on(walk, messages) if walk is not None else None
@@ -137,7 +140,7 @@ class Conversation:
     def follow_on(
         self, root: bytes, messages: Sequence[ChatMessage], stops: Collection[str], memory_bytes_max: int
     ) -> Followed[Node] | None:
-        """Return the result of `follow` by continuing after an earlier request.
+        """Return the same result as `follow`, by continuing where the match of an earlier request stopped.
 
         Returns None if that is impossible, or if the messages after those of the earlier request take more memory than
         `memory_bytes_max`.
@@ -154,7 +157,8 @@ class Conversation:
     def _gone_on(self, walk: _Walk, messages: Sequence[ChatMessage]) -> Followed[Node] | None:
         """Continue matching where an earlier request stopped. Return None if that finds no further answer.
 
-        In that case, a new match may now prefer another one of several equal answers.
+        The request then has to be matched from the start, which may now prefer a different one of several equal
+        answers.
         """
         followed = follow(self, walk.root, messages, walk.stops, walk.followed)
         return None if followed.count == walk.followed.settled.count else followed
@@ -162,13 +166,13 @@ class Conversation:
     def _remember(self, walks: list[_Walk], before: _Walk | None, new: _Walk) -> None:
         """Remember a request in place of the request `before` that it continues.
 
-        Does nothing if the walks were changed since `walks` was read: large requests are matched in threads.
+        Do nothing if the walks have changed since `walks` was read, as large requests are matched in threads.
         """
         if self._walks is walks:
             self._walks = [*(each for each in walks if each is not before), new][-WALKS:]
 
     def is_continued(self, node: Node) -> bool:
-        """Return whether any call, recorded or open, continues an answer."""
+        """Return whether any call, recorded or open, continues this answer."""
         key = node.ref.seq, node.choice
         return key in self._continued or key in self._continuing
 
@@ -177,7 +181,8 @@ class Conversation:
         return any(seq == ref.seq for seq, _ in (*self._continued, *self._continuing))
 
     def _walk_to(self, root: bytes, messages: Sequence[ChatMessage], stops: tuple[str, ...]) -> _Walk | None:
-        """Return the earlier request with the most settled messages, all of which this request begins with."""
+        """Return the earlier request with the most settled messages among those whose settled messages this request
+        begins with."""
         fitting = [
             walk
             for walk in self._walks
@@ -186,11 +191,12 @@ class Conversation:
         return max(fitting, key=lambda walk: len(walk.given), default=None)
 
     def forget_walks(self) -> None:
-        """Make the next request be matched from its first message."""
+        """Forget earlier requests, so that the next request is matched from its first message."""
         self._walks = []
 
     def begin_continuing(self, node: Node) -> None:
-        """Mark an answer as continued until `end_continuing`, so that the next request is matched with an equal one.
+        """Mark an answer as continued until `end_continuing`, so that the next request is matched with a different,
+        equal answer.
 
         Once the call is recorded, the answer stays marked.
         """
@@ -208,7 +214,7 @@ class Conversation:
         """Return the plain completion whose tokens are the longest stored prefix of `prompt` (int32)."""
         longest: Node | None = None
         found = [(node, 0) for node in self._plain.get(None, ())]
-        for node, at in found:  # grows while iterating, by the completions that continue a matching one
+        for node, at in found:  # grows while iterating: completions that continue a match are added
             own = node.prompt_tail + node.completion
             if prompt.startswith(own, at):
                 longest = node if longest is None or node.count > longest.count else longest
@@ -216,7 +222,7 @@ class Conversation:
         return longest
 
     def add(self, ref: CallRef, record: CallRecord, parent: Node | None, before: bytes) -> None:
-        """Add a recorded call, which continues `parent`, with the digest of all messages `before` its answer."""
+        """Add a recorded call that continues `parent`. `before` is the digest of all messages before its answer."""
         if self.knows(ref):
             return
         # A call that was cut off has no answer to continue.
@@ -232,7 +238,7 @@ class Conversation:
             else:
                 self.sampled.add(before, node)
             self._by_call[ref.seq, index] = node
-            self._calls_bytes += node.memory_bytes - len(record.prompt_tail)  # which all choices share
+            self._calls_bytes += node.memory_bytes - len(record.prompt_tail)  # shared by all choices
         if not complete:
             self._by_call[ref.seq, -1] = Node(ref, -1)
             self._calls_bytes += _OVERHEAD_BYTES
@@ -240,7 +246,7 @@ class Conversation:
             self.answers.setdefault(record.request_digest, []).append(ref)
 
     def _unknown(self, node: Node | None) -> Iterator[Node]:
-        """Yield a node and the ones that it continues, up to the first whose call is known here."""
+        """Yield a node and the nodes that it continues, up to the first whose call is known here."""
         while node is not None and not self.knows(node.ref):
             yield node
             node = node.parent
@@ -259,7 +265,7 @@ class Conversation:
 
 
 def _node(ref: CallRef, index: int, record: CallRecord, parent: Node | None, digest: bytes) -> Node:
-    """Return the node of a choice of a call that continues `parent`; `digest` is that of the whole conversation."""
+    """Return the node of a choice of a call that continues `parent`. `digest` covers the whole conversation."""
     choice, message = record.choices[index], record.choices[index].message
     return Node(
         ref,
@@ -282,7 +288,7 @@ def _walked(
     followed: Followed[Node],
     before: _Walk | None,
 ) -> _Walk:
-    """Return the walk to remember for a request whose matching continued after the request `before`, if any."""
+    """Return the walk to remember for a request whose match continued that of the request `before`, if any."""
     settled = followed.settled
     given, taken = messages[: settled.given], settled.taken
     outline = followed.outline.extended(followed.messages, taken)
@@ -293,5 +299,5 @@ def _walked(
 
 
 def _bytes_of(messages: Sequence[ChatMessage]) -> int:
-    """Return roughly the memory that messages take."""
+    """Return roughly how much memory messages take."""
     return _OVERHEAD_BYTES * len(messages) + sum(map(len, strings(messages)))

@@ -1,8 +1,8 @@
 """Finds the sampled answers in the messages of a request, even if their harness has rewritten them. Pure.
 
-An answer is looked for only at the place where it was sampled: after the same messages. It is recognized by its call
-ids, which nearly all harnesses echo unchanged, else by its words. The echo is then replaced by the sampled message,
-which is the one that the model wrote and is trained on.
+An answer is searched for only at the place where it was sampled: after the same messages. It is recognized by its call
+ids, which nearly all harnesses echo unchanged, or otherwise by its words. The echo is then replaced by the sampled
+message, because that is what the model wrote and is trained on.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from bombus_gateway.text.shortening import NO_OUTLINE, HistoryOutline
 
 
 class SampledEpisode(Protocol[AnswerT]):
-    """The answers that were sampled in an episode, and which of them were continued."""
+    """The answers sampled in an episode, and which of them were continued."""
 
     @property
     def sampled(self) -> Answers[AnswerT]: ...
@@ -28,14 +28,14 @@ class SampledEpisode(Protocol[AnswerT]):
         ...
 
 
-PARTS_MAX = 32  # the most messages into which a harness may split an answer without call ids
+PARTS_MAX = 32  # maximum number of messages into which a harness may split an answer without call ids
 
 
 class Echo(msgspec.Struct, frozen=True):
     """One answer as it appears in a request.
 
-    `message` joins the parts of the answer, `results` are the results of its calls that lie between these parts, and
-    `count` is the number of messages of the request that both take.
+    `message` joins the parts of the answer, `results` are the results of its calls that appear between these parts, and
+    `count` is the number of request messages that parts and results take up together.
     """
 
     message: ChatMessage
@@ -44,9 +44,9 @@ class Echo(msgspec.Struct, frozen=True):
 
 
 class Settled(msgspec.Struct, Generic[AnswerT], frozen=True):
-    """The part of a match that does not depend on later messages: it covers the first `given` messages of a request.
+    """The part of a match that does not depend on later messages. It covers the first `given` messages of a request.
 
-    They correspond to the first `taken` of the matched messages. The first `count` of those end with one of the
+    They correspond to the first `taken` of the matched messages, of which the first `count` end with one of the
     `candidates`.
     """
 
@@ -60,10 +60,10 @@ class Followed(msgspec.Struct, Generic[AnswerT], frozen=True):
     """The messages of a request with its echoes replaced by the sampled answers, and the digest of each prefix.
 
     The first `count` messages end with the last answer that was found. If none was found, there is nothing to extend.
-    `candidates` are the answers that it may be, all with the same words, the likeliest first. `doubt`: an id or the
-    reasoning of some message says that it is not the answer it was matched with, but another with the same words.
-    `settled` is the part that a longer request need not match again, and `outline` that of the first messages, as far
-    as an earlier request settled them.
+    `candidates` are the answers that it may be, all with the same words, likeliest first. `doubt` is true if an id or
+    the reasoning of some message shows that it is not the answer it was matched with, but another answer with the same
+    words. `settled` is the part that a longer request need not match again. `outline` describes the first messages, as
+    far as an earlier request settled them.
     """
 
     messages: Sequence[ChatMessage] = ()
@@ -76,7 +76,7 @@ class Followed(msgspec.Struct, Generic[AnswerT], frozen=True):
 
     @property
     def last(self) -> AnswerT | None:
-        """The last answer that was found, if there is one."""
+        """The last answer that was found, or None."""
         return self.candidates[0] if self.candidates else None
 
 
@@ -90,10 +90,11 @@ def follow(
     stops: Collection[str] = (),
     before: Followed[AnswerT] | None = None,
 ) -> Followed[AnswerT]:
-    """Match the messages of a conversation that begins with `root` with the answers sampled after each of its prefixes.
+    """Match the messages of a conversation that begins with `root` to the answers sampled after each of its prefixes.
 
-    `stops` are the request's stop strings: some harnesses append the one that ended an answer to it. `before` is the
-    match of an earlier request with the same root and stops, whose settled messages this request begins with.
+    `stops` are the request's stop strings, because some harnesses append to an answer the stop string that ended it.
+    `before` is the match of an earlier request with the same root and stops. This request begins with its settled
+    messages.
     """
     before = before or _NOTHING
     settled = before.settled
@@ -115,7 +116,7 @@ def follow(
             taken.append(_with_id(message, ids))
             digests.append(reached := next_digest(reached, message))
         at += turn.count
-    # How an answer's parts are joined may depend on the messages after them, but not on those after a later answer.
+    # How an answer's parts are joined may depend on the messages after them, but not on messages after a later answer.
     if messages[-1]["role"] == "assistant":
         settled = Settled()
     return Followed(taken, digests, count, candidates, doubt, settled, before.outline)
@@ -124,7 +125,7 @@ def follow(
 def _echoed(
     episode: SampledEpisode[AnswerT], reached: bytes, messages: Sequence[ChatMessage], at: int, stops: Collection[str]
 ) -> tuple[Echo, Sequence[AnswerT]]:
-    """Return the echo that begins with message `at`, and the answers that it may be, if there are any."""
+    """Return the echo that begins with message `at`, and the answers that it may be, if any."""
     sampled = episode.sampled
     if messages[at]["role"] == "assistant" and sampled.after(reached):
         named = sampled.with_ids(reached, _first_id(messages, at))
@@ -136,7 +137,8 @@ def _echoed(
 
 
 def _first_id(messages: Sequence[ChatMessage], at: int) -> list[str]:
-    """Return a list of the first call id in the answer whose parts begin at `at`; empty if it has no calls."""
+    """Return the first call id, as a list, in the answer whose parts begin at `at`. The list is empty if there are no
+    calls."""
     parts = takewhile(lambda message: message["role"] == "assistant", messages[at : at + PARTS_MAX])
     return next((ids[:1] for part in parts if (ids := call_ids(part))), [])
 
@@ -145,8 +147,8 @@ def _turns(named: Sequence[Sampled], messages: Sequence[ChatMessage], at: int) -
     """Yield the ways to read the messages from `at` on as one answer: a single message, or several joined.
 
     Some harnesses write each part of an answer as a separate message, and some put the result of each call right after
-    it. The first ways yielded join the messages with the call ids of one of the answers `named`, which have the id of
-    the first call.
+    it. The first ways yielded join messages by the call ids of one of the answers in `named`, all of which have the id
+    of the first call.
     """
     for held in {frozenset(ids): None for answer in named if len(ids := call_ids(answer.message)) > 1}:
         together = _held_together(messages, at, held)
@@ -163,8 +165,8 @@ def _turns(named: Sequence[Sampled], messages: Sequence[ChatMessage], at: int) -
 def _held_together(messages: Sequence[ChatMessage], at: int, ids: Collection[str]) -> Echo:
     """Return the echo that joins the parts, from `at` on, of an answer with these call ids, and the results in between.
 
-    A repeated id belongs to a later answer: some models number the calls of each answer from 0. A message without calls
-    also belongs to a later answer if it has results before it or right after it.
+    A repeated id belongs to a later answer, since some models number the calls of each answer from 0. A message without
+    calls also belongs to a later answer if there are results before it or right after it.
     """
     parts: list[ChatMessage] = []
     results: list[ChatMessage] = []
@@ -212,7 +214,7 @@ def _unnamed(message: ChatMessage) -> ChatMessage:
 
 
 def _with_id(message: ChatMessage, ids: Mapping[str, str]) -> ChatMessage:
-    """Return a message with its call id replaced: `ids` maps the call ids of an echo to those of the sampled answer."""
+    """Return a message with its call id replaced. `ids` maps the call ids of an echo to those of the sampled answer."""
     given = message.get("tool_call_id")
     own = ids.get(given, given) if given is not None else None
     return message if own == given else message | {"tool_call_id": own}
@@ -241,7 +243,7 @@ def _reasoning(echo: ChatMessage) -> bytes | None:
 def _by_likelihood(
     same: Sequence[AnswerT], echo: ChatMessage, is_continued: Callable[[AnswerT], bool]
 ) -> Sequence[AnswerT]:
-    """Return the answers that an echo may be: those with its reasoning, else all of them.
+    """Return the answers that an echo may be: those with its reasoning or, if there are none, all of them.
 
     Answers that were not continued come first, so that sub-agents with equal requests and answers each continue a
     different answer.

@@ -1,4 +1,4 @@
-"""The conversations of open episodes: cached, and read from the log if another gateway served them (R10)."""
+"""The conversations of open episodes: cached, or read from the log if another gateway served them (R10)."""
 
 import asyncio
 import logging
@@ -20,13 +20,14 @@ from bombus_gateway.settings import GatewaySettings
 log = logging.getLogger(__name__)
 
 LOOKUP_S_MAX = 10.0
-FEW = 128  # conversations; with fewer, none is dropped because its episode is over
-READ_AT_ONCE = 16  # calls that are read from the log in one request
-_Key = tuple[str, int, str]  # engine, run, episode
+FEW = 128  # with fewer conversations, those of ended episodes are not dropped
+READ_AT_ONCE = 16  # maximum number of calls read from the log in one request
+_Key = tuple[str, int, str]  # (engine, run, episode)
 
 
 class Histories:
-    """A cache of conversations. The least recently used are dropped if they take too much memory: all are in the log.
+    """A cache of conversations. The least recently used are dropped if they take too much memory, as the log has them
+    all.
 
     A dropped conversation that a call still references is reused, so that an episode never has two.
     """
@@ -34,18 +35,18 @@ class Histories:
     def __init__(
         self, bus: Bus, settings: GatewaySettings, workers: Workers, is_over: Callable[[str, int, str], bool]
     ) -> None:
-        """`is_over` takes an engine, a run number and an episode; it says whether the episode is known to be over."""
+        """`is_over(engine, run, episode)` returns whether the episode is known to be over."""
         self._bus = bus
         self._workers = workers
         self._is_over = is_over
-        self._many = FEW  # with this many conversations, those of ended episodes are dropped
+        self._many = FEW  # number of conversations at which those of ended episodes are dropped
         self._bytes_max = settings.history_mb_max << 20
         self._lookup_s_max = min(LOOKUP_S_MAX, settings.bus_timeout_s)
         self._conversations: OrderedDict[_Key, Conversation] = OrderedDict()
         self._alive: WeakValueDictionary[_Key, Conversation] = WeakValueDictionary()  # including dropped ones in use
         self._reading: WeakValueDictionary[_Key, asyncio.Lock] = WeakValueDictionary()
-        self._counted: dict[_Key, int] = {}  # bytes of each of the cached conversations
-        self.bytes = 0  # their sum
+        self._counted: dict[_Key, int] = {}  # size in bytes of each cached conversation
+        self.bytes = 0  # the sum of the sizes
 
     def conversation(self, claims: KeyClaims) -> Conversation:
         """Return the conversation of a key's episode, as far as it is known here."""
@@ -61,7 +62,7 @@ class Histories:
         return found
 
     def _drop_those_over(self) -> None:
-        """Drop the conversations of ended episodes once there are twice as many as were left the last time."""
+        """Drop the conversations of ended episodes once there are twice as many conversations as remained last time."""
         if len(self._conversations) < self._many:
             return
         for key in [key for key in self._conversations if self._is_over(*key)]:
@@ -70,7 +71,7 @@ class Histories:
         self._many = 2 * max(len(self._conversations), FEW // 2)
 
     def account_for(self, claims: KeyClaims) -> None:
-        """Update the recorded size of a key's conversation, if it is cached, and drop others while over the limit."""
+        """Update the recorded size of a key's conversation if it is cached. Drop others while over the limit."""
         key = _key(claims)
         found = self._conversations.get(key)
         if found is not None:
@@ -86,8 +87,8 @@ class Histories:
     async def read_log(self, claims: KeyClaims, traceparent: str = "") -> None:
         """Add the calls of a key's episode that are in the log but not known here. Raises `Refused`.
 
-        Only one request at a time does this for an episode. It reads a few calls at once, so that other requests are
-        not delayed.
+        Only one request per episode does this at a time. It reads a few calls at a time, so that other requests are not
+        delayed.
         """
         conversation = self.conversation(claims)
         reading = self._reading.setdefault(_key(claims), asyncio.Lock())
@@ -111,13 +112,13 @@ class Histories:
     async def records(self, claims: KeyClaims, refs: Sequence[CallRef]) -> list[CallRecord]:
         """Return the records of these calls, checked against their digests.
 
-        Raises `Refused` BUS_DOWN if they cannot be read: earlier turns are never re-rendered, since the tokens could
-        differ.
+        Raises `Refused` BUS_DOWN if they cannot be read. Earlier turns are never re-rendered instead, since their
+        tokens could differ.
         """
         return [record for record, _ in await self._stored(claims, refs)]
 
     async def _stored(self, claims: KeyClaims, refs: Sequence[CallRef]) -> list[tuple[CallRecord, int]]:
-        """Return the records of these calls with their sizes in bytes. Raises `Refused` like `records`."""
+        """Return the records of these calls and their sizes in bytes. Raises the same errors as `records`."""
         try:
             stored = await self._bus.get_many(self._bus.subjects.calls_stream, [ref.seq for ref in refs])
 

@@ -1,7 +1,7 @@
 """Digests that identify messages and conversations. Pure.
 
 A conversation is identified by a chain of digests, one for each prefix of its messages. Harnesses change ids,
-formatting and names, and leave reasoning out: none of these changes a digest.
+formatting and names, and omit reasoning; none of this changes a digest.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,23 +13,24 @@ import msgspec
 from bombus.hive.records import DIGEST_BYTES
 from bombus_gateway.text.message import ChatMessage
 
-EXACT_MAX = 2.0**53  # up to this, floats represent every whole number exactly
-TOOLS_KEPT = 64  # lists of tools whose digest is kept
-TOOLS_BYTES_MAX = 128 << 10  # of such a list as JSON
+EXACT_MAX = 2.0**53  # floats represent every whole number exactly up to here
+TOOLS_KEPT = 64  # maximum number of lists of tools whose digest is kept
+TOOLS_BYTES_MAX = 128 << 10  # maximum size of such a list as JSON
 
 _encode = msgspec.msgpack.Encoder().encode
 _encode_sorted = msgspec.json.Encoder(order="sorted").encode
-# Digests of tools by the ids of these: the requests of a job share them, and an id stays theirs while they are kept.
+# Digests of tools, by the tools' ids: the requests of a job share the objects. Keeping the tools here keeps the ids
+# valid.
 _kept: dict[tuple[int, ...], tuple[Sequence[Mapping[str, Any]], bytes]] = {}
 
 
 def root_digest(
     tools: Sequence[Mapping[str, Any]], variables: Mapping[str, bool | int | float | str], shared: bool = False
 ) -> bytes:
-    """Return the digest that a conversation's chain begins with, of its tools and of the template's variables.
+    """Return the digest that a conversation's chain begins with. It covers the tools and the template's variables.
 
-    It ensures that a conversation is only continued with the tools and variables with which it was rendered. `shared`
-    says that other requests have the same objects as their tools: the digest of these is then computed once.
+    It ensures that a conversation is continued only with the tools and variables with which it was rendered. `shared`
+    means that other requests use the same tool objects, whose digest is then computed only once.
     """
     digest = b""
     if tools:
@@ -56,7 +57,7 @@ def _digest(text: bytes) -> bytes:
 
 
 def next_digest(before: bytes, message: ChatMessage) -> bytes:
-    """Return the digest of a conversation with the digest `before`, followed by `message`.
+    """Return the digest of the conversation with digest `before`, extended by `message`.
 
     Ids of tool calls, the formatting of their arguments, reasoning and an assistant's name do not change the digest.
     """
@@ -70,7 +71,7 @@ def next_digest(before: bytes, message: ChatMessage) -> bytes:
 
 
 def words_digest(before: bytes, words: str, message: ChatMessage) -> bytes:
-    """Return the digest of the conversation `before`, the words of an answer after it, and the calls of that answer."""
+    """Return the digest of the conversation with digest `before`, followed by an answer's words and its calls."""
     return blake2b(before + _encode((words, named_calls(message))), digest_size=DIGEST_BYTES).digest()
 
 
@@ -91,12 +92,12 @@ def named_calls(message: ChatMessage) -> list[tuple[str, bytes | str]]:
 
 
 def words_of(message: ChatMessage) -> str:
-    """Return the text of a message with each run of white space as one space."""
+    """Return the text of a message with each run of white space replaced by one space."""
     return " ".join((message.get("content") or "").split())
 
 
 def _normalized(arguments: str) -> bytes | str:
-    """Return arguments as normalized JSON, or as given if not JSON. Empty text, null and `{}` are all the same."""
+    """Return arguments as normalized JSON, or unchanged if they are not JSON. Empty text, null and `{}` are equal."""
     try:
         value = _whole(msgspec.json.decode(arguments)) if arguments.strip() else {}
         return _encode_sorted({} if value is None else value)

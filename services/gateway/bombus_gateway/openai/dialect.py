@@ -1,4 +1,4 @@
-"""OpenAI's wire format, as `call/api.py` asks for it: requests are read, answers and errors written."""
+"""OpenAI's wire format, behind the interfaces of `call/api.py`: requests are read, answers and errors written."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,11 +12,12 @@ from bombus_gateway.openai.request import OpenAIRequest
 from bombus_gateway.openai.response import OpenAIEncoder, event
 from bombus_gateway.openai_errors import error_body
 
-_PARAMETERS = {"stops": "stop"}  # fields of `CompletionRequest` with another name in OpenAI's API
+_PARAMETERS = {"stops": "stop"}  # fields of `CompletionRequest` with a different name in OpenAI's API
 
 
 class OpenAIDialect:
-    """The wire format of one route. `read_request` decodes a body, `check_model` raises `Refused` for a wrong name."""
+    """The wire format of one route. `read_request` decodes a body; `check_model` raises `Refused` for a wrong model
+    name."""
 
     def __init__(
         self,
@@ -39,5 +40,6 @@ class OpenAIDialect:
         return error_body(error, _PARAMETERS)
 
     def error_event(self, error: Refused) -> bytes:
-        """Return the event of an error, without [DONE] after it: the answer is incomplete, and the SDK raises."""
+        """Return the event that reports an error. No [DONE] follows it: the answer is incomplete, and the SDK must
+        raise."""
         return event(error_body(error, _PARAMETERS))

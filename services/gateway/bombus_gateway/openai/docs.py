@@ -118,7 +118,7 @@ _USAGE = object_of(
 
 
 def _completion_of(kind: str, **choice: Described) -> JsonSchema:
-    """Describe the answer of a model call, with the given fields in its choices."""
+    """Describe the answer to a model call, with the given fields in its choices."""
     finish = one_of("stop", "length", "tool_calls")
     return object_of(
         id=str,

@@ -1,8 +1,8 @@
 """The requests of OpenAI's SDK: decoded strictly, and converted to a neutral `CompletionRequest`. Pure.
 
 Parameters that do not affect sampling may have any value. A client may request sampling parameters; the job decides
-whether they are used. Unsupported and unknown parameters are listed as `unsupported`: the job decides whether they are
-refused or ignored. Unknown fields of messages are always ignored.
+whether they are used. Unsupported and unknown parameters are listed as `unsupported`; the job decides whether to refuse
+or ignore them. Unknown fields of messages are always ignored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,13 +39,13 @@ from bombus_gateway.decoding.json_parts import RememberedParts
 from bombus_gateway.decoding.parameters import AnswerLength, ModelName, Name, Streamed, Temperature, TopP
 from bombus_gateway.text.message import ChatMessage
 
-Unused = Any  # for a known field whose value is only checked, or does not matter
+Unused = Any  # type of known fields whose value is only checked, or does not matter
 
 
 class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request of either route: the neutral part, and the fields that only the response needs.
+    """A request to either route: its neutral part, and the fields that only the response needs.
 
-    `prefix` is the beginning of the body, which the next request of the conversation need not re-read.
+    `prefix` is the beginning of the body, which need not be read again for the conversation's next request.
     """
 
     completion: CompletionRequest
@@ -90,7 +90,7 @@ class _Message(msgspec.Struct):
     audio: Unused = None
     function_call: Unused = None
     reasoning_content: str | None = None
-    reasoning: Any = None  # OpenRouter's is an object in some versions
+    reasoning: Any = None  # an object in some versions of OpenRouter's API
 
 
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -117,8 +117,8 @@ class _Common(msgspec.Struct, kw_only=True):
 
 
 class ChatBody(_Common, kw_only=True):
-    messages: Annotated[list[msgspec.Raw], Meta(min_length=1)]  # of `_Message`
-    tools: msgspec.Raw = msgspec.Raw(b"null")  # objects, or null
+    messages: Annotated[list[msgspec.Raw], Meta(min_length=1)]  # list of `_Message`
+    tools: msgspec.Raw = msgspec.Raw(b"null")  # list of objects, or null
     tool_choice: str | dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -151,7 +151,7 @@ class CompletionBody(_Common, kw_only=True):
 
 
 class _Messages(NamedTuple):
-    """Messages as they are stored, compared and rendered, and the parts of them that are not text."""
+    """Messages in the form in which they are stored, compared and rendered, and their parts that are not text."""
 
     messages: tuple[ChatMessage, ...] = ()
     left_out: tuple[Unsupported, ...] = ()
@@ -171,7 +171,7 @@ _completion = BodyDecoder(CompletionBody, "prompt")
 
 
 def read_chat(body: bytes, before: BodyPrefix = NOTHING_READ) -> OpenAIRequest:
-    """Decode the body of `POST /v1/chat/completions`, which begins with the prefix `before`, read earlier.
+    """Decode the body of `POST /v1/chat/completions`. `before` is the beginning of the body, which was read earlier.
 
     Raises `Refused`, naming the parameter.
     """
@@ -295,7 +295,7 @@ def _beyond_chat(found: ChatBody) -> list[Unsupported]:
 
 
 def _forced_call(choice: str | dict[str, Any] | None, tools: Sequence[Mapping[str, Any]]) -> Asked | None:
-    """Return the requirement of a tool choice; None if the model is free to call a tool or not."""
+    """Return what a tool choice requires, or None if the model may choose whether to call a tool."""
     match choice:
         case None | "auto" | "none":
             return None
@@ -317,7 +317,7 @@ def _name_of(tool: Any) -> str | None:
 
 
 def _form_of_answer(response_format: dict[str, Any] | None) -> Asked | None:
-    """Return the requirement of a response format; None if the answer may be any text."""
+    """Return what a response format requires, or None if the answer may be any text."""
     match response_format:
         case None | {"type": "text"}:
             return None
@@ -380,7 +380,7 @@ def _message(found: _Message, place: str, left_out: list[Unsupported]) -> ChatMe
 
 
 def _check_role(found: _Message, place: str) -> None:
-    """Refuse deprecated forms, and fields that do not fit the role of the message."""
+    """Raise `BadParameter` for deprecated forms, and for fields that do not match the message's role."""
     if found.role == "function":
         _refuse(f"{place}.role", "'function' is the old form of 'tool'")
     if found.function_call:
@@ -399,7 +399,7 @@ def _text(content: str | list[dict[str, Any]] | None, place: str, left_out: list
         kind = part.get("type")
         text = part.get("text" if kind == "text" else "refusal")
         if kind in ("text", "refusal") and not isinstance(text, str):
-            raise BadParameter(Code.MALFORMED, f"{place}.{index}", "A text part needs a text.")
+            raise BadParameter(Code.MALFORMED, f"{place}.{index}", "A text part needs text.")
         if isinstance(text, str):
             texts.append(text)
         else:

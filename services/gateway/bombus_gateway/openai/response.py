@@ -31,7 +31,7 @@ class OpenAIEncoder:
         self._head = head
         self._chat = request.completion.chat
         self._logprobs_wanted = request.completion.logprobs
-        self._numbers = defaultdict[int, Iterator[int]](count)  # by choice, the numbers of its next calls in a stream
+        self._numbers = defaultdict[int, Iterator[int]](count)  # by choice: numbers for its next calls in a stream
 
     @property
     def headers(self) -> Sequence[HeaderPair]:
@@ -44,7 +44,7 @@ class OpenAIEncoder:
         return encode({**body, "choices": choices, "usage": _usage_body(usage), "system_fingerprint": sampled_by})
 
     def opening(self) -> bytes:
-        """Return the first chunks of a chat's stream, one per choice, with the role of the message."""
+        """Return the first chunks of a chat's stream, one per choice, each with the message's role."""
         if not self._chat:
             return b""
         delta = {"role": "assistant", "content": ""}
@@ -80,7 +80,7 @@ class OpenAIEncoder:
         return event(encode({**body, "choices": [], "usage": _usage_body(usage)})) + DONE
 
     def _body(self, kind: str) -> dict[str, Any]:
-        """Return the first fields of every body and chunk."""
+        """Return the fields that every body and chunk begins with."""
         head = self._head
         return {
             "id": f"chatcmpl-{head.id}" if self._chat else f"cmpl-{head.id}",
@@ -130,14 +130,14 @@ class OpenAIEncoder:
         return self._piece(token).decode("utf-8", "replace")
 
     def _piece(self, token: int) -> bytes:
-        """Return the bytes of a token. A special token has no text, so its name is shown."""
+        """Return the bytes of a token. A special token has no text, so its name is returned."""
         tokenizer = self._head.tokenizer
         name = tokenizer.specials.get(token)
         return name.encode() if name is not None else tokenizer.bytes_of((token,))
 
 
 def _fingerprint(completions: Sequence[Completion]) -> str | None:
-    """Return a text with the oldest and the newest policy version that sampled an answer, or one number if equal."""
+    """Return a text with the oldest and newest policy version that sampled an answer, or one number if equal."""
     versions = set[int]().union(*(completion.versions for completion in completions))
     return "-".join(["bombus", *map(str, sorted({min(versions), max(versions)}))]) if versions else None
 
@@ -153,9 +153,9 @@ def _usage_body(usage: Usage) -> dict[str, Any]:
 
 
 def _joined(completion: Completion, delta: CompletionDelta, numbers: Iterator[int]) -> list[dict[str, Any]]:
-    """Return the deltas for a stream: adjacent texts joined, or one empty text if there are only logprobs.
+    """Return the deltas for a stream, with adjacent texts joined. If there are only logprobs, return one empty text.
 
-    `numbers` yields the numbers of the next calls; a replayed completion already holds all its calls.
+    `numbers` yields the numbers of the next calls, because a replayed completion already contains all its calls.
     """
     out: list[dict[str, Any]] = []
     for part in delta.deltas:

@@ -1,4 +1,4 @@
-"""OpenAI's routes of one engine: chat, completions and models, as plain ASGI."""
+"""OpenAI's routes for one engine: chat, completions and models, as plain ASGI."""
 
 import time
 from collections.abc import Sequence
@@ -20,11 +20,10 @@ from bombus_gateway.openai.tokenizing import TokenRoutes
 
 
 class OpenAIAPI:
-    """The routes of one engine: `chat`, `completions`, `models` and the others are ASGI applications.
+    """The routes for one engine: `chat`, `completions`, `models` and the others are ASGI applications.
 
-    `model` answers the paths below that of `models`, and `nothing` all other paths that OpenAI's clients may try.
-
-    At the root (`any_engine`), the engine is the one that the key was made for.
+    `model` answers the paths below the one of `models`, and `nothing` all other paths that OpenAI's clients may try. At
+    the root (`any_engine`), the key determines the engine.
     """
 
     def __init__(self, gateway: Gateway, calls: Calls, engine: str, any_engine: bool) -> None:
@@ -42,12 +41,12 @@ class OpenAIAPI:
         self._errors = chat
 
     async def model(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer with one model, by a name that calls may use."""
+        """Answer with a description of one model, under a name that calls may use."""
         name = scope["path"].partition("/v1/models/")[2]
         await route("GET", self._errors, partial(self._answer_model, name))(scope, receive, send)
 
     async def embeddings(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse embeddings with an error that says so."""
+        """Refuse with an error that says that embeddings are not offered."""
         why = "Embeddings are not made here: the hive serves the model that it trains, which only generates text."
         await Responder(send, self._errors).fail(Refused(Code.UNSUPPORTED, why))
 
@@ -61,7 +60,7 @@ class OpenAIAPI:
         await response.whole(msgspec.json.encode({"object": "list", "data": [_model(name) for name in names]}))
 
     def _engines_of(self, headers: HeaderMap) -> Sequence[str]:
-        """Return the engines that a key may ask about: with an episode's key, only the engine of the episode."""
+        """Return the engines that a key may ask about. For an episode's key, this is only the episode's engine."""
         if self._gateway.clients.refusal(headers.items()) is not None:
             return (self._agents.verify(episode_key(headers), time.time_ns()).engine,)
         return self._engines

@@ -20,7 +20,7 @@ from bombus_gateway.openai.request import read_chat
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
-    """Either `prompt`, or the `messages`, tools and variables of a chat, which `read_chat` reads."""
+    """Either a `prompt`, or the `messages`, tools and variables of a chat, which are read by `read_chat`."""
 
     prompt: str | None = None
     messages: Any = None
@@ -38,7 +38,7 @@ _detokenize = msgspec.json.Decoder(DetokenizeBody)
 
 
 class TokenRoutes:
-    """The routes. `tokenize` and `detokenize` are ASGI applications that require an episode's key."""
+    """The two routes. `tokenize` and `detokenize` are ASGI applications that require an episode's key."""
 
     def __init__(self, calls: Calls, agents: EpisodeGuard, errors: ErrorEncoder) -> None:
         self._calls = calls
@@ -70,7 +70,7 @@ class TokenRoutes:
     async def _received(
         self, headers: HeaderMap, receive: Receive, decode: Callable[[bytes], _BodyT]
     ) -> tuple[_BodyT, CallRequest]:
-        """Return the decoded body of an agent's request, and an empty call request for admission."""
+        """Return the decoded body of an agent's request, and an empty call request to admit."""
         now_ns = time.time_ns()
         self._calls.check_ready()
         claims = self._agents.verify(episode_key(headers), now_ns)
@@ -94,7 +94,7 @@ def read_tokenize(body: bytes) -> tuple[TokenizeBody, CompletionRequest]:
     if found.prompt is not None:
         return found, CompletionRequest(chat=False, prompt=found.prompt)
     fields = decode_body(raw_fields, body)
-    fields.setdefault("model", msgspec.Raw(b'""'))  # vLLM does not require one
+    fields.setdefault("model", msgspec.Raw(b'""'))  # vLLM does not require a model
     return found, read_chat(msgspec.json.encode(fields)).completion
 
 
@@ -117,7 +117,7 @@ def _detokenized(admitted: Admitted, tokens: list[int]) -> str:
 
 
 def _tokens(admitted: Admitted, completion: CompletionRequest, generate: bool) -> list[int]:
-    """Return the tokens of the prompt that a call with these messages, or with this text, would have."""
+    """Return the tokens of the prompt that a call with these messages, or this text, would have."""
     model = admitted.model
     if isinstance(completion.prompt, str) and not completion.chat:
         return model.tokenizer.encode(completion.prompt)

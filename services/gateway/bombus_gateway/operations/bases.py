@@ -1,6 +1,6 @@
 """The names of bases that the operator defines for training clients: `--base NAME=PATH`.
 
-The log holds only paths: a name can be given another path, and existing models keep their base.
+The log contains only paths, so a name can be given another path while existing models keep their base.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from bombus.weights.models import ready_made
 
 
 class Bases:
-    """The names of one gateway."""
+    """The names that one gateway has for bases."""
 
     def __init__(self, named: Sequence[str]) -> None:
         self._paths = dict(each.split("=", 1) for each in named)
@@ -22,15 +22,15 @@ class Bases:
         return self._paths.get(name, name)
 
     def name_of(self, path: str) -> str:
-        """Return the name that clients use for a base: the first that leads to its path, or the path itself."""
+        """Return the name that clients use for a base: the first name defined for its path, or the path itself."""
         return next((name for name, each in self._paths.items() if each == path), path)
 
     def leads_to(self, path: str) -> bool:
-        """Return whether the operator gave this base a name, so that any client may create models on it."""
+        """Return whether the operator has named this base, so that any client may create models on it."""
         return path in self._paths.values()
 
     def names_of(self, engine: EngineState, may_configure: bool) -> list[str]:
-        """Return the names of all bases on which a client could make a model on an engine now.
+        """Return the names of all bases on which a client could create a model on an engine now.
 
         A client that may configure a free engine may use any base. If the operator has named none, return the models
         that need neither a folder nor a hub (`ready_made`).
@@ -42,12 +42,13 @@ class Bases:
         return names or list(ready_made() if is_free and may_configure else ())
 
     def with_names(self, entry: dict[str, object]) -> dict[str, object]:
-        """Return an entry of a list with the name that clients use for its `base_model`."""
+        """Return a list entry with `base_model` replaced by the name that clients use."""
         return entry | {"base_model": self.name_of(str(entry["base_model"]))}
 
 
 def base_names(engine: EngineState) -> tuple[str, ...]:
-    """Return the names of the base that an engine serves, or would if started: its job's model, then its own name."""
+    """Return the names of the base that an engine serves, or would serve if started: its job's model, then its own
+    name."""
     configured = _configured(engine)
     return () if configured is None else (configured.model, engine.name)
 
@@ -68,5 +69,5 @@ def plain_job(base: str) -> RunConfig:
 
 
 def is_replaceable(job: EngineConfigured | None) -> bool:
-    """Return whether a job can be replaced without losing any setting but its base: it is None or made by a gateway."""
+    """Return whether a job can be replaced with no setting lost but its base: it is None or was made by a gateway."""
     return job is None or (job.model != "" and RunConfig.from_json(job.config) == plain_job(job.model))

@@ -1,4 +1,4 @@
-"""Wait for events that another gateway has just put on the log, before calling anything unknown."""
+"""Wait for events that another gateway has just put on the log, before treating anything as unknown."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -13,7 +13,7 @@ _FoundT = TypeVar("_FoundT")
 
 
 async def catch_up(follower: Follower) -> None:
-    """Return once everything now on the log is folded here. Raises `BusUnavailable`, on which clients ask again."""
+    """Return once everything now on the log is folded here. Raises `BusUnavailable`, upon which clients ask again."""
     try:
         await follower.caught_up(CATCH_UP_S)
     except TimeoutError:
@@ -22,7 +22,7 @@ async def catch_up(follower: Follower) -> None:
 
 
 async def found(follower: Follower, find: Callable[[], _FoundT]) -> _FoundT:
-    """Return the result of `find`; if it refuses because something is unknown or over, catch up and call it again.
+    """Return the result of `find`. If it refuses because something is unknown or over, catch up and call it again.
 
     Raises what `find` raises, and `BusUnavailable`.
     """

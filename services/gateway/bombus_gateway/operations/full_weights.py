@@ -1,4 +1,4 @@
-"""xorl's full-weight model, which an engine whose job has `trainer.enable_lora: false` offers without being asked."""
+"""xorl's full-weight model, which exists by default on an engine whose job has `trainer.enable_lora: false`."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ from bombus_gateway.operations_wire.submission import DEFAULT_MODEL, Submission
 
 
 def adapter_defaults(engine: EngineState) -> AdapterDefaults:
-    """Return the defaults for fields that clients leave out when they create a model on an engine."""
+    """Return the values for fields that a client leaves out when it creates a model on an engine."""
     job = job_of(engine)
     if job is None:
         return AdapterDefaults()
@@ -24,7 +24,7 @@ def adapter_defaults(engine: EngineState) -> AdapterDefaults:
 
 
 def rate_defaults(engine: EngineState) -> RateDefaults:
-    """Return the learning rate, and its schedule if any, of steps whose clients name no rate."""
+    """Return the learning rate, and its schedule if any, for steps whose client gives no rate."""
     job = job_of(engine)
     trainer = None if job is None else job.trainer
     if trainer is None or (trainer.lr_schedule == "constant" and not trainer.warmup_steps):
@@ -50,7 +50,7 @@ class RegisteredModel:
         self._creating = asyncio.Lock()
 
     def existing(self, model: str, holder: str) -> ClientModel | None:
-        """Return the registered model if it exists and a client that creates `model` gets it, else None."""
+        """Return the registered model if it exists and is what a client gets when it creates `model`, or None."""
         found = self._open(holder)
         return found if model == DEFAULT_MODEL and self._is_registered() else None
 
@@ -63,7 +63,8 @@ class RegisteredModel:
     async def create_for(self, submission: Submission, owner: str) -> None:
         """Create the model if this is the first operation that a client sends to it.
 
-        A client that has already sent others had a model that has since ended, and does not get a new one in its place.
+        A client that has already sent others had a model that has since ended. It does not get a new model in its
+        place.
         """
         begins = submission.model == DEFAULT_MODEL and submission.seq <= 1
         if not begins or isinstance(submission.operation, EndModel | Failed):
@@ -71,7 +72,7 @@ class RegisteredModel:
         await self.create(owner)
 
     def unborn(self, model: str, holder: str) -> ClientModel | None:
-        """Return the model as it would be created if `model` is its name and no client has used it yet, else None."""
+        """Return the model as it would be created if `model` names it and no client has used it yet, or None."""
         is_new = model == DEFAULT_MODEL and model not in self._operations.clients.models
         if not is_new or not self._is_free(holder) or not self._is_registered():
             return None
@@ -79,7 +80,7 @@ class RegisteredModel:
         return ClientModel(name=model, session="", base=base_names(engine)[0], run=engine.run, opened_ns=0)
 
     async def create(self, owner: str) -> None:
-        """Create the model for the owner of a key, unless it exists or belongs to another client."""
+        """Create the model for the owner of a key, unless it already exists or belongs to another client."""
         async with self._creating:
             if self._open(owner) is None and self._is_free(owner) and self._is_registered():
                 base = base_names(self._operations.state)[0]
@@ -93,7 +94,7 @@ class RegisteredModel:
         return None if model is None or model.closed is not None else model
 
     def _is_free(self, holder: str) -> bool:
-        """Return whether no other client owns the model or a checkpoint of it."""
+        """Return whether no other client owns the model or one of its checkpoints."""
         return not is_anothers_name(self._operations.clients, DEFAULT_MODEL, holder)
 
     def _is_registered(self) -> bool:

@@ -1,4 +1,4 @@
-"""Find models and checkpoints in the folded state, and list them in the clients' form."""
+"""Find models and checkpoints in the folded state, and list them in the form that clients expect."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -14,9 +14,9 @@ from bombus_gateway.operations_wire.dialects import TrainingDialect, is_tinkers
 from bombus_gateway.operations_wire.paths import CheckpointPath
 
 PAGE_MAX = 1000
-UNMARKED = re.compile(r"synced-(\d{8}-\d{6})-\d{3}")  # names of saves for a sync from before these were marked
-UNMARKED_S = 3600.0  # the longest time between the time in such a name and the save
-CLOCKS_S = 60.0  # by which the clocks of a gateway and the bus may differ
+UNMARKED = re.compile(r"synced-(\d{8}-\d{6})-\d{3}")  # names of saves for a sync made before such saves were marked
+UNMARKED_S = 3600.0  # longest delay between the time in such a name and the save
+CLOCKS_S = 60.0  # allowed difference between the clocks of a gateway and the bus
 
 _T = TypeVar("_T")
 
@@ -47,7 +47,7 @@ def no_checkpoint(path: CheckpointPath) -> Refused:
 
 
 def synced_weights(clients: TrainingClients, kind: CheckpointKind, model: str = "") -> list[KeptWeights]:
-    """Return the weights saved to put servers in sync, of one model or of all xorl models, the newest last."""
+    """Return the weights saved to sync servers, of one model or of all xorl models, newest last."""
     return [
         kept
         for kept in clients.kept.values()
@@ -59,10 +59,10 @@ def synced_weights(clients: TrainingClients, kind: CheckpointKind, model: str = 
 
 
 def is_for_sync(kept: KeptWeights) -> bool:
-    """Return whether a model was saved to put servers in sync, including by gateways that did not mark such saves.
+    """Return whether a model was saved to sync servers, including by gateways that did not mark such saves.
 
-    An unmarked save counts if the time in its name is about when it was saved, and no client has since given it a
-    lifetime or metadata, or published it.
+    An unmarked save counts if the time in its name roughly matches when it was saved, and no client has since given it
+    a lifetime or metadata, or published it.
     """
     saved = kept.noted.saved
     named = UNMARKED.fullmatch(saved.name)
@@ -79,7 +79,7 @@ def _second_of(at_s: float) -> str:
 
 
 def found_model(clients: TrainingClients, name: str, holder: str) -> ClientModel:
-    """Return a model of the holder of a key, even if it has ended. Raises `Refused` UNKNOWN_MODEL."""
+    """Return a model that belongs to the holder of a key, even if it has ended. Raises `Refused` UNKNOWN_MODEL."""
     model = seen_model(clients, name, holder)
     if model is None:
         raise Refused(Code.UNKNOWN_MODEL, f"There is no model {name[:100]} here, or it is gone.")
@@ -87,7 +87,7 @@ def found_model(clients: TrainingClients, name: str, holder: str) -> ClientModel
 
 
 def found_session(clients: TrainingClients, name: str, holder: str) -> TrainingSession:
-    """Return a session of the holder of a key, even if it has ended. Raises `Refused` UNKNOWN_SESSION."""
+    """Return a session that belongs to the holder of a key, even if it has ended. Raises `Refused` UNKNOWN_SESSION."""
     session = seen_session(clients, name, holder)
     if session is None:
         raise Refused(Code.UNKNOWN_SESSION, f"There is no session {name[:100]} here, or it is gone.")
@@ -111,13 +111,13 @@ def checkpoint_entry(kept: KeptWeights) -> dict[str, object]:
 
 
 def checkpoints_of(clients: TrainingClients, model: str = "") -> list[dict[str, object]]:
-    """Return the saved models, of one model or of all, the newest first."""
+    """Return the saved models, of one model or of all, newest first."""
     wanted = [kept for kept in clients.kept.values() if model in ("", kept.noted.model)]
     return [checkpoint_entry(kept) for kept in reversed(wanted)]
 
 
 def run_entry(clients: TrainingClients, model: ClientModel) -> dict[str, object]:
-    """Return a model in the form of Tinker's training runs."""
+    """Return a model in the form of a Tinker training run."""
     session = clients.sessions.get(model.session)
     newest = {kept.noted.saved.use: kept for kept in clients.kept.values() if kept.noted.model == model.name}
     training, sampler = newest.get(CheckpointKind.TRAINING), newest.get(CheckpointKind.SAMPLER)
@@ -140,7 +140,7 @@ def weights_entry(of: WeightsKept | ClientModel) -> dict[str, object]:
 
 
 def has_adapter(model: ClientModel, wanted: AdapterSpec | None) -> bool:
-    """Return whether a model has the adapter that its client wants (None: no adapter), ignoring the seed."""
+    """Return whether a model has the adapter that its client wants (None for no adapter), ignoring the seed."""
     shape = model.adapter
     if shape is None or wanted is None:
         return shape is None and wanted is None

@@ -1,4 +1,4 @@
-"""Puts operations of training clients on the log. `results` answers with what became of them."""
+"""Puts operations of training clients on the log. `results` answers with their results."""
 
 import uuid
 from collections.abc import Callable
@@ -35,13 +35,13 @@ from bombus_gateway.operations_wire.dialects import is_tinkers
 from bombus_gateway.operations_wire.submission import Submission
 
 ATTEMPTS_MAX = 4
-REPEAT_S = 30.0  # within which an equal request of xorl's client counts as a repeat; nothing else marks one
+REPEAT_S = 30.0  # time within which an equal request of xorl's client is a repeat; nothing else marks one
 END_STEM = "end."  # the prefix of the keys of requests that end a model of Tinker's clients
 REMEMBERED = 10_000
 
-# Temporary refusals. Clients retry these on their own, but do not retry after a failed future.
+# Temporary refusals. Clients retry these themselves, but they do not retry after a failed future.
 _PASSING = (Code.QUOTA, Code.OVERLOADED, Code.STORAGE_FULL, Code.BUS_DOWN)
-# Refusals after which no failure can be put on the log: there is no such model, or another operation has its key.
+# Refusals after which no failure can be put on the log: there is no such model, or another operation has the key.
 _WITHOUT_PLACE = (Code.OTHER_BODY, Code.UNKNOWN_MODEL, Code.UNKNOWN_SESSION, Code.SESSION_OVER)
 
 
@@ -49,7 +49,7 @@ class OperationLog:
     """The operations of one engine, as its training clients see them.
 
     The id of a request is the id of its operation on the log, `MODEL:KEY`, so every gateway can answer for it. An
-    operation that could not be put on the log is remembered as a failure, in this gateway only.
+    operation that could not be put on the log is remembered as a failure, but only by this gateway.
     """
 
     def __init__(self, gateway: Gateway, engine: str, repeat_s: float = REPEAT_S) -> None:
@@ -59,8 +59,8 @@ class OperationLog:
         self._parts = Parts(gateway.bus)
         self.failures: dict[str, tuple[str, Failed]] = {}  # by operation id, each with the owner of the client's key
         # A forgotten session frees its names for reuse, so an id alone does not identify an operation.
-        self.submitted: dict[tuple[str, bytes], Submission] = {}  # by id and digest of the body, without their data
-        self.delivered: dict[int, None] = {}  # the arrival numbers of operations whose results were sent
+        self.submitted: dict[tuple[str, bytes], Submission] = {}  # by id and digest of the body; without their data
+        self.delivered: dict[int, None] = {}  # arrival numbers of operations whose results were sent
 
     @property
     def state(self) -> EngineState:
@@ -71,7 +71,7 @@ class OperationLog:
         return self.state.clients
 
     async def until(self, holds: Callable[[], bool], limit_s: float) -> bool:
-        """Wait until `holds` is true of the folded state. Return False if the limit expires first."""
+        """Wait until `holds` returns true for the folded state. Return False if the limit expires first."""
         try:
             await self._gateway.follower.wait_for(lambda _: holds(), limit_s)
         except TimeoutError:
@@ -81,7 +81,7 @@ class OperationLog:
     async def submit(self, session: str, submission: Submission, base: str = "", owner: str = "") -> str:
         """Put an operation on the log, and return the id of its future. On return the operation is durable.
 
-        `session` is "" if the client, whose key has the name `owner`, has no such model. An operation that cannot be
+        `session` is "" if the client, whose key's name is `owner`, has no such model. An operation that cannot be
         executed becomes a failed future. Raises `Refused` if the client has to retry later, and `BusUnavailable`.
         """
         model, failure = submission.model, submission.operation
@@ -90,7 +90,7 @@ class OperationLog:
         known = self.clients.models.get(model)
         whose = f"{owner}/{0 if known is None else known.opened_ns}/".encode()
         own = (await self._gateway.workers.run(CLIENTS, len(body), lambda: digest(whose + body))).hex()[:8]
-        own_name = f"{model}:{submission.seq}:{own}"  # differs from the id of any operation that is accepted later
+        own_name = f"{model}:{submission.seq}:{own}"  # differs from the id of any operation accepted later
         if isinstance(failure, Failed) and not (session and self._is_open(model)):
             return self._remember_failure(own_name, failure, owner)
         if not session:
@@ -111,7 +111,7 @@ class OperationLog:
     async def _accepted(
         self, session: str, submission: Submission, operation: Operation, body: bytes, base: str
     ) -> tuple[str, bytes]:
-        """Store the body, and have the operation accepted under a key of its own.
+        """Store the body, and have the operation accepted under its own key.
 
         Returns the id of the operation and the digest of its body.
         """
@@ -119,7 +119,7 @@ class OperationLog:
         for attempt in range(1, ATTEMPTS_MAX + 1):
             ref = await self._parts.store(self._gateway.bus.subjects.operation(self.engine, model), body)
             if not _is_numbered(submission):
-                await catch_up(self._gateway.follower)  # its key depends on what came before
+                await catch_up(self._gateway.follower)  # its key depends on earlier operations
             message = inbox.Operate(
                 id=uuid.uuid4().hex,
                 engine=self.engine,
@@ -138,7 +138,7 @@ class OperationLog:
             try:
                 answer = await self._gateway.carry_out(message)
             except Refused as refusal:
-                # The key is in use by an operation with another body, or this repeat came too late.
+                # An operation with another body has this key, or the repeat came too late.
                 is_another = refusal.code == Code.OTHER_BODY and not _is_numbered(submission)
                 if attempt == ATTEMPTS_MAX or not (is_another or refusal.code == Code.BODY_GONE):
                     raise
@@ -151,12 +151,12 @@ class OperationLog:
     def _key(self, submission: Submission, body_digest: bytes, may_repeat: bool) -> str:
         """Return the key of an operation. Requests with equal keys are the same operation.
 
-        Tinker's clients number the requests to a model, except the one that ends it. In xorl's client each object
-        numbers its own requests, and several objects may use one model, at once or in turn. An object sends no request
-        before the previous one is answered. So an equal number is a repeat only if the body is equal too, no other
-        operation came in between, and it arrives within seconds. The coordinator checks the time, by the clock of the
-        log. A batch or a step is never a repeat if it has no number or its result was already read: a client may send
-        equal ones on purpose. A save or an end that failed changed nothing, so an equal request executes it anew.
+        Tinker's clients number the requests to a model, except the request that ends it. In xorl's client each object
+        numbers its own requests, and several objects may use one model, concurrently or in turn. An object sends no
+        request before the previous one is answered. So an equal number means a repeat only if the body is equal too, no
+        other operation came in between, and it arrives within seconds. The coordinator checks the time, by the clock of
+        the log. A batch or a step is never a repeat if it has no number or its result was already read, as a client may
+        send equal ones on purpose. A save or an end that failed changed nothing, so an equal request executes it again.
         """
         if _is_numbered(submission):
             return str(submission.seq)
@@ -166,7 +166,7 @@ class OperationLog:
         if model is None or not before:
             return f"{stem}1"
         newest = before[-1]
-        of_this_model = newest.number >= model.begun  # and not of an earlier model of the same name
+        of_this_model = newest.number >= model.begun  # not of an earlier model of this name
         is_new_model = model.closed is not None and isinstance(submission.operation, CreateModel)
         is_next = of_this_model and newest.number == model.numbers and not is_new_model
         if isinstance(submission.operation, ForwardBackward | OptimStep):
@@ -182,7 +182,7 @@ class OperationLog:
         return model is not None and model.closed is None
 
     def remember(self, name: str, body_digest: bytes, submission: Submission) -> None:
-        """Remember the submission of an operation, without its data, for the writer of its result."""
+        """Remember the submission of an operation, without its data, for writing its result."""
         self.submitted[name, body_digest] = submission
         trim(self.submitted, REMEMBERED)
 
@@ -193,7 +193,8 @@ class OperationLog:
 
 
 def _on_the_log(submission: Submission) -> Operation:
-    """Return the operation to put on the log: a refused one becomes `Rejected`, which keeps its place in the order."""
+    """Return the operation to put on the log. A refused operation becomes `Rejected`, which keeps its place in the
+    order."""
     operation = submission.operation
     return Rejected(failure=operation, counts=submission.counts) if isinstance(operation, Failed) else operation
 

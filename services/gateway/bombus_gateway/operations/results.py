@@ -1,4 +1,4 @@
-"""Answers training clients with the results of their operations, or with the reasons why these wait."""
+"""Answers training clients with the results of their operations, or with the reasons why the operations wait."""
 
 import asyncio
 
@@ -42,7 +42,7 @@ HOLD_S = 30.0  # how long a request for a result that is not ready is held open
 
 
 class Waits(msgspec.Struct, frozen=True):
-    """Why an operation waits, as text for the client, and Tinker's name for the state of its queue."""
+    """Why an operation waits, as text for the client, and Tinker's name for the state of the queue."""
 
     reason: str
     state: QueueState
@@ -71,7 +71,8 @@ class OperationResults:
         return ready(await asyncio.to_thread(write_result, dialect, submission, outcome), asked)
 
     async def outcome(self, name: str, hold_s: float, holder: str = "") -> Result | Waits | None:
-        """Return an operation's result, or why it still waits after `hold_s`; None if the holder may not see one."""
+        """Return an operation's result, or why it still waits after `hold_s`. None if there is none that the holder may
+        see."""
         queued = await self._found(name, holder)
         if queued is None:
             owner, failure = self._operations.failures.get(name, ("", None))
@@ -90,7 +91,8 @@ class OperationResults:
         return result
 
     async def _found(self, name: str, holder: str) -> Queued | None:
-        """Return an operation of the holder of a key, including one that another gateway has just put on the log."""
+        """Return an operation that belongs to the holder of a key, even if another gateway has only just put it on the
+        log."""
         if self._seen(name, holder) is None and name not in self._operations.failures:
             await catch_up(self._gateway.follower)
         return self._seen(name, holder)
@@ -126,7 +128,7 @@ class OperationResults:
         return Waits(f"{before} operations of this model come first, and {others} of other models wait too.", "active")
 
     async def _submission(self, model: str, queued: Queued | None) -> Submission:
-        """Return the submission of an operation, without its data, as far as the result's writer needs it."""
+        """Return the submission of an operation, without its data, for writing its result."""
         unknown_one = Submission(model=model, seq=0, operation=EndModel())
         if queued is None or queued.body is None:
             return unknown_one
@@ -136,7 +138,7 @@ class OperationResults:
             return known
         try:
             operation = decode_operation(await self._parts.fetch(queued.body))
-        except LogCorrupted:  # results outlive the bodies of their operations
+        except LogCorrupted:  # results outlive their operations' bodies
             return unknown_one
         known = Submission(
             model=model, seq=0, operation=without_data(operation), sampling_session=_sampling_session(model, operation)
@@ -146,7 +148,7 @@ class OperationResults:
 
 
 def _sampling_session(model: str, operation: Operation) -> str:
-    """Return the sampling session that was begun with an unnamed save, from the name of its checkpoint, or ""."""
+    """Return the sampling session that an unnamed save began, according to the name of its checkpoint, or ""."""
     if not isinstance(operation, SaveWeights) or not is_tinkers(model):
         return ""
     number = operation.name.removeprefix(UNNAMED_SAMPLE).removeprefix(INFLIGHT_SAMPLE)

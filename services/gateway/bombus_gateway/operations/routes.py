@@ -1,7 +1,7 @@
 """The routes of training clients, below `/api/v1`, in the dialects of Tinker and xorl.
 
 A request for an operation is answered with the id of its future as soon as the operation is durable. If the request is
-invalid, the future reports that as a failure: the number is used up, and the client continues with the next one.
+invalid, the future reports the failure: the number is used up, and the client continues with the next one.
 """
 
 import time
@@ -58,9 +58,9 @@ from bombus_gateway.operations_wire.steps import read_abort_epoch, read_optim_st
 from bombus_gateway.operations_wire.submission import DEFAULT_MODEL, Submission
 from bombus_gateway.plain_routes import JsonResponse, PlainRoute, below, checked
 
-# Chunks of one request are sent in order, so that repeating a run gives bitwise the same result.
+# Chunks of one request are sent in order, so that repeating a run gives bitwise identical results.
 CLIENT_CONFIG = {"parallel_fwdbwd_chunks": False, "proto_compress_fwdbwd": True}
-LAST_S = 600.0  # for the pending operations to be executed, and for the model to be created or saved
+LAST_S = 600.0  # time for pending operations, and for creating or saving the model
 DYNAMIC_CONFIG = {"refresh_interval_sec": 300, "sample_cancel_enabled": False, "sample_cancel_max_batch_size": 64}
 
 _T = TypeVar("_T")
@@ -75,7 +75,7 @@ _asked = msgspec.json.Decoder(_Asked)
 
 
 def training_routes(gateway: Gateway, calls: Calls, engine: str) -> list[PlainRoute]:
-    """Return the routes of training clients of one engine, to be mounted below the engine's prefix."""
+    """Return the routes of one engine's training clients, to be mounted below the engine's prefix."""
     bases = Bases(gateway.settings.bases)
     operations = OperationLog(gateway, engine)
     sessions = Sessions(gateway, operations, bases)
@@ -168,7 +168,7 @@ class TrainingRoutes:
         return JsonResponse({"supported_models": [{"model_name": name, **known} for name in names]})
 
     def _context(self) -> int | None:
-        """Return the longest sequence that the job and the replicas allow; None if there is no job and no replica."""
+        """Return the longest sequence that the job and the replicas allow, or None if there are neither."""
         engine = self._operations.state
         job = job_of(engine)
         lengths = [replica.sequence_tokens for replica in engine.usable.values() if replica.sequence_tokens]
@@ -237,11 +237,11 @@ class TrainingRoutes:
         return JsonResponse({"model_id": there.name, "status": "created", "type": "create_model"})
 
     async def _equal(self, submission: Submission, holder: str) -> ClientModel | None:
-        """Return the model that xorl's client wants to create if it exists already and is the same, else None."""
+        """Return the model that xorl's client wants to create if it already exists and is the same, or None."""
         known, wanted = await self._sessions.model(submission.model, holder), submission.operation
         if known is None or known.closed is not None or not isinstance(wanted, CreateModel):
             return None
-        if known.executed == 0:  # its adapter is known only once it is created
+        if known.executed == 0:  # the adapter is known only once the model is created
             await self._operations.until(lambda: known.executed > 0 or known.closed is not None, HOLD_S)
         names = (known.base, *base_names(self._operations.state))
         is_of_base = self._bases.path_of(wanted.base) in names and known.base in names
@@ -360,7 +360,7 @@ class TrainingRoutes:
         return await self._found(lambda: found_model(self._operations.clients, name, holder))
 
     async def _described(self, name: str, holder: str) -> ClientModel:
-        """Return a model. It may be the registered default model, even if no client has used it yet."""
+        """Return a model. This may be the registered default model, even if no client has used it yet."""
         known = await self._sessions.model(name, holder)
         return known or self._registered.unborn(name, holder) or await self._model(name, holder)
 
@@ -376,9 +376,9 @@ class TrainingRoutes:
         return answered(accepted(await self._operations.submit(session, submission, owner=owner), submission.model))
 
     async def _readable(self, submission: Submission, load: LoadWeights, holder: str) -> Submission:
-        """Return the load, or a failed submission if its client may not read the checkpoint.
+        """Return the load, or a failed submission if the client may not read the checkpoint.
 
-        If the client owns the checkpoint's model, the load is not failed here: a pending operation may still save it.
+        If the client owns the checkpoint's model, the load does not fail here: a pending operation may still save it.
         """
         path = path_of_operation(load.checkpoint)
         try:
@@ -408,7 +408,7 @@ class TrainingRoutes:
         return JsonResponse(answer | lora_fields(model.adapter))
 
     def _tokenizer(self, base: str) -> str:
-        """Return where a client finds the tokenizer: a folder, if this machine has it there, or else the base."""
+        """Return where a client finds the tokenizer: a folder if it is on this machine, otherwise the base."""
         ready = self._operations.state.weights
         if ready is None or ready.weights.objects or not Path(ready.weights.where, "tokenizer.json").is_file():
             return base
@@ -476,7 +476,7 @@ class TrainingRoutes:
 
 
 def _ended_name(model: ClientModel) -> str:
-    """Return the name that a model is saved under when it is killed; repeated requests get the same name."""
+    """Return the name under which a model is saved when it is killed. Repeated requests get the same name."""
     opened = time.strftime("%Y%m%d-%H%M%S", time.gmtime(model.opened_ns / 1e9))
     return f"ended-{opened}-{model.opened_ns // 1000 % 10**6:06}"
 

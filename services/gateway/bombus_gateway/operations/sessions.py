@@ -1,4 +1,4 @@
-"""Sessions of training clients: Tinker's clients open one and send heartbeats; xorl's have one for each model."""
+"""Sessions of training clients. Tinker's clients open one and send heartbeats; xorl's have one for each model."""
 
 import uuid
 from typing import Any
@@ -21,7 +21,7 @@ from bombus_gateway.operations.operation_log import OperationLog
 from bombus_gateway.operations_wire.dialects import TrainingDialect, is_tinkers, session_of
 from bombus_gateway.operations_wire.submission import DEFAULT_MODEL, ModelAddress
 
-XORL_IDLE_S = 7200.0  # long, since xorl's clients send no heartbeats between their requests
+XORL_IDLE_S = 7200.0  # long, since xorl's clients send no heartbeats between requests
 DETAIL_CHARACTERS = 500
 
 
@@ -56,14 +56,14 @@ class Sessions:
         self._bases = bases
 
     async def open(self, body: bytes, holder: KeyHolder, request_key: str) -> str:
-        """Open a session of Tinker's client. A repeated request, with the same key, gets the same session."""
+        """Open a session of Tinker's client. A repeated request, which has the same key, gets the same session."""
         given = decode_body(_new_sessions, body)
         metadata = {name: value for name, value in msgspec.structs.asdict(given).items() if value}
         named = digest(f"{holder.name}/{request_key}".encode()).hex()[:16] if request_key else uuid.uuid4().hex[:16]
         return await self._open(f"s-{named}", TrainingDialect.TINKER, holder, metadata)
 
     async def open_for_model(self, holder: KeyHolder) -> str:
-        """Open the session of one model of xorl's client. It ends with its model."""
+        """Open a session for one model of xorl's client. The session ends with its model."""
         return await self._open(f"x-{uuid.uuid4().hex[:16]}", TrainingDialect.XORL, holder, {})
 
     async def _open(self, session: str, dialect: TrainingDialect, holder: KeyHolder, metadata: dict[str, Any]) -> str:
@@ -83,7 +83,7 @@ class Sessions:
         return session
 
     async def beat(self, body: bytes, holder: str) -> None:
-        """Record a heartbeat. Raises `Refused` SESSION_OVER, after which the client sends no more of them."""
+        """Record a heartbeat. Raises `Refused` SESSION_OVER, after which the client stops sending them."""
         session = beating_name(body)
         known = await found(self._gateway.follower, lambda: self._beating(session, holder))
         self._gateway.heartbeats.touch_session(self._operations.engine, known.session)
@@ -111,13 +111,13 @@ class Sessions:
         await self._gateway.carry_out(close)
 
     async def found(self, session: str, holder: str) -> TrainingSession:
-        """Return a session of the holder of a key. Raises `Refused` UNKNOWN_SESSION."""
+        """Return a session that belongs to the holder of a key. Raises `Refused` UNKNOWN_SESSION."""
         return await found(self._gateway.follower, lambda: found_session(self._operations.clients, session, holder))
 
     async def model(self, name: str, holder: str) -> ClientModel | None:
-        """Return a model of the holder of a key, or None if there is no such model."""
+        """Return a model that belongs to the holder of a key, or None if there is no such model."""
         known = seen_model(self._operations.clients, name, holder)
-        if known is None or known.closed is not None:  # it may have been created at another gateway
+        if known is None or known.closed is not None:  # it may have been created through another gateway
             await catch_up(self._gateway.follower)
             known = seen_model(self._operations.clients, name, holder)
         return known
@@ -128,10 +128,10 @@ class Sessions:
         return "" if known is None else known.session
 
     async def check_new(self, model: str, holder: str) -> None:
-        """Raise `Refused` unless the holder of a key may create a model of this name.
+        """Raise `Refused` unless the holder of a key may create a model with this name.
 
-        xorl's clients choose the names of their models. A name belongs to its client as long as a model or a checkpoint
-        of that name exists.
+        xorl's clients choose the names of their models. A name belongs to its client for as long as a model or a
+        checkpoint with that name exists.
         """
         if is_tinkers(model):
             await self.found(session_of(model), holder)
@@ -143,9 +143,10 @@ class Sessions:
             )
 
     async def begin_sampling(self, session: str, base: str, headers: RawHeaders) -> None:
-        """Let a session sample from a base, or from checkpoints on it. Starts a run if the engine is offline.
+        """Let a session sample from a base, or from checkpoints on it. Start a run if the engine is offline.
 
-        Raises `Refused` if the engine serves another base, and as `base` does. Leaves a run of another kind as it is.
+        Do nothing if a run of another kind is active. Raises `Refused` if the engine serves another base, and in the
+        same cases as `base`.
         """
         engine, known = self._operations.state, self._operations.clients.sessions.get(session)
         if engine.phase != Phase.OFFLINE and not engine.serves_operations:
@@ -158,15 +159,16 @@ class Sessions:
         await self._gateway.carry_out(begin)
 
     def may_configure(self, headers: RawHeaders) -> bool:
-        """Return whether a client who has sent these headers may give an engine a job."""
+        """Return whether a client that sent these headers may give an engine a job."""
         return self._gateway.control.refusal(headers) is None
 
     async def base(self, wanted: str, headers: RawHeaders) -> str:
-        """Return the engine's name for the base that a client names; `headers` are those of its request.
+        """Return the engine's name for the base that a client names. `headers` are those of the client's request.
 
         If the engine has no job, or is offline with a job that a gateway made for another base, configure it with a job
         for this base. Raises `Refused` if its job was not made by a gateway, or if the client may not configure the
-        engine. A client may if it has the admin key, if the hive has none, or if the operator gave the base a name.
+        engine. A client may do so if it has the admin key, if the hive has no admin key, or if the operator named the
+        base.
         """
         engine = self._operations.state
         names = base_names(engine)

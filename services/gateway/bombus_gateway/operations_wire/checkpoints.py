@@ -1,4 +1,4 @@
-"""Requests for saving a model and for loading a checkpoint into it."""
+"""Requests to save a model and to load a checkpoint into a model."""
 
 import msgspec
 
@@ -11,9 +11,9 @@ from bombus_gateway.operations_wire.paths import CheckpointPath, checked_name, r
 from bombus_gateway.operations_wire.submission import NOT_GIVEN, SeqId, Submission, addressed, attempted, submitted
 
 INFLIGHT, SNAPSHOT = "inflight", "snapshot"
-UNNAMED_SAMPLE = "sample-"  # the prefix of the name of a checkpoint that was saved to begin a sampling session
-INFLIGHT_SAMPLE = "inflight-"  # the same for a session that moves to later saves of this kind
-UNNAMED_S = 86_400.0  # how long these are kept unless the client says otherwise: loops save one in each step
+UNNAMED_SAMPLE = "sample-"  # name prefix of a checkpoint that was saved to begin a sampling session
+INFLIGHT_SAMPLE = "inflight-"  # the same for a session that moves on to later saves of this kind
+UNNAMED_S = 86_400.0  # default lifetime of such checkpoints, short because loops save one in each step
 TTL_S_MAX = 10 * 365 * 86_400  # ten years, the longest lifetime that Tinker's client documents
 
 
@@ -51,23 +51,25 @@ _infos = msgspec.json.Decoder(_Info)
 
 
 def read_save(dialect: TrainingDialect, kind: CheckpointKind, body: bytes) -> Submission:
-    """Read a request to save a model as a checkpoint of this kind. The trainer names it if the request does not.
+    """Read a request to save a model as a checkpoint of this kind. If the request gives no name, the trainer chooses
+    one.
 
-    An existing checkpoint of a Tinker client is replaced only if the client asks for it. xorl's clients cannot ask, and
-    reuse one name, so theirs are replaced. A checkpoint that begins a sampling session is named after its number.
+    A Tinker client's existing checkpoint is replaced only if the client asks for it. xorl's clients cannot ask and
+    reuse the same name, so their checkpoints are replaced. A checkpoint that begins a sampling session is named after
+    its number.
     """
     model, seq = addressed(dialect, body)
     return submitted(model, seq, lambda: _saved(dialect, kind, body, (model, seq)))
 
 
 def read_load(dialect: TrainingDialect, body: bytes) -> Submission:
-    """Read a request to load a checkpoint into an existing model. `read_create_by_load` reads one for a new model."""
+    """Read a request to load a checkpoint into an existing model. For a new model, use `read_create_by_load`."""
     model, seq = addressed(dialect, body)
     return Submission(model=model, seq=seq, operation=attempted(lambda: _load(body, model)))
 
 
 def checked_ttl(ttl_seconds: float | None) -> float:
-    """Return how many seconds a checkpoint is kept, 0 for forever. Raises `Refused` MALFORMED."""
+    """Return for how many seconds a checkpoint is kept, where 0 means forever. Raises `Refused` MALFORMED."""
     if ttl_seconds is not None and not 0 < ttl_seconds <= TTL_S_MAX:
         why = f"ttl_seconds is {ttl_seconds}, but must be above 0 and at most {TTL_S_MAX}; null keeps it forever."
         raise Refused(Code.MALFORMED, why)
@@ -75,7 +77,7 @@ def checked_ttl(ttl_seconds: float | None) -> float:
 
 
 def read_weights_info(body: bytes) -> CheckpointPath:
-    """Return the checkpoint that a `weights_info` asks about. Raises `Refused` unless it is a checkpoint's path."""
+    """Return the checkpoint that a `weights_info` request names. Raises `Refused` if the path is not a checkpoint's."""
     given = decode_body(_infos, body)
     return read_path(given.tinker_path or given.xorl_path or "")
 

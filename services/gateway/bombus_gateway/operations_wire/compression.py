@@ -10,15 +10,15 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-# A frame may ask for a window of 2 GiB. Those of Tinker's client fit the 8 MiB that RFC 8878 asks of every decoder.
+# A frame may ask for a window of 2 GiB. Those of Tinker's client fit the 8 MiB that RFC 8878 requires of every decoder.
 _OPTIONS: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 23}
 
 
 def decompressed(encoding: str, body: bytes, bytes_max: int = limits.TRAINING_BODY_BYTES) -> bytes:
     """Return a decompressed body, decompressing no more than `bytes_max`.
 
-    Raises `Refused`: UNSUPPORTED for an encoding other than zstd, MALFORMED unless the body is one whole frame, and
-    TOO_LARGE.
+    Raises `Refused`: UNSUPPORTED for an encoding other than zstd, MALFORMED unless the body is a single whole frame,
+    and TOO_LARGE.
     """
     named = encoding.strip().lower()
     if named in ("", "identity"):

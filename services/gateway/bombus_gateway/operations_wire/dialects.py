@@ -5,19 +5,19 @@ from enum import StrEnum
 
 PROTOBUF = "application/x-protobuf"
 JSON = "application/json"
-OF_TINKER = ":train:"  # in the ids of models that Tinker's client makes, and in no others
+OF_TINKER = ":train:"  # only in model ids made by Tinker's client
 
 OF_SAMPLE = ":sample:"  # in the ids of sampling sessions
 
 
 class TrainingDialect(StrEnum):
-    """Whose client sent a request. The value is also the scheme of its paths."""
+    """Whose client sent a request. The value is also the scheme of that client's paths."""
 
     TINKER = "tinker"
     XORL = "xorl"
 
 
-# Per route, the fields that only Tinker's client sends: a body with any of them is Tinker's, any other is xorl's.
+# By route: fields that only Tinker's client sends. A body with any of them is Tinker's; any other body is xorl's.
 _SIGNS = {
     "create_model": ("model_seq_id",),
     "retrieve_future": ("allow_metadata_only",),
@@ -32,9 +32,10 @@ _ALWAYS_XORL = ("forward", "abort_gradient_epoch", "kill_session", "list_checkpo
 
 
 def dialect_of(path: str, content_type: str, fields: Container[str], model: str = "") -> TrainingDialect:
-    """Return the dialect of a request, by its path below `/api/v1/`, the names in its JSON body, and its model.
+    """Return the dialect of a request, from its path below `/api/v1/`, the names in its JSON body, and its model.
 
-    An id in the form of Tinker's client decides it, since a model's dialect determines how its gradient is reduced.
+    A model id in the form of Tinker's client settles it, since a model's dialect determines how its gradient is
+    reduced.
     """
     route = path.rpartition("/api/v1/")[2].strip("/")
     if is_tinkers(model) or route in _ALWAYS_TINKER:

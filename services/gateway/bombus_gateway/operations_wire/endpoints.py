@@ -24,7 +24,7 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 class NewEndpoint(msgspec.Struct, frozen=True):
-    """An inference server that is to get weights. With `sync` it gets the current weights immediately."""
+    """An inference server to give weights to. With `sync` it gets the current weights immediately."""
 
     at: Endpoint
     world_size: int
@@ -32,7 +32,7 @@ class NewEndpoint(msgspec.Struct, frozen=True):
 
 
 class SyncRequest(msgspec.Struct, frozen=True):
-    """A sync of `model`, where "" is the default or only one. Servers call the weights `label`; "" is our choice."""
+    """A sync of `model`; "" means the default or only model. Servers call the weights `label`; "" lets us choose."""
 
     model: str = ""
     label: str = ""

@@ -9,13 +9,13 @@ from bombus_gateway.decoding.json_body import decode_body
 from bombus_gateway.operations_wire.dialects import JSON, TrainingDialect
 from bombus_gateway.operations_wire.submission import checked_id
 
-LARGE_BYTES = 1 << 20  # Tinker's client wants to make room before it receives a larger answer
+LARGE_BYTES = 1 << 20  # Tinker's client wants to make room before receiving a larger answer
 
 QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
 
 class FutureRequest(msgspec.Struct, frozen=True):
-    """Which result a client asks for. With `may_be_size`, a large result may be answered with its size alone."""
+    """Which result a client asks for. If `may_be_size`, a large result may be answered with only its size."""
 
     id: str
     dialect: TrainingDialect
@@ -61,21 +61,21 @@ def ready(answer: FutureAnswer, request: FutureRequest) -> FutureAnswer:
 
 
 def try_again(request: FutureRequest, reason: str, waiting: QueueState = "active") -> FutureAnswer:
-    """Return the answer that there is no result yet, with the reason as text.
+    """Return the answer that says there is no result yet, with the reason as text.
 
-    Tinker's client asks again immediately after a 408, and does not tell its user, so hold the request for a while
-    first. xorl's client waits a second after a 200, but does not wait after a 408.
+    Tinker's client asks again immediately after a 408 without telling its user, so hold the request for a while first.
+    xorl's client waits a second after a 200, but not after a 408.
     """
     content = {"type": "try_again", "request_id": request.id, "queue_state": waiting, "queue_state_reason": reason}
     return json_answer(content, 408 if request.dialect == TrainingDialect.TINKER else 200)
 
 
 def failed(failure: Failed) -> FutureAnswer:
-    """Return the answer that an operation failed. Its status is 200, as for a result, so that no client retries."""
+    """Return the answer that says an operation failed. The status is 200, as for results, so that no client retries."""
     return json_answer({"error": failure.error, "category": failure.category.value})
 
 
 def unknown(request_id: str) -> FutureAnswer:
-    """Return the answer that a future is unknown or has expired. Tinker's client resends a sample after a 410."""
+    """Return the answer that says a future is unknown or has expired. Tinker's client resends a sample after a 410."""
     why = f"There is no result {request_id!r} here, or it has expired; send the operation again."
     return json_answer({"detail": why}, 410)

@@ -24,7 +24,7 @@ from bombus_gateway.operations_wire.submission import NOT_GIVEN, Seed, is_given
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
-    """A request for samples. The prompt of `asked` is empty if it is given as `text`.
+    """A request for samples. The prompt of `asked` is empty if the prompt is given as `text`.
 
     `adapter` is the path or the name of a checkpoint to sample from, or empty.
     """
@@ -36,7 +36,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
 
 
 class _GenerateParams(DrawingParams, forbid_unknown_fields=True, kw_only=True):
-    """The supported parameters. Any other could change the samples, so it is refused with its name."""
+    """The supported parameters. Any other parameter could change the samples, so it is refused by name."""
 
     max_new_tokens: int = 128
     sampling_seed: Seed | None = None
@@ -99,7 +99,7 @@ def write_generated(
     logprobs: bool,
     reasons_are_objects: bool = False,
 ) -> dict[str, object] | list[dict[str, object]]:
-    """Return samples with their texts; a single one is not wrapped in a list.
+    """Return samples with their texts. A single sample is not wrapped in a list.
 
     `finish_reason` is a string, which xorl's client understands, or an object as in SGLang.
     """

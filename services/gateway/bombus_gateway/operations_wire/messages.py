@@ -1,6 +1,6 @@
-"""The protobuf messages of Tinker's wire, built at import from a table, in a separate pool and package.
+"""The protobuf messages of Tinker's wire format, built at import from a table, in a separate pool and package.
 
-Names of packages and files are not on the wire, so these classes can be loaded beside the SDK's and vLLM's, with any
+Names of packages and files are not sent, so these classes can be loaded alongside the SDK's and vLLM's, with any
 installed version of protobuf. Parts that we never read, such as images, are declared as `bytes` here.
 """
 
@@ -12,14 +12,14 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message, message_fa
 from bombus.errors import Code, Refused
 from bombus_gateway import limits
 
-Message: TypeAlias = Any  # an instance of one of the classes below, whose fields are only known at run time
+Message: TypeAlias = Any  # instance of a class below, whose fields are known only at run time
 MessageType: TypeAlias = Any
 
 PACKAGE = "bombus.tinker_wire"
 
 
 class WireDType(IntEnum):
-    """Number types, with the values that the SDK uses for them."""
+    """Number types, with the values that the SDK uses."""
 
     UNSPECIFIED = 0
     FLOAT32 = 1
@@ -36,7 +36,7 @@ class WireStop(IntEnum):
 
 
 class _Field(NamedTuple):
-    """A field of a message. `kind` is a type of proto3, or the name of a message; `key` makes it a map."""
+    """A field of a message. `kind` is a proto3 type or the name of a message; `key` makes the field a map."""
 
     name: str
     number: int
@@ -55,7 +55,7 @@ _TABLE: dict[str, tuple[_Field, ...]] = {
         _Field("prompt_cache_hit_tokens", 4, "int32"),
     ),
     "SampledSequence": (
-        _Field("stop_reason", 1, "int32"),  # an enum, which has the same encoding
+        _Field("stop_reason", 1, "int32"),  # an enum, which is encoded the same way
         _Field("tokens", 2, "bytes"),
         _Field("logprobs", 3, "bytes", optional=True),
         _Field("topk_sampled_logprobs", 4, "TopkLogprobs", optional=True),
@@ -131,7 +131,7 @@ _SCALARS: dict[str, int] = {
 
 
 def _add_field(owner: Message, field: _Field, oneofs: dict[str, int]) -> None:
-    """Add a field to the descriptor of its message. A map is added as repeated pairs, its form on the wire."""
+    """Add a field to the descriptor of its message. A map is added in its form on the wire, as repeated pairs."""
     added = owner.field.add(name=field.name, number=field.number)
     added.label = _Proto.LABEL_REPEATED if field.many or field.key else _Proto.LABEL_OPTIONAL
     kind = field.kind
@@ -159,7 +159,7 @@ def _file() -> Message:
     for name, fields in _TABLE.items():
         owner = described.message_type.add(name=name)
         shared = dict.fromkeys(field.oneof for field in fields if field.oneof)
-        alone = [f"_{field.name}" for field in fields if field.optional]  # after the others, as protoc orders them
+        alone = [f"_{field.name}" for field in fields if field.optional]  # last, as protoc orders them
         oneofs = {each: index for index, each in enumerate([*shared, *alone])}
         for each in oneofs:
             owner.oneof_decl.add(name=each)
@@ -195,7 +195,7 @@ def parsed(kind: MessageType, body: bytes) -> Message:
     _count(body, 0, len(body), kind.DESCRIPTOR, budget)
     try:
         return kind.FromString(body)
-    except (message.DecodeError, UnicodeDecodeError) as error:  # the second is raised by protobuf in pure Python
+    except (message.DecodeError, UnicodeDecodeError) as error:  # pure-Python protobuf raises the second
         raise Refused(Code.MALFORMED, f"The body is not a {kind.DESCRIPTOR.name} of protobuf: {error}.") from None
 
 
@@ -229,7 +229,7 @@ def _count(body: bytes, at: int, end: int, descriptor: Message, budget: _Budget)
             if field is not None and field.message_type is not None:
                 _count(body, at, at + length, field.message_type, budget)
             elif field is not None and field.type == _Proto.TYPE_INT64:
-                budget.spend(length)  # packed: each takes at least one byte
+                budget.spend(length)  # packed: each number takes at least one byte
             at += length
         elif wire in (_FIXED32, _FIXED64):
             at += 4 if wire == _FIXED32 else 8
@@ -240,7 +240,7 @@ def _count(body: bytes, at: int, end: int, descriptor: Message, budget: _Budget)
 
 
 def _varint(body: bytes, at: int, end: int) -> tuple[int, int]:
-    """Return the varint that begins at an offset, and the offset at which it ends."""
+    """Return the varint that begins at an offset, and the offset where it ends."""
     value = 0
     for shift in range(0, 70, 7):
         if at >= end:

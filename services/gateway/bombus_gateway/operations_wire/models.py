@@ -1,4 +1,4 @@
-"""Requests that create a model or end one."""
+"""Requests that create or end a model."""
 
 from collections.abc import Callable
 
@@ -28,11 +28,12 @@ ENDED_S = 30 * 86_400.0  # how long a killed model is kept, the same as one whos
 
 
 class AdapterDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """The server's choices for settings that a client leaves out or always sends with its own default.
+    """The server's values for settings that a client leaves out or always sends with its own default.
 
     Tinker's client never sends an alpha. It asks for an adapter on the unembedding unless its user forbids one, so a
-    server without that does not refuse: if `unembedding` is false, this part is left out. xorl-client asks for an
-    adapter even if the server trains `full_weights`, and then gets a model without one. It may leave out the `base`.
+    server that cannot offer this does not refuse: if `unembedding` is false, that part is left out. xorl-client asks
+    for an adapter even if the server trains `full_weights`, and then gets a model without one. It may leave out the
+    `base`.
     """
 
     rank: int = 32
@@ -87,7 +88,7 @@ _metadata = msgspec.json.Decoder(dict[str, str])
 
 
 def read_create_model(dialect: TrainingDialect, body: bytes, defaults: AdapterDefaults) -> Submission:
-    """Read a `create_model`, which is number 0 of its model. Raises `Refused` if it does not say which model."""
+    """Read a `create_model` request, which is number 0 of its model. Raises `Refused` if it does not name the model."""
     if dialect == TrainingDialect.TINKER:
         return _of_tinker(body, lambda model: _create(dialect, body, defaults, model))
     given = decode_body(_xorl_addresses, body)
@@ -96,12 +97,14 @@ def read_create_model(dialect: TrainingDialect, body: bytes, defaults: AdapterDe
 
 
 def read_create_by_load(body: bytes) -> Submission:
-    """Read Tinker's `load_weights` that creates a model from a checkpoint, with the checkpoint's adapter."""
+    """Read a `load_weights` request by which Tinker's client creates a model from a checkpoint, with the checkpoint's
+    adapter."""
     return _of_tinker(body, lambda _: _from_checkpoint(body))
 
 
 def read_end_model(body: bytes, save_as: str = "") -> Submission:
-    """Read a `kill_session`, whose model is saved under `save_as` unless its client declines, or an `unload_model`."""
+    """Read a `kill_session` or an `unload_model` request. After the former, the model is saved under `save_as` unless
+    the client declines."""
     given = decode_body(_ends, body)
     model = checked_id(given.model, "model_id")
     saved = save_as if given.save_checkpoint else ""
@@ -120,7 +123,7 @@ def _of_tinker(body: bytes, make: Callable[[str], CreateModel]) -> Submission:
 
 
 def kept_metadata(given: msgspec.Raw) -> dict[str, str]:
-    """Return the metadata that a client wants to be kept. Raises `Refused` TOO_LARGE, or MALFORMED if not all text."""
+    """Return the metadata that a client wants kept. Raises `Refused` TOO_LARGE, or MALFORMED if it is not all text."""
     if not is_given(given):
         return {}
     if len(given) > limits.USER_METADATA_BYTES:
@@ -140,7 +143,7 @@ def _new_xorl_model(model: str) -> str:
 
 
 def drawn_seed(model: str) -> int:
-    """Return the seed of a model whose client gives none, derived from its name.
+    """Return a seed, derived from the model's name, for a model whose client gives none.
 
     Tinker's names contain the random id of a session, so models differ from run to run. A repeated request gets the
     same seed, and is therefore the same operation.
@@ -159,7 +162,7 @@ def _create(dialect: TrainingDialect, body: bytes, defaults: AdapterDefaults, mo
         return CreateModel(base=base)
     lora = given.lora_config or _Lora()
     rank = next((each for each in (lora.rank, lora.lora_rank) if each is not None), defaults.rank)
-    if rank == 0:  # Tinker's client has no other way to ask for a model without an adapter
+    if rank == 0:  # the only way for Tinker's client to ask for a model without an adapter
         return CreateModel(base=base)
     return CreateModel(base=base, adapter=_adapter(lora, rank, defaults, model))
 

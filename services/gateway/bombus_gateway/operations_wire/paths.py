@@ -19,7 +19,7 @@ _SCHEME = re.compile(r"(\w+)://(.*)", re.DOTALL)
 
 
 class CheckpointPath(msgspec.Struct, frozen=True):
-    """Which checkpoint of which model. `str()` gives the form used in operations: `MODEL/KIND/NAME`."""
+    """A checkpoint of a model. `str()` gives the form used in operations: `MODEL/KIND/NAME`."""
 
     model: str
     kind: CheckpointKind
@@ -30,7 +30,7 @@ class CheckpointPath(msgspec.Struct, frozen=True):
 
     @property
     def id(self) -> str:
-        """Return the checkpoint's id as the clients know it, such as `weights/NAME`."""
+        """The checkpoint's id as clients know it, such as `weights/NAME`."""
         return f"{_NAMES_OF_KINDS[self.kind]}/{self.name}"
 
     def uri(self, dialect: TrainingDialect) -> str:
@@ -38,10 +38,8 @@ class CheckpointPath(msgspec.Struct, frozen=True):
 
 
 def read_path(text: str, model: str = "") -> CheckpointPath:
-    """Return the checkpoint that a client names by a path of either scheme, or by a part of a path if `model` is given.
-
-    Raises `Refused` for anything else, such as the path of a file.
-    """
+    """Return the checkpoint that a client names by a path of either scheme or, if `model` is given, by a part of a
+    path."""
     found = _SCHEME.fullmatch(text)
     if found and found[1] not in list(TrainingDialect):
         raise _no_path(text)
@@ -57,7 +55,8 @@ def read_loaded_path(text: str, model: str) -> CheckpointPath:
     """Return the checkpoint to load into a `model`, by any name that xorl's server accepts.
 
     In addition to the forms of `read_path`, these are paths below xorl's checkpoint folder, `MODEL/NAME` and
-    `FOLDER/MODEL/NAME` (FOLDER is e.g. `sampler_weights`), and paths below ours, `MODEL/KIND/NAME`. Raises `Refused`.
+    `FOLDER/MODEL/NAME` (where FOLDER is, for example, `sampler_weights`), and paths below our own checkpoint folder,
+    `MODEL/KIND/NAME`. Raises `Refused`.
     """
     match text.split("/"):
         case [other, name] if other not in _FOLDERS:

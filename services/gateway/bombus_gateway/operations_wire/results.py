@@ -1,4 +1,4 @@
-"""Write the results of operations for either client. An answer has the fields of both unless they clash."""
+"""Write the results of operations for either client. An answer has the fields of both clients, unless they clash."""
 
 from bombus.operations import (
     CheckpointKind,
@@ -23,7 +23,7 @@ from bombus_gateway.operations_wire.submission import Submission
 
 
 def write_result(dialect: TrainingDialect, submission: Submission, result: Result) -> FutureAnswer:
-    """Return an operation's result as an answer. Raises `TypeError` if no such operation can have this result."""
+    """Return an operation's result as an answer. Raises `TypeError` if the result does not match the operation."""
     if isinstance(result, Failed):
         return failed(result)
     if isinstance(result, Scores):
@@ -57,7 +57,7 @@ def _content(
         case ModelReady():
             return _model_ready(dialect, submission)
         case StepTaken():
-            # Tinker's recipes log these metrics together with their own `step`.
+            # Tinker's recipes log these metrics alongside their own `step`.
             count = "optimizer_step" if dialect == TrainingDialect.TINKER else "step"
             return {"metrics": {count: float(result.step)} | result.figures(), "info": {}}
         case EpochAborted():

@@ -14,11 +14,11 @@ from bombus_gateway.operations_wire.messages import SAMPLE_RESPONSE, Message, Wi
 NOTHING = (0, -99999.0)  # padding where there is no alternative
 _STOPS = {FinishReason.STOP: WireStop.STOP, FinishReason.LENGTH: WireStop.LENGTH}
 
-Alternatives: TypeAlias = Sequence[Sequence[tuple[int, float]]]  # (token, logprob) per position, the likeliest first
+Alternatives: TypeAlias = Sequence[Sequence[tuple[int, float]]]  # (token, logprob) pairs per position, likeliest first
 
 
 class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """One sample: its tokens (int32), including a stop token if any, and their logprobs (float32)."""
+    """One sample: its tokens (int32), including any stop token, and their logprobs (float32)."""
 
     tokens: bytes
     logprobs: bytes
@@ -41,8 +41,8 @@ def write_samples(
 ) -> bytes:
     """Return samples as protobuf.
 
-    `prompt_logprobs` are float32, one for each token of the prompt; they are NaN for the first token and for tokens
-    that were not scored. Raises `ValueError` as `checked_finish` does.
+    `prompt_logprobs` are float32, one for each token of the prompt, with NaN for the first token and for tokens that
+    were not scored. Raises `ValueError` in the same cases as `checked_finish`.
     """
     answer = SAMPLE_RESPONSE(prompt_cache_hit_tokens=cached_prompt_tokens)
     for sample in samples:
@@ -58,7 +58,7 @@ def write_samples(
 
 
 def unscored(tokens: int, logprobs: Sequence[float]) -> bytes:
-    """Return logprobs for a prompt of `tokens` tokens: those given for its last tokens, preceded by NaN."""
+    """Return logprobs for a prompt of `tokens` tokens: NaN, followed by the given logprobs of its last tokens."""
     missing = tokens - len(logprobs)
     return struct.pack(f"<{tokens}f", *[math.nan] * missing, *logprobs)
 

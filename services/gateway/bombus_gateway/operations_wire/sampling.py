@@ -1,4 +1,4 @@
-"""Requests of Tinker's `asample`, and of the sampling sessions that both clients begin."""
+"""The requests of Tinker's `asample`, and requests to begin a sampling session, from either client."""
 
 import math
 
@@ -22,16 +22,16 @@ from bombus_gateway.operations_wire.dialects import TrainingDialect, sampling_se
 from bombus_gateway.operations_wire.paths import CheckpointPath, read_path
 from bombus_gateway.operations_wire.submission import NOT_GIVEN, Seed, SeqId, attempted, checked_id, is_given
 
-TOKENS_MAX = 1 << 24  # of one sample; the engine checks what its model has room for
+TOKENS_MAX = 1 << 24  # maximum for one sample; the engine also checks what fits its model
 
 
 class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request for samples. `prompt` is int32 token ids.
 
-    A `max_tokens` of 0 allows as many as the model's length has room for. Without `ends_at_eos` a sample ends only at
-    one of `stops` or at a stop token of `sampling`. The last `scored` tokens of the prompt are scored, and the
-    `top_prompt` likeliest tokens are returned for each of them. If `scored` is None, no scores are wanted; for a prompt
-    of one token it is 0.
+    A `max_tokens` of 0 allows as many tokens as the model's context has room for. Without `ends_at_eos`, a sample ends
+    only at one of `stops` or at a stop token of `sampling`. The last `scored` tokens of the prompt are scored, and for
+    each of them the `top_prompt` likeliest tokens are returned. `scored` is None if no scores are wanted, and 0 for a
+    prompt of one token.
     """
 
     prompt: bytes
@@ -44,7 +44,8 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampleSubmission(msgspec.Struct, frozen=True, kw_only=True):
-    """A numbered request of a sampling session. The same request sent again is a repeat, with the same answer."""
+    """A numbered request of a sampling session. If the same request is sent again, it is a repeat and gets the same
+    answer."""
 
     session: str
     seq: int
@@ -64,7 +65,7 @@ class SamplingSession(msgspec.Struct, frozen=True):
 
 
 class DrawingParams(msgspec.Struct, kw_only=True):
-    """The sampling parameters that `/generate` has both in SGLang's form and in vLLM's."""
+    """The sampling parameters that `/generate` has in both SGLang's form and vLLM's."""
 
     n: int = 1
     temperature: float = 1.0
@@ -114,7 +115,8 @@ class _Prompt(msgspec.Struct):
 
 
 class _Sample(msgspec.Struct):
-    """The body of an `asample`, which also has the fields of `_SampleAddress` and the `type` of all Tinker bodies."""
+    """The body of an `asample`. It also has the fields of `_SampleAddress`, and the `type` that all of Tinker's bodies
+    have."""
 
     prompt: _Prompt
     sampling_params: _Params
@@ -149,7 +151,7 @@ _sessions = msgspec.json.Decoder(_Session)
 
 
 def read_sampling_session(dialect: TrainingDialect, body: bytes) -> SamplingSession:
-    """Read a `create_sampling_session`. Raises `Refused`, since it is answered directly, not with a future."""
+    """Read a `create_sampling_session` request. Raises `Refused`, since it is answered directly, not with a future."""
     given = decode_body(_sessions, body)
     checkpoint = read_path(given.model_path, given.model_id or "") if given.model_path else None
     if checkpoint is None and not given.base_model:
@@ -163,12 +165,12 @@ def read_sampling_session(dialect: TrainingDialect, body: bytes) -> SamplingSess
 
 
 def read_sample_session(body: bytes) -> str:
-    """Return the sampling session of a request, without decoding the rest. Raises as `read_sample` does."""
+    """Return the sampling session of a request, without decoding the rest. Raises the same errors as `read_sample`."""
     return _read_address(body)[0]
 
 
 def read_sample(body: bytes) -> SampleSubmission:
-    """Read an `asample`. Raises `Refused` for a body that is not JSON, or lacks its session or number."""
+    """Read an `asample` request. Raises `Refused` if the body is not JSON, or lacks its session or number."""
     session, seq = _read_address(body)
     return SampleSubmission(session=session, seq=seq, asked=attempted(lambda: _asked(body)))
 
@@ -179,7 +181,7 @@ def _read_address(body: bytes) -> tuple[str, int]:
 
 
 def sample_accepted(submission: SampleSubmission) -> dict[str, object]:
-    """Return the answer to an `asample`, with an id for each of its samples, which the client requires."""
+    """Return the answer to an `asample`. Its id for each sample is required by the client."""
     asked = submission.asked
     count = asked.samples if isinstance(asked, SampleRequest) else 1
     ids = [f"{submission.request_id}:{index}" for index in range(count)]
@@ -254,7 +256,7 @@ def stops_of(given: str | list[str | int] | list[str] | list[int] | None) -> tup
 
 
 def _scored(given: _Sample, length: int) -> int | None:
-    """Return how many of the prompt's last tokens to score. The first token never is: no token precedes it."""
+    """Return how many of the prompt's last tokens to score. The first is never scored, as no token precedes it."""
     if not given.prompt_logprobs and not given.topk_prompt_logprobs:
         return None
     if given.prompt_logprobs_last_n is None:

@@ -1,4 +1,4 @@
-"""The operation that a request submits to a model; an invalid body becomes a failed one."""
+"""The operation that a request submits to a model. An invalid body becomes a failed operation."""
 
 from collections.abc import Callable
 from typing import Annotated, TypeVar
@@ -16,10 +16,10 @@ from bombus_gateway.operations_wire.dialects import TrainingDialect
 # times a number of up to 10^9.
 SeqId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-DEFAULT_MODEL = "default"  # xorl's name for the model if a client gives none
+DEFAULT_MODEL = "default"  # xorl's name for a model whose client gives none
 
 _MadeT = TypeVar("_MadeT")
-NOT_GIVEN = msgspec.Raw(b"null")  # the default of JSON fields that are decoded later
+NOT_GIVEN = msgspec.Raw(b"null")  # the default for JSON fields that are decoded later
 
 
 def is_given(value: msgspec.Raw) -> bool:
@@ -29,10 +29,10 @@ def is_given(value: msgspec.Raw) -> bool:
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
     """An operation for a model, with the number that the client gave it, or 0 if it has none.
 
-    A request whose model and number can be read is always answered with a future, so an invalid one has a `Failed`
-    operation. `counts` says whether it adds to the gradient. `metadata` is kept with the model or checkpoint. A
-    checkpoint for a sampler may come with the id of the sampling session that it begins; if it is `inflight`, it moves
-    the model's existing inflight samplers to the new weights.
+    A request whose model and number can be read is always answered with a future, so an invalid request has a `Failed`
+    operation. `counts` says whether the operation adds to the gradient. `metadata` is kept with the model or
+    checkpoint. A checkpoint for a sampler may come with the id of the sampling session that it begins. If it is
+    `inflight`, it moves the model's existing inflight samplers to the new weights.
     """
 
     model: str
@@ -90,7 +90,7 @@ def submitted(model: str, seq: int, make: Callable[[], Submission]) -> Submissio
 
 
 def checked_id(given: str, field: str) -> str:
-    """Return the id of a model, a session or a request. Raises `Refused` for one that is empty or too long."""
+    """Return the id of a model, a session or a request. Raises `Refused` if it is empty or too long."""
     if not 0 < len(given) <= limits.TRAINING_ID_CHARACTERS:
         why = f"{field} must have 1 to {limits.TRAINING_ID_CHARACTERS} characters, but has {len(given)}."
         raise Refused(Code.MALFORMED, why)

@@ -1,1 +1,1 @@
-"""OpenAI's Responses dialect: requests of items, answers of items."""
+"""OpenAI's Responses dialect, whose requests and answers consist of items."""

@@ -132,7 +132,7 @@ _EVENT = event_of(*(f"response.{name}" for name in _OF_RESPONSE), "keepalive", "
 
 
 def add_responses_paths(document: JsonSchema, prefixes: Sequence[str]) -> None:
-    """Add the Responses routes under each prefix to an OpenAPI document, which already has OpenAI's error body."""
+    """Add the Responses routes under each prefix to an OpenAPI document that already has OpenAI's error body."""
     agents = DescribedAPI("openai", [BEARER], answered("OpenAI's error body", "OpenAIError"))
     created = agents.route("Response", answered("A response, or its events", "OpenAIResponse", _EVENT), _REQUEST)
     stored = answered("The response as it was recorded", "OpenAIResponse")

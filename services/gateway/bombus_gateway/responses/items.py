@@ -1,7 +1,7 @@
 """Reads the items of a request's `input` into messages. Pure.
 
-One answer of the model comes back as several items, such as reasoning, text and calls. Consecutive items of the model
-are one message, unless their ids name different calls.
+One answer of the model comes back as several items, such as reasoning, text and calls. Consecutive items from the model
+form one message, unless their ids name different calls.
 """
 
 import copy
@@ -21,11 +21,11 @@ from bombus_gateway.text.message import ChatMessage
 _ROLES = {"user": "user", "system": "developer", "developer": "developer", "assistant": "assistant"}
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
 _CALLS = ("function_call", "custom_tool_call")
-_ours = re.compile(r"[a-z]+_([0-9a-f]{32})_[0-9]+|bombus:([0-9a-f]{32})")  # the ids and encrypted contents that we make
+_ours = re.compile(r"[a-z]+_([0-9a-f]{32})_[0-9]+|bombus:([0-9a-f]{32})")  # the ids and encrypted contents we make
 
 
 class InputItem(msgspec.Struct):
-    """An item of any type. Without a type it is a message if it has a role. Fields of unknown types are ignored."""
+    """An item of any type. An item with a role and no type is a message. Fields of unknown types are ignored."""
 
     type: str | None = None
     role: str | None = None
@@ -43,7 +43,7 @@ class InputItem(msgspec.Struct):
 
 
 class _Answer:
-    """A message of the model, made from one or more items. `call` is the call that their ids name, if any."""
+    """A message from the model, made from one or more items. `call` is the call that their ids name, if any."""
 
     def __init__(self) -> None:
         self.call = ""
@@ -70,9 +70,9 @@ class _Answer:
 
 
 class InputReader:
-    """Collects messages from items. `tools` holds the tools found in items, each with its place in the body.
+    """Collects messages from items. `tools` are the tools found in items, each with its place in the body.
 
-    `answers` maps places in `messages` to the calls whose answers belong there, which items refer to.
+    `answers` maps places in `messages` to the calls whose answers belong there, as referred to by items.
     """
 
     def __init__(self) -> None:
@@ -80,11 +80,11 @@ class InputReader:
         self.answers: dict[int, str] = {}
         self.tools: list[tuple[str, dict[str, Any]]] = []
         self.unsupported: list[Unsupported] = []
-        self._answer: _Answer | None = None  # the model's message that is being built, after all `messages`
+        self._answer: _Answer | None = None  # the model's message being built, which follows all `messages`
         self._referred = ""  # the call last referred to, until an item other than a tool's output follows
 
     def forked(self) -> Self:
-        """Return a reader that continues from here; this one is unchanged."""
+        """Return a reader that continues from here, leaving this one unchanged."""
         made = copy.copy(self)
         made.messages, made.answers = [*self.messages], {**self.answers}
         made.tools, made.unsupported = [*self.tools], [*self.unsupported]
@@ -139,9 +139,9 @@ class InputReader:
         calls.append({"id": _required(item.call_id, f"{place}.call_id"), "type": "function", "function": function})
 
     def _read_reference(self, item: InputItem, place: str) -> None:
-        """Put the whole answer of a call where one of its items is referred to.
+        """Put the whole answer of a call in the place where one of its items is referred to.
 
-        No client resends one item of an answer without the others.
+        No client sends back one item of an answer without the others.
         """
         call = _call_of(item)
         if not call:
@@ -167,18 +167,18 @@ class InputReader:
         self._answer = None
 
     def _add(self, message: ChatMessage) -> None:
-        """End the model's message, and add one that is not the model's."""
+        """End the model's message, and add a message that is not from the model."""
         self.end_answer()
         if message["role"] != "tool":
             self._referred = ""
         self.messages.append(message)
 
     def _output(self, output: Any, place: str) -> str:
-        """Return the output of a tool, which is a text or content parts."""
+        """Return the output of a tool, given as a text or as content parts."""
         return self._text(output, place) if isinstance(output, list) else _text_of(output, place)
 
     def _text(self, content: Any, place: str) -> str:
-        """Return the text of some content. Parts that are not text are noted as unsupported."""
+        """Return the text of some content. Parts that are not text are recorded as unsupported."""
         if content is None:
             return ""
         if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
@@ -190,7 +190,7 @@ class InputReader:
             if isinstance(text, str):
                 texts.append(text)
             elif kind.endswith("text"):
-                raise BadParameter(Code.MALFORMED, f"{place}.{index}", "A text part needs a text.")
+                raise BadParameter(Code.MALFORMED, f"{place}.{index}", "A text part needs text.")
             else:
                 why = f"a content part of type {kind[:40]!r} is not text"
                 self.unsupported.append(Unsupported(f"{place}.{index}", why, is_content=True))

@@ -17,8 +17,8 @@ _FUNCTION = ToolForm("")
 class AnswerItems:
     """Builds the items of one answer. Their ids contain the call's id and their place in the answer.
 
-    `forms` holds the tools that are not plain functions. `encrypted`: whether reasoning items have `encrypted_content`
-    for the client to send back. It contains no secret, only the call's id.
+    `forms` are the tools that are not plain functions. `encrypted` says whether reasoning items have
+    `encrypted_content` for the client to send back. It contains no secret, only the call's id.
     """
 
     def __init__(self, call: str, forms: Mapping[str, ToolForm], encrypted: bool = False) -> None:
@@ -27,7 +27,7 @@ class AnswerItems:
         self._encrypted = f"bombus:{call}" if encrypted else None
 
     def message(self, index: int, text: str | None, status: str) -> Item:
-        """Return a message item; it has no content yet if `text` is None."""
+        """Return a message item, which has no content yet if `text` is None."""
         content = [] if text is None else [text_part(text)]
         return {
             "id": self._id("msg", index), "type": "message", "status": status, "role": "assistant", "content": content,
@@ -78,7 +78,7 @@ def status_of(finish: str) -> str:
 
 
 class ResponseHead(NamedTuple):
-    """The fields of a response that are known from its beginning. `echo` holds fields of its request."""
+    """The fields of a response that are known from its beginning. `echo` contains fields of its request."""
 
     call: str
     received_ns: int
@@ -112,7 +112,7 @@ def response_body(
 
 
 def stored_body(records: Sequence[CallRecord], model: str) -> dict[str, Any]:
-    """Return the response for the last record of a chain, in which each record continues the one before."""
+    """Return the response for the last record of a chain in which each record continues the one before it."""
     record, functions = records[-1], records[0].tools
     choice = record.choices[0]
     items = AnswerItems(record.id, forms_of(functions)).all(choice.message or {}, choice.finish)

@@ -1,7 +1,8 @@
-"""The requests of OpenAI's Responses API: decoded, and turned into a neutral `CompletionRequest`. Pure.
+"""The requests of OpenAI's Responses API: decoded, and converted to a neutral `CompletionRequest`. Pure.
 
-Fields that do not affect sampling may have any value. A client may ask for sampling parameters; the job decides.
-Unsupported and unknown parts are listed as `unsupported`: the job says whether they are refused or left out.
+Fields that do not affect sampling may have any value. A client may request sampling parameters; the job decides whether
+they are used. Unsupported and unknown parts are listed as `unsupported`; the job decides whether to refuse or ignore
+them.
 """
 
 import re
@@ -37,7 +38,8 @@ from bombus_gateway.text.message import ChatMessage
 RESPONSE_ID = "resp_"  # followed by the id of the call
 ENCRYPTED = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
-# Accepted values of `include`: reasoning that is sent back, and parts of items that only server-side tools make.
+# Accepted values of `include`: reasoning for the client to send back, and parts of items that only server-side tools
+# make.
 _OF_ITEMS = frozenset(
     {
         ENCRYPTED,
@@ -50,16 +52,16 @@ _OF_ITEMS = frozenset(
     }
 )
 
-Ignored = Any  # a known name whose value does not change what is sampled
+Ignored = Any  # type of known fields whose value does not change what is sampled
 _response_id = re.compile(RESPONSE_ID + "([0-9a-f]{32})")
 
 
 class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request: the neutral part, and the data that its response needs.
+    """A request: its neutral part, and the data that its response needs.
 
-    `echo` holds the fields that a response repeats, and `forms` the tools that are not plain functions, by the names
-    that the model sees. `encrypted`: whether reasoning items have content that their client sends back. `prefix` is the
-    beginning of the body, which the next request of the conversation need not re-read.
+    `echo` contains the fields that a response repeats, and `forms` the tools that are not plain functions, by the names
+    that the model sees. `encrypted` says whether reasoning items have content for the client to send back. `prefix` is
+    the beginning of the body, which need not be read again for the conversation's next request.
     """
 
     completion: CompletionRequest
@@ -72,9 +74,9 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 class ResponsesBody(msgspec.Struct, kw_only=True):
     model: ModelName
-    input: str | list[msgspec.Raw] | None = None  # of `InputItem`
+    input: str | list[msgspec.Raw] | None = None  # list of `InputItem`
     instructions: str | None = None
-    tools: msgspec.Raw = msgspec.Raw(b"null")  # objects, or null
+    tools: msgspec.Raw = msgspec.Raw(b"null")  # list of objects, or null
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     stream: Streamed | None = None
@@ -101,7 +103,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     safety_identifier: Ignored = None
     service_tier: Any = None
     user: Ignored = None
-    max_tool_calls: Ignored = None  # of server-side tools
+    max_tool_calls: Ignored = None  # concerns server-side tools
 
 
 _body = BodyDecoder(ResponsesBody, "input", "tools")
@@ -225,7 +227,8 @@ def _completion(
 
 
 def _check_form(found: ResponsesBody) -> None:
-    """Refuse requests for a later answer, and requests whose input would have to be stored at the server."""
+    """Raise `BadParameter` for requests to answer later, and for requests whose input would have to be stored on the
+    server."""
     refused = (
         ("background", bool(found.background), "an answer is returned only by its own request; leave it out"),
         ("conversation", found.conversation is not None, "send the items, or previous_response_id"),
@@ -242,7 +245,7 @@ def _beyond(found: ResponsesBody) -> list[Unsupported]:
     logprobs = bool(found.top_logprobs) or LOGPROBS in included
     others = any(each != LOGPROBS and each not in _OF_ITEMS for each in included)
     asked = (
-        ("truncation", found.truncation not in (None, "disabled"), "nothing is left out of the input"),
+        ("truncation", found.truncation not in (None, "disabled"), "the input is never truncated"),
         ("top_logprobs", logprobs, "use chat completions for logprobs"),
         ("include", others, "it has a value that is not known here"),
         ("service_tier", found.service_tier not in (None, "auto", "default"), "there is only one tier"),
@@ -260,7 +263,7 @@ def _effort(reasoning: Any) -> Any:
 
 
 def _forced_call(choice: str | dict[str, Any] | None, tools: RequestTools) -> Asked | None:
-    """Return the demand of a tool choice; None if the model may answer as it likes."""
+    """Return what a tool choice requires, or None if the model may answer as it likes."""
     match choice:
         case None | "auto" | "none":
             return None
@@ -277,14 +280,14 @@ def _forced_call(choice: str | dict[str, Any] | None, tools: RequestTools) -> As
 
 
 def _known_as(name: str, tools: RequestTools) -> list[str]:
-    """Return the names by which the model knows a tool: its own name, or else its names in namespaces."""
+    """Return the names under which the model knows a tool: its own name, or otherwise its names in namespaces."""
     if any(function["function"]["name"] == name for function in tools.functions):
         return [name]
     return [known for known, form in tools.forms.items() if form.name == name]
 
 
 def _form_of_answer(form: Any) -> Asked | None:
-    """Return the demand of a text format; None if the answer may be any text."""
+    """Return what a text format requires, or None if the answer may be any text."""
     match form or None:
         case None | {"type": "text"}:
             return None

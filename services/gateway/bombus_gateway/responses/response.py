@@ -1,4 +1,4 @@
-"""The responses that OpenAI's SDK expects: bodies, and the events of a stream in the vendor's order. Pure."""
+"""The responses that OpenAI's SDK expects: bodies, and the events of a stream in OpenAI's order. Pure."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,14 +31,14 @@ def event(kind: str, fields: dict[str, Any]) -> bytes:
 
 
 class ResponsesEncoder:
-    """Encodes one answer. In a stream one item is open at a time: a portion of another kind ends it."""
+    """Encodes one answer. A stream has one open item at a time, which ends when a portion of another kind arrives."""
 
     def __init__(self, request: ResponsesRequest, head: AnswerHead) -> None:
         self._head = ResponseHead(head.id, head.received_ns, request.model, request.echo)
         self._items = AnswerItems(head.id, request.forms, request.encrypted)
         self._done: list[Item] = []
         self._open: type[TextDelta | ReasoningDelta] | None = None
-        self._item_id = ""  # of the item that is open
+        self._item_id = ""  # id of the open item
         self._text: list[str] = []
         self._called = 0
         self._status = IN_PROGRESS
@@ -117,7 +117,7 @@ class ResponsesEncoder:
         return out + self._ended(item)
 
     def _call(self, call: dict[str, Any]) -> bytes:
-        """Return the events of a whole tool call: calls are parsed only when they are complete."""
+        """Return the events of a whole tool call, since calls are parsed only when they are complete."""
         item = self._items.call(self._index, call, COMPLETED)
         field, kind = (
             ("input", "custom_tool_call_input") if "input" in item else ("arguments", "function_call_arguments")
@@ -133,7 +133,7 @@ class ResponsesEncoder:
 
     @property
     def _index(self) -> int:
-        """The place in the answer of the open item, or of the next one."""
+        """The place in the answer of the open item or, if none is open, of the next one."""
         return len(self._done)
 
     def _added(self, item: Item) -> bytes:

@@ -1,4 +1,4 @@
-"""OpenAI's Responses routes of one engine, as plain ASGI."""
+"""OpenAI's Responses routes for one engine, as plain ASGI."""
 
 import time
 from collections.abc import Callable
@@ -50,9 +50,9 @@ class ResponsesDialect:
 
 
 class ResponsesAPI:
-    """The routes of one engine: `create` is an ASGI application, and so is `stored`, for the paths below it.
+    """The routes for one engine: `create` is an ASGI application, and so is `stored`, for the paths below it.
 
-    At the root (`any_engine`) each key leads to its own engine.
+    At the root (`any_engine`), the key determines the engine.
     """
 
     def __init__(self, gateway: Gateway, calls: Calls, engine: str, any_engine: bool) -> None:

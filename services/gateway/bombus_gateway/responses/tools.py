@@ -1,7 +1,7 @@
 """The tools of a request. The model sees only functions; their calls are returned in the client's own forms. Pure.
 
-A custom tool takes free text: the model sees a function with one text argument. The names of a namespace's functions
-are prefixed with its name.
+A custom tool takes free text: the model sees a function with one text argument. Names of functions in a namespace are
+prefixed with the namespace's name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ class ToolForm(msgspec.Struct, frozen=True):
 
 
 class RequestTools(msgspec.Struct, frozen=True):
-    """The tools of a request. The model sees `functions`; `forms` holds the tools that are not plain functions.
+    """The tools of a request. The model sees `functions`; `forms` contains the tools that are not plain functions.
 
     The keys of `forms` are the names that the model sees.
     """
@@ -69,7 +69,8 @@ def forms_of(functions: Sequence[Mapping[str, Any]]) -> dict[str, ToolForm]:
 
 
 def text_of_arguments(arguments: str) -> str:
-    """Return the text that a model passed to a custom tool; all that it wrote if that has another form."""
+    """Return the text that a model passed to a custom tool. If it has another form, return everything that the model
+    wrote."""
     try:
         value = msgspec.json.decode(arguments)
     except (msgspec.DecodeError, RecursionError):
@@ -95,7 +96,7 @@ def _add(tools: RequestTools, tool: Mapping[str, Any], place: str, namespace: st
 
 
 def _as_function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model's description and parameters of a custom tool, with the grammar that its text should follow."""
+    """Return the description and parameters of a custom tool as shown to the model, with the grammar for its text."""
     texts = [tool.get("description") or ""]
     grammar = tool.get("format")
     if isinstance(grammar, Mapping) and isinstance(grammar.get("definition"), str):

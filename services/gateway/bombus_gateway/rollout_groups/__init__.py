@@ -1,1 +1,1 @@
-"""The API of Atropos's environments and trainers: environments push rollout groups, trainers fetch batches."""
+"""The API for Atropos's environments and trainers: environments push rollout groups, and trainers fetch batches."""

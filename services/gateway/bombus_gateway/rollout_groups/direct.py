@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class DirectRoute:
-    """An ASGI application for one method of a path. `others` answers other methods and requests with a refused key."""
+    """An ASGI application for one method of a path. `others` answers other methods, and requests with a refused key."""
 
     def __init__(
         self, method: str, guard: Guard, answer: Callable[[Request], Awaitable[Response]], others: ASGIApp
@@ -29,7 +29,7 @@ class DirectRoute:
             return
         try:
             answer = await self._answer(Request(scope, receive))
-        except Exception:  # the outermost handler: the client gets an answer, and the bug is logged
+        except Exception:  # outermost handler: answer the client and log the bug
             log.exception("an environment's request failed because of a bug")
             answer = JSONResponse({"detail": "The gateway failed; its log says more."}, 500)
         await answer(scope, receive, send)

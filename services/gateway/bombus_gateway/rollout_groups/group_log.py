@@ -28,16 +28,16 @@ from bombus_gateway.call.workers import CLIENTS
 from bombus_gateway.context import Gateway
 from bombus_gateway.rollout_groups.reading import RecordReader
 
-ARRIVAL_S = 1.0  # how long to wait for the log to say that a sent batch has arrived
+ARRIVAL_S = 1.0  # how long to wait until the log says that a sent batch has arrived
 ATTEMPTS_MAX = 4
-WRITERS_MAX = 4  # threads that write the parts of batches
-AT_ONCE_MAX = 16  # bodies that one request stores or fetches at the same time
+WRITERS_MAX = 4  # number of threads that write the parts of batches
+AT_ONCE_MAX = 16  # bodies that one request stores or fetches concurrently
 _T = TypeVar("_T")
 _GivenT = TypeVar("_GivenT")
 
 
 class Recorded(NamedTuple):
-    """A record of a group, and its digest."""
+    """The record of a group, and its digest."""
 
     body: bytes
     digest: bytes
@@ -51,7 +51,7 @@ class GroupLog:
         self.engine = engine
         self._parts = Parts(gateway.bus, gateway.bus.subjects.trajectories_stream)
         self._writers = ThreadPoolExecutor(WRITERS_MAX, "batch")
-        self._lost: set[BodyRef] = set()  # bodies missing when a batch was sent; the next attempt checks them first
+        self._lost: set[BodyRef] = set()  # bodies found missing while sending a batch; the next attempt checks them
 
     @property
     def state(self) -> EngineState:
@@ -66,18 +66,18 @@ class GroupLog:
         self._gateway.heartbeats.touch_environment(self.engine, environment)
 
     def may_act_for(self, environment: int, holder: str) -> bool:
-        """Return whether the holder of a key may act for an environment: it is the holder's own, or unknown."""
+        """Return whether the holder of a key may act for an environment, which must be the holder's own or unknown."""
         known = self.trajectories.queue.environments.get(environment)
         return known is None or may_use(known.owner, holder)
 
     async def _apart(self, size: int, compute: Callable[[], _T]) -> _T:
-        """Return the result of `compute`, run in a thread if it works on many bytes, so other requests can continue."""
+        """Return the result of `compute`, run in a thread if `size` is large, so that other requests can continue."""
         return await self._gateway.workers.run(CLIENTS, size, compute, TRAJECTORIES.inline_bytes)
 
     async def written(self, write: Callable[..., _T], *given: object) -> _T:
         """Return the result of `write`, run in a thread that may wait for records.
 
-        The threads of `asyncio.to_thread` are not used for this, since reading a record needs them: if all of them
+        This does not use the threads of `asyncio.to_thread`, because reading a record needs those: if all of them
         waited for records, none could be read.
         """
         return await asyncio.get_running_loop().run_in_executor(self._writers, write, *given)
@@ -87,9 +87,9 @@ class GroupLog:
     async def push(
         self, groups: Sequence[RolloutGroup], key: str = "", sender: KeyHolder = NOBODY
     ) -> tuple[int | None, ...]:
-        """Put groups on the log, all or none, and return how many sequences each group's environment then holds.
+        """Put groups on the log, all or none. Return how many sequences each group's environment then holds.
 
-        An entry is None if its group was queued at once. On return the groups are durable. A group loses its
+        An entry is None if its group was queued immediately. On return the groups are durable. A group loses its
         environment if that is unknown or belongs to a key other than the sender's.
 
         Without a `key`, a push of the same bytes within a short time is a repeat. The coordinator measures that time,
@@ -118,12 +118,12 @@ class GroupLog:
         raise AssertionError("the last attempt has returned or raised")
 
     async def _as_sent_by(self, holder: str, groups: Sequence[RolloutGroup]) -> Sequence[RolloutGroup]:
-        """Return groups, without the environment if the holder of a key may not act for it or it is unknown."""
+        """Return groups, dropping each environment that is unknown or that the holder of a key may not act for."""
         named = {group.environment for group in groups if group.environment is not None}
         if not holder or not named:
             return groups
         known = self.trajectories.queue.environments
-        if not named <= known.keys():  # one may have joined at another gateway
+        if not named <= known.keys():  # one may have joined through another gateway
             with suppress(TimeoutError):
                 await self._gateway.follower.caught_up(ARRIVAL_S)
             known = self.trajectories.queue.environments
@@ -135,19 +135,19 @@ class GroupLog:
     async def _check_queued(self, groups: Sequence[RolloutGroup]) -> None:
         """Raise `Refused` for a group that can never be queued, so that its body does not fill the stream.
 
-        The fold may not yet know a trainer that has just registered, so catch up with the log before refusing.
+        A trainer that has just registered may not be in the fold yet, so catch up with the log before refusing.
         """
         sizes = [QueuedGroup(environment=group.environment, sequences=group.sequences) for group in groups]
         if not why_not_queued(self.trajectories.queue, sizes):
             return
-        with suppress(TimeoutError):  # on a timeout the coordinator decides
+        with suppress(TimeoutError):  # on a timeout, let the coordinator decide
             await self._gateway.follower.caught_up(ARRIVAL_S)
             why = why_not_queued(self.trajectories.queue, sizes)
             if why:
                 raise Refused(Code.MALFORMED, why)
 
     async def _check_trained(self, groups: Sequence[RolloutGroup]) -> None:
-        """Raise `Refused` for a group that this engine's own trainer, if it consumes the batches, cannot train on."""
+        """Raise `Refused` for a group that this engine's own trainer, if it uses the batches, cannot train on."""
         trainer = self.trajectories.trainer
         if trainer is None or not self.state.makes_steps:
             return
@@ -158,7 +158,8 @@ class GroupLog:
                 raise Refused(Code.MALFORMED, f"Group {number} of this push: {why}" if len(groups) > 1 else why)
 
     def _may_be_refused(self, key: str, share: str, size: int) -> bool:
-        """Return whether a push may be refused or a repeat, so that its bodies would only fill the stream.
+        """Return whether a push may be refused or a repeat, in which case storing its bodies would only fill the
+        stream.
 
         If so, ask the coordinator before storing them. It answers BODY_GONE if they are needed.
         """
@@ -180,8 +181,8 @@ class GroupLog:
         """Return the next batch if there is one, or the last one if it was not delivered.
 
         A fast trainer may ask for the next batch before the log says that its last one has arrived, so wait for that
-        event. A trainer that says which batch it has gets the one `after` that.
-        Raises `Refused`: WRONG_PHASE before a trainer has registered; and `BusUnavailable`.
+        event. A trainer that says which batch it has gets the batch after it (`after`). Raises `Refused` WRONG_PHASE
+        before a trainer has registered, and `BusUnavailable`.
         """
         for _ in range(ATTEMPTS_MAX):
             answer = await self._gateway.carry_out(
@@ -211,7 +212,7 @@ class GroupLog:
         return True
 
     async def give_up_lost(self, batch: HandedOut) -> None:
-        """Give up the groups of a batch whose bodies are lost, according to the stream's leader.
+        """Give up those groups of a batch whose bodies are lost, according to the stream's leader.
 
         Raises `Refused`, and `BusUnavailable` if the bus cannot tell.
         """
@@ -234,12 +235,13 @@ class GroupLog:
         return None
 
     async def delivered(self, batch: HandedOut) -> None:
-        """Report that all of a batch was sent."""
+        """Report that the whole batch was sent."""
         sent = inbox.BatchSent(id=uuid.uuid4().hex, engine=self.engine, run=batch.run, number=batch.number)
         await self._gateway.bus.inbox.send(sent)
 
     async def records(self, groups: Sequence[QueuedGroup]) -> RecordReader:
-        """Return a reader of the groups' records, after reading the first ones and any that could not be read before.
+        """Return a reader of the groups' records. The first records, and any that were missing before, are read
+        immediately.
 
         Raises `LogCorrupted` if one of these is gone, and `BusUnavailable`. For later records, the reader raises.
         """
@@ -261,7 +263,7 @@ class GroupLog:
 
 
 async def _each(do: Callable[[_GivenT], Awaitable[_T]], given: Sequence[_GivenT]) -> list[_T]:
-    """Return the results of `do` for each of `given`, several at a time. Raises the first failure."""
+    """Return the results of `do` for each item in `given`, several at a time. Raises the first failure."""
     some = asyncio.Semaphore(AT_ONCE_MAX)
 
     async def one(each: _GivenT) -> _T:
@@ -288,7 +290,7 @@ def _key_of(records: Sequence[Recorded], holder: str) -> str:
 
 
 def _own_key(key: str, groups: Iterable[RolloutGroup]) -> str:
-    """Return a client's key made unique to the environments of its groups, since others may give the same key."""
+    """Return a client's key made unique to its groups' environments, since other clients may use the same key."""
     environments = sorted({-1 if group.environment is None else group.environment for group in groups})
     return digest(f"{environments} {key}".encode()).hex()
 

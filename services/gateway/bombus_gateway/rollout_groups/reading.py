@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from bombus.errors import LogCorrupted
 from bombus.hive.records import BodyRef
 
-AHEAD_BYTES = 32 << 20  # of records that are read ahead
+AHEAD_BYTES = 32 << 20  # maximum size of records read ahead
 AT_ONCE_MAX = 16
 
 FetchBody = Callable[[BodyRef], Awaitable[bytes]]
@@ -21,7 +21,7 @@ class RecordReader:
         self._refs = deque(refs)
         self._lost = lost
         self._reading: deque[tuple[BodyRef, asyncio.Task[bytes]]] = deque()
-        self._ahead = 0  # bytes of records that are being read, or were read but not yet returned
+        self._ahead = 0  # bytes of records that are being read, or were read but not returned yet
         self._loop = asyncio.get_running_loop()
 
     async def begin(self) -> None:
@@ -35,7 +35,7 @@ class RecordReader:
             raise
 
     async def next(self) -> bytes | None:
-        """Return the next record, or None after the last. Raises as `begin` does."""
+        """Return the next record, or None after the last. Raises the same errors as `begin`."""
         self._read_ahead()
         if not self._reading:
             return None
@@ -46,7 +46,7 @@ class RecordReader:
         return record
 
     def in_thread(self) -> Iterator[bytes]:
-        """Yield the records in a thread other than the event loop's. Raises as `begin` does."""
+        """Yield the records in a thread other than the event loop's. Raises the same errors as `begin`."""
         while (record := asyncio.run_coroutine_threadsafe(self.next(), self._loop).result()) is not None:
             yield record
 

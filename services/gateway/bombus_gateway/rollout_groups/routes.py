@@ -41,20 +41,20 @@ log = logging.getLogger(__name__)
 
 JSON = "application/json"
 UUID_BITS = 128
-PIECE_BYTES = 1 << 18  # of a batch
+PIECE_BYTES = 1 << 18  # minimum size of a piece of a batch
 IDEMPOTENCY_KEY, BATCH_NUMBER = "x-idempotency-key", "x-batch-number"
 BATCH, RESET_DATA = "/batch", "/reset_data"
 DIRECT = ("/scored_data", "/scored_data_list", "/status-env")
-ATTEMPTS_MAX = 4  # to get a batch without lost groups
+ATTEMPTS_MAX = 4  # attempts to get a batch without lost groups
 
 RefusalWriter = Callable[[Refused], tuple[int, bytes]]
 
 
 def group_routes(gateway: Gateway, engine: str, others: ASGIApp) -> tuple[list[PlainRoute], dict[str, ASGIApp]]:
-    """Return the routes of one engine, and applications by path that answer some of them directly.
+    """Return the routes of one engine, and applications, by path, that answer some of these routes directly.
 
-    These pass requests that they do not answer to `others`, which serves the routes. Routes that begin or end a run
-    need the admin key, if there is one.
+    The applications pass requests that they do not answer to `others`, which serves the routes. Routes that begin or
+    end a run need the admin key, if there is one.
     """
     routes = GroupRoutes(gateway, GroupLog(gateway, engine))
     direct: dict[str, ASGIApp] = {}
@@ -87,7 +87,7 @@ def group_routes(gateway: Gateway, engine: str, others: ASGIApp) -> tuple[list[P
 
 
 def _refusing(gateway: Gateway, handler: Handler, write: RefusalWriter) -> Handler:
-    """Return a handler that answers refusals as Atropos's server does."""
+    """Return a handler that reports refusals the way Atropos's server does."""
 
     async def answer(request: Request) -> Response:
         try:
@@ -112,12 +112,12 @@ def _answered(request: Request, body: bytes, media_type: str = JSON) -> Response
 
 
 def _written(records: RecordReader, accepted: str) -> tuple[dict[str, str], Iterator[bytes]]:
-    """Return the headers and the parts of a batch. Waits for records, so call it outside of the event loop's thread."""
+    """Return the headers and parts of a batch. This waits for records, so call it outside the event loop's thread."""
     return sent(write_batch(map(decode_group, records.in_thread())), accepted)
 
 
 def _piece(parts: Iterator[bytes]) -> bytes:
-    """Return the next parts joined, at least `PIECE_BYTES` if there are as many; b"" after the last."""
+    """Return the next parts joined, up to at least `PIECE_BYTES` if there are that many, or b"" after the last."""
     piece = bytearray()
     for part in parts:
         piece += part
@@ -127,7 +127,7 @@ def _piece(parts: Iterator[bytes]) -> bytes:
 
 
 class DeliveredBatch(StreamingResponse):
-    """A batch, which counts as delivered once all of it was written to a connection that is still open."""
+    """A batch. It counts as delivered once all of it was written to a connection that is still open."""
 
     def __init__(
         self,
@@ -157,8 +157,8 @@ class DeliveredBatch(StreamingResponse):
     async def _sent(self, next_piece: Callable[[], Awaitable[bytes]]) -> AsyncIterator[bytes]:
         """Yield the pieces, then check that the client is still connected.
 
-        Pieces are slow to make, so they are made in threads. The check cannot be made later: once an answer has ended,
-        the server reports its client as disconnected.
+        Pieces are slow to make, so they are made in threads. The check cannot wait until later: once an answer has
+        ended, the server reports its client as disconnected.
         """
         while piece := await next_piece():
             yield piece
@@ -219,9 +219,9 @@ class GroupRoutes:
     async def batch(self, request: Request) -> Response:
         """Hand out the next batch. A batch that was not fully sent is handed out again.
 
-        A trainer that says which batch it has (`after`) gets the next one until it says that it has that one. Lost
-        groups are given up, and the next batch is made of the remaining ones. A client with another key than the
-        trainer's is answered as if no trainer were registered.
+        A trainer that says which batch it has (`after`) gets the same next batch until it says that it has that one.
+        Lost groups are given up, and the next batch is made from the remaining ones. A client whose key is not the
+        trainer's is answered as if no trainer had registered.
         """
         trainer = self._groups.trajectories.trainer
         if trainer is not None and not may_use(trainer.owner, self._gateway.holder_of(request)):
@@ -260,7 +260,7 @@ class GroupRoutes:
             return  # the trainer itself confirms it with its next request
         try:
             await self._groups.delivered(batch)
-        except (BusUnavailable, Refused) as error:  # the batch is handed out again
+        except (BusUnavailable, Refused) as error:  # the batch will be handed out again
             log.warning("could not record that a batch was delivered", extra={"why": str(error)})
 
     async def latest_example(self, request: Request) -> Response:

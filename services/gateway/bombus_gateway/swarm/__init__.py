@@ -1,1 +1,1 @@
-"""The swarm API: the routes of AgentJet's contract, and further routes for our own SDK."""
+"""The swarm API: the routes of AgentJet's contract, and additional routes for our own SDK."""

@@ -22,7 +22,7 @@ class SwarmErrorAnswer(BaseModel):
 
 
 class EngineStatusAnswer(BaseModel):
-    """`global_step` counts optimizer steps. `failure` says why the last run ended, `suspended` why this one waits.
+    """`global_step` counts optimizer steps. `failure` says why the last run ended, `suspended` why this run waits.
 
     Calls are answered while there are `serving_replicas`. `pool_episodes` have ended but are not in a batch yet.
     """
@@ -52,13 +52,13 @@ class SettingDifference(BaseModel):
 
 
 class DifferencesAnswer(BaseModel):
-    """The settings that differ, by `group.field`."""
+    """The settings that differ, as `group.field`."""
 
     differences: dict[str, SettingDifference]
 
 
 class StartedAnswer(SuccessAnswer):
-    """`begun` names the checkpoint at which the run begins, or says why it begins at none; "" if there was none."""
+    """`begun` names the checkpoint at which the run begins, or says why it begins at none. "" if there was none."""
 
     pid: int
     run: int
@@ -82,7 +82,7 @@ class FailedCommandAnswer(BaseModel):
 
 
 class EpisodeAccess(BaseModel):
-    """An episode's id, which is secret, for its client, and the URL and key for its agent."""
+    """An episode's id, which is secret and for its client, and the URL and key for its agent."""
 
     episode_uuid: str
     openai_base_url: str
@@ -90,7 +90,7 @@ class EpisodeAccess(BaseModel):
 
 
 class ClaimTerms(BaseModel):
-    """The terms of a claim; times are in seconds since the epoch."""
+    """The terms of a claim. Times are in seconds since the epoch."""
 
     discard_at: float
     discard_episode_timeout: float
@@ -115,7 +115,7 @@ class ClaimFailure(BaseModel):
 
 
 class NoEpisodeAnswer(ClaimFailure):
-    """A claim that was not granted; the fields of an episode are empty."""
+    """A claim that was not granted. The episode fields are empty."""
 
     episode_uuid: Literal[""]
     openai_base_url: Literal[""]
@@ -123,7 +123,7 @@ class NoEpisodeAnswer(ClaimFailure):
 
 
 class ClaimedEpisodesAnswer(ClaimTerms):
-    """`client_silence_s`: a client that sends heartbeats is considered dead after this many seconds of silence."""
+    """A client that sends heartbeats is considered dead after `client_silence_s` seconds of silence."""
 
     success: Literal[True]
     client_uuid: str
@@ -146,7 +146,7 @@ class MultiModelEngineAnswer(BaseModel):
 class ClaimedMultiModelEpisodesAnswer(BaseModel):
     """Each multi-model episode maps its engines to their episodes. Times are in seconds since the epoch.
 
-    `client_silence_s` is as in `ClaimedEpisodesAnswer`, and the shortest one of these engines.
+    `client_silence_s` is as in `ClaimedEpisodesAnswer`, and is the shortest of these engines' values.
     """
 
     success: Literal[True]
@@ -162,7 +162,7 @@ class ClaimedMultiModelEpisodesAnswer(BaseModel):
 
 
 class NoMultiModelEpisodesAnswer(ClaimFailure):
-    """`engine_status` and `suspended` are those of an engine that the claim waits for."""
+    """`engine_status` and `suspended` describe one of the engines that the claim waits for."""
 
     claim_id: str
     multi_model_episodes: list[dict[str, EpisodeAccess]]
@@ -181,7 +181,7 @@ class UsedAnswer(BaseModel):
 
 
 class TouchedAnswer(BaseModel):
-    """`touched` lists the client's open episodes, `over` all others. `used` is the usage of the touched ones."""
+    """`touched` lists the client's open episodes, and `over` all others. `used` is the usage of those touched."""
 
     touched: list[str]
     over: list[str]
@@ -208,8 +208,8 @@ class EndedEpisodeAnswer(BaseModel):
 
 
 class EndedEpisodesAnswer(BaseModel):
-    """Ended episodes. `left`: did not fit, so ask again. `gone`: already taken, aborted or dropped. `lost`: no longer
-    complete on the log, with the reason."""
+    """Ended episodes. Those in `left` did not fit, so ask for them again. Those in `gone` were already taken, aborted
+    or dropped. Those in `lost` are no longer complete on the log, for the given reason."""
 
     episodes: list[EndedEpisodeAnswer]
     left: list[str]
@@ -250,7 +250,7 @@ class RunningEpisode(BaseModel):
 
 
 class PoolAnswer(BaseModel):
-    """The progress of the next batch. Episodes and other clients are numbered."""
+    """The progress of the next batch. Episodes, and clients other than the caller, are numbered."""
 
     sample_collection_method: Method
     completed_episodes: int
@@ -317,7 +317,7 @@ class LoggedAnswer(BaseModel):
     success: bool
 
 
-# The answer of each path; None if every request is refused.
+# The answer of each path, or None if every request is refused.
 ANSWERS: dict[str, Any] = {
     "/get_engine_status": EngineStatusAnswer,
     "/sync_train_config": ConfiguredAnswer,
@@ -349,8 +349,8 @@ ANSWERS: dict[str, Any] = {
     "/touch_multi_model_episodes": TouchedAnswer,
 }
 
-# The refusals of all routes, by status; 500, for bugs, is left out. Only the first one names the model, and the others
-# refer to its schema: FastAPI builds a validator for each model that is named, which takes a while.
+# The refusals of all routes, by status. 500, for bugs, is left out. Only the first refusal names the model, and the
+# others refer to its schema, because FastAPI builds a validator for each model that is named, which takes a while.
 _FIRST, *_OTHERS = sorted({*STATUS.values()} - {500})
 REFUSALS: dict[int | str, dict[str, Any]] = {
     _FIRST: {"description": "A refusal", "model": SwarmErrorAnswer},

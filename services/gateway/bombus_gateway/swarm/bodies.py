@@ -21,7 +21,7 @@ from bombus_gateway import limits
 Identifier = Annotated[str, Field(min_length=1, max_length=limits.ID_CHARACTERS)]
 TaskId = Annotated[str, Field(max_length=limits.TASK_CHARACTERS)]
 DataSet = Annotated[str, Field(max_length=limits.DATA_SET_CHARACTERS)]
-Failure = Annotated[FailureKind | None, Field(strict=False)]  # by its name, in a body decoded by `json` too
+Failure = Annotated[FailureKind | None, Field(strict=False)]  # by name, even in a body decoded by `json`
 # Any value: `read_report` interprets it.
 Verdict = Annotated[Any, WithJsonSchema({"type": ["boolean", "null"]})]
 Metadata = Annotated[Any, WithJsonSchema({"type": "object"})]
@@ -64,16 +64,16 @@ class ThrottlePolicyBody(ContractBody):
 class ClaimEpisode(ContractBody):
     client_uuid: Identifier
     episode_type: EpisodeKindBody = "train"
-    discard_episode_timeout: float | None = None  # None: the server derives it from the duration of steps
+    discard_episode_timeout: float | None = None  # None: the server derives it from how long steps take
     throttle_policy: ThrottlePolicyBody | None = None
 
 
 class WorkflowOutputBody(ContractBody):
-    """`reward` is one number, or a list with one for each completed call in order, or an object with one by each call's
-    id (the answer's `id`, without `chatcmpl-`). Auxiliary calls that the job masks get none.
+    """`reward` is one number, a list with one number for each completed call in order, or an object with one number by
+    each call's id (the answer's `id`, without `chatcmpl-`). Auxiliary calls that the job masks get none.
 
-    A metric may be a list, whose mean counts. Any other value that the log cannot store is left out, with a warning in
-    the gateway's log.
+    A metric may be a list, in which case its mean counts. Any other value that the log cannot store is left out, with a
+    warning in the gateway's log.
     """
 
     reward: Annotated[
@@ -89,7 +89,7 @@ class WorkflowOutputBody(ContractBody):
 
 
 class NamedEpisode(ContractBody):
-    """An episode, by the `episode_uuid` that its claim returned to this client."""
+    """An episode, named by the `episode_uuid` that its claim returned to this client."""
 
     client_uuid: Identifier
     episode_uuid: Identifier
@@ -111,7 +111,7 @@ class PushVerboseLog(ContractBody):
 
 
 class ReplayLatestCall(ContractBody):
-    """The episode whose latest call is requested. If empty: any episode of the engine, which needs the admin key."""
+    """The episode whose latest call is requested. If empty, any episode of the engine, which requires the admin key."""
 
     episode_uuid: Annotated[str, Field(max_length=128)] = ""
 
@@ -128,9 +128,9 @@ class OwnClaim(OwnBody):
     claim_id: Identifier
     count: Annotated[int, Field(ge=1, le=limits.EPISODES)] = 1
     episode_type: EpisodeKindBody = "train"
-    discard_episode_timeout: float | None = None  # None: the server derives it from the duration of steps
+    discard_episode_timeout: float | None = None  # None: the server derives it from how long steps take
     wait_s: Annotated[float, Field(ge=0, le=limits.WAIT_S)] = 20.0
-    # How long this claim_id has waited so far: the claim that has waited longest is served first.
+    # How long this claim_id has waited so far. The claim that has waited longest is served first.
     waited_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0
     task_id: TaskId = ""
     touches: bool = False
@@ -139,16 +139,16 @@ class OwnClaim(OwnBody):
 class ClaimEpisodes(OwnClaim):
     """Claims `count` episodes, all or none. Repeating a claim under its `claim_id` returns the same episodes.
 
-    In a run of training operations, `sampler` is the path of the saved model that their calls sample from, or `base`.
-    With `touches`, the client sends /touch_client every few seconds while it holds any episode, and is considered dead
-    after the reply's `client_silence_s` of silence.
+    In a run of training operations, `sampler` is the path of the saved model that the episodes' calls sample from, or
+    `base`. With `touches`, the client sends /touch_client every few seconds while it holds any episode, and is
+    considered dead after a silence of `client_silence_s`, a field of the reply.
     """
 
     sampler: Annotated[str, Field(max_length=limits.SAMPLER_CHARACTERS)] = ""
 
 
 class ClaimMultiModelEpisodes(OwnClaim):
-    """Claims `count` multi-model episodes, all or none: each consists of one episode on each of these engines.
+    """Claims `count` multi-model episodes, all or none. Each consists of one episode on each of these engines.
 
     For `touches` see `ClaimEpisodes`.
     """
@@ -191,15 +191,15 @@ class EndMultiModelEpisodes(OwnBody):
 
 
 class NamedEpisodes(OwnBody):
-    """Episodes, by the ids that their claims returned to this client."""
+    """Episodes, named by the ids that their claims returned to this client."""
 
     client_uuid: Identifier
     episode_uuids: Annotated[list[Identifier], Field(min_length=1, max_length=limits.EPISODES)]
 
 
 class AbortEpisodes(NamedEpisodes):
-    """Aborts episodes. `failure` is the kind of failure, if any. `infra` counts only without it: no model is to blame,
-    so the episodes do not count in the statistics of their groups."""
+    """Aborts episodes. `failure` is the kind of failure, if any. Without it, `infra` says that no model is to blame, so
+    the episodes do not count in the statistics of their groups."""
 
     infra: bool = False
     detail: Annotated[str, Field(max_length=1000)] = ""
@@ -233,8 +233,8 @@ def parse(model: type[B], body: bytes) -> B:
 def _validated(model: type[B], body: bytes) -> B:
     """Validate a body as `model`. Raises `ValidationError`.
 
-    A report's metadata may contain lone surrogates, deep nesting and integers of thousands of digits, which pydantic
-    cannot read: such a body is decoded by `json` first.
+    A report's metadata may contain lone surrogates, deep nesting and integers with thousands of digits, which pydantic
+    cannot read. Such a body is decoded by `json` first.
     """
     try:
         return model.model_validate_json(body)
@@ -249,12 +249,12 @@ def _validated(model: type[B], body: bytes) -> B:
 
 
 def _integer(digits: str) -> int | float:
-    """Parse an integer. If it has more digits than Python parses, return infinity."""
+    """Parse an integer. If it has more digits than Python can parse, return infinity."""
     return int(digits) if len(digits) <= sys.int_info.default_max_str_digits else float(digits)
 
 
 def throttle_policy(wanted: ThrottlePolicyBody) -> ThrottlePolicy | None:
-    """Return a client's policy; None if it names no task or no batch size."""
+    """Return a client's policy, or None if it gives no task or no batch size."""
     if not wanted.current_task_id or not wanted.expected_batch_size:
         return None
     return ThrottlePolicy(
@@ -266,7 +266,7 @@ def throttle_policy(wanted: ThrottlePolicyBody) -> ThrottlePolicy | None:
 
 
 def result_of_end(episode: str, end: EpisodeEndBody) -> EpisodeResult:
-    """Return the result of an episode, with what AgentJet's clients do not report."""
+    """Return the result of an episode, including what AgentJet's clients do not report."""
     result = result_of(episode, end.task_id, end.workflow_output)
     return msgspec.structs.replace(result, data_set=end.data_set, failure=end.failure)
 

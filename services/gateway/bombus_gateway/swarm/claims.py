@@ -1,4 +1,4 @@
-"""The routes that claim episodes: they wait in slices, and confirm a claim once its response is written (R13)."""
+"""The routes that claim episodes. Claims wait in slices, and are confirmed once the response is written (R13)."""
 
 import asyncio
 import itertools
@@ -27,7 +27,7 @@ from bombus_gateway.swarm.context import EngineContext
 
 CLAIM_OVER = "The episodes of this claim have already ended. Use a fresh id for each claim."
 CLAIM_SLICE_S = 2.0
-CLAIM_ANSWER_S = 10.0  # in addition to the slice, for another coordinator to take over
+CLAIM_ANSWER_S = 10.0  # time beyond the slice, in case another coordinator has to take over
 
 
 class Confirmed(JsonResponse):
@@ -46,30 +46,30 @@ class Confirmed(JsonResponse):
 
 
 def sampler_of(text: str) -> str:
-    """Return the name, on the log, of the saved model that episodes sample from. Raises `Refused` for a wrong path."""
+    """Return the name on the log of the saved model that episodes sample from. Raises `Refused` for a wrong path."""
     return text if text in ("", inbox.BASE_SAMPLER) else str(read_path(text))
 
 
 class SlicedClaims:
-    """Sends claims that wait: each in slices, under one claim id (R13)."""
+    """Sends claims that wait, each of them in slices under one claim id (R13)."""
 
     def __init__(self, context: EngineContext) -> None:
         self._context = context
         self._gateway = context.gateway
 
     def idle_limit_s(self, request: Request, wanted_s: float) -> float:
-        """Return the idle limit of a claim: the one that its client wants, but at most the cap of its key."""
+        """Return the idle limit of a claim: what its client wants, but at most its key's limit."""
         return min(wanted_s, self._gateway.key_of(request).idle_max_s or wanted_s)
 
     def claim_id(self, request: Request, chosen: str) -> str:
-        """Return the claim's id on the log. Clients with different keys never share an id, whatever they choose."""
+        """Return the claim's id on the log. Clients with different keys never share an id, whatever ids they choose."""
         owner = self._gateway.holder_of(request)
         return f"c-{digest((f'{owner}//{chosen}' if owner else chosen).encode()).hex()}"
 
     async def claim(
         self, request: Request, claim: inbox.Claim, wait_s: float, waited_s: float = 0.0
     ) -> Granted | MultiModelGranted | Refused:
-        """Retry a claim until it is granted, `wait_s` is over, the client hangs up or the gateway is stopped.
+        """Retry a claim until it is granted, `wait_s` is over, the client hangs up or the gateway is stopping.
 
         Return the refusal if there is no episode now. Raises `Refused` for a claim that could never be granted.
         """
@@ -95,7 +95,7 @@ class SlicedClaims:
             except Refused as refused:
                 if refused.code not in (Code.NO_EPISODES, Code.WRONG_PHASE):
                     raise
-                waited = loop.time() - started >= slice_s / 2  # else waiting is useless: the engine is OFFLINE
+                waited = loop.time() - started >= slice_s / 2  # if not, waiting is useless: the engine is OFFLINE
                 if waited and loop.time() < deadline and await self._goes_on(request):
                     continue
                 return refused
@@ -104,7 +104,7 @@ class SlicedClaims:
         raise AssertionError("unreachable")
 
     async def _goes_on(self, request: Request) -> bool:
-        """Return whether a claim may keep waiting: its client is connected, and this gateway is not being stopped."""
+        """Return whether a claim may keep waiting: its client is connected, and this gateway is not stopping."""
         return self._context.gateway.ready and not await request.is_disconnected()
 
 
@@ -114,7 +114,7 @@ class ClaimRoutes:
         self._claims = SlicedClaims(context)
 
     async def claim_episode(self, request: Request) -> Response:
-        """Claim one episode. A claim that fails is answered 200, with the reason in `fail_cause`."""
+        """Claim one episode. A claim that fails is answered with status 200 and the reason in `fail_cause`."""
         raw, body = await self._context.read(request, bodies.ClaimEpisode)
         throttle = body.throttle_policy or bodies.ThrottlePolicyBody()
         claim = inbox.Claim(
@@ -171,7 +171,8 @@ class ClaimRoutes:
         return self._claims.idle_limit_s(request, limit_s)
 
     def _throttled(self, claim: inbox.Claim, wanted: bodies.ThrottlePolicyBody) -> Refused | None:
-        """Return a refusal if the client's own policy makes it wait; swarm contract clients retry on its text."""
+        """Return a refusal if the client's own policy makes it wait. Swarm contract clients retry when they see its
+        text."""
         policy = throttle_policy(wanted)
         if policy is None or claim.type != EpisodeType.TRAIN:
             return None
@@ -180,7 +181,7 @@ class ClaimRoutes:
             return None
         return Refused(
             Code.NO_EPISODES,
-            "No available episodes to claim. This client works on as many tasks as its throttle_policy allows.",
+            "No available episodes to claim. This client already works on as many tasks as its throttle_policy allows.",
         )
 
     async def _claim(
@@ -196,7 +197,7 @@ class ClaimRoutes:
         self._context.gateway.heartbeats.confirm(self._context.engine, claim)
 
     def _check_not_over(self, granted: Granted) -> None:
-        """Refuse a claim that is repeated after all of its episodes have ended (R13)."""
+        """Raise `Refused` for a claim that is repeated after all of its episodes have ended (R13)."""
         state = self._context.state
         if all(state.is_over(episode) for episode in granted.episodes):
             raise Refused(Code.OTHER_CLAIM, CLAIM_OVER)
@@ -207,7 +208,7 @@ class ClaimRoutes:
         return {"fail_cause": refused.why, "code": refused.code} | status
 
     def _episodes(self, request: Request, granted: Granted) -> list[dict[str, str]]:
-        """Return the fields of each episode that its client and its agent need to use it."""
+        """Return, for each episode, the fields that its client and its agent need to use it."""
         expires_ns = self._context.key_expires_ns(granted.claimed_ns)
         return [
             self._context.access(request, self._context.engine, granted.run, episode, expires_ns)
@@ -215,7 +216,7 @@ class ClaimRoutes:
         ]
 
     def _terms(self, granted: Granted) -> views.JsonObject:
-        """Return the terms of a claim; times are in seconds since the epoch.
+        """Return the terms of a claim. Times are in seconds since the epoch.
 
         `discard_at` is when the episode is aborted if it shows no sign of life; each call and touch postpones it.
         """

@@ -1,4 +1,4 @@
-"""The context that the swarm routes of one engine share: its state, and a way to carry out commands."""
+"""What one engine's swarm routes share: the engine's state, and a way to carry out commands."""
 
 import uuid
 from collections.abc import Iterable
@@ -19,11 +19,11 @@ from bombus_gateway.bodies import SWARM, BodyLimits
 from bombus_gateway.context import Gateway
 from bombus_gateway.swarm.bodies import B, parse
 
-EPISODE_CATCH_UP_S = 1.0  # for the event of an episode that was just claimed at another gateway
+EPISODE_CATCH_UP_S = 1.0  # how long to wait for the event of an episode just claimed through another gateway
 
 
 class EngineContext:
-    """The state of one engine and the commands to it, for the swarm routes."""
+    """The state of one engine, and a way to send it commands, for the swarm routes."""
 
     def __init__(self, gateway: Gateway, engine: str) -> None:
         self.gateway = gateway
@@ -42,19 +42,20 @@ class EngineContext:
     ) -> AnyAnswer:
         """Carry out a command. Afterwards this gateway's own reads show its effect.
 
-        `wait_s` is how long the command itself may wait; its answer must arrive within `answer_s` after that, or
-        within the bus' timeout if that is shorter.
+        `wait_s` is how long the command itself may wait. Its answer must arrive within `answer_s` after that, or within
+        the bus's timeout if that is shorter.
         """
         traceparent = traceparent_of(request.headers.get(TRACEPARENT, ""))
         try:
             limit_s = wait_s + min(answer_s, self.gateway.settings.bus_timeout_s)
             return await self.gateway.carry_out(command, limit_s, traceparent)
         except (OverflowError, UnicodeError, RecursionError) as error:
-            # The encoder raises these: JSON allows numbers, text and depths that the log's format does not.
+            # Raised by the encoder: JSON allows numbers, text and depths that the log's format does not.
             raise Refused(Code.MALFORMED, f"The body contains a value that cannot be stored: {error}") from error
 
     def command_id(self, request: Request, kind: str, client: str, body: bytes) -> str:
-        """Return the command's id. It is derived from any Idempotency-Key, so equal commands get equal answers (R3)."""
+        """Return the command's id. It is derived from the Idempotency-Key, if any, so equal commands get equal answers
+        (R3)."""
         key = request.headers.get("idempotency-key")
         if not key:
             return uuid.uuid4().hex
@@ -66,7 +67,7 @@ class EngineContext:
         return f"k-{digest(head + body).hex()}"
 
     def base_url(self, request: Request) -> str:
-        """Return the URL of the OpenAI API at the root, where each key leads to its own engine.
+        """Return the URL of the OpenAI API at the root, where the key determines the engine.
 
         It does not contain `/e/<engine>`, because AgentJet's client puts its own address, which does, before the path.
         Nor does it contain a path key (access.py), because agents use their episode's key.
@@ -79,7 +80,7 @@ class EngineContext:
         return claimed_ns + int(self.gateway.settings.key_lifetime_s * 1e9)
 
     def access(self, request: Request, engine: str, run: int, episode: str, expires_ns: int) -> dict[str, str]:
-        """Return the id of a claimed episode, with its secret, and the base URL and key that its agent needs."""
+        """Return a claimed episode's id, including its secret, and the base URL and key that its agent needs."""
         return {
             "episode_uuid": self.gateway.keys.claimed_id(episode),
             "openai_base_url": self.base_url(request),
@@ -87,7 +88,7 @@ class EngineContext:
         }
 
     async def held(self, client: str, claimed_ids: Iterable[str]) -> dict[str, str]:
-        """Return those of these ids that are open episodes of the client, each with the episode's name on the log."""
+        """Return which of these ids are open episodes of the client, each with the episode's name on the log."""
         names: dict[str, str] = {}
         for claimed_id in claimed_ids:
             with suppress(Refused):
@@ -109,4 +110,4 @@ class EngineContext:
         try:
             await self.gateway.follower.wait_for(lambda _: episode in self.state.open, EPISODE_CATCH_UP_S)
         except TimeoutError:
-            pass  # then it is not open
+            pass  # then the episode is not open

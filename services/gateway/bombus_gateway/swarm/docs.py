@@ -1,7 +1,7 @@
 """The OpenAPI description of the swarm routes.
 
-FastAPI generates it from routes that are never called. It takes a millisecond to analyse each of them, so that is done
-when the document is first requested, and not at the start of each gateway.
+FastAPI generates it from routes that are never called. Analysing each of them takes a millisecond, so this is done when
+the document is first requested, not at every gateway's start.
 """
 
 from collections.abc import Iterable

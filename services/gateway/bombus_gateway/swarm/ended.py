@@ -20,9 +20,9 @@ from bombus_gateway.swarm.context import EngineContext
 
 log = logging.getLogger(__name__)
 
-CATCH_UP_S = 2.0  # for the event of an episode's end, which another gateway may have reported
-READS_MAX = 4  # requests at once
-ANSWER_BYTES_MAX = 16 << 20  # of sequences in one answer; any more episodes are left for the next request
+CATCH_UP_S = 2.0  # time to wait for the end of an episode, which another gateway may have reported
+READS_MAX = 4  # maximum number of concurrent requests
+ANSWER_BYTES_MAX = 16 << 20  # maximum size of sequences in one answer; the other episodes are left for the next request
 
 
 class EndedEpisodes:
@@ -33,7 +33,7 @@ class EndedEpisodes:
     async def read(self, request: Request) -> Response:
         """Return the sequences of ended episodes. Episodes that do not fit into one answer are listed as `left`.
 
-        Episodes that are `gone` were taken, aborted or dropped. The log lacks some calls of those that are `lost`.
+        Episodes in `gone` were taken, aborted or dropped. For those in `lost`, the log lacks some calls.
         """
         _, body = await self._context.read(request, bodies.NamedEpisodes)
         names = {claimed_id: self._context.gateway.keys.episode_of(claimed_id) for claimed_id in body.episode_uuids}
@@ -43,7 +43,7 @@ class EndedEpisodes:
             return JsonResponse(await self._read(body.client_uuid, names))
 
     async def take(self, request: Request) -> Response:
-        """Release ended episodes. Episodes that are already gone are skipped."""
+        """Release ended episodes. Skip episodes that are already gone."""
         raw, body = await self._context.read(request, bodies.NamedEpisodes)
         command = inbox.Take(
             id=self._context.command_id(request, "take", body.client_uuid, raw),
@@ -64,7 +64,7 @@ class EndedEpisodes:
             )
 
     async def _until_ended(self, episodes: Sequence[str]) -> None:
-        """Wait up to `CATCH_UP_S` for episodes to end. Raises `Refused` for one that is still open."""
+        """Wait up to `CATCH_UP_S` for episodes to end. Raises `Refused` if one is still open."""
         state = self._context.state
         try:
             await self._context.gateway.follower.wait_for(
@@ -100,7 +100,8 @@ class EndedEpisodes:
         return {"episodes": found, "left": left, "gone": gone, "lost": lost}
 
     async def _episode(self, claimed_id: str, completed: Completed) -> EndedEpisode:
-        """Read the calls of an episode. Auxiliary calls that the job does not train on are only context for others."""
+        """Read the calls of an episode. Auxiliary calls that the job does not train on serve only as context for other
+        calls."""
         calls = BusCallReader(self._context.gateway.bus)
         records = await calls.records(completed.calls)
         context = await ancestors(calls, records)
@@ -123,7 +124,7 @@ class EndedEpisodes:
 
 
 def path_text(checkpoint: str) -> str:
-    """Return the path by which clients know a saved model, "" for the base."""
+    """Return the path by which clients know a saved model, or "" for the base."""
     if not checkpoint:
         return ""
     path = path_of_operation(checkpoint)

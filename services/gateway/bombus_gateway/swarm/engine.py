@@ -18,7 +18,7 @@ from bombus_gateway.swarm.context import EngineContext
 
 log = logging.getLogger(__name__)
 
-START_HOLD_S = 0.6  # contract clients cache the status for 0.5 s: after an earlier reply they would still see OFFLINE
+START_HOLD_S = 0.6  # contract clients cache the status for 0.5 s; after a faster reply they would still see OFFLINE
 START_VISIBLE_S = 10.0
 LOG_CHARACTERS_MAX = 4000
 LOG_LINES_PER_S_MAX = 50
@@ -37,7 +37,7 @@ class EngineRoutes:
         return JsonResponse(views.engine_status(state, time.time_ns(), refusing))
 
     async def sync_train_config(self, request: Request) -> Response:
-        """Set the engine's job, which is possible only while it is OFFLINE. The latest job is used."""
+        """Set the engine's job, which is possible only while the engine is OFFLINE. The latest job is used."""
         raw, body = await self._context.read(request, bodies.SyncTrainConfig)
         config = await asyncio.to_thread(parse_job, body.yaml_as_string)
         command = self._context.command_id(request, "configure", "", raw)
@@ -56,7 +56,7 @@ class EngineRoutes:
         return JsonResponse({"differences": views.job_differences(running.config, wanted.to_json())})
 
     async def start_engine(self, request: Request) -> Response:
-        """Start the engine with the latest job. The reply is held until its phase has visibly left OFFLINE."""
+        """Start the engine with the latest job. The reply is held back until clients can see that it is not OFFLINE."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         command = inbox.Start(id=self._context.command_id(request, "start", "", b""), engine=self._context.engine)
@@ -82,12 +82,12 @@ class EngineRoutes:
         return await self._done(request, command)
 
     async def resume_engine(self, request: Request) -> Response:
-        """Resume a suspended run. A run that is not suspended is unaffected."""
+        """Resume a suspended run. Any other run is unaffected."""
         command = inbox.Resume(id=self._context.command_id(request, "resume", "", b""), engine=self._context.engine)
         return await self._done(request, command)
 
     async def agree_sync_weight(self, request: Request) -> Response:
-        """Vote to train now, as this client has sampled enough. Only some collection methods wait for votes."""
+        """Vote to train now, because this client has sampled enough. Only some collection methods wait for votes."""
         raw, body = await self._context.read(request, bodies.AgreeSyncWeight)
         command = inbox.AgreeSync(
             id=self._context.command_id(request, "agree", body.client_uuid, raw),
@@ -102,18 +102,18 @@ class EngineRoutes:
         return JsonResponse(views.pool_information(self._context.state, time.time_ns(), reader))
 
     async def get_server_experiment_dir(self, request: Request) -> Response:
-        """Return the folder in which the trainer keeps this run's weights; null before there are any."""
+        """Return the folder in which the trainer keeps this run's weights, or null before there are any."""
         return JsonResponse({"server_experiment_dir": views.experiment_dir(self._context.state)})
 
     async def sync_train_code(self, request: Request) -> Response:
-        """Refuse the code that newer contract clients upload to run in the trainer."""
+        """Refuse the code that newer contract clients upload to be run in the trainer."""
         raise Refused(
             Code.UNSUPPORTED,
             "sync_train_code is not supported: code that a client sends is never run. Install it with the trainer.",
         )
 
     async def push_verbose_log(self, request: Request) -> Response:
-        """Write a line to this gateway's log. If there were too many in a second, reply that it was dropped."""
+        """Write a line to this gateway's log. If there were too many in one second, reply that the line was dropped."""
         _, body = await self._context.read(request, bodies.PushVerboseLog)
         second = int(time.monotonic())
         if second != self._log_second:
@@ -135,7 +135,8 @@ class EngineRoutes:
 
 
 def _failure(error: Refused, reason: str) -> Response:
-    """Return a 200 with `success` false and the error's text in the field `reason`. Raise a 503, which is retryable."""
+    """Return a 200 with `success` false and the error's text in the field `reason`. Raise a 503, which clients can
+    retry."""
     if error.status == 503:
         raise error
     return JsonResponse({"success": False, reason: error.why, "code": error.code})

@@ -12,11 +12,11 @@ from bombus.hive.state import EngineState, Phase
 from bombus_gateway.context import Gateway
 from bombus_gateway.refusals import RETRY_AFTER
 
-ANSWER_S = 0.4  # for the bus, and as long for the fold: orchestrators wait for a second in all
+ANSWER_S = 0.4  # for the bus, and again for the fold, as orchestrators wait one second in total
 
 
 class HealthAnswer(BaseModel):
-    """The fields that xorl's clients and programs that wait for a hive read."""
+    """The fields that are read by xorl's clients and by programs that wait for a hive."""
 
     status: Literal["healthy", "starting"]
     engine_running: bool
@@ -25,14 +25,14 @@ class HealthAnswer(BaseModel):
 
 
 class ReadyAnswer(BaseModel):
-    """`why` says why calls would not be answered now, "" if they would."""
+    """`why` says why calls would not be answered now, and is "" if they would be."""
 
     ready: bool
     why: str
 
 
 def health_router(gateway: Gateway, engine: str) -> APIRouter:
-    """Return the routes of one engine. They need no key: balancers and orchestrators have none."""
+    """Return the routes of one engine. They need no key, since load balancers and orchestrators have none."""
     router = APIRouter(tags=["health"])
 
     @router.get(
@@ -66,7 +66,7 @@ def health_router(gateway: Gateway, engine: str) -> APIRouter:
 
 
 async def _why_not_ready(gateway: Gateway, engine: str) -> str:
-    """Return why calls for an engine would not be answered, "" if they would."""
+    """Return why calls for an engine would not be answered, or "" if they would be."""
     if not gateway.ready:
         return "This gateway is still reading the log, or is being stopped."
     position = gateway.follower.position
@@ -83,12 +83,12 @@ async def _why_not_ready(gateway: Gateway, engine: str) -> str:
 
 
 def _why_not_served(engine: EngineState) -> str:
-    """Return why no replica would answer calls for an engine, "" if one would, or if no replica is needed now."""
+    """Return why no replica would answer calls for an engine, or "" if one would, or if no replica is needed now."""
     if not engine.has_policy and not engine.serves_operations:
         return ""
     if engine.phase == Phase.BOOTING:
         return f"Engine {engine.name} is booting: {engine.stage or 'it waits for its trainer'}."
     serving = engine.usable.keys() & engine.loaded if engine.rolling else engine.usable.keys()
-    if serving:  # or will soon, with the weights of the last step
+    if serving:  # or will be soon, with the weights of the last step
         return ""
     return f"No replica serves engine {engine.name}: {len(engine.replicas)} are running, but none has loaded its model."

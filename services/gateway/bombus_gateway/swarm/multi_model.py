@@ -1,4 +1,5 @@
-"""The routes of multi-model episodes, each of which is one episode on each of several engines. They are at the root."""
+"""The routes of multi-model episodes, each of which is one episode on each of several engines. The routes are at the
+root."""
 
 from collections.abc import Sequence
 
@@ -19,7 +20,7 @@ from bombus_gateway.swarm.context import EngineContext
 
 
 class MultiModelRoutes:
-    """The routes of multi-model episodes. `context` has the name `HIVE` in place of an engine's."""
+    """The routes of multi-model episodes. `context` has the name `HIVE` instead of an engine's name."""
 
     def __init__(self, context: EngineContext) -> None:
         self._context = context
@@ -62,7 +63,7 @@ class MultiModelRoutes:
     async def end(self, request: Request) -> Response:
         """End multi-model episodes with a reward for each of their episodes, all or none.
 
-        Repeating the same end succeeds; a different one is answered 409.
+        Repeating the same end succeeds; a different end is answered with 409.
         """
         raw, body = await self._context.read(request, bodies.EndMultiModelEpisodes)
         command = inbox.MultiModelEnd(
@@ -74,7 +75,7 @@ class MultiModelRoutes:
         return JsonResponse({"success": True})
 
     async def abort(self, request: Request) -> Response:
-        """Abort multi-model episodes, each named by one or more of its episodes. If one is over, it stays as it is."""
+        """Abort multi-model episodes, each named by one or more of its episodes. Those that are over do not change."""
         raw, body = await self._context.read(request, bodies.AbortEpisodes)
         command = self._context.command_id(request, "abort", body.client_uuid, raw)
         by_engine: dict[str, list[str]] = {}
@@ -96,7 +97,7 @@ class MultiModelRoutes:
         return JsonResponse({"success": True})
 
     async def touch(self, request: Request) -> Response:
-        """Keep episodes alive, and with each of them the other episodes of its multi-model episode.
+        """Keep episodes alive, along with the other episodes of each one's multi-model episode.
 
         The reply lists the episodes that are over, and the usage of the other episodes' calls so far.
         """
@@ -114,7 +115,7 @@ class MultiModelRoutes:
         return JsonResponse({"touched": list(used), "over": over, "used": used})
 
     def _state(self, engine: str) -> EngineState:
-        """Return the state of an engine. Raises `Refused` for one that this hive does not have."""
+        """Return the state of an engine. Raises `Refused` if this hive does not have the engine."""
         context = self._engines.get(engine)
         if context is None:
             known = ", ".join(self._engines)
@@ -122,7 +123,7 @@ class MultiModelRoutes:
         return context.state
 
     def _results(self, ends: Sequence[bodies.EpisodeEndBody]) -> dict[str, EpisodeResult]:
-        """Return the results of a multi-model episode by engine. Raises `Refused` for several on one engine."""
+        """Return the results of a multi-model episode, by engine. Raises `Refused` if one engine has several."""
         names = [self._context.gateway.keys.episode_of(end.episode_uuid) for end in ends]
         found = {engine_of(name): result_of_end(name, end) for name, end in zip(names, ends, strict=True)}
         if len(found) < len(ends):
@@ -131,13 +132,13 @@ class MultiModelRoutes:
         return found
 
     def _check_not_over(self, granted: MultiModelGranted) -> None:
-        """Refuse a claim that is repeated after all of its episodes have ended (R13)."""
+        """Raise `Refused` for a claim that is repeated after all of its episodes have ended (R13)."""
         first = granted.grants[0]
         if all(self._state(first.engine).is_over(episode) for episode in first.episodes):
             raise Refused(Code.OTHER_CLAIM, CLAIM_OVER)
 
     def _failure(self, refused: Refused, engines: Sequence[str]) -> views.JsonObject:
-        """Return why a claim failed, with the status of the engine that is farthest from granting episodes."""
+        """Return why a claim failed, with the status of the engine that is furthest from granting episodes."""
         states = [self._state(name) for name in engines]
         held_up = min(states, key=lambda state: (state.phase != Phase.OFFLINE, state.granting))
         status = {"engine_status": held_up.phase, "suspended": held_up.suspended}

@@ -12,7 +12,7 @@ TURNS_MAX = 1000
 async def replay_call(bus: Bus, ref: CallRef, model: str) -> dict[str, Any]:
     """Return `{input, output}` of the call at `ref`, including its earlier turns.
 
-    Raises `LogCorrupted` if the log no longer has them, `Refused(TOO_LARGE)` for a very long conversation.
+    Raises `LogCorrupted` if the log no longer has them, and `Refused(TOO_LARGE)` if the conversation is very long.
     """
     chain = await _chain(bus, ref)
     last = chain[-1]

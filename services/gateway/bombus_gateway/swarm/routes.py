@@ -42,7 +42,7 @@ class SwarmRoute(NamedTuple):
 
 
 def plain(gateway: Gateway, routes: Iterable[SwarmRoute]) -> list[PlainRoute]:
-    """Return the routes with checks that the caller's key may use them, and that the log is folded."""
+    """Return the routes with two checks added: the caller's key may use them, and the log is folded."""
     guards = {Access.CLIENT: gateway.clients, Access.CONTROL: gateway.control}
     found: list[PlainRoute] = []
     for access, method, path, handler, _ in routes:
@@ -116,7 +116,7 @@ class EpisodeRoutes:
         self._context = context
 
     async def end_episode(self, request: Request) -> Response:
-        """End an episode with its reward. Repeating the same end succeeds; a different one is answered 409."""
+        """End an episode with its reward. Repeating the same end succeeds; a different end is answered with 409."""
         raw, body = await self._context.read(request, bodies.EndEpisode)
         episode = self._context.gateway.keys.episode_of(body.episode_uuid)
         results = (result_of(episode, body.task_id, body.workflow_output),)
@@ -144,7 +144,7 @@ class EpisodeRoutes:
         await self._context.execute(request, command)
 
     async def abort_episode(self, request: Request) -> Response:
-        """Abort an episode. An episode that has already ended stays as it is."""
+        """Abort an episode. An episode that has already ended does not change."""
         raw, body = await self._context.read(request, bodies.NamedEpisode)
         command = inbox.Abort(
             id=self._context.command_id(request, "abort", body.client_uuid, raw),
@@ -156,7 +156,7 @@ class EpisodeRoutes:
         return JsonResponse({"success": True})
 
     async def abort_episodes(self, request: Request) -> Response:
-        """Abort episodes, all or none; set `infra` if no model is to blame."""
+        """Abort episodes, all or none. Set `infra` if no model is to blame."""
         raw, body = await self._context.read(request, bodies.AbortEpisodes)
         command = inbox.Abort(
             id=self._context.command_id(request, "abort", body.client_uuid, raw),
@@ -171,7 +171,7 @@ class EpisodeRoutes:
         return JsonResponse({"success": True})
 
     async def can_continue_episode(self, request: Request) -> Response:
-        """Return whether the episode is still held by this client, so that continuing makes sense."""
+        """Return whether this client still holds the episode, so that it makes sense to continue."""
         _, body = await self._context.read(request, bodies.NamedEpisode)
         held = await self._context.held(body.client_uuid, [body.episode_uuid])
         return JsonResponse({"can_continue": bool(held)})
@@ -191,7 +191,7 @@ class EpisodeRoutes:
         return JsonResponse({"touched": list(held), "over": over, "used": used})
 
     async def touch_client(self, request: Request) -> Response:
-        """Keep all episodes alive that the client claimed with `touches`, on any engine."""
+        """Keep alive all episodes that the client claimed with `touches`, on any engine."""
         _, body = await self._context.read(request, bodies.TouchClient, SIGN)
         self._context.gateway.heartbeats.touch_client(body.client_uuid)
         return JsonResponse({"success": True})
@@ -201,7 +201,7 @@ class EpisodeRoutes:
         return JsonResponse(views.episode_buffer(self._context.state, self._context.base_url(request)))
 
     async def replay_latest_llm_call(self, request: Request) -> Response:
-        """Return the newest complete call of an episode, or with the admin key of all episodes: `{input, output}`."""
+        """Return `{input, output}` of an episode's newest complete call or, with the admin key, of all episodes'."""
         _, body = await self._context.read(request, bodies.ReplayLatestCall)
         ref = views.latest_call(self._context.state, self._replayed(request, body.episode_uuid))
         if ref is None:
@@ -213,9 +213,9 @@ class EpisodeRoutes:
             raise Refused(Code.NO_CALLS, f"The log no longer holds call {ref.id}: {error}") from error
 
     def _replayed(self, request: Request, claimed_id: str) -> str:
-        """Return the name of the episode whose call is requested, "" for any episode.
+        """Return the name of the episode whose call is requested, or "" for any episode.
 
-        Only a request with the hive's admin key may read the calls of all episodes; no request may if none is set.
+        Only a request with the hive's admin key may read the calls of all episodes. If there is no admin key, none may.
         """
         if claimed_id:
             return self._context.gateway.keys.episode_of(claimed_id)

@@ -1,7 +1,7 @@
-"""The state of an engine in the swarm contract's format: pure functions of the folded log.
+"""The state of an engine in the swarm contract's format, as pure functions of the folded log.
 
-All clients may read these views, so episodes and clients are numbered in them: no view contains the id of either,
-except for the reader's own.
+All clients may read these views, so episodes and clients are numbered in them. No view contains an id, except the
+reader's own.
 """
 
 import json
@@ -55,7 +55,7 @@ def used(episode: Episode) -> JsonObject:
 def job_differences(running: str, wanted: str) -> JsonObject:
     """Return the settings that differ between the running job and the wanted one, with both values.
 
-    Both are the JSON of a `RunConfig`. A job from an older log may lack settings, which are not compared.
+    Both jobs are the JSON of a `RunConfig`. A job from an older log may lack settings; these are not compared.
     """
     running_job, wanted_job = json.loads(in_todays_fields(running)), json.loads(wanted)
     return {
@@ -94,14 +94,14 @@ def _numbered(number: int) -> str:
 
 
 def _clients(engine: EngineState, reader: str) -> dict[str, str]:
-    """Return a label for each client with an open or completed episode: a number, or for the reader its own id."""
+    """Return a label for each client with an open or completed episode: a number or, for the reader, its own id."""
     completed = (episode.client for episode in engine.pool.values())
     clients = dict.fromkeys([*completed, *(episode.client for episode in engine.open.values())])
     return {client: client if client == reader else f"client {number}" for number, client in enumerate(clients, 1)}
 
 
 def pool_information(engine: EngineState, now_ns: int, reader: str = "") -> JsonObject:
-    """Return the progress of the next batch; `reader` is the id of the requesting client, if it sent one."""
+    """Return the progress of the next batch. `reader` is the id of the requesting client, if it sent one."""
     rules = engine.collection
     clients = _clients(engine, reader)
     now = progress(engine, now_ns)
@@ -142,7 +142,7 @@ def pool_information(engine: EngineState, now_ns: int, reader: str = "") -> Json
 
 
 def experiment_dir(engine: EngineState) -> str | None:
-    """Return the folder of the run's weights, as a path on the trainer's machine; None if there is none."""
+    """Return the folder of the run's weights, as a path on the trainer's machine, or None if there is none."""
     weights = None if engine.weights is None else engine.weights.weights
     return None if weights is None or weights.objects else str(PurePath(weights.where).parent)
 

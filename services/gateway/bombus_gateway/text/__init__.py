@@ -1,1 +1,1 @@
-"""Conversion of text to tokens and back: templates, tokenizers, and readers of sampled text."""
+"""Converts text to tokens and back: templates, tokenizers, and readers of sampled text."""

@@ -1,8 +1,8 @@
-"""Prevents message texts from forging control tokens.
+"""Prevents the texts of messages from forging control tokens.
 
 A control token is a special token, or an added token that the chat template writes, such as `<tool_response>`. The text
-of a message may contain the name of one. Before a conversation is rendered, such names in it are replaced by
-placeholders: single characters that do not occur in the conversation. All names in the rendering are then the
+of a message may contain the name of a control token. Before a conversation is rendered, such names in it are replaced
+by placeholders: single characters that do not occur in the conversation. All names in the rendering are then the
 template's own, and only these are encoded as control tokens. The placeholders are turned back into names, which are
 encoded as text.
 """
@@ -20,13 +20,13 @@ from bombus.text.tokenizer import encoded
 from bombus_gateway.text.parts import PartEncoder
 from bombus_gateway.text.patterns import any_of
 
-# These are ideographs: templates that change case or white space leave them as they are, and so does `repr`, which some
-# templates use to print a list.
+# These are ideographs. Templates that change case or white space leave them unchanged, and so does `repr`, with which
+# some templates print lists.
 PLACEHOLDERS_FROM, PLACEHOLDERS_TO = 0x20000, 0x2A6D0
 
 _NO_PLACEHOLDER = (
-    "The conversation holds names of control tokens, and uses all the rare ideographs that could stand for them: "
-    "take the names out."
+    "The conversation contains names of control tokens, and uses all the rare ideographs that could stand for them: "
+    "remove the names."
 )
 
 
@@ -45,7 +45,7 @@ class ControlTokens:
         self._fast = fast
         self._parts = PartEncoder(fast)
         self._remakers = remakers
-        counted = self.names - {unknown}  # a text may be encoded with that token without containing its name
+        counted = self.names - {unknown}  # text that lacks this token's name may be encoded as the token
         self._ids = {index: name for name in counted if (index := fast.token_to_id(name)) is not None}
         normal = self._normal_names()
         self._has_normal = bool(normal)
@@ -58,8 +58,8 @@ class ControlTokens:
         self._inner = frozenset().union(*map(_inner, folded))
         self._longest = max(map(len, folded), default=0)
         self._firsts, self._lasts = {name[0] for name in folded}, {name[-1] for name in folded}
-        # The tokenizer for conversations that contain names of control tokens gives these tokens unguessable names: it
-        # encodes the usual names as text, whatever stands around them.
+        # Conversations that contain names of control tokens use a tokenizer that gives these tokens unguessable names.
+        # It encodes the usual names as text, regardless of what surrounds them.
         nonce = secrets.token_hex(8)
         self._private = {name: f"\U000f0000{nonce}{index:x}\U000f0001" for index, name in enumerate(sorted(self.names))}
         self._guarded: Fast | None = None
@@ -69,11 +69,12 @@ class ControlTokens:
         return self._pattern.findall(text)
 
     def replaced(self, text: str, words: Mapping[str, str]) -> str:
-        """Return a text in which each name of a control token that is in `words` is replaced by its word."""
+        """Return a text in which each control token's name that is a key of `words` is replaced by its value there."""
         return self._pattern.sub(lambda found: words.get(found.group(), found.group()), text)
 
     def placeholders(self, names: Iterable[str], texts: Iterable[str]) -> dict[str, str]:
-        """Return a character for each name that is in none of `texts`, neither as it is nor as ASCII JSON escapes it.
+        """Return a character for each name. None of these occurs in `texts`, either as it is or escaped as in ASCII
+        JSON.
 
         Raises `Refused` if there are fewer such characters than names.
         """
@@ -86,17 +87,19 @@ class ControlTokens:
         return found
 
     def is_suspect(self, text: str, inner: bool = True) -> bool:
-        """Whether a text contains the name of a control token, or could be turned into one by a template or tokenizer.
+        """Return whether a text contains a control token's name, or could be turned into one by a template or
+        tokenizer.
 
-        The latter are a name in other case, a text that begins or ends with a part of a name, and, if `inner`, a text
-        that is most of a name. Templates put such texts between others, change their case, or replace a part of them.
+        That is possible for a name in a different case, for a text that begins or ends with part of a name and, if
+        `inner`, for a text that is most of a name. Templates put such texts between others, change their case, or
+        replace parts of them.
         """
         return any(self._is_like_a_name(form, inner) for form in self._forms(text))
 
     def _forms(self, text: str) -> Iterator[str]:
-        """Yield a text in lower case: as it is, as the tokenizer normalizes it, and as the template changes it.
+        """Yield a text in lower case: unchanged, as the tokenizer normalizes it, and as the template changes it.
 
-        A template makes several changes in an order that is not evident from its source, so all are applied twice.
+        A template makes several changes, in an order that is not evident from its source, so all are applied twice.
         """
         yield _folded(text)
         if self._has_normal:
@@ -118,13 +121,13 @@ class ControlTokens:
         return self._begins_or_ends(folded) or (inner and folded in self._inner)
 
     def is_suspect_of(self, name: str, text: str) -> bool:
-        """Whether a text contains this name, or begins or ends with a part of it."""
+        """Return whether a text contains this name, or begins or ends with part of it."""
         name, text = _folded(name), _folded(text)
         ends, starts = text.endswith(tuple(_starts(name))), text.startswith(tuple(_ends(name)))
         return bool(name) and (name in text or ends or starts)
 
     def _begins_or_ends(self, text: str) -> bool:
-        """Whether a text begins with the end of a name, or ends with the beginning of one."""
+        """Return whether a text begins with the end of a name, or ends with the beginning of a name."""
         if self._lasts.isdisjoint(text[: self._longest]) and self._firsts.isdisjoint(text[-self._longest :]):
             return False
         lengths = range(1, min(self._longest, len(text)) + 1)
@@ -138,9 +141,9 @@ class ControlTokens:
         return self._ids[token]
 
     def encode(self, text: str, placeholders: Mapping[str, str], guarded: bool = False) -> list[int]:
-        """Encode a rendered conversation in which each placeholder stands for a name that is to be encoded as text.
+        """Encode a rendered conversation in which each placeholder stands for a name that must be encoded as text.
 
-        `guarded`: the tokenizer may mistake texts in it for names of control tokens.
+        `guarded` means that the tokenizer may mistake texts in it for names of control tokens.
         """
         if not placeholders and not (guarded and self._has_normal):
             return self._parts.encode(text)
@@ -148,7 +151,7 @@ class ControlTokens:
         return encoded(self._tokenizer_without_names(), text)
 
     def _normal_names(self) -> set[str]:
-        """Return, in normalized form, the names that the tokenizer looks for only in normalized text."""
+        """Return, in normalized form, the names that the tokenizer searches for only in normalized text."""
         if self._fast.normalizer is None:
             return set()
         added = self._fast.get_added_tokens_decoder().values()
@@ -165,28 +168,29 @@ class ControlTokens:
 
 
 def _folded(text: str) -> str:
-    """Return a text in lower case and stripped: texts that differ only in case and outer white space become equal."""
+    """Return a text stripped and in lower case, so that texts that differ only in case and outer white space become
+    equal."""
     return text.upper().lower().replace("▁", " ").strip()
 
 
 def _is_signed(name: str) -> bool:
-    """Whether a name begins with two punctuation characters that are rare in other texts; `</` is not rare."""
+    """Return whether a name begins with two punctuation characters that are rare in other texts, unlike `</`."""
     return len(name) > 2 and name[:2] != "</" and not any(each.isalnum() or each.isspace() for each in name[:2])
 
 
 def _starts(name: str) -> set[str]:
-    """Return the proper prefixes of a name, without a single letter, digit or space: many texts end with one."""
+    """Return the proper prefixes of a name, except single letters, digits and spaces, with which many texts end."""
     shortest = 2 if name[:1].isalnum() or name[:1].isspace() else 1
     return {name[:length] for length in range(shortest, len(name))}
 
 
 def _ends(name: str) -> set[str]:
-    """Return the proper suffixes of a name that have at least two characters: many texts begin with a single one."""
+    """Return the proper suffixes of a name that have at least two characters, as many texts begin with a single one."""
     return {name[-length:] for length in range(2, len(name))}
 
 
 def _inner(name: str) -> set[str]:
-    """Return the substrings of a name that lack one to three characters at each end, but at most half of it."""
+    """Return the substrings of a name that lack one to three characters at each end, but at most half of the name."""
     cut = [(start, end) for start in range(1, 4) for end in range(1, 4) if 2 * (start + end) <= len(name)]
     return {name[start : len(name) - end] for start, end in cut}
 
@@ -199,7 +203,7 @@ def restored(text: str, placeholders: Mapping[str, str]) -> str:
 
 
 def escaped(character: str) -> str:
-    """Return a character as escaped in ASCII JSON, which some templates use for tools and arguments."""
+    """Return a character in the escaped form of ASCII JSON, which some templates use for tools and arguments."""
     return json.dumps(character)[1:-1]
 
 
@@ -214,7 +218,7 @@ def _renamed(fast: Fast, names: Mapping[str, str]) -> str:
     described: dict[str, Any] = json.loads(fast.to_str())
     for token in described["added_tokens"]:
         if token["content"] in names:
-            # The token is found only by its exact name, whatever stands around it.
+            # The token is found only by its exact name, regardless of what surrounds it.
             token |= {"content": names[token["content"]], "normalized": False, "single_word": False}
     model = described["model"]
     vocabulary = model.get("vocab")
@@ -226,5 +230,5 @@ def _renamed(fast: Fast, names: Mapping[str, str]) -> str:
         model["merges"] = [merge for merge in model["merges"] if not names.keys() & _parts(merge)]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
-    described["post_processor"] = None  # it may refer to the old names, and is not used for a part of a conversation
+    described["post_processor"] = None  # it may refer to the old names, and is not used on parts of a conversation
     return json.dumps(described)

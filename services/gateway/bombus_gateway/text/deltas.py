@@ -18,11 +18,11 @@ class ReasoningDelta(msgspec.Struct, frozen=True):
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True):
-    """A whole tool call; `arguments` is JSON text."""
+    """A whole tool call. `arguments` is JSON text."""
 
     name: str
     arguments: str
-    id: str = ""  # empty if the model's format has none
+    id: str = ""  # empty if the model's format has no ids
 
 
 Delta = TextDelta | ReasoningDelta | ToolCallDelta
@@ -32,11 +32,11 @@ class DeltaReader(Protocol):
     """Reads one completion while it is generated, and returns its deltas."""
 
     def feed(self, text: str) -> list[Delta]:
-        """Read new text, and return the deltas that are certain now."""
+        """Read new text, and return the deltas that can no longer change."""
         ...
 
     def finish(self) -> list[Delta]:
-        """Return the deltas that were held back; the completion has ended."""
+        """Return the deltas that were held back, because the completion has ended."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Determines the form in which a chat template expects messages: templates differ in what a message looks like."""
+"""Determines the form in which a chat template expects messages, which differs from template to template."""
 
 import hashlib
 import itertools
@@ -20,14 +20,14 @@ TOOL: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {"flower": {"type": "string"}}, "required": ["flower"]},
     },
 }
-ID_CHARACTERS = 9  # of a short id, which some templates insist on
+ID_CHARACTERS = 9  # length of a short id, which some templates insist on
 
 
 class Form(msgspec.Struct, frozen=True):
     """The form in which a template expects messages.
 
-    `parts`: texts are lists of parts. `text_arguments`: the arguments of a call are JSON text, not a mapping.
-    `fill_content`: a message without content gets an empty one. `short_ids`: call ids have nine letters and digits.
+    `parts`: texts are lists of parts. `text_arguments`: a call's arguments are JSON text, not a mapping.
+    `fill_content`: a message without content gets an empty content. `short_ids`: call ids have nine letters and digits.
     `developer_as_system`: the template renders the role `system` but not `developer`.
     """
 
@@ -40,7 +40,7 @@ class Form(msgspec.Struct, frozen=True):
     def apply(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         """Return messages in the form that the template expects. The given arguments may be JSON text or mappings.
 
-        Call ids are replaced by those that the model wrote, if it wrote any.
+        Call ids are replaced by the ids that the model wrote, if it wrote any.
         """
         return [self._message(message) for message in messages]
 
@@ -98,7 +98,7 @@ def user(content: str) -> ChatMessage:
 
 
 def call_of(words: Sequence[str], prefix: str = "call") -> ChatMessage:
-    """Return an assistant's message with a call of `TOOL` for each word. Their ids are the prefix and a number."""
+    """Return an assistant's message with one call of `TOOL` for each word. Call ids are the prefix and a number."""
     return {
         "role": "assistant",
         "content": None,
@@ -122,7 +122,8 @@ SAMPLES: list[list[ChatMessage]] = [  # conversations with each of the roles
 
 
 def find_form(template: ChatTemplate) -> Form:
-    """Return the form in which a template expects messages; the default form if it renders none of those tried."""
+    """Return the form in which a template expects messages, or the default form if the template renders none of those
+    tried."""
     parts = not _shows(template, Form(), [user(WORD)]) and _shows(template, Form(parts=True), [user(WORD)])
     found = Form(parts=parts)
     conversation = [user("look"), call_of([WORD]), {"role": "tool", "tool_call_id": "call_0", "content": "rose"}]
@@ -143,7 +144,7 @@ def _shows(
     tools: Sequence[Mapping[str, Any]] = (),
     without: str = "\0",
 ) -> bool:
-    """Whether the rendering of the messages contains `WORD` but not the text `without`."""
+    """Return whether the rendered messages contain `WORD` but not the text `without`."""
     try:
         text = template.render(form.apply(messages), tools, True)
     except TemplateRefused:

@@ -1,4 +1,4 @@
-"""Renders conversations so that their texts cannot forge control tokens; refuses those for which this is uncertain."""
+"""Renders conversations so that their texts cannot forge control tokens. Refuses them if this is uncertain."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -12,22 +12,24 @@ from bombus.text.chat_template import TemplateRefused
 from bombus_gateway.text.control import ControlTokens, escaped, restored
 from bombus_gateway.text.words import free_word, strings
 
-TRIES = 32  # the most renderings that are made to find the names that the template looks for
+TRIES = 32  # maximum number of renderings made to find the names that the template looks for
 _TYPE = ("type",)
 _FORGED = (
-    "{} holds the name of a control token, {!r}, or a part of it, which the model's chat template would turn into the "
-    "token: take it out."
+    "{} contains the name of a control token, {!r}, or part of it, which the model's chat template would turn into the "
+    "token: remove it."
 )
 
 # Renders the messages and the tools, which are the last part.
 RenderParts = Callable[[Sequence[Any]], str]
-_Held = tuple[int, str]  # the name of a control token in the part of this index
+_Held = tuple[int, str]  # (index of a part, name of a control token in it)
 
 
 class Rendered(msgspec.Struct, frozen=True):
-    """A conversation as text. `placeholders` maps names of control tokens in messages to the characters for them.
+    """A conversation as text. `placeholders` maps names of control tokens in messages to the characters that replace
+    them.
 
-    `suspect`: a text of the conversation may become a control token in another way, so it is encoded `guarded`.
+    `suspect` is true if a text of the conversation may become a control token in another way. The conversation is then
+    encoded with `guarded`.
     """
 
     text: str
@@ -40,7 +42,7 @@ class Rendered(msgspec.Struct, frozen=True):
 
 
 class TextGuard:
-    """Prevents the texts of conversations from forging the control tokens of one model."""
+    """Prevents the texts of conversations from forging one model's control tokens."""
 
     def __init__(self, control: ControlTokens, special_names: Collection[str]) -> None:
         self._control = control
@@ -51,7 +53,8 @@ class TextGuard:
 
         A template may look for the name of a control token in a message, as some do to find reasoning in it. Such a
         name is not replaced, since that would change the rendering. If a text becomes a control token because of this,
-        or because the template changes texts, all names are replaced. If one still does, the conversation is refused.
+        or because the template changes texts, all names are replaced. If a text still becomes one, the conversation is
+        refused.
         """
         plain = render(parts)
         suspects = [self._suspects(part) for part in parts]
@@ -62,8 +65,8 @@ class TextGuard:
         trial = _Trial(self._control, render, parts, plain, placeholders)
         trial.settle(held)
         found = Rendered(trial.text, placeholders, suspect=True)
-        # If two renderings of the same parts differ (by a clock, say), a difference does not show that the template
-        # looks for a name.
+        # If two renderings of the same parts differ (because of a clock, say), a difference does not show that the
+        # template looks for a name.
         steady = not trial.left or render(parts) == plain
         kept = {pair for pair in trial.left if steady and _is_assistants(parts[pair[0]])}
         allowed = self._allowed(render, parts, suspects, kept)
@@ -77,7 +80,7 @@ class TextGuard:
         return found
 
     def _place(self, suspects: Sequence[set[str]], name: str) -> str:
-        """Return the field of the request that contains a name or a part of it: `tools` or `messages.N`."""
+        """Return the field of the request that contains a name or part of it: `tools` or `messages.N`."""
         holding = [i for i, texts in enumerate(suspects) if any(self._control.is_suspect_of(name, t) for t in texts)]
         index = next(iter(holding), next(i for i, texts in enumerate(suspects) if texts))
         return "tools" if index == len(suspects) - 1 else f"messages.{index}"
@@ -85,7 +88,8 @@ class TextGuard:
     def _held(self, parts: Sequence[Any]) -> list[_Held]:
         """Return the names in each part, sorted by name, with those in the assistant's messages last.
 
-        Added tokens that are not special, such as `<think>`, are allowed in an assistant's message: models write them.
+        Added tokens that are not special, such as `<think>`, are allowed in an assistant's message, as models write
+        them.
         """
         found = [(index, name) for index, part in enumerate(parts) for name in self._names(part)]
         return sorted(found, key=lambda pair: (_is_assistants(parts[pair[0]]), pair[1], pair[0]))
@@ -98,20 +102,20 @@ class TextGuard:
         """Return the texts of a part that may become control tokens."""
         found = {text for text in set(_texts(part)) if self._control.is_suspect(text)}
         if found and _is_assistants(part):
-            none = dict.fromkeys(self._own_names, "")  # some templates take them out
+            none = dict.fromkeys(self._own_names, "")  # some templates remove these
             return {text for text in found if self._control.is_suspect(self._control.replaced(text, none))}
         return found
 
     def _allowed(
         self, render: RenderParts, parts: Sequence[Any], suspects: Sequence[set[str]], left: Collection[_Held]
     ) -> Counter[int] | None:
-        """Count the control tokens of the conversation with harmless words in place of its suspect texts.
+        """Count the control tokens of the conversation with its suspect texts replaced by harmless words.
 
         The names that the template looks for in an assistant's message are not replaced. Returns None if the template
         refuses the words.
         """
         word = free_word(strings(parts))
-        # The same word for the same text everywhere: templates look for the call that a result belongs to.
+        # Use the same word for the same text everywhere, because templates look for the call that a result belongs to.
         word_of = {text: f"{word}{index}q" for index, text in enumerate(sorted(set().union(*suspects)))}
         harmless = []
         for index, (part, texts) in enumerate(zip(parts, suspects)):
@@ -125,11 +129,11 @@ class TextGuard:
             return None
 
     def _words(self, word_of: Mapping[str, str], kept: Collection[str], word: str) -> dict[str, str]:
-        """Return a replacement for each text: the first harmless one of three forms.
+        """Return a replacement for each text: the first of three forms that is harmless.
 
-        They are the text with a word for each name that is not `kept`, the same between two words, and words alone with
-        the kept names between them. The first two keep the rest of the text, since the template may look for something
-        in it, such as `/no_think`.
+        The first form is the text with each name not in `kept` replaced by a word. The second is the same between two
+        words. The third is only words, with the kept names between them. The first two keep the rest of the text, since
+        the template may look for something in it, such as `/no_think`.
         """
         none = dict.fromkeys(kept, "")
         others = dict.fromkeys(self._control.names - frozenset(kept), word)
@@ -146,7 +150,7 @@ class TextGuard:
         return self._control.names - self._special_names
 
     def _excess(self, found: Rendered, allowed: Counter[int] | None) -> str | None:
-        """Return the name of a control token that is in the rendering more often than `allowed`, if there is one."""
+        """Return the name of a control token that is in the rendering more often than `allowed`, or None."""
         if allowed is None:
             return next(iter(found.placeholders), "")
         count = self._control.count(self._control.encode(found.text, found.placeholders, guarded=found.suspect))
@@ -172,9 +176,9 @@ class _Trial:
         self.left: set[_Held] = set()
 
     def settle(self, pairs: Sequence[_Held]) -> None:
-        """Replace the names that the template does not look for: all at once, or by bisection.
+        """Replace the names that the template does not look for: all together if possible, otherwise by bisection.
 
-        If that takes more than `TRIES` renderings, the remaining names are left as they are.
+        If that takes more than `TRIES` renderings, the remaining names are not replaced.
         """
         if not pairs:
             return
@@ -203,7 +207,8 @@ class _Trial:
         return True
 
     def _is_same(self, text: str) -> bool:
-        """Whether this is the rendering without placeholders, perhaps in another order: some templates sort names."""
+        """Return whether this is the rendering without placeholders, though perhaps in another order, as some templates
+        sort names."""
         if text == self._plain:
             return True
         return len(text) == len(self._plain) and Counter(text) == Counter(self._plain)
@@ -226,7 +231,7 @@ class _Trial:
 
 
 def _texts(part: Any) -> Iterable[str]:
-    """Return the texts of a part, except the role of a message."""
+    """Return the texts of a part, except a message's role."""
     return strings({key: item for key, item in part.items() if key != "role"} if isinstance(part, dict) else part)
 
 
@@ -255,7 +260,7 @@ def changed(value: Any, change: Callable[[str], str], kept: Collection[str] = ()
 def changed_part(part: Any, change: Callable[[str], str]) -> Any:
     """Apply `change` to the texts of a message or of the list of tools, except the few that templates compare.
 
-    These are the role of the message, and the types of its content parts, of calls and of tools.
+    Those are the role of the message, and the types of its content parts, calls and tools.
     """
     if not isinstance(part, Mapping):
         return changed(part, change, _TYPE)

@@ -1,4 +1,4 @@
-"""Writes tools, calls and results as message texts, in the Hermes format, for chat templates that have no tools."""
+"""Writes tools, calls and results as message text in the Hermes format, for chat templates without tool support."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ _TAIL = (
 
 
 class HermesTemplate(ChatTemplate):
-    """A chat template that renders tools, calls and results as message texts."""
+    """A chat template that renders tools, calls and results as message text."""
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], add_generation_prompt: bool
@@ -32,8 +32,8 @@ class HermesTemplate(ChatTemplate):
 def as_texts(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the messages with their tools, calls and results written as text.
 
-    The tools are described at the end of the system message, which is added if there is none. Consecutive results
-    become one user message.
+    The tools are described at the end of the system message, which is added if missing. Consecutive results become one
+    user message.
     """
     made: list[Mapping[str, Any]] = []
     if tools:

@@ -1,4 +1,4 @@
-"""Refuses conversations of which the chat template silently drops a part."""
+"""Refuses a conversation if the chat template silently drops part of it."""
 
 import copy
 import json
@@ -13,9 +13,9 @@ from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.reading.finding import RenderText
 from bombus_gateway.text.words import free_word, strings
 
-SURE_CHARACTERS = 8  # a shorter text may occur by chance: in a number, or across the boundary of two other texts
-SEARCHES_MAX = 16  # with more contents than this, none is searched for in the whole conversation
-LOOKS_MAX = 32  # the most messages that are checked one by one, with a rendering for each
+SURE_CHARACTERS = 8  # shorter text may occur by chance: in a number, or across the boundary between two texts
+SEARCHES_MAX = 16  # with more contents than this, none of them is searched for in the rendering
+LOOKS_MAX = 32  # the most messages that are checked individually, with one rendering each
 
 _Tools = Sequence[Mapping[str, Any]]
 _Key = TypeVar("_Key")
@@ -24,7 +24,7 @@ _OTHER = "wasp"
 _PAIR = call_of([WORD, _OTHER])
 _RESULTS: list[ChatMessage] = [{"role": "tool", "tool_call_id": f"call_{n}", "content": "rose"} for n in (0, 1)]
 _LATER: list[ChatMessage] = [{"role": "assistant", "content": "found"}, user("again")]
-# Turns with calls, to find out whether a template renders all of them.
+# Turns with calls, used to find out whether a template renders every call.
 _CALLS: list[list[ChatMessage]] = [
     [user("look"), {**called, "content": content}, *following]
     for called, results in ((call_of([WORD]), _RESULTS[:1]), (_PAIR, _RESULTS))
@@ -34,17 +34,17 @@ _CALLS: list[list[ChatMessage]] = [
 
 
 class NotRendered(Refused):
-    """Raised for a conversation that the model's chat template refuses, or of which it would drop a part."""
+    """Raised for a conversation that the model's chat template refuses or would drop part of."""
 
     def __init__(self, why: str) -> None:
         super().__init__(Code.MALFORMED, why)
 
 
 class LossCheck:
-    """Looks for parts of conversations that one template drops."""
+    """Finds the parts of a conversation that a chat template drops."""
 
     def __init__(self, render: RenderText, written: str) -> None:
-        """`written` contains all text that the template itself can write."""
+        """Initialize with `written`: all text that the template itself can write."""
         self._render = render
         self._written = written
         shown = self._rendered([user("look")], [TOOL])
@@ -52,21 +52,24 @@ class LossCheck:
         self.shows_calls = all(map(self._shows_words, _CALLS))
 
     def _shows_words(self, messages: Sequence[ChatMessage]) -> bool:
-        """Whether the rendering contains the arguments of all calls. True if the template refuses the messages."""
+        """Return whether the rendering contains the arguments of all calls. True if they are refused."""
         rendered = self._rendered(messages, [TOOL])
         words = (WORD, _OTHER)[: len(messages[1]["tool_calls"])]
         return rendered is None or all(word in rendered for word in words)
 
     def given(self, render: RenderText, values: Iterable[str]) -> Self:
-        """Return the check of the same template with other variables: it may write `values`, and may hide tools."""
+        """Return a check of the same template with other variables.
+
+        The template may then write `values`, and may no longer show tools.
+        """
         made = copy.copy(self)
         made._render = render
         made._written = "\0".join([self._written, *values])
-        made._shows_tools = False  # checked for each conversation
+        made._shows_tools = False  # checked for each conversation instead
         return made
 
     def refuse_losses(self, messages: Sequence[ChatMessage], tools: _Tools, text: str, since: int = 0) -> None:
-        """Raise `Refused` if `text`, the rendering, lacks a part of the conversation, from message `since` on."""
+        """Raise `NotRendered` if the rendering `text` lacks part of the conversation, starting with message `since`."""
         if since == 0 and tools and self._loses_tools(messages, tools, text):
             raise NotRendered(
                 "The model's chat template has no place for tools: set model.tools to hermes in the job, so that "
@@ -81,7 +84,10 @@ class LossCheck:
             raise NotRendered(_LOST.format(content, role, _cure(role)))
 
     def _loses_tools(self, messages: Sequence[ChatMessage], tools: _Tools, text: str) -> bool:
-        """Whether the rendering does not depend on the tools. Their names may be in it nevertheless: in a call."""
+        """Return whether the template ignores the tools.
+
+        A tool's name in the text is not enough evidence that the template shows it, since calls contain names too.
+        """
         if not all(tool["function"]["name"] in text for tool in tools):
             return True
         if self._shows_tools:
@@ -91,11 +97,11 @@ class LossCheck:
         return self._rendered(messages, others) == text
 
     def _lost_content(self, messages: Sequence[ChatMessage], tools: _Tools, text: str, since: int) -> int | None:
-        """Return the index of the first message, other than the assistant's, whose content does not change the text.
+        """Return the index of the first message, except the assistant's, whose content does not affect the rendering.
 
-        A content that the template does not write itself, and that occurs in the text as often as in the conversation,
-        is not lost; this is checked only if there are few contents. A unique word is added to each of the others, and
-        the first messages whose words are missing from the rendering are checked one by one.
+        If there are only a few contents, each is first searched for in the text. One that occurs there as often as in
+        the conversation is not lost, unless the template itself writes the same words. To check the rest, a unique word
+        is added to each, and the first messages whose word is missing from the rendering are then checked one by one.
         """
         everything = [*strings([messages, tools])]
         suspects = [
@@ -108,16 +114,17 @@ class LossCheck:
         return self._first_lost(suspects, partial(_with_words, messages), tools, text, free_word(everything))
 
     def _is_sure(self, content: str, text: str, everything: Sequence[str]) -> bool:
-        """Whether a content occurs in the text, plain or as JSON, as often as in all texts of the conversation."""
+        """Return whether `content` occurs in the text, plain or as JSON, at least as often as in the whole
+        conversation."""
         if len(content) < SURE_CHARACTERS or content in self._written:
             return False
         wanted = sum(part.count(content) for part in everything)
         return text.count(content) >= wanted or text.count(json.dumps(content, ensure_ascii=False)[1:-1]) >= wanted
 
     def _lost_call(self, messages: Sequence[ChatMessage], tools: _Tools, text: str, since: int) -> int | None:
-        """Return the index of the first message with a call that does not change the text.
+        """Return the index of the first message with a call that does not affect the rendering.
 
-        If the template renders the calls of all kinds of turns, only the names of their functions are looked for.
+        If the template is known to render the calls of every kind of turn, only the function names are searched for.
         """
         unnamed = _unnamed_call(messages, text, since)
         if unnamed is not None or self.shows_calls:
@@ -141,7 +148,7 @@ class LossCheck:
         text: str,
         word: str,
     ) -> _Key | None:
-        """Return the first suspect that does not change the text. `marked` puts words into the suspect messages."""
+        """Return the first suspect that does not affect the rendering. `marked` adds words to the suspect messages."""
         words = {suspect: f"{word}{number}q" for number, suspect in enumerate(suspects)}
         whole = self._rendered(marked(words), tools) or ""
         shown = {f"{word}{rest.partition('q')[0]}q" for rest in whole.split(word)[1:]}
@@ -172,9 +179,9 @@ def _cure(role: str) -> str:
 
 
 def _unnamed_call(messages: Sequence[ChatMessage], text: str, since: int) -> int | None:
-    """Return the index of the first message with a call of a function whose name is not in the text.
+    """Return the index of the first message that calls a function whose name is not in the text.
 
-    The search for each name starts where the previous one was found, so that the text is usually read only once.
+    The search for each name starts where the previous name was found, so the text is usually read only once.
     """
     place = 0
     for index, message in enumerate(messages[since:], since):

@@ -1,4 +1,4 @@
-"""Encodes the parts of a text between added tokens one by one, and caches them: prompts share most of their parts."""
+"""Encodes a text in parts, split at its added tokens, and caches the parts, since prompts share most of them."""
 
 from array import array
 from itertools import zip_longest
@@ -10,16 +10,17 @@ from bombus.text.tokenizer import LONG_CHARACTERS, encoded
 from bombus_gateway.decoding.json_parts import RememberedParts
 from bombus_gateway.text.patterns import any_of
 
-REMEMBERED_CHARACTERS_MAX = 1 << 20  # of one of the cache's two generations
+REMEMBERED_CHARACTERS_MAX = 1 << 20  # limit of each of the cache's two generations
 _TRIED = ("a", " a", "a ", "\n", "  b\n", "É 1")  # texts to test whether a part's tokens depend on its surroundings
 
 
 class PartEncoder:
-    """The encoder of one tokenizer.
+    """Encodes text with one tokenizer.
 
-    A tokenizer looks for its added tokens first, and encodes the parts between them. If the tokens of a part do not
-    depend on the surrounding text, each part is encoded once (`splits`). Some tokenizers treat the first part
-    differently, and some added tokens include the white space around them: then texts are encoded whole.
+    A tokenizer first finds its added tokens, then encodes the parts between them. If the tokens of a part do not depend
+    on the surrounding text, each part is encoded once and cached (`splits` is true). Some tokenizers treat the first
+    part differently, and some added tokens include the white space around them: such tokenizers encode each text as a
+    whole.
     """
 
     def __init__(self, fast: Fast) -> None:
@@ -30,7 +31,7 @@ class PartEncoder:
         self.splits = bool(self._ids) and self._is_same_in_parts()
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, the same that the tokenizer itself returns."""
+        """Return the same tokens for a text as the tokenizer itself."""
         return self._in_parts(text) if self.splits else encoded(self._fast, text)
 
     def _in_parts(self, text: str) -> list[int]:
@@ -48,7 +49,7 @@ class PartEncoder:
         return array("i", encoded(self._fast, part))
 
     def _read_together(self, parts: list[str]) -> dict[str, "array[int]"]:
-        """Encode the new parts in one batch if they are long in total: other threads can run during a batch."""
+        """Encode the new parts in one batch if they are long in total, so that other threads can run meanwhile."""
         new = [part for part in dict.fromkeys(parts) if not self._remembered.knows(part)]
         if sum(map(len, new)) <= LONG_CHARACTERS:
             return {}
@@ -63,14 +64,15 @@ class PartEncoder:
         texts = [f"{one}{name}{other}" for one in ("", *_TRIED) for other in _TRIED]
         try:
             return all(self._in_parts(text) == encoded(self._fast, text) for text in texts)
-        except Exception:  # the tokenizer does not know some letter; the library raises nothing narrower
+        except Exception:  # the tokenizer does not know a letter; the library raises nothing more specific
             return False
 
 
 def _separators(fast: Fast) -> dict[str, int]:
-    """Return the ids of the added tokens that are looked for in a text before it is normalized, by their names.
+    """Return a map from names to ids of the added tokens that are found in a text before it is normalized.
 
-    Empty if any added token includes white space, or the tokenizer treats the beginning of a text differently.
+    Returns an empty map if any added token includes white space, or if the tokenizer treats the start of a text
+    differently.
     """
     added: dict[int, AddedToken] = fast.get_added_tokens_decoder()
     takes_more = any(token.lstrip or token.rstrip or token.single_word for token in added.values())

@@ -1,16 +1,16 @@
-"""Patterns of many names."""
+"""Regular expressions that match any of many names."""
 
 import re
 from collections.abc import Collection, Iterable
 
 
 def any_of(names: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern for any of the names, which matches the longest if several match."""
+    """Return a pattern that matches any of the names; the longest if several match."""
     return re.compile(_branches(set(names) - {""}) or r"(?!)")
 
 
 def _branches(names: Collection[str]) -> str:
-    """Return a pattern that matches each common prefix of names only once: some models have a thousand names."""
+    """Return a pattern that tries each common prefix of the names only once, as some models have a thousand names."""
     rests: dict[str, set[str]] = {}
     for name in names:
         if name:

@@ -1,7 +1,7 @@
 """A short digest of a model's prompts, which differs between gateways that would render them differently.
 
-The files and the job are the same for all gateways of a run, so a digest of these alone would never differ. Versions of
-bombus or of a library may render the same files differently, so the digest includes rendered conversations.
+All gateways of a run have the same files and the same job, but different versions of bombus or of a library may render
+them differently. So the digest includes rendered conversations.
 """
 
 import json

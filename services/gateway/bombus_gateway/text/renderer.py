@@ -30,17 +30,17 @@ from bombus_gateway.text.words import free_word, strings
 
 log = logging.getLogger(__name__)
 
-KEPT_MAX = 16  # the most sets of variables for which it is tried whether long conversations can be shortened
-PROMPT_END_TOKENS = 64  # the last tokens of a prompt that are checked for open reasoning
-_VARIABLE = "chat_template_kwargs.{}: {!r} holds the name of a control token, or a part of one: take it out."
+KEPT_MAX = 16  # the most sets of variables for which shortening conversations is tried
+PROMPT_END_TOKENS = 64  # how many of a prompt's last tokens are checked for open reasoning
+_VARIABLE = "chat_template_kwargs.{}: {!r} holds the name of a control token, or part of one: remove it."
 
 
 class Probe(msgspec.Struct, frozen=True):
     """A conversation with unique words in place of the sampled texts.
 
-    The first `count` messages are in the history. `last` is the word at the end of the last of them; all words begin
-    with `word`. `sampled` lists the texts that must be rendered after the prompt of that message. `unclosed`: the
-    message ends within its reasoning.
+    The first `count` messages are the history. All words begin with `word`; `last` is the word at the end of message
+    `count`. `sampled` lists the texts that must be rendered after the prompt of that message. `unclosed` says whether
+    that message ends within its reasoning.
     """
 
     messages: list[ChatMessage]
@@ -53,7 +53,8 @@ class Probe(msgspec.Struct, frozen=True):
     def without_doubled_thoughts(self) -> "Probe":
         """Return the probe without the reasoning of earlier answers that have both text and calls.
 
-        gpt-oss's template writes that text as the reasoning, and refuses a message that has both.
+        gpt-oss's template writes the text of such an answer as its reasoning, and refuses a message with both reasoning
+        and text.
         """
         messages = [
             {key: value for key, value in message.items() if key != "reasoning_content"}
@@ -65,7 +66,7 @@ class Probe(msgspec.Struct, frozen=True):
 
 
 class TemplateRenderer:
-    """The renderer of one model.
+    """Renders the conversations of one model.
 
     `history` says what to do if the template drops sampled text, such as the reasoning of earlier turns: "template"
     begins a new branch, "keep" keeps the sampled tokens in the sequence.
@@ -75,7 +76,7 @@ class TemplateRenderer:
         self._tokenizer = tokenizer
         self._template = template
         self._history = history
-        self._kept: dict[str, ToolsKept] = {}  # by the template's variables; shared with the renderers for other ones
+        self._kept: dict[str, ToolsKept] = {}  # by template variables; shared by all copies of this renderer
         self.form = find_form(template)
         self.reading = find_reading(self._text, self._switched())
         written = self._written()
@@ -87,15 +88,15 @@ class TemplateRenderer:
         if not self.stop_token_ids:
             log.warning("the model has no token that ends a completion: each completion runs to its token limit")
         self.looked_for = template.looked_for()
-        # Some model files name a token that ends completions but is never written by the template, such as a token of
-        # plain text.
+        # Some model files name a stop token that the template never writes, such as a plain-text token. It is left out
+        # here.
         self._stops = {stop: tokenizer.added[stop] for stop in self.stop_token_ids if stop in tokenizer.added}
 
     def given(self, variables: Mapping[str, Any]) -> Self:
-        """Return this renderer with variables of its template added or changed.
+        """Return this renderer with template variables added or changed.
 
-        The form of messages, and the reading and end of completions, stay as they were determined at load. Raises
-        `Refused` if the text of a variable contains the name of a control token.
+        The form of messages, how completions are read, and the tokens that end them stay as determined when the
+        renderer was created. Raises `Refused` if the text of a variable contains the name of a control token.
         """
         if not variables:
             return self
@@ -115,7 +116,7 @@ class TemplateRenderer:
         return made
 
     def _switched(self) -> Iterator[RenderText]:
-        """Yield the rendering with each variable that the template looks up turned on, and off, as a request may do."""
+        """Yield renderings in which one of the template's switches, which a request may set, is turned on or off."""
         for name in self._template.switches():
             for value in (True, False):
                 made = copy.copy(self)
@@ -123,9 +124,10 @@ class TemplateRenderer:
                 yield made._text
 
     def _written(self) -> str:
-        """Return the texts that the template writes, joined by NUL.
+        """Return the texts that the template can write, joined by NUL.
 
-        They are the texts in its source, and renderings of samples for those that it builds, such as `<|user|>`.
+        These are the texts in its source, and renderings of samples, since templates build some texts, such as
+        `<|user|>`.
         """
         texts = [self._template.literals()]
         for turns in SAMPLES:
@@ -138,7 +140,7 @@ class TemplateRenderer:
     # ---- prompts ----
 
     def adapted(self, messages: Sequence[ChatMessage], outline: HistoryOutline = NO_OUTLINE) -> Sequence[ChatMessage]:
-        """Return messages with roles that the template knows: the role `developer` may become `system`."""
+        """Return messages whose roles the template knows: if it does not know `developer`, this becomes `system`."""
         places = (*outline.others, *range(outline.known, len(messages)))
         if not self.form.developer_as_system or all(messages[at]["role"] != "developer" for at in places):
             return messages
@@ -148,9 +150,10 @@ class TemplateRenderer:
     def render(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], generate: bool = True
     ) -> list[int]:
-        """Return a whole prompt, up to the start of the assistant's turn; without `generate`, to the last message.
+        """Return a whole prompt, up to the start of the assistant's turn, or, without `generate`, to the end of the
+        last message.
 
-        Raises `Refused` if the template refuses the conversation, or silently drops a part of it.
+        Raises `Refused` if the template refuses the conversation or silently drops part of it.
         """
         try:
             rendered = self._rendered(messages, tools, generate)
@@ -169,19 +172,20 @@ class TemplateRenderer:
     ) -> list[int] | None:
         """Return the tokens to append to `history` (int32: a prompt and its completion, as they were sampled).
 
-        The first `count` messages are those of the history; the last of them was sampled from token `completion_at` on.
-        The returned tokens are those that the template writes after that message. Returns None if the template, given
-        the new messages, renders the history differently. Raises `Refused` like `render`.
+        The first `count` messages are the history, and the last of these was sampled from token `completion_at` on. The
+        returned tokens are what the template writes after that message. Returns None if the template, given the new
+        messages, renders the history differently. Raises `Refused` like `render`.
 
-        Some templates refuse a message with several calls, although their models sample such messages. Since only the
-        text after the sampled message is needed, such a message is then rendered with its last call only.
+        Some templates refuse a message with several calls, although their models sample such messages. Only the text
+        after the sampled message is needed, so the messages are then rendered with only their last call.
         """
         shorter = self.shortened(messages, count, tools)
         tail = None if shorter is None else self.extend_by(history, completion_at, shorter)
         return self.extend_as_given(history, completion_at, messages, count, tools) if tail is None else tail
 
     def extend_by(self, history: bytes, completion_at: int, shorter: Dialogue) -> list[int] | None:
-        """Return the tokens of `extend` by rendering a `shortened` conversation; None if the whole one is needed."""
+        """Return the tokens of `extend` by rendering a `shortened` conversation; None if the whole conversation is
+        needed."""
         try:
             return self.extend_as_given(history, completion_at, *shorter)
         except Refused:
@@ -214,7 +218,8 @@ class TemplateRenderer:
         count: int,
         tools: Sequence[Mapping[str, Any]],
     ) -> list[int] | None:
-        # Only reasoning is looked for in all of the prompt; a copy of it takes long.
+        # Reasoning is searched for in the whole prompt; anything else needs only its end, and copying the whole takes
+        # long.
         since = 0 if self.reading.reasoning else max(completion_at - PROMPT_END_TOKENS, 0)
         prompt, completion = history[4 * since : 4 * completion_at], unpack_tokens(history[4 * completion_at :])
         probe = self._probe(prompt, completion, messages, count, free_word(strings([messages, tools])))
@@ -228,7 +233,7 @@ class TemplateRenderer:
         self._losses.refuse_losses(probe.messages, tools, rendered.plain(), count)
         after = rendered.text.partition(probe.last)[2]
         if probe.word in after:
-            return None  # the template writes parts of the answer in another order than the model did
+            return None  # the template writes the parts of the answer in a different order than the model did
         ended = completion[-1] if completion and completion[-1] in self.stop_token_ids else None
         if ended is not None and (
             ended not in self._stops or self._ends_later(probe, tools, after, self._stops[ended])
@@ -248,7 +253,7 @@ class TemplateRenderer:
     ) -> Probe:
         """Return the messages with the sampled texts replaced by words that begin with `word`.
 
-        No text contains these words, so they mark the sampled parts in the rendering.
+        None of the texts contains these words, so they mark the sampled parts in the rendering.
         """
         content, last_word = f"{word}w", f"{word}q"
         text = self._tokenizer.decode(completion)
@@ -282,25 +287,25 @@ class TemplateRenderer:
         tools: Sequence[Mapping[str, Any]],
         outline: HistoryOutline = NO_OUTLINE,
     ) -> Dialogue | None:
-        """Return a shorter conversation that `extend` treats like this one, or None."""
+        """Return a shorter conversation that `extend` continues in the same way, or None if there is none."""
         keep = self.kept.where(messages[count:])
         return None if keep is None else short(messages, count, tools, self.looked_for, keep, outline)
 
     @property
     def kept(self) -> ToolsKept:
-        """Which tools stay in shortened conversations, with the current variables."""
+        """The tools to keep in shortened conversations, given the current variables."""
         if not self.is_tried:
             self._kept[self._given] = find_kept(self._goes_on)
         return self._kept.get(self._given, ToolsKept())
 
     @property
     def decodes_history(self) -> bool:
-        """Whether extending decodes the whole history, to look for reasoning in it."""
+        """Whether `extend` decodes the whole history to look for reasoning in it."""
         return bool(self.reading.reasoning) and self._thinking_tokens is None
 
     @property
     def is_tried(self) -> bool:
-        """Whether `kept` returns at once; otherwise it runs trials, which take up to a second."""
+        """Whether `kept` returns immediately; otherwise it runs trials, which take up to a second."""
         return self._given in self._kept or len(self._kept) >= KEPT_MAX
 
     @property
@@ -308,16 +313,16 @@ class TemplateRenderer:
         return repr(sorted(self._template.variables.items()))
 
     def _goes_on(self, trial: Dialogue, keep: Keep) -> bool:
-        """Whether shortening a trial leaves its continuation unchanged. True if the template refuses the trial."""
+        """Return whether shortening a trial leaves its continuation unchanged. True if the trial is refused."""
         found = short(*trial, (), keep)
         assert found is not None
         whole = self._continuations(trial, trial)
         return not whole or whole == self._continuations(trial, found)
 
     def _continuations(self, trial: Dialogue, given: Dialogue) -> list[list[int] | None]:
-        """Return the tokens after a trial's answer without a stop token, and with one, by rendering `given`.
+        """Return the tokens that follow a trial's answer, without and with a stop token, when `given` is rendered.
 
-        Empty if the template refuses the conversation.
+        Returns an empty list if the template refuses the conversation.
         """
         messages, count, tools = trial
         try:
@@ -329,7 +334,7 @@ class TemplateRenderer:
             return []
 
     def _is_unclosed(self, prompt: bytes, text: str) -> bool:
-        """Whether the completion `text` ends within reasoning, opened by its prompt (int32) or by itself."""
+        """Return whether the completion `text` ends within reasoning that it or its prompt (int32) opened."""
         thinking = self.reading.thinking
         if thinking is None:
             return False
@@ -347,13 +352,13 @@ class TemplateRenderer:
         return "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
 
     def _has_reasoning(self, prompt: bytes) -> bool:
-        """Whether a prompt (int32) contains closed reasoning that is more than white space."""
+        """Return whether a prompt (int32) contains closed reasoning with more than white space in it."""
         if not self.reading.reasoning:
             return False
         thinking, decode = self.reading.thinking, self._tokenizer.decode
         if thinking is None:
             return bool(self._read_reasoning("", decode(unpack_tokens(prompt))).strip())
-        if self._thinking_tokens is not None:  # decode only the parts that may be reasoning, each of them once
+        if self._thinking_tokens is not None:  # decode only the parts that may be reasoning, each once
             decoded = cache(lambda tokens: decode(unpack_tokens(tokens)))
             parts: Iterable[str] = map(decoded, opened(prompt, *self._thinking_tokens))
         else:
@@ -370,15 +375,15 @@ class TemplateRenderer:
         return ids[thinking.open], ids[thinking.close]
 
     def _keeps(self, probe: Probe, tools: Sequence[Mapping[str, Any]], rendered: Rendered) -> bool:
-        """Whether the template leaves the prompt of the last completion unchanged, and renders all sampled parts."""
+        """Return whether the template leaves the last completion's prompt unchanged and renders all sampled parts."""
         if probe.unclosed:
-            return False  # the template would close it
+            return False  # the template would close the reasoning
         before = self._text(probe.messages[: probe.count - 1], tools, True)
         whole = rendered.plain()
         return whole.startswith(before) and all(text in whole[len(before) :] for text in probe.sampled)
 
     def _ends_later(self, probe: Probe, tools: Sequence[Mapping[str, Any]], after: str, end: str) -> bool:
-        """Whether `end`, the stop token's name, is first written in `after` at the end of a later message."""
+        """Return whether the first `end`, a stop token's name, in `after` comes at the end of a later message."""
         between = after.partition(end)[0].rstrip()
         if end not in after or not between:
             return False
@@ -386,7 +391,8 @@ class TemplateRenderer:
             alone = self._text(probe.messages[: probe.count], tools, False)
         except TemplateRefused:
             return False
-        # Some templates end the last message of a conversation differently: then the next one must be in `between`.
+        # Some templates end the last message of a conversation differently, so the next message must also be in
+        # `between`.
         following = (probe.messages[probe.count].get("content") or "").strip()
         shown = following in between or json.dumps(following, ensure_ascii=False)[1:-1] in between
         return shown and not alone.rpartition(probe.last)[2].startswith(between)
@@ -394,14 +400,15 @@ class TemplateRenderer:
     def _after_completion(self, after: str, ended: int | None, called: bool, rendered: Rendered) -> list[int] | None:
         """Encode the text that follows a completion; None if the template ends the completion differently.
 
-        `after` follows its last word, `ended` is the stop token that ended it, `called` says whether it has calls.
+        `after` is the text after the completion's last word, `ended` the stop token that ended the completion, and
+        `called` says whether the completion has calls.
         """
         names = self._stops
         if ended is not None and names[ended] in after:
             tokens = self._encode(after[after.index(names[ended]) :], rendered)
             return tokens[1:]
         if ended is not None and self._history != "keep":
-            return None  # the template ends such a message differently
+            return None  # the template does not end such a message with this token
         places = sorted((place, stop) for stop, name in names.items() if (place := after.find(name)) >= 0)
         if ended is not None:
             place = places[0][0] + len(names[places[0][1]]) if places else 0
@@ -411,8 +418,7 @@ class TemplateRenderer:
             place = places[0][0]
         else:
             place = 0
-        # The text is encoded after a control token, so that a tokenizer that marks the beginning of a text does not
-        # mark the beginning of this part.
+        # The text is encoded after a control token: some tokenizers mark the beginning of a text, and this is not one.
         context = next(iter(names.values()), "")
         tokens = self._encode(context + after[place:], rendered)
         return tokens[1:] if context else tokens
@@ -436,7 +442,8 @@ class TemplateRenderer:
     def _rendered(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], generate: bool = True
     ) -> Rendered:
-        """Render a conversation so that its texts cannot forge control tokens. Raises `TemplateRefused`, `Refused`."""
+        """Render a conversation so that none of its texts can forge control tokens. Raises `TemplateRefused`,
+        `Refused`."""
 
         def render(parts: Sequence[Any]) -> str:
             return self._template.render(parts[:-1], parts[-1], generate)
@@ -452,7 +459,7 @@ class TemplateRenderer:
 
     @cached_property
     def thinking(self) -> ThinkingVariables:
-        """The variables of the template that say how much the model thinks."""
+        """The template variables that control how much the model thinks."""
 
         def beginning(variables: Mapping[str, Any]) -> str | None:
             try:
@@ -465,16 +472,16 @@ class TemplateRenderer:
 
     @cached_property
     def call_text(self) -> CallText | None:
-        """How the model's calls are written if that is JSON, else None."""
+        """How the model's calls are written, or None if they are not JSON."""
         return find_call_text(self._text, self.reading, [*self._stops.values()])
 
     @cached_property
     def calls_come_singly(self) -> bool:
-        """Whether a call can be read before the next one begins."""
+        """Whether each call can be read before the next one begins."""
         return calls_come_singly(self._text, self.reading)
 
     def reasoning_after(self, prompt: bytes) -> Thinking | None:
-        """Return the marks around the reasoning with which the completion of a prompt (int32) may begin, if it may.
+        """Return the marks of the reasoning with which the completion of a prompt (int32) may begin; None if it cannot.
 
         `open` is empty if the prompt ends with the opening mark.
         """
@@ -489,9 +496,10 @@ class TemplateRenderer:
 
 
 def opened(tokens: bytes, opening: int, closing: int) -> Iterator[bytes]:
-    """Yield the tokens (int32) after each opening token, through the first closing token or up to the next opening one.
+    """Yield the tokens (int32) after each opening token, up to and including the first closing token.
 
-    They include a closing mark that was spelled out in text rather than sampled as its token.
+    If another opening token comes first, the tokens end before it, and include any closing mark that was spelled out as
+    text.
     """
     start, end = pack_tokens([opening]), pack_tokens([closing])
     at = _place(tokens, start, 0, len(tokens))
@@ -502,7 +510,7 @@ def opened(tokens: bytes, opening: int, closing: int) -> Iterator[bytes]:
 
 
 def _place(tokens: bytes, token: bytes, since: int, until: int) -> int:
-    """Return the byte offset of a token in `tokens` (int32) between two byte offsets, or `until` if there is none."""
+    """Return the byte offset of a token in `tokens` (int32) between two byte offsets, or `until` if it is not there."""
     at = tokens.find(token, since, until)
     while at % 4 and at >= 0:
         at = tokens.find(token, at + 1, until)
@@ -510,10 +518,12 @@ def _place(tokens: bytes, token: bytes, since: int, until: int) -> int:
 
 
 def _control_names(tokenizer: Tokenizer, written: str, markers: Collection[str]) -> set[str]:
-    """Return the names of special tokens, and of other added tokens that are template text or mark calls and reasoning.
+    """Return the names of control tokens: all special tokens, and added tokens that the template or the markers
+    contain.
 
-    White space and alphanumeric words count only if they are special. A special token of a single character does not
-    count, such as the full stop that is some tokenizer's token for unknown text: ordinary texts contain it.
+    Added tokens that are white space or alphanumeric words are control tokens only if they are special. A special token
+    of a single character does not count, since ordinary text contains it: one tokenizer uses the full stop for unknown
+    text.
     """
     known = {name for name in tokenizer.added.values() if name in written or name in markers}
     added = {name for name in known if not name.isspace() and not name.isalnum()}
@@ -521,10 +531,11 @@ def _control_names(tokenizer: Tokenizer, written: str, markers: Collection[str])
 
 
 def _forms_of_calls(messages: Sequence[ChatMessage], count: int, shows_calls: bool) -> Iterator[Sequence[ChatMessage]]:
-    """Yield the messages as they are, and then, if message `count` has calls, with an empty text in that message.
+    """Yield the messages as they are, and then, if message `count` has calls, with empty text in that message.
 
-    Some templates end a turn of calls only if its content is an empty text. Others drop calls next to a text
-    (`shows_calls` is false): the text that they write after the calls alone then follows the sampled text and calls.
+    Some templates end a turn of calls only if its content is empty text. Others drop calls that have text next to them
+    (`shows_calls` is false). For these, the template's text after the calls alone also follows the sampled text and
+    calls.
     """
     yield messages
     last = messages[count - 1]
@@ -533,7 +544,8 @@ def _forms_of_calls(messages: Sequence[ChatMessage], count: int, shows_calls: bo
 
 
 def _with_last_calls(messages: Sequence[ChatMessage], count: int) -> list[ChatMessage] | None:
-    """Return the messages with only the last call of each of the first `count`; None if none of these has several."""
+    """Return the messages with only the last call in each of the first `count`; None if each already has at most one
+    call."""
     if all(len(message.get("tool_calls") or ()) < 2 for message in messages[:count]):
         return None
     return [

@@ -20,7 +20,7 @@ from bombus_gateway.text.renderer import TemplateRenderer
 log = logging.getLogger(__name__)
 
 CONTEXT_TOKENS_DEFAULT = 1 << 20
-SYNTAX_CHARACTERS_MAX = 80  # of the name of a syntax in `TextModel.format`
+SYNTAX_CHARACTERS_MAX = 80  # maximum length of a syntax name in `TextModel.format`
 _NO_CHAT = "{{ raise_exception('the job has model.chat_template: none, for plain completions only') }}"
 CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len")
 
@@ -28,9 +28,9 @@ CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len")
 class TextOptions(msgspec.Struct, frozen=True):
     """A job's options for the text of its model.
 
-    `variables` are passed to the chat template. `tools`: "template" passes the tools to it, "hermes" describes them in
-    message texts. `history`: what to do if the template drops sampled text, see `TemplateRenderer`. `chat`: whether
-    there are conversations at all; without them, no template is needed.
+    `variables` are passed to the chat template. `tools` is "template" to pass the tools to the template, or "hermes" to
+    describe them in message text. `history` says what to do if the template drops sampled text; see `TemplateRenderer`.
+    `chat` says whether there are conversations at all; without them, no template is needed.
     """
 
     variables: dict[str, Any] = {}
@@ -48,7 +48,8 @@ DEFAULTS = TextOptions()
 
 
 def context_tokens(config: Mapping[str, Any]) -> int:
-    """Return the longest sequence that a model's config.json states, under any of the names that model families use.
+    """Return the length of the longest sequence according to a model's config.json; model families use different keys
+    for it.
 
     Multimodal models state it in their `text_config`.
     """
@@ -61,7 +62,7 @@ class TextModel:
     """A model's tokenizer and renderer. `context_tokens` is the length of the model's longest sequence."""
 
     def __init__(self, files: Mapping[str, bytes], name: str, options: TextOptions = DEFAULTS) -> None:
-        """Load from the files of the model's folder; `name` is the job's name for the model, for messages only.
+        """Load from the files in the model's folder. `name` is the job's name for the model, used only in messages.
 
         Raises `EngineFault` if the tokenizer or the chat template cannot be used.
         """
@@ -85,17 +86,17 @@ class TextModel:
 
     @property
     def syntaxes(self) -> dict[str, str]:
-        """The names of the syntaxes of tool calls and of reasoning; "text" for those that are not parsed."""
+        """The names of the syntaxes of tool calls and of reasoning; "text" if they are not parsed."""
         reading = self.renderer.reading
         return {"tool_calls": reading.calls or "text", "reasoning": reading.reasoning or "text"}
 
     @cached_property
     def format(self) -> ConversationFormat:
-        """How conversations are rendered and turns are parsed, as logged in the hive. Long syntax names are cut."""
+        """How conversations are rendered and turns are parsed, as logged in the hive. Long names are truncated."""
         names = {what: name[:SYNTAX_CHARACTERS_MAX] for what, name in self.syntaxes.items()}
         return ConversationFormat(template=prompt_digest(self.renderer, *self._sources), **names)
 
 
 def syntaxes_of(files: Mapping[str, bytes], model: ModelConfig) -> dict[str, str]:
-    """Return `TextModel.syntaxes` of a job's model. Raises `EngineFault` if its files cannot be used."""
+    """Return `TextModel.syntaxes` of a job's model. Raises `EngineFault` if the model's files cannot be used."""
     return TextModel(files, model.path, TextOptions.of(model)).syntaxes

@@ -1,6 +1,6 @@
 """Shortens a conversation without changing how the template continues it after its last answer. Pure.
 
-The sampled tokens are kept as they are. Only the text that the chat template writes after them is needed, so continuing
+Sampled tokens are kept as they are, and only the text that the chat template writes after them is needed. So continuing
 a long conversation need not cost more than continuing a short one.
 """
 
@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from bombus_gateway.text.forms import TOOL, WORD, call_of, user
 from bombus_gateway.text.message import ChatMessage, id_for_model
 
-ANSWERS_KEPT = 3  # the last answers; the messages between the first question and these are left out
-TEXT_MAX = 1000  # characters; longer texts of the history are shortened
-ENDS = 200  # characters that are kept at each end of a longer text
-ARGUMENTS = '{"a": "b"}'  # in place of long arguments
+ANSWERS_KEPT = 3  # how many last answers are kept; the messages between the first question and these are left out
+TEXT_MAX = 1000  # characters; longer texts in the history are shortened
+ENDS = 200  # characters kept at each end of a longer text
+ARGUMENTS = '{"a": "b"}'  # replaces long arguments
 
 
 class Keep(Enum):
@@ -29,8 +29,8 @@ class Keep(Enum):
 class ToolsKept(NamedTuple):
     """Which tools stay in the shorter conversations of one template.
 
-    Some templates repeat the tools before a new question but not before results, so the fields depend on the messages
-    after the last answer. None: without its middle, a conversation would be continued differently.
+    Some templates repeat the tools before a new question but not before results, so the answer depends on the messages
+    after the last answer. None means that leaving out the middle would change how the conversation is continued.
     """
 
     before_results: Keep | None = None
@@ -42,9 +42,10 @@ class ToolsKept(NamedTuple):
 
 
 class HistoryOutline(NamedTuple):
-    """What `short` looks for in the first `known` messages of a conversation, which it then need not read again.
+    """What `short` needs to know about the first `known` messages of a conversation, so that it need not read them
+    again.
 
-    `called` are the ids of their calls, as the model knows them, and `others` are the places of the messages that are
+    `called` are the ids of their calls, as the model wrote them, and `others` are the indices of the messages that are
     neither answers nor results.
     """
 
@@ -53,7 +54,7 @@ class HistoryOutline(NamedTuple):
     others: tuple[int, ...] = ()
 
     def extended(self, messages: Sequence[ChatMessage], count: int) -> "HistoryOutline":
-        """Return the outline of the first `count` messages of a conversation that begins with the outlined ones."""
+        """Return the outline of the first `count` messages of a conversation whose beginning is outlined here."""
         new = range(self.known, count)
         called = [id for at in new for id in _ids_of_calls(messages[at])]
         others = [at for at in new if _is_other(messages[at])]
@@ -84,12 +85,12 @@ def short(  # noqa: PLR0913 - a conversation, what a template needs of it, and w
     keep: Keep = Keep.CALLED_TOOLS,
     outline: HistoryOutline = NO_OUTLINE,
 ) -> Dialogue | None:
-    """Return a shorter conversation that ends like this one, whose message `count` was sampled.
+    """Return a shorter conversation that ends like this one. The last of its first `count` messages was sampled.
 
-    An `outline` of its beginning spares reading the outlined messages. Returns None if there is nothing to leave out,
-    or if leaving it out may change the ending: a changed system or user message contains something that the template
-    looks for (`looked_for`), such as a switch, or a new result belongs to a call that would be left out, which some
-    templates look up.
+    Messages covered by `outline` need not be read again. Returns None if there is nothing to leave out, or if leaving
+    it out may change the ending. That is the case if a changed system or user message contains something that the
+    template looks for (`looked_for`), such as a switch, or if a new result belongs to a call that would be left out,
+    since some templates look up the call.
     """
     first = next(index for index, message in enumerate(messages) if message["role"] == "assistant")
     answers = (index for index in range(count - 1, first - 1, -1) if messages[index]["role"] == "assistant")
@@ -112,7 +113,7 @@ def short(  # noqa: PLR0913 - a conversation, what a template needs of it, and w
 def _is_called(
     ids: Collection[str], messages: Sequence[ChatMessage], first: int, last: int, outline: HistoryOutline
 ) -> bool:
-    """Return whether the messages from `first` to `last` contain a call to which the model gave one of these ids."""
+    """Return whether messages `first` to `last` contain a call to which the model gave one of these ids."""
     unread = max(first, outline.known) if outline.called.isdisjoint(ids) else first
     return any(id in ids for message in messages[unread:last] for id in _ids_of_calls(message))
 
@@ -153,18 +154,19 @@ def _shortened_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _named(messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Return the tools that messages call, or only the first tool if they call none."""
+    """Return the tools that the messages call, or only the first tool if they call none."""
     names = {call["function"]["name"] for message in messages for call in message.get("tool_calls") or ()}
     return [tool for tool in tools if tool["function"]["name"] in names] or tools[:1]
 
 
-# ---- trial conversations, to find out whether a template renders the same ending for shorter ones ----
+# ---- trial conversations: does a template render the same ending for a shortened conversation? ----
 
 TOOLS = [TOOL, {**TOOL, "function": {**TOOL["function"], "name": "rest"}}]  # the second one is never called
 
 
 def find_kept(goes_on: Callable[[Dialogue, Keep], bool]) -> ToolsKept:
-    """Return which tools stay. `goes_on` says whether a trial, shortened with these tools, is continued the same."""
+    """Return which tools stay. `goes_on` says whether a trial has the same continuation when shortened with these
+    tools."""
     tried = [*trials()]
     results = [number for number, trial in enumerate(tried) if _are_results(trial.following)]
 
@@ -175,11 +177,11 @@ def find_kept(goes_on: Callable[[Dialogue, Keep], bool]) -> ToolsKept:
     def least(numbers: Collection[int]) -> Keep | None:
         return next((keep for keep in Keep if all(holds(number, keep) for number in numbers)), None)
 
-    return ToolsKept(least(results), least(range(len(tried))))  # a question may follow results
+    return ToolsKept(least(results), least(range(len(tried))))  # a question may also follow results
 
 
 def trials() -> Iterator[Dialogue]:
-    """Yield long conversations, which must be continued the same when they are shortened.
+    """Yield long conversations, which must have the same continuation after they are shortened.
 
     Each call has a different id, since some templates number calls. One tool is never called, to detect templates that
     repeat the tools before the new messages.
@@ -190,7 +192,7 @@ def trials() -> Iterator[Dialogue]:
         yield _trial("cccccc", reasoning, then=[user("rose")])
         yield _trial("cabcac", reasoning)
         yield _trial("acbaca", reasoning, asked=("first", "second"))
-    yield _trial("cpacpc")  # some templates refuse pairs
+    yield _trial("cpacpc")  # separate, since some templates refuse two calls in one message
     yield _trial("cabcac", first=[{"role": "system", "content": WORD}])
 
 
@@ -201,9 +203,9 @@ def _trial(
     then: Sequence[ChatMessage] = (),
     asked: Sequence[str] = (WORD,),
 ) -> Dialogue:
-    """Return a conversation with an answer for each letter: `a` text, `c` a call, `p` two calls, `b` a call and text.
+    """Return a conversation with one answer per letter: `a` text, `c` a call, `p` two calls, `b` a call and text.
 
-    `asked` are the user's texts in turn. `then` replaces the messages after the last answer.
+    `asked` are the user's texts, in order. `then` replaces the messages after the last answer.
     """
     messages: list[ChatMessage] = [*first, user(asked[0])]
     for number, kind in enumerate(answers):

@@ -16,7 +16,7 @@ _REASONING = {"reasoning_content": _FIRST}
 
 
 def configured_stops(tokenizer: Tokenizer) -> set[int]:
-    """Return the ids at which generation ends, according to the model's files."""
+    """Return the ids that end generation according to the model's files."""
     stops: set[int] = set()
     for config in (tokenizer.generation_config, tokenizer.model_config):
         found = config.get("eos_token_id")
@@ -26,7 +26,7 @@ def configured_stops(tokenizer: Tokenizer) -> set[int]:
 
 
 def hidden_names(tokenizer: Tokenizer, texts: Sequence[str]) -> dict[int, str]:
-    """Return, by id, the names in stop texts of special tokens that decode to no text, the longest name first."""
+    """Return the special tokens that the stop texts name and that decode to no text, by id, the longest name first."""
     if not texts:
         return {}
     given = "\n".join(texts)
@@ -35,7 +35,8 @@ def hidden_names(tokenizer: Tokenizer, texts: Sequence[str]) -> dict[int, str]:
 
 
 def named_stops(names: Mapping[int, str], texts: Sequence[str]) -> dict[int, str]:
-    """Map each token that stop texts begin with to the shortest such text. `names` are `hidden_names`.
+    """Map each token whose name begins a stop text to the shortest such stop text. `names` is the result of
+    `hidden_names`.
 
     An answer ends at such a token, without waiting for the rest of the stop text.
     """
@@ -46,9 +47,10 @@ def named_stops(names: Mapping[int, str], texts: Sequence[str]) -> dict[int, str
 
 
 def asked_stops(names: Mapping[int, str], texts: Sequence[str], tokens: Sequence[int], size: int) -> set[int]:
-    """Return the tokens at which a client's stop texts and stop tokens end an answer. `names` are `hidden_names`.
+    """Return the tokens that end an answer according to a client's stop texts and stop tokens.
 
-    Raises `Refused` for a token outside the vocabulary, which has this `size`.
+    `names` is the result of `hidden_names`, and `size` the size of the vocabulary. Raises `Refused` for a token outside
+    the vocabulary.
     """
     if tokens and max(tokens) >= size:
         raise Refused(
@@ -61,11 +63,11 @@ def asked_stops(names: Mapping[int, str], texts: Sequence[str], tokens: Sequence
 def find_stops(render: RenderText, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the ids that end a completion, sorted.
 
-    A token that the template also writes within a turn, such as between reasoning and the answer, does not end one,
-    unless the model's files name it. If no token ends a turn, the token that begins the next turn does.
+    A token that the template also writes within a turn, such as between reasoning and the answer, does not end a
+    completion, unless the model's files name it. If no token ends a turn, the token that begins the next turn does.
     """
     names = {name: index for index, name in tokenizer.specials.items()}
-    # Some templates end a turn of calls only if its content is an empty text, and some refuse that.
+    # Some templates end a turn of calls only if its content is empty text, and some refuse empty text.
     one, two = call_of([_LAST]), call_of([_FIRST, _LAST])
     content = "" if _LAST in _rendered(render, {**one, "content": ""}) else None
     one, two = {**one, "content": content}, {**two, "content": content}
@@ -78,7 +80,8 @@ def find_stops(render: RenderText, tokenizer: Tokenizer) -> tuple[int, ...]:
 def _ends(
     render: RenderText, names: Collection[str], turn: ChatMessage, following: ChatMessage, within: Sequence[str]
 ) -> list[str]:
-    """Return the names of the special tokens that end a turn: at most one, or those that the next turn begins with."""
+    """Return the name of the special token that ends a turn, in a list. If there is none, return those that begin the
+    next."""
     ending, continued = _after(render, turn), _after(render, turn, following)
     common = common_start(ending, continued)
     next_turn = continued.removeprefix(common).lstrip()
@@ -88,7 +91,7 @@ def _ends(
 
 
 def _rendered(render: RenderText, *turns: ChatMessage) -> str:
-    """Return the rendering of a question and the given turns, empty if the template refuses them."""
+    """Return the rendering of a question and the given turns; empty if the template refuses them."""
     tools = [TOOL] if any("tool_calls" in turn for turn in turns) else []
     try:
         return render([user("look"), *turns], tools, turns[-1]["role"] != "assistant")
@@ -108,7 +111,7 @@ def _between(render: RenderText, turn: ChatMessage) -> str:
 
 
 def _before_call(render: RenderText, call: ChatMessage) -> str:
-    """Return the text that the template writes between a prompt and the arguments of a call that answers it."""
+    """Return the text that the template writes between a prompt and the arguments of the call that answers it."""
     try:
         prompt = render([user("look")], [TOOL], True)
     except TemplateRefused:
@@ -118,6 +121,6 @@ def _before_call(render: RenderText, call: ChatMessage) -> str:
 
 
 def _last(names: Iterable[str], text: str) -> list[str]:
-    """Return a list of the name of the last special token in a text; empty if there is none."""
+    """Return a list with the name of the last special token in a text; empty if the text contains none."""
     place, _, name = max(((text.rfind(name), len(name), name) for name in names), default=(-1, 0, ""))
     return [name] if place >= 0 else []

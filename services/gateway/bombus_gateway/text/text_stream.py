@@ -1,4 +1,4 @@
-"""Decodes sampled tokens as they arrive, to whole characters and without any part of a stop string."""
+"""Decodes sampled tokens as they arrive, into whole characters and without any part of a stop string."""
 
 import codecs
 from bisect import bisect_left, bisect_right
@@ -14,7 +14,7 @@ _FIRST_MARK = 0xD800  # a surrogate: no decoded text contains one
 
 
 class StopScanner:
-    """Finds the first stop string in a text that arrives in pieces. Holds back text that may become one."""
+    """Finds the first stop string in text that arrives in pieces. Holds back text that may become a stop string."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stop for stop in stops if stop)
@@ -23,7 +23,8 @@ class StopScanner:
         self._longest = max((len(stop) for stop in self._stops), default=0)
 
     def feed(self, text: str) -> tuple[str, bool]:
-        """Return (text that may be sent, whether a stop string is complete). Must not be called after a stop string."""
+        """Return the text that may be sent, and whether a stop string is complete. Must not be called after a stop
+        string."""
         text = self._held + text
         found = [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
         if found:
@@ -35,7 +36,7 @@ class StopScanner:
         return text[: len(text) - keep], False
 
     def finish(self) -> str:
-        """Return the text that was held back: it is not a stop string after all."""
+        """Return the text that was held back, which is not a stop string after all."""
         held, self._held = self._held, ""
         return held
 
@@ -51,9 +52,9 @@ class StopScanner:
 class TextStream:
     """The text of one completion.
 
-    `pieces` holds the bytes that each token adds. `decoded` counts the characters of all tokens so far, `released`
-    those that may be sent. `names` maps tokens that decode to no text to their names in `stops`, the longest name
-    first. While stop strings are looked for, a mark stands for each such token; marks are never sent.
+    `pieces` contains the bytes that each token adds. `decoded` counts the characters of all tokens so far, and
+    `released` those that may be sent. `names` maps tokens that decode to no text to their names in `stops`, the longest
+    name first. While looking for stop strings, a mark stands for each such token; marks are never sent.
     """
 
     def __init__(self, pieces: Sequence[bytes], stops: Sequence[str] = (), names: Mapping[int, str] = _NONE) -> None:
@@ -68,7 +69,8 @@ class TextStream:
         self.released = 0
 
     def feed(self, tokens: Sequence[int]) -> tuple[str, int]:
-        """Return (text that may be sent, how many of `tokens` were used: all, unless a stop string ended the text).
+        """Return the text that may be sent, and how many of `tokens` were used: all, unless a stop string ended the
+        text.
 
         Raises `EngineFault` for an id outside the vocabulary.
         """
@@ -87,7 +89,7 @@ class TextStream:
 
     @property
     def stop(self) -> str:
-        """The stop string that ended the text; empty if none has yet."""
+        """The stop string that ended the text; empty if the text has not ended at one."""
         found = self._scanner.found if self._scanner is not None else ""
         return self._marked.get(found, found)
 
@@ -109,9 +111,9 @@ class TextStream:
 
 
 def _marked(stops: Sequence[str], names: Mapping[int, str], marks: Mapping[int, str]) -> dict[str, str]:
-    """Map stop strings with marks in place of names to the originals.
+    """Map stop strings, with marks in place of token names, to the original stop strings.
 
-    Stop strings that begin with a mark are left out: sampling ends at that token.
+    Stop strings that begin with a mark are left out, because sampling ends at that token anyway.
     """
     found: dict[str, str] = {}
     for stop in stops:
@@ -124,13 +126,14 @@ def _marked(stops: Sequence[str], names: Mapping[int, str], marks: Mapping[int, 
 
 
 def tokens_of_parts(pieces: Sequence[bytes], parts: Iterable[str]) -> int:
-    """Count the tokens, given the bytes of each (`pieces`), that contain any of these parts of their text.
+    """Count the tokens that contain any of these `parts` of their text. `pieces` has the bytes of each token.
 
-    The parts are in order. Counting ends at a part that is not found because its bytes are not whole characters.
+    The parts are in order. Counting ends at the first part that is not found, which has bytes that are not a whole
+    character.
     """
     text = b"".join(pieces)
     starts = [*accumulate(map(len, pieces), initial=0)]
-    count = at = counted = 0  # `counted`: all tokens before this one have been looked at
+    count = at = counted = 0  # `counted`: the tokens before this index have been examined
     for part in parts:
         sought = part.encode()
         place = text.find(sought, at)

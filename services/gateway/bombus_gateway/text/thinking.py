@@ -1,7 +1,7 @@
 """Translates the amount of thinking that a client requests into variables of the model's chat template.
 
-Templates use several names for these variables. The ones that a template reads are found by rendering: a name that
-changes nothing is set by the template itself.
+Templates use different names for these variables. Rendering shows which names a template reads: a variable that changes
+nothing in the rendering is not used.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -12,7 +12,7 @@ import msgspec
 Variables = dict[str, bool | int | float | str]
 
 NO_EFFORT = "none"
-# For each effort, the values to try in this order: the effort itself, then the nearest ones.
+# For each effort, the values to try in this order: the effort itself, then the nearest others.
 NEAREST = {
     "minimal": ("minimal", "low", "medium", "high"),
     "low": ("low", "minimal", "medium", "high"),
@@ -21,7 +21,7 @@ NEAREST = {
     "xhigh": ("xhigh", "max", "high"),
     "max": ("max", "xhigh", "high"),
 }
-_COMMON = ("low", "medium", "high")  # tried with any template; other efforts only if the word is in its source
+_COMMON = ("low", "medium", "high")  # tried with every template; other efforts only if the word is in its source
 _BUDGET = "thinking_budget"  # in tokens
 # The variables that turn thinking on and off, and their values for on and off.
 _SWITCHES: dict[str, tuple[bool | int | str, bool | int | str]] = {
@@ -35,11 +35,11 @@ _OFF = (NO_EFFORT, "no_think")  # efforts that mean no thinking
 
 
 class RequestedThinking(NamedTuple):
-    """The thinking that a client requests, with the names of the request's fields for each part.
+    """The thinking that a client requests, with the name of the request field that each part came from.
 
-    `on`: whether the model is to think at all; None: the model's default. `effort` is a key of `NEAREST`, and `usual`
-    the default effort. `budget` is in tokens. An empty effort, or a budget of 0, means that none was requested. A part
-    without a field name is ignored silently if the template has no variable for it.
+    `on` says whether the model should think; None leaves it at the model's default. `effort` is a key of `NEAREST`, and
+    `usual` the default effort. `budget` is in tokens. An empty effort or a budget of 0 means that none was requested. A
+    part without a field name is ignored silently if the template has no variable for it.
     """
 
     on: bool | None = None
@@ -52,15 +52,16 @@ class RequestedThinking(NamedTuple):
 
     @property
     def field(self) -> str:
-        """The first field name that is not empty, if there is one."""
+        """The first field name that is not empty, or an empty string."""
         return self.on_field or self.effort_field or self.budget_field
 
 
 class ThinkingVariables(msgspec.Struct, frozen=True):
-    """The variables of a chat template for a model's thinking.
+    """The variables of a chat template that control a model's thinking.
 
-    `switches` maps variables to their values for on and off, `efforts` maps variables to the efforts that they accept.
-    `off` maps effort variables to their value for no thinking. `thinks`: whether the model thinks unless turned off.
+    `switches` maps variables to their values for on and off, `efforts` maps variables to the efforts that they accept,
+    and `off` maps effort variables to their value for no thinking. `thinks` says whether the model thinks unless turned
+    off.
     """
 
     switches: dict[str, tuple[bool | int | str, bool | int | str]] = {}
@@ -98,9 +99,9 @@ class ThinkingVariables(msgspec.Struct, frozen=True):
 def find_thinking(
     render: Callable[[Mapping[str, Any]], str | None], names: Collection[str], words: Collection[str], thinks: bool
 ) -> ThinkingVariables:
-    """Find the variables of a template that looks up `names`, and whose source contains the texts `words`.
+    """Find the thinking variables of a template that looks up `names` and whose source contains `words`.
 
-    `render` returns the start of a conversation, rendered with further variables, or None if the template refuses it.
+    `render` renders the start of a conversation with further variables; it returns None if the template refuses it.
     """
     switches = {
         name: values
@@ -122,5 +123,5 @@ def find_thinking(
 
 
 def _is_another(text: str | None, taken: Mapping[str, str]) -> bool:
-    """Whether there is a text, and it is not the text of any effort."""
+    """Return whether `text` is a rendering that differs from those of all other efforts."""
     return text is not None and text not in taken.values()

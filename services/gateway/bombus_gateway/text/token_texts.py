@@ -1,4 +1,4 @@
-"""The text of tokens, as `bombus replay episode` shows them (`bombus.replay.providers`)."""
+"""The text of tokens, as shown by `bombus replay episode` (`bombus.replay.providers`)."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,10 +19,9 @@ class TextsOfTokens:
         return text_of(token, self._pieces, self._specials)
 
     def marked_up(self, tokens: Sequence[int]) -> str:
-        """Return the text of many tokens.
+        """Return the text of the tokens.
 
-        Each token that is not plain text is put between ⟦ and ⟧, to distinguish it from the same characters in a
-        message.
+        A token that is not plain text is put between ⟦ and ⟧, to distinguish it from the same characters in a message.
         """
         runs = groupby(tokens, key=self._is_plain)
         return "".join(self._plain(run) if is_plain else "".join(map(self._named, run)) for is_plain, run in runs)
@@ -38,7 +37,7 @@ class TextsOfTokens:
 
 
 def token_texts(files: Mapping[str, bytes]) -> TextsOfTokens:
-    """Return the texts of the tokens of a tokenizer. Raises `EngineFault` if its `files` cannot be used."""
+    """Return the token texts of a tokenizer. Raises `EngineFault` if its `files` cannot be used."""
     tokenizer = Tokenizer(files)
     added = json.loads(files["tokenizer.json"])["added_tokens"]
     return TextsOfTokens(tokenizer, {int(token["id"]): str(token["content"]) for token in added})

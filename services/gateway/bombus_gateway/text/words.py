@@ -1,4 +1,4 @@
-"""Makes unique words that stand for texts of a conversation while it is rendered."""
+"""Makes unique words that stand in for a conversation's texts while it is rendered."""
 
 import secrets
 from collections.abc import Iterable
@@ -8,9 +8,9 @@ from bombus_gateway.text.forms import WORD
 
 
 def free_word(texts: Iterable[str]) -> str:
-    """Return an unguessable word of lower-case letters and digits that is in none of `texts`.
+    """Return an unguessable word of lower-case letters and digits that occurs in none of `texts`.
 
-    It survives the changes that templates make to texts: they trim them, change their case, or write them as JSON.
+    The word survives what templates do to text: trimming, changing case, or writing it as JSON.
     """
     whole = "\0".join(texts).lower()
     while (word := f"{WORD}{secrets.token_hex(8)}z") in whole:
@@ -31,7 +31,7 @@ def _collect(value: Any, found: list[str]) -> None:
     elif isinstance(value, dict):
         for key, item in value.items():
             found.append(str(key))
-            if isinstance(item, str):  # as nearly all are
+            if isinstance(item, str):  # most items are strings
                 found.append(item)
             else:
                 _collect(item, found)

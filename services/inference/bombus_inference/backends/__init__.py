@@ -1,1 +1,1 @@
-"""The backends of a replica behind one protocol: torch, vLLM, and external servers."""
+"""The backends of a replica, all with the same protocol: torch, vLLM, and external servers."""

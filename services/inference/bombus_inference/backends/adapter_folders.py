@@ -1,4 +1,4 @@
-"""Checks that a folder holds the adapter with a given address, before a backend reads it."""
+"""Checks that a folder contains the adapter with a given address, before a backend reads it."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ def check_address(address: str) -> None:
 
 
 def check_size(file: Path, bytes_max: int) -> None:
-    """Raise `Refused` for a file of more than `bytes_max` bytes."""
+    """Raise `Refused` for a file larger than `bytes_max`."""
     size = file.stat().st_size
     if size > bytes_max:
         raise Refused(
@@ -39,7 +39,7 @@ def check_content(file: Path, address: str) -> None:
 def adapter_config(folder: Path) -> PeftConfig:
     """Return the configuration of the adapter in `folder`.
 
-    Raises `EngineFault`, including if the metadata of the adapter's file contains a different configuration.
+    Raises `EngineFault`, also if the metadata of the adapter's file contains a different configuration.
     """
     config = peft_config(folder)
     with TensorFile(folder / ADAPTER_FILE) as file:

@@ -1,4 +1,4 @@
-"""Keeps track of which adapters are loaded, how much room they take, and which of them to drop. Pure accounting."""
+"""Keeps track of which adapters are loaded, how much room they take, and which to drop. Pure accounting."""
 
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from bombus.errors import Code, Refused
 
 
 class AdapterEntry(Protocol):
-    """What `AdapterStore` knows about an adapter. `uses` is the number of open requests that are answered with it."""
+    """What `AdapterStore` knows about an adapter. `uses` is the number of open requests that use it."""
 
     uses: int
 
@@ -23,19 +23,19 @@ E = TypeVar("E", bound=AdapterEntry)
 
 
 class AdapterStore(Generic[E]):
-    """Adapters by address, up to `bytes_max` in all. The least recently used that no request uses is dropped first."""
+    """Adapters by address, up to `bytes_max` in total. To make room, the least recently used idle one is dropped."""
 
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
         self.bytes = 0
         self.evictions = 0
-        self._loaded: OrderedDict[str, E] = OrderedDict()  # the least recently used first
+        self._loaded: OrderedDict[str, E] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
         return len(self._loaded)
 
     def items(self) -> list[tuple[str, E]]:
-        """Return the addresses and adapters, the least recently used first."""
+        """Return the addresses and adapters, least recently used first."""
         return list(self._loaded.items())
 
     def find(self, address: str) -> E | None:
@@ -44,8 +44,8 @@ class AdapterStore(Generic[E]):
     def put(self, address: str, adapter: E) -> list[str] | None:
         """Add an adapter. Return the addresses of the adapters dropped to make room, or None if it was already loaded.
 
-        Raises `Refused`, having changed nothing, if there is no room, or if the same tensors are loaded with another
-        scale.
+        Raises `Refused`, having changed nothing, if there is no room, or if the same tensors are loaded with a
+        different scale.
         """
         present = self._loaded.get(address)
         if present is not None:
@@ -80,7 +80,7 @@ class AdapterStore(Generic[E]):
         self._loaded[address].uses -= 1
 
     def remove(self, address: str) -> None:
-        """Forget an adapter. Raises `Refused` while a request uses it, and when it is not loaded."""
+        """Forget an adapter. Raises `Refused` while a request uses it, or if it is not loaded."""
         adapter = self._loaded.get(address)
         if adapter is None:
             raise Refused(Code.UNKNOWN_MODEL, f"this replica does not have adapter {address}")
@@ -110,7 +110,7 @@ class AdapterStore(Generic[E]):
         if left + wanted > self.bytes_max:
             raise Refused(
                 Code.OVERLOADED,
-                f"requests use {left} of the {self.bytes_max} bytes for adapters, and this adapter takes {wanted}: ask "
+                f"requests use {left} of the {self.bytes_max} bytes for adapters, and this adapter takes {wanted}: try "
                 "again later, or start the replica with a larger --adapters-mb",
             )
         return dropped

@@ -1,6 +1,6 @@
-"""Turns the answers of a server into frames: tokens, their logprobs, spans of policy versions, and scores of prompts.
+"""Turns a server's answers into frames: tokens, their logprobs, spans of policy versions, and prompt scores.
 
-Pure: no connection and no clock. An answer that cannot be right raises `BackendFailed`; nothing is guessed.
+Pure: uses no connection and no clock. An impossible answer raises `BackendFailed`; nothing is guessed.
 """
 
 import math
@@ -18,14 +18,14 @@ NO_PROBABILITY = -9998.0  # vLLM writes minus infinity as -9999, because JSON ha
 
 @dataclass(slots=True)
 class ChoiceDelta:
-    """The part of one choice's answer that arrived in one event. `tops` has a row for each token, or is empty."""
+    """The part of one choice's answer that arrived in one event. `tops` has one row per token, or is empty."""
 
     choice: int
     tokens: Sequence[int]
     logprobs: Sequence[float]
     tops: Sequence[TopLogprobs] = ()
     finish: str | None = None
-    versions: Sequence[int] | None = None  # of all tokens of this choice so far, if the server reports them
+    versions: Sequence[int] | None = None  # one for each token of this choice so far, if the server reports them
     cached_prompt_tokens: int = 0
 
 
@@ -39,14 +39,15 @@ class _Choice:
 
 
 class FrameAssembler:
-    """Builds the frames of one request as its answer arrives. `version` was being served when the request was sent.
+    """Builds the frames of one request as its answer arrives. `version` is the version served when the request was
+    sent.
 
-    `completion_max` is the number of tokens requested from the server: a choice that ends before it without a stop
-    token was cut off, whatever the server says.
+    `completion_max` is the number of tokens requested from the server. A choice that ends earlier without a stop token
+    was cut off, whatever the server says.
 
-    Tokens are passed on immediately with that version as long as `only_version()` is true, that is, as long as no other
-    version can have sampled them. After that they are held back until the server reports, at the end, which version
-    sampled which tokens.
+    As long as `only_version()` is true, no other version can have sampled the tokens, and they are passed on
+    immediately. After that, tokens are held back until the server reports, at the end, which version sampled which
+    tokens.
     """
 
     def __init__(self, request: Generate, version: int, only_version: Callable[[], bool], completion_max: int) -> None:
@@ -57,7 +58,7 @@ class FrameAssembler:
         self._choices = [_Choice() for _ in range(request.n)]
 
     def take(self, delta: ChoiceDelta) -> list[Frame]:
-        """Return the frames that can be sent now. Raises `BackendFailed` for an answer that cannot be right."""
+        """Return the frames that can be sent now. Raises `BackendFailed` for an impossible answer."""
         if not 0 <= delta.choice < len(self._choices) or self._choices[delta.choice].finished:
             raise BackendFailed(
                 f"the engine answered choice {delta.choice}, which was not requested or has already finished"
@@ -98,7 +99,7 @@ class FrameAssembler:
         return FinishReason(finish)
 
     def _rest(self, number: int, choice: _Choice, versions: Sequence[int] | None) -> list[Frame]:
-        """Return frames with the tokens not sent yet, split where the version changes."""
+        """Return frames with the tokens not yet sent, split where the version changes."""
         count = len(choice.tokens)
         if versions is None:
             if not self._only_version():
@@ -127,7 +128,7 @@ class FrameAssembler:
 
 
 def most_likely(tokens: Sequence[tuple[int, float]], count: int) -> TopLogprobs:
-    """Return the `count` most likely tokens, leaving out those of probability zero."""
+    """Return the `count` most likely tokens, without any whose probability is zero."""
     possible = [pair for pair in tokens if pair[1] > NO_PROBABILITY]
     return tuple(sorted(possible, key=lambda pair: -pair[1])[:count])
 
@@ -135,7 +136,8 @@ def most_likely(tokens: Sequence[tuple[int, float]], count: int) -> TopLogprobs:
 def score_frames(
     logprobs: "array[float]", top_tokens: "array[int]", top_logprobs: "array[float]", width: int, version: int
 ) -> list[PromptScores]:
-    """Return the frames with the scores of a prompt: `logprobs` for each token, and `width` alternatives for each."""
+    """Return the frames with the scores of a prompt: `logprobs`, one per token, and `width` alternatives for each
+    token."""
     frames = []
     for start in range(0, len(logprobs), SCORES_A_FRAME_MAX):
         end = start + SCORES_A_FRAME_MAX

@@ -1,4 +1,4 @@
-"""The open requests of a backend that answers over HTTP, each a task that passes frames on as they arrive."""
+"""The open requests of a backend that answers over HTTP. Each is a task that passes frames on as they arrive."""
 
 import asyncio
 import logging
@@ -28,7 +28,7 @@ class BackendFailed(BombusError):
 
 
 class HttpCalls:
-    """Open requests, at most `open_max` at once. Each ends with its last choice's `Finished`, or with a fault."""
+    """Open requests, at most `open_max` at a time. Each ends with its last choice's `Finished`, or with a fault."""
 
     def __init__(self, deliver: Deliver, open_max: int) -> None:
         self._deliver = deliver
@@ -42,11 +42,11 @@ class HttpCalls:
         return len(self._open)
 
     def add(self, ticket: int, request: Generate, run: int, limits: Limits, send: SendRequest) -> None:
-        """Start a request with `send`, passing it and its prompt, or refuse it if `limits` or `run` do not allow it."""
+        """Start a request by calling `send` with it and its prompt, or refuse it if `limits` or `run` forbid it."""
         try:
             prompt = limits.check(request, run)
             if len(self._open) >= self._open_max:
-                raise Refused(Code.OVERLOADED, f"{len(self._open)} requests are open already; ask again later")
+                raise Refused(Code.OVERLOADED, f"{len(self._open)} requests are open already; try again later")
         except Refused as refused:
             self.refuse(ticket, refusal_fault(refused))
             return
@@ -60,7 +60,7 @@ class HttpCalls:
         self._deliver([failure(ticket, fault)])
 
     def abort(self, ticket: int) -> None:
-        """Close the request's connection, which tells the server that it was aborted."""
+        """Close the request's connection, which tells the server to abort the request."""
         task = self._forget(ticket)
         if task is not None:
             task.cancel()
@@ -124,7 +124,7 @@ async def check_answer(response: httpx.Response) -> None:
 
 
 async def server_sent(response: httpx.Response) -> AsyncIterator[bytes]:
-    """Yield the data of each server-sent event up to `[DONE]`. Raises `BackendFailed` if that is missing."""
+    """Yield the data of each server-sent event up to `[DONE]`. Raises `BackendFailed` if `[DONE]` is missing."""
     buffer = bytearray()
     done = False
     async for chunk in response.aiter_raw():
@@ -138,7 +138,7 @@ async def server_sent(response: httpx.Response) -> AsyncIterator[bytes]:
             if line[:5] != b"data:" or not data:
                 continue
             if data == b"[DONE]":
-                done = True  # keep reading to the end, so that the connection can be used again
+                done = True  # keep reading to the end, so that the connection can be reused
             else:
                 yield data
     if not done:

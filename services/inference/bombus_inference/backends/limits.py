@@ -9,10 +9,10 @@ from bombus.hive.generation import Generate
 from bombus.hive.records import TEMPERATURE_MIN, SamplingParams, unpack_tokens
 
 TOP_LOGPROBS_MAX = 20
-CHOICES_MAX = 256  # `n` of one request; Tinker's clients may ask for this many samples of a prompt
-PENALTY_MAX = 2.0  # OpenAI's, and vLLM's
-REPETITION_MIN, REPETITION_MAX = 0.01, 100.0  # beyond these, logits may leave float32
-BIAS_MAX = 100.0  # OpenAI's; vLLM clamps larger values to it
+CHOICES_MAX = 256  # `n` of one request; Tinker's clients may request this many samples of a prompt
+PENALTY_MAX = 2.0  # OpenAI's and vLLM's limit
+REPETITION_MIN, REPETITION_MAX = 0.01, 100.0  # outside this range, logits may overflow float32
+BIAS_MAX = 100.0  # OpenAI's limit; vLLM clamps larger values to it
 BIASED_TOKENS_MAX = 1024
 NO_ADAPTERS = (
     "this replica serves no adapters besides its own policy; the torch backend does with --adapters-mb above 0, and "
@@ -22,11 +22,11 @@ NO_ADAPTERS = (
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of one backend. `max_model_len` is in tokens, prompt and completion together.
+    """The limits of one backend. `max_model_len` is in tokens, for prompt and completion together.
 
     `waiting_max` is the number of sequences that may wait. `constrains` says whether structured output is supported;
-    `scores`, whether prompts are scored and logprobs at temperature 1 are available however tokens are sampled;
-    `adapters`, whether adapters are served beside the engine's own policy.
+    `scores`, whether prompts are scored and logprobs at temperature 1 are available regardless of how tokens are
+    sampled; `adapters`, whether adapters are served beside the engine's own policy.
     """
 
     max_model_len: int
@@ -38,7 +38,7 @@ class Limits:
     adapters: bool = False
 
     def check(self, request: Generate, run: int) -> list[int]:
-        """Return the request's prompt. Raises `Refused` for a request that a replica of `run` cannot serve."""
+        """Return the request's prompt. Raises `Refused` for a request that a replica serving `run` cannot answer."""
         if request.run != run:
             raise Refused(Code.WRONG_PHASE, f"this replica serves run {run}, not {request.run}")
         if request.constraint is not None and not self.constrains:
@@ -53,7 +53,7 @@ class Limits:
         if request.plain_logprobs and not (self.scores or samples_plainly(request)):
             why = (
                 "this replica has logprobs at temperature 1 only for tokens sampled at temperature 1 without bias, "
-                "penalties and truncation; the torch backend has them for all tokens, as does vLLM with whole weights"
+                "penalties or truncation; the torch backend has them for all, as does vLLM without a LoRA adapter"
             )
             raise Refused(Code.UNSUPPORTED, why)
         if request.adapter and not self.adapters:
@@ -63,7 +63,7 @@ class Limits:
         return prompt
 
     def tokens_max(self, request: Generate, prompt: list[int]) -> int:
-        """Return the most tokens that prompt and completion may have together."""
+        """Return the maximum number of tokens in prompt and completion together."""
         if request.prompt_logprobs and not request.sampling.max_tokens:
             return len(prompt)
         completion = request.sampling.max_tokens or self.max_model_len
@@ -105,7 +105,7 @@ class Limits:
         self._check_bias(sampling.logit_bias)
         most = min(self.choices_max, self.waiting_max)
         if not 1 <= request.n <= most:
-            why = f"the request asks for {request.n} answers to one prompt; this replica samples 1 to {most} at once"
+            why = f"the request asks for {request.n} answers to one prompt; this replica samples from 1 to {most}"
             raise Refused(Code.MALFORMED, why)
         alternatives = min(TOP_LOGPROBS_MAX, self.vocabulary) if request.prompt_logprobs else 0
         if not 0 <= request.top_prompt <= alternatives:

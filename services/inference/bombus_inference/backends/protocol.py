@@ -18,7 +18,7 @@ STOPPING = Fault(why="the replica stops", code=Code.NO_REPLICA, retry=True)
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """Encoded frames for one ticket. If the request failed, `fault` is set and `body` ends with it."""
+    """Encoded frames for one ticket. If the request failed, `fault` is set and is the last frame in `body`."""
 
     ticket: int
     body: bytes
@@ -31,14 +31,14 @@ def failure(ticket: int, fault: Fault) -> Delivery:
 
 
 def refusal_fault(refused: Refused) -> Fault:
-    """Return the fault that answers a refused request; some refusals allow a retry elsewhere."""
+    """Return the fault that answers a refused request. Some refusals allow a retry on another replica."""
     retry = refused.code in (Code.OVERLOADED, Code.WRONG_PHASE)
     return Fault(why=refused.why, code=refused.code, retry=retry)
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterUse:
-    """An adapter that is loaded in addition to the policy. `uses` is the number of open requests that it answers."""
+    """An adapter that is loaded in addition to the policy. `uses` is the number of open requests that use it."""
 
     address: str
     bytes: int
@@ -49,10 +49,10 @@ class AdapterUse:
 class Policy:
     """One version of a run's policy, with its checked weights in `folder`.
 
-    `max_model_len` (tokens) and `dtype` are the job's. `delta` is the file that turns version `base` into this one, if
-    it was published as a delta. With an `adapter`, a folder in peft's layout, the policy is that adapter on top of the
-    model in `folder`; only backends that load adapters are given one. `beside` says that requests may name other
-    adapters beside the policy, which does not change: an operations run.
+    `max_model_len` (tokens) and `dtype` come from the job. If the version was published as a delta, `delta` is the file
+    that turns version `base` into it. With an `adapter`, a folder in peft's layout, the policy is that adapter on top
+    of the model in `folder`; only backends that load adapters are given one. `beside` is true in an operations run,
+    where requests may name other adapters beside the policy and the policy does not change.
     """
 
     folder: Path
@@ -84,29 +84,30 @@ ReportStage = Callable[[str], Awaitable[None]]
 class InferenceBackend(Protocol):
     """Serves one policy. Each request has a ticket, a number that the caller chooses.
 
-    A ticket that was added gets deliveries until one is `done`, or until it is aborted. `failed` receives the exception
-    that ends this process (a bug, out of memory). `lost` is set when the weights are gone but can be reloaded.
+    After a ticket is added, deliveries arrive for it until one is `done` or the ticket is aborted. `failed` receives
+    the exception that ends this process (a bug, out of memory). `lost` is set when the weights are gone but can be
+    reloaded.
     """
 
     @property
     def loads_adapters(self) -> bool:
-        """Whether LoRA adapters are loaded as such. Otherwise they are merged into the model first."""
+        """Whether the backend loads LoRA adapters as adapters. Otherwise they are merged into the model first."""
 
     @property
     def constrains(self) -> bool:
-        """Whether the backend can enforce the `constraint` of a request with the model that it serves."""
+        """Whether the backend can enforce a request's `constraint` with the model that it serves."""
 
     @property
     def run(self) -> int:
-        """The run of the policy that is served."""
+        """The run whose policy is served."""
 
     @property
     def version(self) -> int:
-        """The policy version that is served, -1 if none is."""
+        """The policy version that is served; -1 if none is."""
 
     @property
     def sequence_tokens(self) -> int:
-        """The longest sequence that is served, prompt and answer together; 0 before a policy was loaded."""
+        """The longest sequence that is served, prompt and answer together; 0 until a policy is loaded."""
 
     @property
     def failed(self) -> asyncio.Future[None]: ...
@@ -117,10 +118,10 @@ class InferenceBackend(Protocol):
     def add(self, ticket: int, request: Generate) -> None: ...
 
     def abort(self, ticket: int) -> None:
-        """Forget a request. It is not an error if it is over or was never added."""
+        """Forget a request. Does nothing if it has ended or was never added."""
 
     async def load(self, policy: Policy, report_stage: ReportStage) -> None:
-        """Serve this policy. Within a run weights change in place while requests run; another run starts from scratch.
+        """Serve this policy. Within a run, weights change in place while requests run; a new run starts from scratch.
 
         A slow load calls `report_stage` with each of its stages. Raises `EngineFault`; never serves weights under a
         wrong version.
@@ -130,20 +131,20 @@ class InferenceBackend(Protocol):
         """Stop serving and release the memory. Open requests end with a fault."""
 
     async def load_adapter(self, address: str, folder: Path) -> bool:
-        """Load an adapter for requests that name it while serving continues. Return false if it was already loaded.
+        """Load an adapter, while serving continues, for requests that name it. Return false if it was already loaded.
 
-        `address` is the SHA-256 of its file in `folder`, in hex. The adapter is dropped with its run's engine, or when
-        other adapters need its room and no request uses it. Raises `Refused`.
+        `address` is the SHA-256 of the adapter's file in `folder`, in hex. The adapter is dropped when its run's engine
+        ends, or when no request uses it and other adapters need the room. Raises `Refused`.
         """
 
     async def unload_adapter(self, address: str) -> None:
-        """Drop an adapter. Raises `Refused` while a request uses it, and when it is not loaded."""
+        """Drop an adapter. Raises `Refused` while a request uses it, or if it is not loaded."""
 
     async def adapters(self) -> list[AdapterUse]:
-        """Return the adapters that are loaded, the least recently used first."""
+        """Return the loaded adapters, least recently used first."""
 
     async def metrics(self) -> Mapping[str, float]:
-        """Return metrics by name. Those whose names end in `_total` only grow."""
+        """Return metrics by name. Metrics with names that end in `_total` only grow."""
 
     async def stop(self) -> None:
-        """End everything. Open requests end with a fault that allows a retry elsewhere."""
+        """End everything. Open requests end with a fault that allows a retry on another replica."""

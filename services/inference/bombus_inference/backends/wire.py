@@ -7,7 +7,7 @@ from bombus_inference.backends.http_calls import BackendFailed
 
 
 class WeightLabel(Struct, frozen=True):
-    """The label that a server is given for its weights. The server only repeats it, so it includes the run too."""
+    """The label that a server is given for its weights. The server only repeats it, so it includes the run as well."""
 
     run: int
     version: int
@@ -19,7 +19,7 @@ class WeightLabel(Struct, frozen=True):
 def penalty_fields(sampling: SamplingParams) -> dict[str, object]:
     """Return the penalties, `min_p` and `logit_bias` of a request, under the names that all servers use.
 
-    In JSON, the keys of `logit_bias` are strings, as these servers expect.
+    The keys of `logit_bias` become strings in JSON, as these servers expect.
     """
     fields: dict[str, object] = {
         "min_p": sampling.min_p,
@@ -46,13 +46,13 @@ class ServerError(Struct):
 
 
 class ServerAnswer(Struct):
-    """The part of an answer, or of a server-sent event, that every API of vLLM has."""
+    """The part that the answers and server-sent events of every vLLM API have in common."""
 
     usage: PromptUsage | None = None
     error: ServerError | None = None
 
     def check(self) -> None:
-        """Raises `BackendFailed` with the server's own message if this is an error."""
+        """Raise `BackendFailed` with the server's own message if this is an error."""
         if self.error is not None:
             raise BackendFailed(self.error.message)
 

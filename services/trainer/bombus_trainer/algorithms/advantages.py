@@ -1,4 +1,4 @@
-"""Advantages over a whole batch. Those within a group are in `bombus.datums.advantages`."""
+"""Advantages over a whole batch. Advantages within a group are in `bombus.datums.advantages`."""
 
 from math import sqrt
 
@@ -9,10 +9,10 @@ from bombus_trainer.data.sequences import Floats
 
 
 def whitening(values_N: Floats) -> tuple[float, float]:
-    """Return the mean of the values of a batch's trained tokens, and the factor that scales their deviations.
+    """Return the mean of the values of a batch's trained tokens, and the factor that scales deviations from it.
 
-    The factor is 1 / sqrt(variance + 1e-8), the variance with n - 1: REINFORCE++, arXiv:2501.03262, as verl's
-    masked_whiten computes it. With fewer than two tokens, or equal values, it is 0.
+    The factor is 1 / sqrt(variance + 1e-8), where the variance divides by n - 1: REINFORCE++, arXiv:2501.03262, as
+    computed by verl's masked_whiten. With fewer than two tokens, or equal values, it is 0.
     """
     if not len(values_N) or not differ((float(values_N.min()), float(values_N.max()))):
         return 0.0, 0.0

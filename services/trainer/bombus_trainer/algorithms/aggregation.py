@@ -1,18 +1,18 @@
-"""The weight of a trained token of each episode in an update's loss. Episodes without trained tokens do not count."""
+"""How much a trained token of each episode weighs in an update's loss. Episodes without trained tokens do not count."""
 
 
 def episode_weights(tokens_of_episode: dict[str, int]) -> dict[str, float]:
-    """Weigh each episode's tokens by 1 / (episodes x its trained tokens).
+    """Weigh each episode's tokens by 1 / (number of episodes x the episode's trained tokens).
 
-    Every episode has the same share of the loss, however many turns or branches it took; its branches divide that
-    share. If each episode is one sequence, this is verl's seq-mean-token-mean.
+    Every episode has the same share of the loss, however many turns or branches it took; its branches split that share.
+    If each episode is one sequence, this is verl's seq-mean-token-mean.
     """
     episodes = sum(1 for tokens in tokens_of_episode.values() if tokens)
     return {name: 1.0 / (episodes * tokens) for name, tokens in tokens_of_episode.items() if tokens}
 
 
 def token_weights(tokens_of_episode: dict[str, int]) -> dict[str, float]:
-    """Weigh all tokens alike by 1 / (all trained tokens), so that long episodes weigh more.
+    """Weigh all tokens equally, by 1 / (all trained tokens), so that long episodes weigh more.
 
     DAPO (Yu et al. 2025, arXiv:2503.14476), section 3.3; verl's token-mean.
     """
@@ -21,15 +21,15 @@ def token_weights(tokens_of_episode: dict[str, int]) -> dict[str, float]:
 
 
 def token_sum_weights(tokens_of_episode: dict[str, int]) -> dict[str, float]:
-    """Weigh all tokens by 1: verl's token-sum. An update of more tokens is stronger before its gradient is clipped."""
+    """Weigh all tokens by 1: verl's token-sum. Before clipping, an update's gradient grows with its token count."""
     return {name: 1.0 for name, tokens in tokens_of_episode.items() if tokens}
 
 
 def constant_weights(tokens_of_episode: dict[str, int], length: int) -> dict[str, float]:
-    """Weigh all tokens by 1 / (episodes x a fixed `length` in tokens).
+    """Weigh all tokens by 1 / (number of episodes x a fixed `length` in tokens).
 
-    Dr. GRPO (Liu et al. 2025, arXiv:2503.20783): a wrong answer does not gain by being longer.
-    This is verl's seq-mean-token-sum-norm, or with a length of 1 its seq-mean-token-sum.
+    Dr. GRPO (Liu et al. 2025, arXiv:2503.20783): a wrong answer gains nothing by being longer. This is verl's
+    seq-mean-token-sum-norm, or, with a length of 1, its seq-mean-token-sum.
     """
     episodes = sum(1 for tokens in tokens_of_episode.values() if tokens)
     return {name: 1.0 / (episodes * length) for name, tokens in tokens_of_episode.items() if tokens}

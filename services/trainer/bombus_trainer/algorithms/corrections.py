@@ -1,8 +1,9 @@
-"""Correct for the difference between the sampler's logprobs and the trainer's own: weights and masks.
+"""Corrects for the difference between the sampler's logprobs and the trainer's own, with weights and masks.
 
-The sampler and the old policy are two implementations of nearly the same weights (other kernels, other precision,
-staleness). All of these are constants: no gradient flows through them. A sequence is one branch of an episode; only
-its trained tokens count here. It is never split over bins, so the terms of one bin are enough for its sums.
+The sampler and the old policy are two implementations of nearly the same weights (different kernels, different
+precision, staleness). All of these corrections are constants: no gradient flows through them. A sequence is one branch
+of an episode; only its trained tokens count here. A sequence is never split across bins, so sums over a sequence need
+the terms of only one bin.
 """
 
 from dataclasses import dataclass
@@ -13,12 +14,12 @@ from torch import Tensor
 
 from bombus.config.algorithms import Correction
 
-LOG_BOUND = 20.0  # how far from 0 the log of a ratio may be
+LOG_BOUND = 20.0  # how far the log of a ratio may be from 0
 
 
 @dataclass(frozen=True)
 class CorrectionRule:
-    """A correction and its bounds on the importance weight. A `high` of 0 switches it off."""
+    """A correction and its bounds on the importance weight. A `high` of 0 disables the correction."""
 
     kind: Correction
     low: float
@@ -27,7 +28,7 @@ class CorrectionRule:
 
 @dataclass(frozen=True)
 class CorrectionWeights:
-    """For each token [N]: the factor of its surrogate, and whether a bound changed or removed it."""
+    """For each token [N]: the factor of its surrogate, and whether a bound changed the factor or masked the token."""
 
     importance_N: Tensor
     capped_N: Tensor
@@ -35,7 +36,7 @@ class CorrectionWeights:
 
 
 def sequence_sums(values_N: Tensor, sequences_N: Tensor, sequences: int) -> Tensor:
-    """Sum values by sequence [S]; `sequences_N` is the number of each token's sequence, below `sequences` (S)."""
+    """Sum values by sequence [S]. `sequences_N` is the sequence number of each token, below `sequences` (S)."""
     return values_N.new_zeros(sequences).index_add_(0, sequences_N, values_N)
 
 
@@ -51,7 +52,7 @@ def token_ratios(old_N: Tensor, sampler_N: Tensor) -> Tensor:
 
 
 def sequence_ratios(old_N: Tensor, sampler_N: Tensor, sequences_N: Tensor, sequences: int) -> Tensor:
-    """Return the product of a sequence's token ratios, at each of its tokens [N]."""
+    """Return, at each token [N], the product of the token ratios of its sequence."""
     sums_S = sequence_sums((old_N - sampler_N).detach(), sequences_N, sequences)
     return torch.exp(sums_S.clamp(-LOG_BOUND, LOG_BOUND))[sequences_N]
 
@@ -63,21 +64,21 @@ def unweighted(old_N: Tensor) -> CorrectionWeights:
 
 
 def truncated(ratios_N: Tensor, low: float, high: float) -> CorrectionWeights:
-    """Truncated importance sampling: clamp each ratio to [low, high].
+    """Compute truncated importance sampling: clamp each ratio to [low, high].
 
-    Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", for tokens. On whole
-    sequences the estimate is unbiased except for the bound, and its variance grows with their length.
+    For tokens: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". On whole
+    sequences, the estimate is unbiased except for the clamping, and its variance grows with the sequence length.
     """
     none_N = torch.zeros_like(ratios_N, dtype=torch.bool)
     return CorrectionWeights(ratios_N.clamp(low, high), (ratios_N >= high) | (ratios_N < low), none_N)
 
 
 def masked(ratios_N: Tensor, low: float, high: float) -> CorrectionWeights:
-    """Masked importance sampling: keep a ratio within [low, high] as it is, and replace one outside of it by 0.
+    """Compute masked importance sampling: keep a ratio that is within [low, high], and replace any other by 0.
 
-    On tokens with both bounds: IcePop (Ling Team 2025, arXiv:2510.18855), M(k) = k if alpha <= k <= beta, else 0.
-    With `low` 0, on tokens and on sequences: Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse
-    from the Training-Inference Mismatch".
+    On tokens with both bounds: IcePop (Ling Team 2025, arXiv:2510.18855), M(k) = k if alpha <= k <= beta, else 0. With
+    `low` 0, on tokens and on sequences: Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the
+    Training-Inference Mismatch".
     """
     outside_N = (ratios_N < low) | (ratios_N > high)
     return CorrectionWeights(torch.where(outside_N, 0.0, ratios_N), torch.zeros_like(outside_N), outside_N)
@@ -86,7 +87,7 @@ def masked(ratios_N: Tensor, low: float, high: float) -> CorrectionWeights:
 def sampler_correction(
     old_N: Tensor, sampler_N: Tensor, sequences_N: Tensor, sequences: int, rule: CorrectionRule
 ) -> CorrectionWeights:
-    """Compute the weights of a correction; all ones if it is switched off."""
+    """Compute the weights of a correction; all ones if it is disabled."""
     if rule.high <= 0.0:
         return unweighted(old_N)
     match rule.kind:
@@ -107,10 +108,10 @@ def sampler_correction(
 def off_policy_sequences(
     logprobs_N: Tensor, sampler_N: Tensor, sequences_N: Tensor, sequences: int, delta: float
 ) -> Tensor:
-    """Find the tokens [N] of sequences whose mean of log(pi_sampler / pi_policy) is more than `delta`.
+    """Find the tokens [N] of sequences whose mean of log(pi_sampler / pi_policy) exceeds `delta`.
 
-    Off-policy sequence masking leaves out those with a negative advantage. DeepSeek-V3.2, arXiv:2512.02556, section
-    3.1; slime's OPSM.
+    Off-policy sequence masking leaves out those of them that have a negative advantage. DeepSeek-V3.2,
+    arXiv:2512.02556, section 3.1; slime's OPSM.
     """
     divergence_S = sequence_means((sampler_N - logprobs_N).detach(), sequences_N, sequences)
     return (divergence_S > delta)[sequences_N]

@@ -1,8 +1,8 @@
 """The losses and their parts: plain functions of one-dimensional tensors over N trained tokens.
 
-Each formula returns every token's term [N]. Terms are weighted and divided elsewhere: for batches in `aggregation`,
-for training operations at the step. `policy_loss` is the loss for batches; the losses that clients of training
-operations can name are in `operations.client_losses`. lp are the current logprobs, with gradient, r is a ratio, A the
+Each formula returns every token's term [N]. The terms are weighted and normalized by other modules: `aggregation` for
+batches, the optimizer step for training operations. `policy_loss` is the loss for batches; the losses that training
+clients can name are in `operations.client_losses`. lp are the current logprobs, with gradient, r is a ratio, A the
 advantages, and sg stops the gradient. The log of a ratio is clamped to +-`LOG_BOUND`.
 
 A batch involves three policies, and two different ratios:
@@ -13,8 +13,8 @@ A batch involves three policies, and two different ratios:
 
 current / old is the PPO ratio, which is clipped and carries the gradient. old / sampler measures the difference between
 two implementations of the same weights: it is a constant weight, see `corrections`. With one update per batch, the old
-policy is the current one, detached: the PPO ratio is 1 and never clips. Only the loss importance_sampling uses one
-ratio, current / sampler, in place of both.
+policy is the current policy, detached: the PPO ratio is 1 and is never clipped. Only the loss importance_sampling uses
+a single ratio, current / sampler, in place of both.
 """
 
 from collections.abc import Callable
@@ -39,10 +39,10 @@ from bombus_trainer.settings import TrainerSettings
 class LossInputs:
     """N tokens of S sequences.
 
-    `weights_N` is the aggregation (see `aggregation`): with it the losses and gradients of an update's micro-batches
-    are simply added. `sequences_N` is the number (below `sequences`, S) of each token's sequence; all trained tokens of
-    a sequence are included. The reference's logprobs are needed for a KL term, the entropies (with
-    gradient) for an entropy bonus.
+    `weights_N` is the aggregation (see `aggregation`), which makes the losses and gradients of an update's
+    micro-batches simply add up. `sequences_N` is the number (below `sequences`, S) of each token's sequence; all
+    trained tokens of a sequence are included. The reference's logprobs are needed for a KL term, and the entropies
+    (with gradient) for an entropy bonus.
     """
 
     logprobs_N: Tensor
@@ -58,7 +58,7 @@ class LossInputs:
 
 @dataclass(frozen=True, eq=False)
 class TokenTerms:
-    """Each token's term [N], with gradient, its ratio, and whether a bound changed it."""
+    """Each token's term [N] (with gradient), its ratio, and whether a bound changed it."""
 
     terms_N: Tensor
     ratio_N: Tensor | None = None
@@ -67,7 +67,7 @@ class TokenTerms:
 
 @dataclass(frozen=True, eq=False)
 class RatioBounds:
-    """The bounds that a loss clips ratios to: numbers, or one for each token [N]."""
+    """The bounds to which a loss clips ratios: one number, or one per token [N]."""
 
     low: float | Tensor
     high: float | Tensor
@@ -87,10 +87,11 @@ class RatioBounds:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """`loss` is a scalar with gradient; the others are detached, one entry for each token.
+    """A loss and what it did to each token. `loss` is a scalar with gradient; the rest is detached, with one entry per
+    token.
 
-    `capped_N`: the importance weight was bounded. `masked_N`: a mask left the token's surrogate out. `clipped_N` is
-    None if the loss does not tell which tokens it clipped.
+    `capped_N` says whether the importance weight was bounded, and `masked_N` whether a mask left out the token's
+    surrogate. `clipped_N` is None if the loss does not tell which tokens it clipped.
     """
 
     loss: Tensor
@@ -112,11 +113,12 @@ def token_ratio(logprobs_N: Tensor, old_logprobs_N: Tensor) -> Tensor:
 def sequence_ratio(
     logprobs_N: Tensor, old_logprobs_N: Tensor, counted_N: Tensor, sequences_N: Tensor, sequences: int
 ) -> Tensor:
-    """Return (pi(y) / pi_old(y))^(1/|y|) of each token's sequence [N], its gradient spread over the sequence's tokens.
+    """Return (pi(y) / pi_old(y))^(1/|y|) of each token's sequence [N], with its gradient spread over the sequence's
+    tokens.
 
-    GSPO (Zheng et al. 2025, arXiv:2507.18071), equation 14: s_t = sg(s) pi_t / sg(pi_t). If the tokens of a
-    sequence share an advantage, this has the gradient of s itself. `counted_N` are the tokens' weights in the mean; if
-    they are all 0, the ratio is 1.
+    GSPO (Zheng et al. 2025, arXiv:2507.18071), equation 14: s_t = sg(s) pi_t / sg(pi_t). If the tokens of a sequence
+    share an advantage, this has the gradient of s itself. `counted_N` are the tokens' weights in the mean; if they are
+    all 0, the ratio is 1.
     """
     difference_N = (logprobs_N - old_logprobs_N).detach()
     counts_S = sequence_sums(counted_N, sequences_N, sequences)
@@ -134,8 +136,8 @@ def unclipped_surrogate(ratio_N: Tensor, advantages_N: Tensor) -> Tensor:
 def clipped_surrogate(ratio_N: Tensor, advantages_N: Tensor, bounds: RatioBounds, dual_clip: float = 0.0) -> Tensor:
     """Compute -min(r A, clip(r, low, high) A) for each token [N], and at most -dual_clip A if A < 0.
 
-    Schulman et al. 2017, arXiv:1707.06347, equation 7; the two bounds may differ (DAPO, arXiv:2503.14476).
-    `dual_clip` is from Ye et al. 2020, arXiv:1912.09729; 0 switches it off.
+    Schulman et al. 2017, arXiv:1707.06347, equation 7; the two bounds may differ (DAPO, arXiv:2503.14476). `dual_clip`
+    is from Ye et al. 2020, arXiv:1912.09729; 0 disables it.
     """
     surrogate_N = -torch.minimum(ratio_N * advantages_N, bounds.of(ratio_N) * advantages_N)
     if dual_clip > 0.0:
@@ -153,27 +155,27 @@ def cispo_surrogate(logprobs_N: Tensor, ratio_N: Tensor, advantages_N: Tensor, b
 
 
 def changed(terms_N: Tensor, ratio_N: Tensor, advantages_N: Tensor) -> Tensor:
-    """Return whether bounds have changed a term [N], so that it is not -r A."""
+    """Return whether the bounds changed each term [N], so that it differs from -r A."""
     return terms_N.detach() != unclipped_surrogate(ratio_N, advantages_N).detach()
 
 
 def clipped_terms(ratio_N: Tensor, advantages_N: Tensor, bounds: RatioBounds, dual_clip: float = 0.0) -> TokenTerms:
-    """Return `clipped_surrogate` with its ratio, and the tokens whose terms the bounds changed."""
+    """Return `clipped_surrogate` with its ratio, and which tokens' terms the bounds changed."""
     terms_N = clipped_surrogate(ratio_N, advantages_N, bounds, dual_clip)
     return TokenTerms(terms_N, ratio_N, changed(terms_N, ratio_N, advantages_N))
 
 
 def cispo_terms(logprobs_N: Tensor, ratio_N: Tensor, advantages_N: Tensor, bounds: RatioBounds) -> TokenTerms:
-    """Return `cispo_surrogate` with its ratio, and the tokens whose ratio is outside of the bounds."""
+    """Return `cispo_surrogate` with its ratio, and which tokens' ratios are out of bounds."""
     terms_N = cispo_surrogate(logprobs_N, ratio_N, advantages_N, bounds)
     return TokenTerms(terms_N, ratio_N, bounds.of(ratio_N.detach()) != ratio_N.detach())
 
 
 def icepop(terms_N: Tensor, ratio_N: Tensor, beta: float) -> Tensor:
-    """Leave out the tokens whose ratio is outside of [1 / beta, beta]: they have neither a term nor a gradient.
+    """Leave out the tokens whose ratio is outside [1 / beta, beta], so that they have neither a term nor a gradient.
 
-    This is xorl's, which uses current / old. See `corrections.masked` for the original (arXiv:2510.18855), which uses
-    old / sampler.
+    This is xorl's version, which uses current / old. See `corrections.masked` for the original (arXiv:2510.18855),
+    which uses old / sampler.
     """
     outside_N = (ratio_N.detach() < 1.0 / beta) | (ratio_N.detach() > beta)
     return torch.where(outside_N, torch.zeros_like(terms_N), terms_N)
@@ -188,41 +190,42 @@ def dro(logprobs_N: Tensor, sampled_N: Tensor, advantages_N: Tensor, beta: float
 
 
 def cross_entropy(logprobs_N: Tensor, weights_N: Tensor) -> Tensor:
-    """Compute -w lp. The weights are real numbers of any sign."""
+    """Compute -w lp. The weights may be negative."""
     return -weights_N * logprobs_N
 
 
 def z_loss(logsumexp_N: Tensor, coefficient: float) -> Tensor:
-    """Compute coefficient log(Z)^2, which holds the logits' normalizer Z near 1 (PaLM, arXiv:2204.02311, section 5)."""
+    """Compute coefficient log(Z)^2, which keeps the logits' normalizer Z near 1 (PaLM, arXiv:2204.02311, section 5)."""
     return coefficient * logsumexp_N.square()
 
 
-# ---- the loss of batches --------------------------------------------------------------------------------------------
+# ---- losses for batches ---------------------------------------------------------------------------------------------
 
 
 def clipped(inputs: LossInputs, settings: TrainerSettings) -> TokenTerms:
-    """PPO: `clipped_surrogate` of each token's ratio."""
+    """Compute PPO's terms: `clipped_surrogate` of each token's ratio."""
     ratio_N = token_ratio(inputs.logprobs_N, inputs.old_logprobs_N)
     return clipped_terms(ratio_N, inputs.advantages_N, _bounds(settings), settings.config.dual_clip)
 
 
 def gspo(inputs: LossInputs, settings: TrainerSettings) -> TokenTerms:
-    """GSPO: `clipped_surrogate` of the `sequence_ratio`."""
+    """Compute GSPO's terms: `clipped_surrogate` of the `sequence_ratio`."""
     all_N = torch.ones_like(inputs.logprobs_N)
     ratio_N = sequence_ratio(inputs.logprobs_N, inputs.old_logprobs_N, all_N, inputs.sequences_N, inputs.sequences)
     return clipped_terms(ratio_N, inputs.advantages_N, _bounds(settings), settings.config.dual_clip)
 
 
 def cispo(inputs: LossInputs, settings: TrainerSettings) -> TokenTerms:
-    """CISPO: `cispo_surrogate` of each token's ratio."""
+    """Compute CISPO's terms: `cispo_surrogate` of each token's ratio."""
     ratio_N = token_ratio(inputs.logprobs_N, inputs.old_logprobs_N)
     return cispo_terms(inputs.logprobs_N, ratio_N, inputs.advantages_N, _bounds(settings))
 
 
 def importance_sampling(inputs: LossInputs, settings: TrainerSettings) -> TokenTerms:
-    """`unclipped_surrogate` of r = current / sampler, as Tinker's loss of that name.
+    """Compute `unclipped_surrogate` of r = current / sampler, like Tinker's loss of the same name.
 
-    If a correction is configured, it applies the factor old / sampler, within its bounds, and r = current / old.
+    If a correction is configured, r is current / old, and the correction applies the factor old / sampler within its
+    bounds.
     """
     old_N = inputs.old_logprobs_N if settings.corrects else inputs.sampler_logprobs_N
     ratio_N = token_ratio(inputs.logprobs_N, old_N)
@@ -253,8 +256,8 @@ def reference_kl(estimator: KlEstimator, logprobs_N: Tensor, reference_N: Tensor
 def policy_loss(inputs: LossInputs, settings: TrainerSettings) -> PolicyLoss:
     """Compute sum_n w_n (i_n s_n + kl_coef k_n - entropy_coef h_n).
 
-    For each token s is the surrogate, i the importance weight (0 if a mask leaves the token out), k the KL to the
-    reference and h the entropy.
+    For each token, s is the surrogate, i the importance weight (0 if a mask leaves the token out), k the KL to the
+    reference, and h the entropy.
     """
     surrogate = SURROGATES[settings.loss](inputs, settings)
     old_N, sampler_N = inputs.old_logprobs_N, inputs.sampler_logprobs_N

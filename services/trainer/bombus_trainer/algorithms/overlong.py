@@ -1,4 +1,4 @@
-"""Penalties for episodes in which a call was cut off at a limit of the job.
+"""Penalties for episodes in which a call was cut off by one of the job's limits.
 
 DAPO (Yu et al. 2025, arXiv:2503.14476), section 3.4. Its overlong filtering is the setting `mask`.
 """
@@ -11,13 +11,13 @@ from bombus_trainer.settings import TrainerSettings
 
 
 def was_cut(records: tuple[CallRecord, ...], settings: TrainerSettings) -> bool:
-    """Return whether one of an episode's calls was cut off at a limit of the job, see `CallRecord.was_cut`."""
+    """Return whether any of an episode's calls was cut off by one of the job's limits; see `CallRecord.was_cut`."""
     limits = settings.job.rollout
     return any(record.was_cut(limits.max_response_length_in_one_turn, limits.max_model_len) for record in records)
 
 
 def was_ended_by_length(records: tuple[CallRecord, ...]) -> bool:
-    """Return whether one of an episode's calls was cut off at any limit, its request's own included."""
+    """Return whether any of an episode's calls was cut off by any length limit, including the request's own."""
     return any(choice.finish == FinishReason.LENGTH for record in records for choice in record.choices)
 
 
@@ -33,9 +33,9 @@ def is_masked(records: tuple[CallRecord, ...], settings: TrainerSettings) -> boo
 
 
 def soft_penalty(record: CallRecord, settings: TrainerSettings) -> float:
-    """Compute DAPO's soft overlong punishment of a call, 0 to -1: equation 13.
+    """Compute DAPO's soft overlong punishment of a call, from 0 to -1: equation 13.
 
-    It is 0 up to the limit of a turn minus the buffer, in sampled tokens, then falls linearly to -1 at the limit. It is
+    It is 0 up to the turn's limit minus the buffer, in sampled tokens, then falls linearly to -1 at the limit. It is
     also -1 if the model's context was exhausted. If there are several choices, the longest counts.
     """
     if was_cut((record,), settings):
@@ -46,7 +46,7 @@ def soft_penalty(record: CallRecord, settings: TrainerSettings) -> float:
 
 
 def penalties(records: tuple[CallRecord, ...], settings: TrainerSettings) -> list[float]:
-    """Return the penalty to add to each call's reward. The worst one is added to the episode's reward."""
+    """Return the penalty for each call, to add to the call's reward; the worst is added to the episode's reward."""
     match settings.config.overlong:
         case Overlong.PENALTY:
             return [settings.config.overlong_penalty * soft_penalty(record, settings) for record in records]

@@ -26,7 +26,7 @@ P = TypeVar("P")
 
 
 class StepBackend(ABC, Generic[P]):
-    """The common base class of torch's and verl's `TrainerBackend`. A `P` is one micro-batch.
+    """The common base class of torch's and verl's `TrainerBackend`. `P` is the type of a micro-batch.
 
     Every method is called on all of `ranks`.
     """
@@ -41,24 +41,24 @@ class StepBackend(ABC, Generic[P]):
     @property
     @abstractmethod
     def peak_flops(self) -> float | None:
-        """The peak FLOPs per second of one rank's device, None if unknown."""
+        """The peak FLOPs per second of one rank's device; None if unknown."""
 
     @abstractmethod
     def micro_batches(self, items: list[TrainingItem], tally: Tally, backward: bool) -> Sequence[P | None]:
-        """Return this rank's micro-batches of these sequences, as many as every other rank's.
+        """Return this rank's micro-batches of these sequences. Every rank returns the same number.
 
-        None stands for a micro-batch that this rank lacks and need not compute.
+        None stands for a micro-batch that this rank does not have and need not compute.
         """
 
     @abstractmethod
     def logprobs(self, micro_batch: P, tally: Tally) -> tuple[Ints, Floats]:
-        """Return the indices [N] of a micro-batch's terms in the batch, and their logprobs [N]."""
+        """Return the batch indices [N] of a micro-batch's terms, and their logprobs [N]."""
 
     @abstractmethod
     def forward_backward(self, micro_batch: P, old: Floats | None, tally: Tally) -> float:
-        """Return a micro-batch's share of the loss of its update, and accumulate its gradients.
+        """Return a micro-batch's share of its update's loss, and accumulate its gradients.
 
-        If the loss is not finite, the gradients may be left out, as no step is taken with them. `old` holds the
+        If the loss is not finite, the gradients may be omitted, since no step is taken with them. `old` contains the
         logprobs of all the batch's terms before its first update; None means that they are the current logprobs.
         """
 
@@ -67,14 +67,14 @@ class StepBackend(ABC, Generic[P]):
 
     @abstractmethod
     def take_step(self, rate: float) -> float:
-        """Update at this learning rate, unless the norm of the gradients is not finite. Return the norm."""
+        """Update the model at this learning rate, unless the gradient norm is not finite. Return the norm."""
 
     def prepared(self, groups: list[EpisodeGroup]) -> PreparedBatch:
         """Return the sequences of a batch, with their advantages."""
         return prepare(groups, self.settings, self.vocab_size)
 
     def training(self) -> AbstractContextManager[None]:
-        """Prepare the model for a step within the block; after it, the weights can be read."""
+        """Return a context in which the model is ready for a step. After it, the weights can be read."""
         return nullcontext()
 
     def train_step(
@@ -121,7 +121,7 @@ class StepBackend(ABC, Generic[P]):
         tally: Tally,
         interrupted: Callable[[], bool],
     ) -> bool:
-        """Make one update. All ranks skip it if its loss or the norm of its gradients is not finite: return False."""
+        """Make one update. If its loss or gradient norm is not finite, all ranks skip it and return False."""
         self.zero_grad()
         share = 0.0
         for micro_batch in self._in_turn(items, tally, interrupted):
@@ -129,7 +129,7 @@ class StepBackend(ABC, Generic[P]):
                 share += self.forward_backward(micro_batch, old, tally)
             reached(Point.TRAINER_BIN_DONE)
             if self.ranks.size == 1 and not isfinite(share):
-                break  # several ranks would wait for this one
+                break  # with several ranks, the others would wait for this one
         norm = loss = sum(self.ranks.gather(share))
         if isfinite(loss):
             with tally.phase("optimizer"):
@@ -143,7 +143,7 @@ class StepBackend(ABC, Generic[P]):
     def _old_logprobs(
         self, batch: PreparedBatch, step: int, tally: Tally, interrupted: Callable[[], bool]
     ) -> Floats | None:
-        """Compute the logprobs of all the batch's terms before its first update; None if that is the only one."""
+        """Compute the logprobs of all the batch's terms before its first update; None if there is only one update."""
         parts = mini_batches(batch, self.settings, step, epoch=0)
         if len(parts) * self.settings.config.ppo_epochs <= 1:
             return None
@@ -158,7 +158,8 @@ class StepBackend(ABC, Generic[P]):
     def _in_turn(
         self, items: list[TrainingItem], tally: Tally, interrupted: Callable[[], bool], backward: bool = True
     ) -> Iterator[P]:
-        """Yield this rank's micro-batches one by one. Raises `Interrupted` before one if the leader was interrupted."""
+        """Yield this rank's micro-batches one by one. Raises `Interrupted` before the next if the leader was
+        interrupted."""
         micro_batches = self.micro_batches(items, tally, backward)
         for number, micro_batch in enumerate(micro_batches, 1):
             if self.ranks.agree(interrupted()):

@@ -1,4 +1,4 @@
-"""Turn the groups of a batch into sequences to train on, with an advantage and a weight for each trained token."""
+"""Turns the groups of a batch into sequences to train on, with an advantage and a weight for each trained token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,10 +28,10 @@ from bombus_trainer.settings import TrainerSettings
 
 @dataclass(frozen=True, eq=False)
 class GivenTokens:
-    """A sequence that an environment has scored. `sequence` holds its tokens; None if all of them are masked.
+    """A sequence that an environment has scored. `sequence` has its tokens; None if all of them are masked.
 
-    If it is `zeroed`, its advantages are 0. Otherwise they are `advantages_T` if given. If not, its score is compared
-    with the scores of its group, and the result is the advantage of each trained token.
+    If `zeroed`, its advantages are 0. Otherwise they are `advantages_T`, if given. If not, its score is compared with
+    the scores of its group, and the result is the advantage of each trained token.
     """
 
     sequence: TokenSequence | None
@@ -45,9 +45,9 @@ class GivenTokens:
 
 @dataclass(frozen=True)
 class EpisodeCalls:
-    """An episode of a batch, with its calls read from the log. See `merge_calls` for `context`.
+    """An episode of a batch, with its calls as read from the log. See `merge_calls` for `context`.
 
-    An episode from a rollout group has no calls: `given` holds its tokens instead.
+    An episode from a rollout group has no calls; `given` has its tokens instead.
     """
 
     episode: str
@@ -64,10 +64,10 @@ class EpisodeCalls:
         return [learnt_tokens(record) for record in self.records]
 
     def without_auxiliary_calls(self) -> "EpisodeCalls":
-        """Return the episode with its auxiliary calls, and their rewards, moved out of the records.
+        """Return the episode with its auxiliary calls, and their rewards, removed from the records.
 
-        They stay as context: calls that continue them are merged with their tokens. All rewards are kept if they cover
-        only the other calls, as in a job that masks auxiliary calls.
+        The auxiliary calls stay as context, so that calls that continue them are merged with their tokens. All rewards
+        are kept if they cover only the other calls, as in a job that masks auxiliary calls.
         """
         ours = [not record.auxiliary_call for record in self.records]
         rewards = self.call_rewards
@@ -93,7 +93,7 @@ class EpisodeGroup:
 class PreparedSequence:
     """One sequence with its advantages [T] and the number of its first term in the batch.
 
-    Advantages that were `given` are used as they are, without normalisation.
+    If the advantages were `given`, they are used as they are, without normalisation.
     """
 
     sequence: TokenSequence
@@ -104,19 +104,19 @@ class PreparedSequence:
 
 @dataclass(frozen=True, eq=False)
 class PreparedGroup:
-    """A group's sequences. `tokens` counts each episode's trained tokens."""
+    """A group's sequences. `tokens` maps each episode to its number of trained tokens."""
 
     sequences: tuple[PreparedSequence, ...]
     tokens: dict[str, int]
 
     @cached_property
     def signal(self) -> bool:
-        """Whether any trained token has an advantage other than 0."""
+        """Whether any trained token has a non-zero advantage."""
         return any(bool(np.any(entry.advantages_T[entry.sequence.loss_mask_T])) for entry in self.sequences)
 
 
 ADVANTAGE_MAX = float(np.finfo(np.float32).max)
-NOT_FINITE = PreparedGroup(sequences=(), tokens={})  # stands for a group whose advantages are not finite
+NOT_FINITE = PreparedGroup(sequences=(), tokens={})  # stands in for a group whose advantages are not finite
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,11 +125,11 @@ class PreparedBatch:
     terms: int
     calls: int
     merged_calls: int
-    left_out: tuple[str, ...]  # episodes whose records cannot be used, each an infrastructure failure
-    cut: int = 0  # episodes in which a call was cut off at a limit of the job
-    cut_by_request: int = 0  # other episodes in which a call was cut off at its request's own `max_tokens`
+    left_out: tuple[str, ...]  # episodes with unusable records, each an infrastructure failure
+    cut: int = 0  # episodes in which a call was cut off by one of the job's limits
+    cut_by_request: int = 0  # other episodes in which a call was cut off by its request's own `max_tokens`
     groups_left_out: int = 0  # groups whose advantages are not finite
-    is_estimated: bool = True  # false if verl has yet to compute the advantages to train with
+    is_estimated: bool = True  # false if verl still has to compute the advantages to train with
 
 
 def check_episode(episode: EpisodeCalls, vocab_size: int) -> MergedEpisode:
@@ -186,7 +186,7 @@ def prepare(groups: Sequence[EpisodeGroup], settings: TrainerSettings, vocab_siz
 
 
 def episode_reward(episode: EpisodeCalls, settings: TrainerSettings) -> float:
-    """Return an episode's reward with the penalty of its worst call, if the job has penalties for overlong calls."""
+    """Return an episode's reward, including the penalty of its worst call if the job penalizes overlong calls."""
     return episode.reward + min(penalties(episode.records, settings), default=0.0)
 
 
@@ -219,7 +219,7 @@ def _prepare_group(
     for (episode, merged), of_calls in zip(kept, advantages, strict=True):
         masked = is_masked(episode.records, settings)
         tokens[episode.episode] = 0 if masked else merged.trained_tokens
-        table = np.array([*of_calls, 0.0], dtype=np.float32)  # the last is for call -1: not sampled
+        table = np.array([*of_calls, 0.0], dtype=np.float32)  # index -1 is for tokens that were not sampled
         for sequence in () if masked else merged.sequences:
             sequences.append(_prepared(episode, sequence, table[sequence.calls_T], first_id))
             first_id += int(sequence.loss_mask_T.sum())
@@ -227,7 +227,7 @@ def _prepare_group(
 
 
 def _prepared(episode: EpisodeCalls, sequence: TokenSequence, advantages_T: Floats, first_id: int) -> PreparedSequence:
-    """Return a sequence with its advantages: those of its calls unless others were given, or 0 if it is zeroed."""
+    """Return a sequence with its advantages: 0 if zeroed, else those given, else those of its calls."""
     given = episode.given
     if given is not None and given.zeroed:
         return PreparedSequence(sequence, np.zeros_like(advantages_T), first_id, given=True)
@@ -276,7 +276,7 @@ def staleness(batch: PreparedBatch, step: int) -> dict[str, float]:
 
 
 def mini_batches(batch: PreparedBatch, settings: TrainerSettings, step: int, epoch: int) -> list[list[TrainingItem]]:
-    """Distribute the groups of a batch over its updates, in a new order in each epoch; groups stay whole.
+    """Distribute the groups of a batch over its updates, in a new order in each epoch. Groups stay whole.
 
     Groups without signal count in their update's mean (if only one group in ten has signal, the update is a tenth as
     strong), but they are not computed, unless a KL term or an entropy bonus applies to them too.

@@ -1,4 +1,4 @@
-"""Distribute whole documents over bins and ranks, by their lengths in tokens. Everything here is deterministic.
+"""Distributes whole documents over bins and ranks, by their lengths in tokens. Everything here is deterministic.
 
 This is plain packing, for trainers whose attention tells documents apart by their positions. packing.py also shares
 prefixes, and needs its own attention.
@@ -10,7 +10,8 @@ from heapq import heapreplace
 
 
 def greedy(lengths: Sequence[int], tokens_max: int) -> list[list[int]]:
-    """Fill bins in the order of the documents, each until the next does not fit. A longer one gets its own bin."""
+    """Fill bins in the order of the documents, each until the next does not fit. A document that is too long gets its
+    own bin."""
     bins: list[list[int]] = []
     room = 0
     for index, length in enumerate(lengths):
@@ -23,9 +24,9 @@ def greedy(lengths: Sequence[int], tokens_max: int) -> list[list[int]]:
 
 
 def best_fit(lengths: Sequence[int], tokens_max: int) -> list[list[int]]:
-    """Put the longest document first, each into the fullest bin that has room for it (best-fit decreasing).
+    """Place documents in order of decreasing length, each into the fullest bin with room for it (best-fit decreasing).
 
-    This takes at most 11/9 of the fewest bins possible, plus one (Johnson et al. 1974, doi:10.1137/0203025).
+    This uses at most 11/9 of the fewest possible bins, plus one (Johnson et al. 1974, doi:10.1137/0203025).
     """
     bins: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (tokens left, bin), ascending
@@ -43,9 +44,9 @@ def best_fit(lengths: Sequence[int], tokens_max: int) -> list[list[int]]:
 
 
 def padded(lengths: Sequence[int], tokens_max: int) -> list[list[int]]:
-    """Fill bins for rows padded to the longest of their bin: the longest document first, one bin after another.
+    """Fill bins for rows that are padded to the longest in their bin: longest documents first, one bin after another.
 
-    So documents of about the same length share a bin, whose cost is its longest length times its number of documents.
+    Documents of about the same length thus share a bin, whose cost is its longest length times its number of documents.
     """
     bins: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
@@ -56,17 +57,18 @@ def padded(lengths: Sequence[int], tokens_max: int) -> list[list[int]]:
 
 
 def balanced(lengths: Sequence[int], ranks: int, attention: float = 0.0) -> list[list[int]]:
-    """Distribute documents over ranks, the heaviest first, each to the least loaded. Return each rank's, ascending.
+    """Distribute documents over ranks, heaviest first, each to the least loaded rank. Return each rank's indices,
+    ascending.
 
-    A document costs length + `attention` x length^2: 0 balances tokens; `flops.Cost.of_attention` balances the
-    compute of a causal transformer. No rank gets more than 4/3 of the largest load of the best distribution (Graham
-    1969, doi:10.1137/0117039). A rank may get none when there are fewer documents than ranks.
+    A document costs length + `attention` x length^2: 0 balances tokens; `flops.Cost.of_attention` balances the compute
+    of a causal transformer. No rank gets more than 4/3 of the largest load in the best distribution (Graham 1969,
+    doi:10.1137/0117039). If there are fewer documents than ranks, a rank may get none.
     """
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}, but must be at least 1")
     costs = [length + attention * length * length for length in lengths]
     shards: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [(0.0, 0, rank) for rank in range(ranks)]  # between equal loads the one with fewer documents is next
+    loads = [(0.0, 0, rank) for rank in range(ranks)]  # between equal loads, the rank with fewer documents is next
     for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
         load, count, rank = loads[0]
         shards[rank].append(index)

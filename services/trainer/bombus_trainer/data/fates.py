@@ -1,4 +1,4 @@
-"""Account for each sampled token of a batch: whether it was trained on, and if not, which rule left it out."""
+"""Accounts for each sampled token of a batch: whether it was trained on, and if not, which rule left it out."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -17,9 +17,9 @@ from bombus_trainer.settings import TrainerSettings
 
 
 class TrainedTerms:
-    """The terms [N] of a batch: how many updates had them, how many masked them, and their weights in the first one.
+    """The terms [N] of a batch: how many updates included each, how many masked it, and its weight in the first update.
 
-    Each rank knows the masks of its own micro-batches: `masked_N` has to be summed over the ranks.
+    Each rank knows only the masks of its own micro-batches, so `masked_N` must be summed over the ranks.
     """
 
     def __init__(self, batch: PreparedBatch) -> None:
@@ -28,7 +28,7 @@ class TrainedTerms:
         self.weights_N: Floats = np.zeros(batch.terms, dtype=np.float32)
 
     def note(self, items: Iterable[TrainingItem], masked_ids: Ints) -> None:
-        """Note an update that was made with these sequences, without the surrogates of the terms `masked_ids`."""
+        """Record an update made with these sequences, without the surrogates of the terms `masked_ids`."""
         for item in items:
             ids = item.terms.ids_N
             self.weights_N[ids] = np.where(self.updates_N[ids] > 0.0, self.weights_N[ids], item.terms.weights_N)
@@ -39,10 +39,10 @@ class TrainedTerms:
 def step_tokens(
     groups: Sequence[EpisodeGroup], batch: PreparedBatch, terms: TrainedTerms, settings: TrainerSettings
 ) -> StepTokens:
-    """Return what became of the sampled tokens of the episodes of a batch.
+    """Return what became of the sampled tokens of a batch's episodes.
 
-    Tokens are counted where they end up: those of the loss in its terms, the others in the records of their calls. So
-    if merging loses or repeats a token, the numbers of an episode do not add up to what it sampled.
+    Tokens are counted where they end up: those in the loss as its terms, all others in the records of their calls. So
+    if merging loses or repeats a token, an episode's counts do not add up to the number of tokens it sampled.
     """
     found: dict[str, Counter[Fate]] = {}
     weights: dict[str, float] = {}
@@ -86,7 +86,7 @@ def _learnt(episode: EpisodeCalls) -> int:
 
 
 def _masked(records: Sequence[CallRecord]) -> Counter[Fate]:
-    """Count the tokens that no loss is computed of, whatever the batch: see `call_sequences`."""
+    """Count the tokens that are never in the loss, whatever the batch: see `call_sequences`."""
     fates: Counter[Fate] = Counter()
     for record in records:
         sampled = record.completion_tokens()

@@ -1,4 +1,4 @@
-"""Pack sequences into flat rows without padding, in which tokens that sequences share appear only once.
+"""Packs sequences into flat rows without padding, in which tokens that sequences share appear only once.
 
 If prefixes are shared, the sequences of a bin form a compressed token trie: the prompt that the members of a group
 share is one segment, and the completions are its children. This only changes the layout of the computation. The loss is
@@ -41,7 +41,7 @@ class Terms:
 
 @dataclass(frozen=True, eq=False)
 class TrainingItem:
-    """One sequence: tokens [T], the ascending positions of its N trained tokens (all >= 1), their terms."""
+    """One sequence: its tokens [T], the ascending positions of its N trained tokens (all >= 1), and their terms."""
 
     tokens_T: Ints
     positions_N: Ints
@@ -62,8 +62,8 @@ class Segment:
 class Bin:
     """One micro-batch: a flat row of T tokens and the terms that its hidden states predict.
 
-    `heads` are the distinct (row, temperature) pairs that need logits: several terms may need different targets from
-    the same hidden state. `head_of_term_N` never decreases. `sequences_N` is the number (below `sequences`) of the
+    `heads` are the distinct (row, temperature) pairs that need logits, since several terms may have different targets
+    but the same hidden state. `head_of_term_N` never decreases. `sequences_N` is the number (below `sequences`) of the
     sequence that each term belongs to. A sequence is never split, so all its terms are in one bin.
     """
 
@@ -76,11 +76,11 @@ class Bin:
     terms: Terms
     sequences_N: Ints
     sequences: int
-    sequence_tokens: int  # the tokens of all sequences, without sharing
+    sequence_tokens: int  # total of all sequences, without sharing
 
 
 class _Node:
-    """A run of tokens in a trie under construction. When it is split, the lower part stays this object."""
+    """A run of tokens in a trie under construction. If it is split, this object keeps the lower part."""
 
     __slots__ = ("depth", "parent", "start", "tokens")
 
@@ -104,17 +104,19 @@ class _Node:
 
 
 class _Trie:
-    """A trie whose sequences are added in lexicographic order: each shares its longest prefix with the last one."""
+    """A trie to which sequences are added in lexicographic order, so each shares its longest prefix with the previous
+    one."""
 
     def __init__(self, shared_tokens_min: int | None) -> None:
-        self.shared_tokens_min = shared_tokens_min  # None: nothing is shared
+        self.shared_tokens_min = shared_tokens_min  # None: share nothing
         self.nodes: list[_Node] = []
         self.tokens = 0
         self._last: _Node | None = None
         self._last_tokens: Ints = np.zeros(0, dtype=np.int64)
 
     def shared(self, tokens: Ints) -> int:
-        """Return how many of these tokens are present and worth sharing; a few are not worth splitting a node."""
+        """Return how many of these tokens are present and worth sharing. Splitting a node is not worthwhile for only a
+        few."""
         if self._last is None or self.shared_tokens_min is None:
             return 0
         common = common_prefix(self._last_tokens, tokens)
@@ -153,7 +155,7 @@ def common_prefix(left: Ints, right: Ints) -> int:
 
 
 def shard_bins(items: Sequence[TrainingItem], settings: TrainerSettings, ranks: int) -> list[list[Bin]]:
-    """Return the micro-batches of each rank. The first rank has the most, and none has two fewer than another.
+    """Return the micro-batches of each rank. Ranks differ by at most one micro-batch, and the first rank has the most.
 
     Bins are smaller than `settings.bin_tokens` if some rank would otherwise have none. Without `enable_packing`, each
     sequence gets its own bin.
@@ -171,8 +173,8 @@ def pack(
 ) -> list[Bin]:
     """Fill bins of at most `bin_tokens` computed tokens; a longer sequence gets its own bin. Deterministic.
 
-    With `share_prefixes`, sequences are added in lexicographic order, each to the bin of the one before while there is
-    room; otherwise in the given order. Nothing is padded, so a bin that is not full costs nothing extra.
+    With `share_prefixes`, sequences are added in lexicographic order, otherwise in the given order. Each goes into the
+    bin of the one before if there is room. Nothing is padded, so a bin that is not full costs nothing extra.
     """
     if share_prefixes:
         return list(_shared_bins(items, bin_tokens, shared_tokens_min))
@@ -182,7 +184,7 @@ def pack(
 
 
 def _shared_bins(items: Iterable[TrainingItem], bin_tokens: int, shared_tokens_min: int) -> Iterator[Bin]:
-    # A sequence's last token is only a target: it needs no row.
+    # A sequence's last token is only a target, so it needs no row.
     ordered = sorted(items, key=lambda item: item.tokens_T[:-1].astype(">u4").tobytes())
     trie = _Trie(shared_tokens_min)
     content: list[tuple[TrainingItem, _Node]] = []
@@ -197,7 +199,7 @@ def _shared_bins(items: Iterable[TrainingItem], bin_tokens: int, shared_tokens_m
 
 
 def _bin_of(items: Iterable[TrainingItem]) -> Bin:
-    """Lay sequences end to end, with nothing shared."""
+    """Lay out sequences end to end, with nothing shared."""
     trie = _Trie(None)
     return _lay_out(trie, [(item, trie.add(item.tokens_T[:-1])) for item in items])
 

@@ -1,4 +1,4 @@
-"""Read the calls of a batch from the log. If a call cannot be read, only its episode is left out (R6)."""
+"""Reads the calls of a batch from the log. If a call cannot be read, only its episode is left out (R6)."""
 
 from dataclasses import dataclass
 
@@ -13,9 +13,9 @@ from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup
 class ReadBatch:
     """A batch as read from the log.
 
-    `lost` maps the name of each episode or rollout group that was left out to the reason. `stale` has an entry for each
-    episode that is too old: its name, and its age. `gone` holds the positions, within the batch, of the rollout groups
-    whose bodies turned out to be lost during this read.
+    `lost` maps the name of each episode or rollout group that was left out to the reason. `stale` maps the name of each
+    episode that is too old to its age. `gone` has the positions within the batch of the rollout groups whose bodies
+    turned out to be lost during this read.
     """
 
     groups: tuple[EpisodeGroup, ...]
@@ -30,13 +30,13 @@ async def read_batch(
     """Read all calls of a batch, each checked against its reference. Raises `BusUnavailable`.
 
     Auxiliary calls are only context, unless `auxiliary_calls` says that the job trains on them. Episodes with a token
-    more than `max_staleness` versions old are left out; None: there is no such bound.
+    more than `max_staleness` versions old are left out; None means no limit.
     """
     try:
         refs = [ref for group in batch.groups for episode in group.episodes for ref in episode.calls]
         known = await read_calls(calls, refs)
     except LogCorrupted:
-        known = {}  # one of them is bad: read episode by episode to find which
+        known = {}  # a call is bad; read episode by episode to find which
     groups: list[EpisodeGroup] = []
     lost: dict[str, str] = {}
     stale: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Turn the rollout groups of a batch into sequences to train on, without the groups that cannot be used."""
+"""Turns the rollout groups of a batch into sequences to train on, without the groups that cannot be used."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -19,7 +19,7 @@ class BodyReader(Protocol):
     """A source of the bodies of groups, such as the parts on the bus."""
 
     async def fetch(self, ref: BodyRef) -> bytes:
-        """Return a body. Raises `LogCorrupted` if it is gone, `BusUnavailable`."""
+        """Return a body. Raises `LogCorrupted` if it is gone, or `BusUnavailable`."""
         ...
 
 
@@ -45,7 +45,7 @@ async def read_rollout_groups(
             gone.append(number)
             continue
         why = why_not_trained(group, tokens_max)
-        if why:  # it was pushed before this run began, when its trainer's limits were not known
+        if why:  # it was pushed before this run began and its trainer's limits were known
             lost[name] = why
         else:
             found.append(group_of(name, group))
@@ -79,9 +79,9 @@ def group_of(name: str, group: RolloutGroup) -> EpisodeGroup:
 def _sequence(
     episode: str, tokens: Sequence[int], masks: Sequence[int], logprobs: Sequence[float] | None, handling: Handling
 ) -> TokenSequence | None:
-    """Return a sequence up to its last trained token, None if there is none.
+    """Return a sequence up to its last trained token, or None if it has none.
 
-    Logprobs are NaN if the sampler's are not known. The versions that sampled the tokens are never known (-1).
+    Logprobs are NaN if the sampler's are unknown. The versions that sampled the tokens are never known (-1).
     """
     mask_T = np.array(masks, dtype=np.int64) != NOT_TRAINED
     mask_T[:1] = False  # nothing comes before the first token, so nothing can predict it

@@ -1,4 +1,4 @@
-"""Write samples to files: `.pt` as slime's debug rollout data, `.parquet` for tools that read tables."""
+"""Writes samples to files: `.pt` like slime's debug rollout data, `.parquet` for tools that read tables."""
 
 import os
 import tempfile
@@ -16,9 +16,9 @@ SUFFIXES = (".pt", ".parquet")
 
 
 def write(path: Path, step: int, samples: Sequence[Sample]) -> None:
-    """Write a file in the format of its suffix. It appears only when complete.
+    """Write a file in the format of its suffix. The file appears only once it is complete.
 
-    Raises `EngineFault` for another suffix, or if the library for it is missing.
+    Raises `EngineFault` for any other suffix, or if the library for it is missing.
     """
     if path.suffix not in SUFFIXES:
         raise EngineFault(f"{path} is refused: samples are written as {' or '.join(SUFFIXES)}")
@@ -37,7 +37,7 @@ def write(path: Path, step: int, samples: Sequence[Sample]) -> None:
 
 
 def _write_parquet(path: Path, samples: Sequence[Sample]) -> None:
-    """Write one row for each sample. `metadata` is JSON, since it differs from client to client."""
+    """Write one row per sample. `metadata` is JSON, since its fields differ from client to client."""
     try:
         import pyarrow
         import pyarrow.parquet

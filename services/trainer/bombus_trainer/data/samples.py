@@ -1,4 +1,4 @@
-"""Convert a batch to samples in the format of slime's debug rollout data, with values for each token."""
+"""Converts a batch to samples in the format of slime's debug rollout data, with values for each token."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -12,18 +12,18 @@ from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup, PreparedBatch,
 from bombus_trainer.data.sequences import TokenSequence
 
 Decode = Callable[[Sequence[int]], str]
-OURS = "bombus"  # the key of our part of `metadata`; the rest is the client's metadata about the episode
+OURS = "bombus"  # our own key in `metadata`; the rest is the client's metadata about the episode
 
 
 class Status(StrEnum):
-    """A sample's status. slime has more of them, but a sequence that was trained on has one of these two."""
+    """A sample's status. slime has others, but a sequence that was trained on has one of these two."""
 
     COMPLETED = "completed"
     TRUNCATED = "truncated"
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """The step that was trained on a batch."""
+    """The step that trained on a batch."""
 
     engine: str
     run: int
@@ -34,9 +34,9 @@ class Origin(msgspec.Struct, frozen=True):
 class Sample:
     """One sequence: a branch of an episode, cut after its last trained token.
 
-    The response begins at the first trained token. `loss_mask` and `rollout_log_probs` have an entry for each of its
-    tokens; the logprob of a token that was not sampled is 0. `metadata["bombus"]` holds advantages, temperatures and
-    policy versions (-1: not sampled) of the same length, and the origin of the sample.
+    The response begins at the first trained token. `loss_mask` and `rollout_log_probs` have an entry for each of the
+    response's tokens; the logprob of a token that was not sampled is 0. `metadata["bombus"]` has advantages,
+    temperatures and policy versions (-1: not sampled) of the same length, and the origin of the sample.
     """
 
     group_index: int
@@ -54,7 +54,7 @@ class Sample:
     metadata: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values only: `torch.load(weights_only=True)` refuses anything else."""
+        """Return plain values only, because `torch.load(weights_only=True)` refuses anything else."""
         return {each.name: getattr(self, each.name) for each in fields(self)} | {"status": str(self.status)}
 
 
@@ -65,10 +65,11 @@ def samples_of(
     decode: Decode | None = None,
     client_metadata: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Sample]:
-    """Return the samples of a batch that `prepare` made of these groups. An episode without trained tokens has none.
+    """Return the samples of a batch that `prepare` made of these groups. An episode without trained tokens has no
+    samples.
 
-    Without `decode` the texts are empty. `client_metadata` maps episodes to their clients' metadata, whose `label`
-    becomes the sample's. Samples have no advantages if verl has yet to compute them.
+    Without `decode`, the texts are empty. `client_metadata` maps episodes to their clients' metadata, whose `label`
+    becomes the sample's label. Samples have no advantages if verl still has to compute them.
     """
     samples: list[Sample] = []
     for index, (group, ready) in enumerate(zip(groups, prepared.groups, strict=True)):
@@ -145,7 +146,7 @@ def _status(sequence: TokenSequence, last: CallRecord) -> Status:
 def text_of(tokenizer: bytes) -> Decode:
     """Return a function that decodes with a `tokenizer.json` and keeps special tokens.
 
-    Raises `ValueError` when it cannot be read.
+    Raises `ValueError` if the file cannot be read.
     """
     from tokenizers import Tokenizer
 

@@ -1,4 +1,4 @@
-"""Merge the call records of one episode into token sequences, so that every sampled token is trained on once."""
+"""Merges the call records of one episode into token sequences, so that every sampled token is trained on once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ Flags = npt.NDArray[np.bool_]
 class TokenSequence:
     """One sequence of an episode, cut after its last trained token. All arrays have the length of `tokens_T`.
 
-    `logprobs_T` (the sampler's), `versions_T`, `calls_T` and `temperatures_T` are set at sampled tokens; elsewhere
-    they are 0, -1, -1 and 1. `calls_T` indexes the records that `merge_calls` was given.
+    `logprobs_T` (the sampler's), `versions_T`, `calls_T` and `temperatures_T` are set at sampled tokens; at all other
+    tokens they are 0, -1, -1 and 1. `calls_T` indexes the records that were passed to `merge_calls`.
     """
 
     episode: str
@@ -37,7 +37,7 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class MergedEpisode:
-    """An episode's sequences. `merged_calls` of its `calls` extended another call; the others began a new sequence."""
+    """An episode's sequences. `merged_calls` of its `calls` extended another call; the rest began a new sequence."""
 
     sequences: tuple[TokenSequence, ...]
     calls: int
@@ -48,7 +48,7 @@ class MergedEpisode:
 def merge_calls(episode: str, records: Sequence[CallRecord], context: Sequence[CallRecord] = ()) -> MergedEpisode:
     """Merge the calls that belong to `episode`: see `call_sequences`. A sequence ends at its last trained token.
 
-    Raises `LogCorrupted` when the calls do not fit together, or a logprob is not finite.
+    Raises `LogCorrupted` if the calls do not fit together, or a logprob is not finite.
     """
     merged = call_sequences(records, context)
     found = (_sequence(episode, each, records) for each in merged.sequences)

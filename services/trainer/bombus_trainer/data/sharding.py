@@ -1,4 +1,4 @@
-"""Shard the sequences of an update over ranks and micro-batches, evenly, and with the same result on every rank.
+"""Shards the sequences of an update over ranks and micro-batches, evenly, and with the same result on every rank.
 
 All ranks take part in every exchange, so all of them need the same number of micro-batches.
 """
@@ -21,7 +21,8 @@ def shard(
     A micro-batch has at most `tokens_max` computed tokens, counting all its sequences as padded to the longest unless
     `packed`; a longer sequence gets its own micro-batch. See `bins.balanced` for `attention`. A rank with too few
     micro-batches also computes a sequence without terms, because all ranks take part in each exchange of weights and
-    gradients. Each exchange waits for the slowest rank, so all ranks compute their k-th largest micro-batch together.
+    gradients. Each exchange waits for the slowest rank, so all ranks compute their k-th largest micro-batch at the same
+    time.
     """
     if not items:
         return [[] for _ in range(ranks)]
@@ -59,7 +60,7 @@ def _as_many(bins: list[MicroBatch], count: int, shortest: TrainingItem, packed:
 
 
 def _middle(count: int) -> list[list[int]]:
-    """Split in the middle, so that padded sequences stay with sequences of about their length."""
+    """Split in the middle, so that padded sequences stay together with sequences of about the same length."""
     return [[*range(count // 2)], [*range(count // 2, count)]]
 
 

@@ -1,1 +1,1 @@
-"""Execute training operations on several models with one base, each with an adapter, a gradient and an optimizer."""
+"""Executes training operations on several models with one base, each with an adapter, a gradient and an optimizer."""

@@ -1,12 +1,12 @@
-"""Check the settings of an optimizer step that a client requests."""
+"""Checks the settings of an optimizer step that a client requests."""
 
 import math
 
 from bombus.errors import Code, Refused
 from bombus.operations import AdamParams, RateSchedule
 
-KINDS = ("constant", "linear", "cosine")  # of a learning-rate schedule
-EPS_MIN = 1e-30  # a much smaller value is 0 in float32, and a gradient of 0 would then give 0 / 0
+KINDS = ("constant", "linear", "cosine")  # kinds of learning-rate schedules
+EPS_MIN = 1e-30  # a much smaller value is 0 in float32, so a gradient of 0 would give 0 / 0
 
 
 def check_adam(adam: AdamParams) -> None:
@@ -29,7 +29,7 @@ def check_adam(adam: AdamParams) -> None:
 
 
 def _why_no_schedule(schedule: RateSchedule) -> str:
-    """Return why a schedule is invalid, "" if it is valid."""
+    """Return why a schedule is invalid; "" if it is valid."""
     if schedule.kind not in KINDS:
         return f"the schedule of the learning rate is {schedule.kind[:40]!r}: it must be one of {', '.join(KINDS)}"
     if schedule.warmup_steps < 0 or not 0.0 <= schedule.min_ratio <= 1.0:

@@ -1,4 +1,4 @@
-"""Check and flatten the data of one operation, into items to pack and the inputs of a loss for each target."""
+"""Checks and flattens the data of one operation, into items to pack and a loss's inputs for each target."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ NUMPY: dict[DType, np.dtype[Any]] = {
 }
 INTEGERS = (DType.INT32, DType.INT64)
 NOT_NEGATIVE = (RATIO_MASK, MASK)
-OWN = "of the batch: "  # begins the names of arrays that the caller did not send
+OWN = "of the batch: "  # prefix of arrays that the caller did not send
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class DataLimits:
 
 @dataclass(frozen=True, eq=False)
 class TokenBatch:
-    """The data of an operation with M targets in all, of P tokens in S sequences.
+    """The data of an operation: S sequences with P tokens and M targets in total.
 
-    `items` are to be packed; their terms are numbered from 0 to M - 1 in the caller's order. The arrays, indexed by
-    these numbers, hold the loss's `inputs`, whether a target counts (`counted_M`), whether it is the first of its token
-    that counts (`first_M`), its token (`rows_M`, below P) and its sequence (`sequences_M`, below S). `shapes` holds the
-    shape of each datum's targets.
+    `items` are to be packed; their terms are numbered from 0 to M - 1 in the caller's order. The arrays are indexed by
+    these numbers. They are the loss's `inputs`, whether a target counts (`counted_M`), whether it is its token's first
+    target that counts (`first_M`), its token (`rows_M`, below P) and its sequence (`sequences_M`, below S). `shapes`
+    has the shape of each datum's targets.
     """
 
     items: tuple[TrainingItem, ...]
@@ -55,11 +55,11 @@ class TokenBatch:
 
     @property
     def tokens(self) -> int:
-        """How many tokens have a target that counts."""
+        """The number of tokens with a target that counts."""
         return int(self.first_M.sum())
 
     def scored(self, ids_N: Ints, logprobs_N: Tensor, logsumexp_N: Tensor | None) -> ScoredTokens:
-        """Return the targets numbered `ids_N`, which are all targets of some sequences, with their logprobs."""
+        """Return the targets numbered `ids_N`, which must be all targets of some sequences, with their logprobs."""
         sequences, sequences_N = np.unique(self.sequences_M[ids_N], return_inverse=True)
         inputs = {name: values_M[ids_N] for name, values_M in self.inputs.items()}
         own = {f"{OWN}counted": self.counted_M[ids_N], f"{OWN}first": self.first_M[ids_N]}
@@ -75,12 +75,12 @@ class TokenBatch:
         )
 
     def logprobs_of(self, values_M: Floats) -> list[Array]:
-        """Cut the values of all targets into an array for each datum, of the shape of its targets."""
+        """Split the values of all targets into one array per datum, with the shape of the datum's targets."""
         ends = np.cumsum([int(np.prod(shape)) for shape in self.shapes], dtype=np.int64)
         return _cut(values_M, ends, self.shapes)
 
     def tokens_of(self, values_M: Floats) -> list[Array]:
-        """Sum the values of each token's targets, and cut them into an array [N] for each datum."""
+        """Sum the values of each token's targets, and split the sums into one array [N] per datum."""
         lengths = [shape[0] for shape in self.shapes]
         sums_P = np.bincount(self.rows_M, weights=values_M, minlength=sum(lengths)).astype(np.float32)
         return _cut(sums_P, np.cumsum(lengths, dtype=np.int64), [(length,) for length in lengths])
@@ -135,7 +135,7 @@ def _joined(parts: Sequence[Floats]) -> Floats:
 
 
 def _firsts(counted_M: Floats, rows_M: Ints) -> Floats:
-    """Return 1 for each token's first target that counts, 0 for all other targets."""
+    """Return 1 for each token's first target that counts, and 0 for all other targets."""
     first_M = np.zeros(len(counted_M), dtype=np.float32)
     places = np.flatnonzero(counted_M)
     _, at = np.unique(rows_M[places], return_index=True)
@@ -155,7 +155,8 @@ class _Read:
     counted_M: Floats
 
     def item(self, ids_M: Ints) -> TrainingItem:
-        """Return the item to pack. Its last token, 0, is only a label by default, and the targets here are explicit."""
+        """Return the item to pack. Its last token is 0: by default it would be the last label, but here targets are
+        explicit."""
         zeros = np.zeros(len(ids_M), dtype=np.float32)
         terms = Terms(ids_M, self.targets_M, np.ones(len(ids_M), dtype=np.float32), zeros, zeros, zeros)
         return TrainingItem(np.append(self.tokens_N, 0), self.rows_M + 1, terms)
@@ -189,7 +190,7 @@ class _Reader:
         if self._loss.counted_by == WEIGHTS or MASK not in given:
             counts_M &= inputs[self._loss.counted_by] != 0.0
         if RATIO_MASK in inputs and counts_M.any() and not inputs[RATIO_MASK].any():
-            raise self._refused(f"has only zeros in {RATIO_MASK}: mark the tokens that the sequence's ratio averages")
+            raise self._refused(f"has only zeros in {RATIO_MASK}: mark the tokens to average the sequence's ratio over")
         return _Read(tokens_N, shape, targets_M, rows_M, inputs, counts_M.astype(np.float32))
 
     def _refused(self, what: str, code: Code = Code.MALFORMED) -> Refused:
@@ -198,10 +199,10 @@ class _Reader:
     def _tokens(self) -> Ints:
         body = self._datum.tokens
         if not body or len(body) % 4:
-            raise self._refused(f"has {len(body)} bytes of tokens: it needs one token or more, of 4 bytes (int32)")
+            raise self._refused(f"has {len(body)} bytes of tokens: it needs at least one token of 4 bytes (int32)")
         if len(body) // 4 > self._limits.context:
             raise self._refused(
-                f"has {len(body) // 4} tokens, but the limit is {self._limits.context}: cut it", Code.TOO_LARGE
+                f"has {len(body) // 4} tokens, but the limit is {self._limits.context}: shorten it", Code.TOO_LARGE
             )
         return self._ids("token", np.frombuffer(body, dtype=NUMPY[DType.INT32]))
 
@@ -226,7 +227,7 @@ class _Reader:
         return values.astype(np.int64)
 
     def _floats(self, name: str, shape: tuple[int, ...], wide: int) -> Floats:
-        """Return an input for each target. A value given per token applies to all of the token's targets."""
+        """Return an input's value for each target. If given per token, a value applies to all the token's targets."""
         array = self._datum.inputs[name]
         if array.shape != shape:
             raise self._refused(

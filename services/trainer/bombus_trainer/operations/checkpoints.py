@@ -1,4 +1,4 @@
-"""Checkpoints of client models: directories `MODEL/KIND/NAME` below one folder."""
+"""Checkpoints of client models: directories `MODEL/KIND/NAME` in one folder."""
 
 import re
 import shutil
@@ -64,10 +64,10 @@ class CheckpointName:
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The facts of a model's checkpoint. `weights` names the file of its weights.
+    """The facts of a model's checkpoint. `weights` is the name of the file with its weights.
 
     `operation` is the caller's name for the operation that wrote it. `unstepped` describes the gradient since the last
-    step. The gradient itself is saved only if there is a file of it.
+    step. The gradient itself is saved only if there is a file for it.
     """
 
     base: str
@@ -91,7 +91,7 @@ def content_of(checkpoint: ModelCheckpoint, with_optimizer: bool) -> str:
 
 
 class CheckpointFolder:
-    """All checkpoints below one folder."""
+    """All checkpoints in one folder."""
 
     def __init__(self, root: Path, run: int = 0, trainer_epoch: int = 0) -> None:
         """Open the folder for a trainer of this run and epoch. Cleans up after this and earlier trainers."""
@@ -105,23 +105,23 @@ class CheckpointFolder:
             settle(aside.with_name(aside.name.removeprefix(REPLACED)))
 
     def read(self, name: CheckpointName, digest: str = "") -> ModelCheckpoint:
-        """Read the manifest of a checkpoint, which must have that `digest` unless it is "".
+        """Read the manifest of a checkpoint, which must have that `digest` unless `digest` is "".
 
-        Raises `Refused` if there is no checkpoint of this name, `CheckpointLost` if it is damaged.
+        Raises `Refused` if there is no checkpoint of this name, or `CheckpointLost` if it is damaged.
         """
         if not self._has(name):
             raise Refused(Code.BAD_CONFIG, f"there is no checkpoint {name}: save one under this name first")
         return read_checkpoint(self._path(name), ModelFacts, digest)
 
     def save(self, name: CheckpointName, facts: ModelFacts, overwrite: bool, fill: FillDraft) -> ModelCheckpoint:
-        """Write a checkpoint. Returns once it would survive a power cut.
+        """Write a checkpoint. Returns once it would survive a power failure.
 
-        If the name is taken and not to `overwrite`, raises `Refused`, unless the same operation has written that
-        checkpoint, which is then kept.
+        If the name is taken and `overwrite` is false, the existing checkpoint is kept and returned if the same
+        operation wrote it; otherwise raises `Refused`.
         """
         if overwrite or not self._has(name):
             return write_checkpoint(self._path(name), facts, fill, self._drafts, self._epoch)
-        with suppress(CheckpointLost):  # then another operation has written it, or an older trainer
+        with suppress(CheckpointLost):  # a damaged one was written by another operation or an older trainer
             found = self.read(name)
             if facts.operation and found.facts.operation == facts.operation:
                 return found
@@ -130,7 +130,7 @@ class CheckpointFolder:
         )
 
     def remove(self, name: CheckpointName) -> None:
-        """Remove a checkpoint, if there is one. It is renamed first, so no part of it remains under its name."""
+        """Remove a checkpoint, if it exists. It is renamed first, so that no part of it remains under its name."""
         if not self._has(name):
             return
         path, going = self._path(name), draft_directory(self._drafts, self._epoch)

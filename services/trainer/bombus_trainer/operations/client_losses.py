@@ -43,8 +43,8 @@ OverOne: TypeAlias = Annotated[float, Meta(gt=1.0)]
 class ScoredTokens:
     """The N targets of some whole sequences: their current logprobs, and the caller's `inputs` [N] by name.
 
-    `sequences_N` holds the index of each target's sequence, below `sequences`. `counted_N` is 1 for a target that
-    counts, else 0. `first_N` is 1 for the first target of each token that counts, else 0. `logsumexp_N` is None unless
+    `sequences_N` is the index of each target's sequence, below `sequences`. `counted_N` is 1 for targets that count,
+    and 0 for all others. `first_N` is 1 for each token's first target that counts, else 0. `logsumexp_N` is None unless
     the loss wants it.
     """
 
@@ -60,9 +60,9 @@ class ScoredTokens:
 class ClientLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A loss whose parameters are the fields of its class. All losses take the inputs `target_tokens` and `mask`.
 
-    `needs` names its other required inputs, `takes` the optional ones. A target counts if its `mask` is not 0 or, in a
-    datum without a mask, if its input named by `counted_by` is not 0. A target of weight 0 never counts. A token may
-    have several targets only if `wide`.
+    `needs` names the other required inputs, and `takes` the optional ones. A target counts if its `mask` is not 0 or,
+    in a datum without a mask, if its input named by `counted_by` is not 0. A target of weight 0 never counts. A token
+    may have several targets only if `wide`.
 
     `compute_kl_stats`, which xorl's clients set, has no effect: the metrics of a loss with a ratio always include the
     KL.
@@ -78,11 +78,11 @@ class ClientLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return False
 
     def check(self) -> str:
-        """Return how the parameters contradict each other, "" if they do not."""
+        """Return how the parameters contradict each other; "" if they do not."""
         return ""
 
     def missing(self, given: Mapping[str, object]) -> str:
-        """Return the name of an input that these parameters need but that was not given, "" if there is none."""
+        """Return the name of an input that these parameters need but that was not given; "" if none is missing."""
         return next((name for name in self.needs if name not in given), "")
 
     def of(self, tokens: ScoredTokens) -> TokenTerms:
@@ -103,7 +103,7 @@ class PerTokenLoss(ClientLoss, frozen=True):
 
 
 class CrossEntropyLoss(PerTokenLoss, frozen=True):
-    """Cross-entropy plus a z loss, added to the term of the first target of each token that counts."""
+    """Cross-entropy plus a z loss, which is added to the term of each token's first target that counts."""
 
     z_loss_coef: NotNegative = 0.0
 
@@ -119,7 +119,7 @@ class CrossEntropyLoss(PerTokenLoss, frozen=True):
 
 
 class ImportanceSamplingLoss(ClientLoss, frozen=True):
-    """-r A; with `eps_clip`, r is clipped to 1 - eps_clip and 1 + eps_clip_high as in PPO."""
+    """-r A; with `eps_clip`, r is clipped to [1 - eps_clip, 1 + eps_clip_high] as in PPO."""
 
     eps_clip: Share | None = None
     eps_clip_high: NotNegative | None = None
@@ -137,7 +137,7 @@ class ImportanceSamplingLoss(ClientLoss, frozen=True):
 
 
 class ThresholdLoss(ClientLoss, frozen=True):
-    """A loss with thresholds for the ratio itself. Inputs of the same names override them token by token."""
+    """A loss with thresholds for the ratio itself. Inputs with the same names override them for each token."""
 
     takes: ClassVar[tuple[str, ...]] = (CLIP_LOW, CLIP_HIGH)
     clip_low_threshold: NotNegative = 0.8
@@ -238,7 +238,7 @@ KL_TYPES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": kl_k1, "k2": kl
 class DrGrpoLoss(ClientLoss, frozen=True):
     """PPO with relative bounds on the token's or the sequence's ratio, plus beta times a KL to a reference.
 
-    Dr. GRPO (Liu et al. 2025, arXiv:2503.20783) does not divide by a length, nor does the sum of terms here.
+    Like Dr. GRPO (Liu et al. 2025, arXiv:2503.20783), this does not divide by a length: the terms are summed.
     """
 
     takes: ClassVar[tuple[str, ...]] = (REFERENCE,)
@@ -303,7 +303,7 @@ def read_loss(spec: LossSpec) -> ClientLoss:
 
 
 def term_metrics(found: TokenTerms, tokens: ScoredTokens) -> dict[str, float]:
-    """Return metrics of the targets that count, named `name:reduction` by how they are combined over micro-batches."""
+    """Return metrics of the targets that count, named `name:reduction` by how micro-batches' values are combined."""
     counted_N = tokens.counted_N > 0.0
     if found.ratio_N is None or not bool(counted_N.any()):
         return {}
@@ -313,7 +313,7 @@ def term_metrics(found: TokenTerms, tokens: ScoredTokens) -> dict[str, float]:
         metrics = {
             "ratio:min": float(ratio_N.min()),
             "ratio:max": float(ratio_N.max()),
-            "kl_sampled_k3:sum": float(kl_k3(sent_N, now_N).sum()),  # the targets were sampled with the sent logprobs
+            "kl_sampled_k3:sum": float(kl_k3(sent_N, now_N).sum()),  # sampled with the logprobs that the client sent
             "entropy_sampled:sum": float(-sent_N.sum()),
         }
         if found.clipped_N is not None:

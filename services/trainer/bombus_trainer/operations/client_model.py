@@ -26,11 +26,11 @@ COMBINED: dict[str, Callable[[Sequence[float]], float]] = {
     "sum": sum,
     "min": min,
     "max": max,
-}  # how a metric is combined over micro-batches, by the suffix after the colon in its name
+}  # how to combine a metric over micro-batches, by the suffix after the colon in its name
 
 
 class GradientEpoch(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The operations and tokens added to the gradient since the last step, and why one of them `failed`, if any."""
+    """The operations and tokens added to the gradient since the last step, and, if one of them `failed`, why."""
 
     operations: int = 0
     tokens: int = 0
@@ -69,8 +69,8 @@ class TrainedClientModel(TrainedModel):
     def forward_backward(self, batch: TokenBatch, loss: ClientLoss, forward_only: bool) -> Scores:
         """Compute the loss of a batch, and add its gradient unless `forward_only`.
 
-        Each rank computes a part. Raises `Refused` if the loss is not finite; a gradient added until then remains, so
-        the caller must call `fail_gradient`.
+        Each rank computes a part. Raises `Refused` if the loss is not finite. Any gradient added before that remains,
+        so the caller must then call `fail_gradient`.
         """
         targets, ranks = len(batch.counted_M), self.base.ranks
         logprobs_M, terms_M = np.zeros(targets, dtype=np.float32), np.zeros(targets, dtype=np.float32)
@@ -158,8 +158,8 @@ class TrainedClientModel(TrainedModel):
     def take_step(self, adam: AdamParams, reduction: Reduction) -> StepTaken:
         """Take a step with the gradient, and clear it. A step without a gradient is counted but changes nothing.
 
-        Raises `Refused` if the parameters are invalid, which changes nothing, or if the gradient is incomplete or not
-        finite, which clears it.
+        Raises `Refused`. If the parameters are invalid, nothing changes; if the gradient is incomplete or not finite,
+        it is cleared.
         """
         check_adam(adam)
         if self.epoch.failed:
@@ -186,7 +186,7 @@ class TrainedClientModel(TrainedModel):
         return StepTaken(step=self.step, divisor=divisor, grad_norm=norm, metrics=metrics, has_gradient=bool(grads))
 
     def _scaled(self, grads: list[Tensor], divisor: float, norm_max: float) -> float:
-        """Divide the gradient, then bound its norm unless `norm_max` is 0. Returns the norm after the division."""
+        """Divide the gradient, then limit its norm unless `norm_max` is 0. Returns the norm after the division."""
         if divisor != 1.0:
             torch._foreach_div_(grads, divisor)
         norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads])))

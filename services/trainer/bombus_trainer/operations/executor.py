@@ -1,4 +1,4 @@
-"""Execute training operations on models, their optimizers and their checkpoints, without access to the bus."""
+"""Executes training operations on models, their optimizers and their checkpoints, without access to the bus."""
 
 import logging
 from collections.abc import Callable
@@ -62,10 +62,10 @@ log = logging.getLogger(__name__)
 
 
 class OperationExecutor:
-    """Executes operations, one at a time, on the models of one base: any number of adapters, or one model of all its
-    weights.
+    """Executes operations, one at a time, on the models that share one base.
 
-    The state of a model is only in memory and in its checkpoints.
+    These are any number of adapters, or a single model that trains all weights. The state of a model is only in memory
+    and in its checkpoints.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class OperationExecutor:
     ) -> None:
         """Load the base from `folder`. Callers refer to it by the job's `model.path`. Raises `EngineFault`.
 
-        `free` returns how many bytes of a device's memory are free. `ranks` compute together, each with all models;
+        `free` returns how many bytes of a device's memory are free. `ranks` compute together, and each has all models;
         None means this process alone.
         """
         self._free = free
@@ -92,12 +92,12 @@ class OperationExecutor:
 
     @property
     def models(self) -> dict[str, int]:
-        """The number of steps that each model has taken, by its id."""
+        """The number of steps that each model has taken, by model id."""
         return {model: trained.step for model, trained in self._models.items()}
 
     @property
     def base(self) -> PolicyModel:
-        """The base model below all adapters. Its weights stay as loaded unless a model trains all of them."""
+        """The base model under all adapters. Its weights stay as loaded unless a model trains all of them."""
         return self._need_base(None).policy
 
     @property
@@ -106,17 +106,18 @@ class OperationExecutor:
         return self._optimizers.offloaded
 
     def remove_checkpoint(self, checkpoint: str) -> None:
-        """Remove the checkpoint `MODEL/KIND/NAME`, if there is one. Raises `Refused` if the name is malformed."""
+        """Remove the checkpoint `MODEL/KIND/NAME`, if it exists. Raises `Refused` if the name is malformed."""
         self._checkpoints.remove(CheckpointName.read(checkpoint))
 
     # ---- recovery checkpoints ----------------------------------------------------------------------------------------
 
     def save_for_recovery(self, model: str, name: str) -> ModelCheckpoint:
-        """Save the whole state of a model, with the gradient since its last step, apart from its callers' checkpoints.
+        """Save the whole state of a model, with the gradient since its last step, separately from its callers'
+        checkpoints.
 
-        `recover` restores exactly this state. An existing recovery checkpoint of the same name is replaced: it is of
-        another log. Raises `Refused` if there is no such model, `EngineFault` or `OSError` if the checkpoint cannot be
-        written.
+        `recover` restores exactly this state. An existing recovery checkpoint of the same name is replaced, since it
+        must be from another log. Raises `Refused` if there is no such model, or `EngineFault` or `OSError` if the
+        checkpoint cannot be written.
         """
         trained, where = self._model(model), _recovery_name(model, name)
         optimizer = self._optimizers.bring(model)
@@ -128,7 +129,7 @@ class OperationExecutor:
     def recover(self, model: str, name: str, digest: str) -> None:
         """Rebuild a model from its recovery checkpoint with that digest, replacing any model of this id.
 
-        Raises `Refused` if there is no checkpoint of this name, `EngineFault` if it is damaged or a different one.
+        Raises `Refused` if there is no checkpoint of this name, or `EngineFault` if it is damaged or a different one.
         """
         where = _recovery_name(model, name)
         checkpoint = self._recovery.read(where, digest)
@@ -138,8 +139,9 @@ class OperationExecutor:
     def rescue(self, model: str, made_by: str, at_least: int) -> int | None:
         """Rebuild a model from a checkpoint of its callers, replacing any model of this id.
 
-        Uses the newest readable checkpoint that was saved without an unfinished gradient, by an operation named
-        `made_by` plus a number of at least `at_least`. Returns that number, or None if there is no such checkpoint.
+        Uses the newest readable checkpoint that was saved without an unfinished gradient, by an operation whose name is
+        `made_by` plus a number, with that number at least `at_least`. Returns the number, or None if there is no such
+        checkpoint.
         """
         found: list[tuple[int, CheckpointName, ModelCheckpoint]] = []
         for name in self._checkpoints.names(model, CheckpointKind.TRAINING):
@@ -171,9 +173,9 @@ class OperationExecutor:
     def execute(self, model: str, operation: Operation, name: str = "") -> Result:
         """Execute an operation on a model.
 
-        `name` is the caller's name for this operation: if the operation is re-executed, the checkpoint that it has
-        already written is returned instead of being refused. Raises `BackendLost` if the ranks do not all succeed or
-        fail alike.
+        `name` is the caller's name for this operation. If an operation is re-executed, the checkpoint that it has
+        already written is returned instead of being refused. Raises `BackendLost` if ranks fail differently, or only
+        some of them fail.
         """
         result = self._attempt(model, operation, name)
         errors = self._ranks.gather(result.error if isinstance(result, Failed) else "")
@@ -202,7 +204,8 @@ class OperationExecutor:
         return failed
 
     def fail_gradient(self, model: str, operation: Operation, why: str) -> None:
-        """If a failed operation adds to the gradient, record that the gradient is incomplete: the next step fails."""
+        """If a failed operation adds to the gradient, record that the gradient is incomplete, so that the next step
+        fails."""
         trained = self._models.get(model)
         if trained is not None and adds_to_gradient(operation):
             trained.fail_gradient(why)
@@ -212,14 +215,14 @@ class OperationExecutor:
         self._model(model).clear()
 
     def release(self) -> None:
-        """Forget all models and the base, which is reloaded when it is needed."""
+        """Forget all models and the base, which is reloaded when needed."""
         for model in list(self._models):
             self.drop(model)
         self._base = None
         give_back()
 
     def drop(self, model: str) -> None:
-        """Forget a model, if there is one."""
+        """Forget a model, if it exists."""
         self._models.pop(model, None)
         self._optimizers.remove(model)
 
@@ -254,7 +257,7 @@ class OperationExecutor:
     # ---- models ---------------------------------------------------------------------------------------------------
 
     def _create(self, model: str, operation: CreateModel) -> ModelReady:
-        CheckpointName(model, CheckpointKind.TRAINING, "_")  # raises unless the id can be the folder of its checkpoints
+        CheckpointName(model, CheckpointKind.TRAINING, "_")  # raises unless the id can be a checkpoint folder's name
         if model in self._models:
             raise Refused(Code.BAD_CONFIG, f"there is a model {model} already: use another id, or end that one first")
         if operation.base != self._base_name:
@@ -263,7 +266,7 @@ class OperationExecutor:
                 f"the base of the models here is {self._base_name}, but this one asks for {operation.base[:200]}",
             )
         if len(self._models) >= self._options.models_max:
-            raise Refused(Code.OVERLOADED, f"there are {len(self._models)} models here, the most allowed: end one")
+            raise Refused(Code.OVERLOADED, f"there are {len(self._models)} models here, the maximum: end one first")
         if operation.checkpoint:
             name = CheckpointName.read(operation.checkpoint)
             checkpoint = self._checkpoints.read(name)
@@ -277,14 +280,14 @@ class OperationExecutor:
         return ModelReady(adapter=trained.spec, parameters=trained.size, loaded=loaded)
 
     def _check_room(self, spec: AdapterSpec | None) -> None:
-        """Raise `Refused` if there is not enough memory for one more model, before the system kills this process."""
+        """Raise `Refused` if there is not enough memory for another model, before the system kills this process."""
         base, models = self._need_base(None), self._models.values()
         device = base.policy.device
         check_adapter(base, spec, self._options.rank_max)
         need = need_of(base.numbers(spec), models, self._options.optimizer_bytes_max)
         if need.own + need.others > self._free_everywhere(device):
-            give_back()  # this process may still hold the memory of ended models
-        # A model of all weights replaces the base.
+            give_back()  # this process may still have the memory of ended models
+        # A model that trains all weights replaces the base.
         freed = sum(each.nbytes for each in base.network.parameters()) if spec is None else 0
         check_room(need, self._free_everywhere(device) + freed, device, len(models))
 
@@ -311,8 +314,8 @@ class OperationExecutor:
         if self._models and all_weights:
             raise Refused(
                 Code.WRONG_PHASE,
-                f"a model of all weights cannot share its base, but there are {len(self._models)} models on it: end "
-                "them first, or ask for an adapter",
+                f"a model that trains all weights cannot share its base, but {len(self._models)} models are on it: "
+                "end them first, or ask for an adapter",
             )
         if self._models and self._need_base(None).all_weights:
             raise Refused(
@@ -325,13 +328,13 @@ class OperationExecutor:
         return TrainedClientModel(base, operation.adapter)
 
     def _need_base(self, all_weights: bool | None) -> Base:
-        """Return the base, reloaded for a new model if that one or an earlier one trains all weights.
+        """Return the base, reloaded for a new model if that model or an earlier one trains all weights.
 
         None for `all_weights` means that no model is created. A reload only happens when there are no models.
         """
         base = self._base
         if base is None or (all_weights is not None and (base.all_weights or all_weights)):
-            self._base = base = None  # before the next is loaded: two need not fit
+            self._base = base = None  # free it before loading the next: two may not fit
             self._base = base = Base(self._folder, self._settings, bool(all_weights), self._ranks)
         return base
 
@@ -428,7 +431,7 @@ def _recovery_name(model: str, name: str) -> CheckpointName:
 
 
 def adds_to_gradient(operation: Operation) -> bool:
-    """Return whether an operation adds to the gradient or, if it was rejected, would have."""
+    """Return whether an operation adds to the gradient, or would have if it had not been rejected."""
     if isinstance(operation, Rejected):
         return operation.counts
     return isinstance(operation, ForwardBackward) and not operation.forward_only

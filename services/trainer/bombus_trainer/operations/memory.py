@@ -1,4 +1,4 @@
-"""Check whether there is memory for one more model, from the number of its parameters."""
+"""Checks whether there is memory for another model, given its number of parameters."""
 
 import os
 from collections.abc import Collection
@@ -17,7 +17,7 @@ NUMBER_BYTES = 4  # trained parameters, their gradients and both Adam moments ar
 class ModelNeed(msgspec.Struct, frozen=True):
     """The bytes that a new model with `numbers` parameters needs, and those that the others may still allocate.
 
-    A model's gradient is allocated with its first data, its optimizer state at its first step.
+    A model's gradient is allocated with its first data, and its optimizer state at its first step.
     """
 
     numbers: int
@@ -26,7 +26,7 @@ class ModelNeed(msgspec.Struct, frozen=True):
 
 
 def need_of(numbers: int, models: Collection[TrainedClientModel], optimizer_bytes_max: int) -> ModelNeed:
-    """Return the memory needed for a new model beside these. Optimizers beyond `optimizer_bytes_max` are in files."""
+    """Return the memory needed to add a new model to these. Optimizers beyond `optimizer_bytes_max` are in files."""
     weights = NUMBER_BYTES * numbers
     wanted = [2 * weights, *(trained.optimizer.full_bytes for trained in models)]
     held = sum(trained.optimizer.held_bytes for trained in models)
@@ -42,7 +42,7 @@ def free_bytes(device: torch.device) -> int:
     """Return the free bytes of a device; for a CPU, this rank's share of the machine's or container's free memory."""
     if device.type != "cuda":
         return memory_bytes()[1] // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # kept by torch
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # cached by torch
     return int(torch.cuda.mem_get_info(device)[0]) + unused
 
 

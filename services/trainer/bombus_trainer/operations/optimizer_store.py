@@ -1,4 +1,4 @@
-"""Keep optimizers in memory up to a limit, and the least recently used ones in files."""
+"""Keeps optimizers in memory up to a limit, and the least recently used ones in files."""
 
 import logging
 import shutil
@@ -30,7 +30,7 @@ class _Offloaded:
 class OptimizerStore:
     """The optimizers of all models. Those in memory take at most `bytes_max`, or the size of the one in use if larger.
 
-    `folder` is emptied first: files left in it by an earlier process belong to models that are gone.
+    `folder` is emptied first, since files that an earlier process left in it belong to models that are gone.
     """
 
     def __init__(self, folder: Path, bytes_max: int) -> None:
@@ -38,7 +38,7 @@ class OptimizerStore:
         make_durable_directory(folder)
         self._folder = folder
         self._bytes_max = bytes_max
-        self._optimizers: OrderedDict[str, AdamW] = OrderedDict()  # the least recently used first
+        self._optimizers: OrderedDict[str, AdamW] = OrderedDict()  # least recently used first
         self._offloaded: dict[str, _Offloaded] = {}
 
     @property
@@ -47,25 +47,26 @@ class OptimizerStore:
         return sorted(self._offloaded)
 
     def add(self, model: str, optimizer: AdamW) -> None:
-        """Add a model's optimizer, in place of any earlier one."""
+        """Add a model's optimizer, replacing any earlier one."""
         self.remove(model)
         self._optimizers[model] = optimizer
 
     def remove(self, model: str) -> None:
-        """Forget a model's optimizer, if there is one, in memory or in a file."""
+        """Forget a model's optimizer, if it exists, whether it is in memory or in a file."""
         self._optimizers.pop(model, None)
         if offloaded := self._offloaded.pop(model, None):
             offloaded.path.unlink(missing_ok=True)
 
     def renew(self, model: str) -> None:
-        """Discard the file of a model's optimizer, whose state was replaced in memory."""
+        """Discard the file of a model's optimizer, after its state was replaced in memory."""
         if offloaded := self._offloaded.pop(model, None):
             offloaded.path.unlink(missing_ok=True)
         self._optimizers.move_to_end(model)
         self._make_room(self._optimizers[model].held_bytes)
 
     def bring(self, model: str) -> AdamW:
-        """Return a model's optimizer, in memory until another is brought. Others are moved to files to make room.
+        """Return a model's optimizer, which stays in memory until the next call. Others are moved to files to make
+        room.
 
         Raises `EngineFault` if its file is damaged.
         """
@@ -94,7 +95,7 @@ class OptimizerStore:
             held -= self._put_away(model)
 
     def _put_away(self, model: str) -> int:
-        """Move an optimizer into a file. Returns how many bytes became free: 0 if it could not be written."""
+        """Move an optimizer to a file. Returns how many bytes were freed: 0 if it could not be written."""
         optimizer = self._optimizers[model]
         tensors = optimizer.state()
         if not tensors:
@@ -102,9 +103,9 @@ class OptimizerStore:
         path = self._folder / f"{sha256(model.encode()).hexdigest()[:32]}.safetensors"
         try:
             seal = write_whole(path, tensors, durable=False)
-        except OSError as error:  # it stays in memory: exceeding the limit beats losing it
+        except OSError as error:  # keep it in memory: exceeding the limit is better than losing it
             log.warning("the optimizer of %s cannot be written to %s, and stays in memory: %s", model, path, error)
-            with suppress(OSError):  # if nothing can be written, this may fail too
+            with suppress(OSError):  # if nothing can be written, this may fail as well
                 path.unlink(missing_ok=True)
             return 0
         freed = optimizer.held_bytes

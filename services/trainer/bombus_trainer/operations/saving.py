@@ -1,4 +1,4 @@
-"""Write a model into a checkpoint, and load a model from one."""
+"""Writes a model into a checkpoint, and loads a model from one."""
 
 import json
 from collections.abc import Mapping
@@ -36,8 +36,9 @@ def weights_file(trained: TrainedClientModel, merged: bool = False) -> str:
 class Contents:
     """The contents of a checkpoint besides the weights. An inference engine can read the folder of any `kind`.
 
-    `files` are the base's files other than its tensors; they are written with all weights, and with an adapter
-    `merged` into the base. `base_model` is the name or path from which `from_pretrained` loads the base.
+    `files` are the base's files other than its tensors. They are written with a model that trains all weights, and with
+    an adapter that is `merged` into the base. `base_model` is the name or path from which `from_pretrained` loads the
+    base.
     """
 
     kind: CheckpointKind
@@ -49,7 +50,7 @@ class Contents:
 
 
 def write_model(draft: Path, trained: TrainedClientModel, contents: Contents) -> dict[str, Seal]:
-    """Write a model into an empty folder, durably except for small files. Returns the seals of the durable ones."""
+    """Write a model into an empty folder, durably except for small files. Returns the seals of the durable files."""
     files, optimizer = contents.files, contents.optimizer
     seals: dict[str, Seal] = {}
     if trained.spec is not None and not contents.merged:
@@ -72,7 +73,8 @@ def write_model(draft: Path, trained: TrainedClientModel, contents: Contents) ->
 
 
 def _write_adapter(draft: Path, trained: TrainedClientModel, contents: Contents) -> Seal:
-    """Write an adapter's two files. An external one names its base; in others the address covers the configuration."""
+    """Write an adapter's two files. In an external adapter they name its base; otherwise the address covers the
+    configuration."""
     config = trained.adapter_config().to_json()
     metadata = {ADAPTER_CONFIG: config}
     if contents.kind is CheckpointKind.EXTERNAL:
@@ -120,7 +122,7 @@ def load_model(
     try:
         trained.optimizer.check(state)
     except EngineFault as fault:
-        raise Refused(Code.BAD_CONFIG, f"{fault}, so it is not of this model: load it without its optimizer") from fault
+        raise Refused(Code.BAD_CONFIG, f"{fault}, so it is another model's: load it without its optimizer") from fault
     try:
         trained.restore(weights)
     except EngineFault as fault:
@@ -141,5 +143,5 @@ def _same_shape(facts: ModelFacts, trained: TrainedClientModel) -> bool:
 
 def _words(facts: ModelFacts) -> str:
     if facts.adapter is None:
-        return "a model of all weights"
+        return "a model that trains all weights"
     return f"an adapter of rank {facts.adapter.rank} with alpha {facts.adapter.alpha:g}"

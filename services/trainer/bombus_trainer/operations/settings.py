@@ -8,11 +8,13 @@ from bombus.config.parts import MODELS_MAX_MAX
 
 
 class ExecutorSettings(BaseModel):
-    """`checkpoints` is the folder of the callers' checkpoints, `recovery` that of this trainer's recovery checkpoints.
+    """The limits and folders of an operation executor.
 
-    `scratch` is used by this process alone, which empties it at its start, for optimizers that are not in memory. Those
-    in memory take at most `optimizer_bytes_max`, or the size of the one in use if that is larger. Drafts written by a
-    trainer of a later run than `run`, or of a later epoch of this run than `trainer_epoch`, are not removed.
+    `checkpoints` is the folder of the callers' checkpoints, and `recovery` the folder of this trainer's recovery
+    checkpoints. `scratch` is for optimizers that are not in memory; only this process uses it, and empties it at the
+    start. Optimizers in memory take at most `optimizer_bytes_max`, or the size of the one in use if larger. Drafts
+    written by trainers of a later run than `run`, or of a later epoch of this run than `trainer_epoch`, are not
+    removed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

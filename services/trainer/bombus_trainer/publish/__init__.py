@@ -1,1 +1,1 @@
-"""Write the results of a step: checkpoints, and weights for the replicas."""
+"""Writes the results of a step: checkpoints, and weights for the replicas."""

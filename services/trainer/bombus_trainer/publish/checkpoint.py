@@ -1,4 +1,4 @@
-"""Write checkpoints: a draft is filled, made durable and renamed into place. Load their tensors, verified.
+"""Writes checkpoints by filling a draft, making it durable and renaming it into place. Loads their tensors, verified.
 
 `bombus.weights.checkpoints` defines the format.
 """
@@ -34,9 +34,9 @@ FillDraft = Callable[[Path], Mapping[str, Seal]]
 def write_checkpoint(
     directory: Path, facts: FactsT, fill: FillDraft, drafts: Path, trainer_epoch: int
 ) -> Checkpoint[FactsT]:
-    """Write a checkpoint, in place of any earlier one. Returns once it would survive a power cut.
+    """Write a checkpoint, replacing any earlier one. Returns once it would survive a power failure.
 
-    `drafts` is the folder for the draft, on the same file system.
+    `drafts` is the folder for the draft, and must be on the same file system.
     """
     with new_directory(directory, drafts, trainer_epoch) as draft:
         reached(Point.TRAINER_CHECKPOINT_BEGUN)
@@ -52,7 +52,7 @@ def write_checkpoint(
 
 
 def seal_files(folder: Path, is_ours: Callable[[str], bool]) -> dict[str, Seal]:
-    """Make durable the files below `folder` for which `is_ours` is true. Return their seals by relative path."""
+    """Make the files in `folder` for which `is_ours` is true durable. Return their seals by relative path."""
     seals: dict[str, Seal] = {}
     for file in sorted(each for each in folder.rglob("*") if each.is_file()):
         name = file.relative_to(folder).as_posix()
@@ -68,7 +68,7 @@ def seal_files(folder: Path, is_ours: Callable[[str], bool]) -> dict[str, Seal]:
 
 
 def verify(checkpoint: Checkpoint[Any], names: Iterable[str]) -> None:
-    """Compare a checkpoint's files with their seals. Raises `CheckpointLost` if one is missing or damaged."""
+    """Compare a checkpoint's files with their seals. Raises `CheckpointLost` if a file is missing or damaged."""
     path, files = checkpoint.path, checkpoint.files
     for name in names:
         try:
@@ -79,7 +79,7 @@ def verify(checkpoint: Checkpoint[Any], names: Iterable[str]) -> None:
 
 
 def load_tensors(checkpoint: Checkpoint[Any], name: str) -> dict[str, Tensor]:
-    """Load one of a checkpoint's files of tensors on the CPU. Raises `CheckpointLost`."""
+    """Load one of a checkpoint's tensor files on the CPU. Raises `CheckpointLost`."""
     verify(checkpoint, [name])
     try:
         tensors: dict[str, Tensor] = load_file(checkpoint.path / name)

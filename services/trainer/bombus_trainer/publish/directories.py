@@ -1,10 +1,10 @@
-"""A trainer's directories on disk: write them as drafts that are renamed into place, and remove old ones.
+"""A trainer's directories on disk: writes them as drafts that are renamed into place, and removes old ones.
 
-The names of those that a trainer removes by itself contain the trainer epoch that they were written in
+The name of each directory that trainers remove on their own contains the trainer epoch in which it was written
 (`step-00000003-epoch-2-attempt-1`, `version-00000003-epoch-2`, `base-epoch-2`, `cover-7-epoch-2-1`,
-`.draft-epoch-2-...`). A trainer removes nothing of a later epoch: otherwise a trainer that was suspended, and continues
-unaware that it was superseded, would delete its successor's checkpoint. The checkpoints of training clients have names
-that the clients choose.
+`.draft-epoch-2-...`). A trainer removes nothing from a later epoch. Otherwise a trainer whose process was paused, and
+that continues unaware that it was superseded, would delete its successor's checkpoint. The checkpoints of training
+clients have names that the clients choose.
 """
 
 import re
@@ -24,9 +24,9 @@ _RUN = re.compile(r"run-(\d+)(?:-epoch-(\d+))?\Z")
 
 @contextmanager
 def new_directory(directory: Path, drafts: Path, trainer_epoch: int) -> Iterator[Path]:
-    """Yield a draft below `drafts` to fill. Afterwards it takes the place of `directory`, durably.
+    """Yield a draft in `drafts` to fill. Afterwards it durably takes the place of `directory`.
 
-    If there is a `directory` already, it is moved aside first and removed last, or restored: see `settle`.
+    If `directory` exists already, it is moved aside first, and removed last or restored: see `settle`.
     """
     make_durable_directory(directory.parent)
     draft = draft_directory(drafts, trainer_epoch)
@@ -63,13 +63,14 @@ def draft_directory(root: Path, trainer_epoch: int) -> Path:
 
 
 def epoch_of(name: str) -> int | None:
-    """Return the trainer epoch that a directory was written in; None if it is not a trainer's."""
+    """Return the trainer epoch in which a directory was written; None if it is not a trainer's."""
     ours = _OURS.match(name)
     return int(ours[1]) if ours else None
 
 
 def remove_others(root: Path, named: Iterable[str], trainer_epoch: int) -> None:
-    """Remove the directories of trainers up to `trainer_epoch` below `root`, except `named`, their paths on the log."""
+    """Remove the directories in `root` of trainers up to `trainer_epoch`, except `named`, the paths that are on the
+    log."""
     kept = {Path(path).name for path in named}
     if not root.is_dir():
         return
@@ -94,9 +95,10 @@ def remove_earlier(folder: Path, run: int, trainer_epoch: int) -> None:
 
 
 def make_durable_directory(path: Path) -> None:
-    """Create a directory and its missing parents, so that they survive a power cut.
+    """Create a directory and its missing parents, so that they survive a power failure.
 
-    Each gets the permissions of its parent, so those of the trainer's folder, which the operator sets, apply to all.
+    Each gets the permissions of its parent, so the permissions that the operator sets on the trainer's folder apply to
+    all.
     """
     if path.exists():
         return

@@ -1,6 +1,6 @@
-"""Write policy versions as files (R15).
+"""Writes policy versions as files (R15).
 
-A version is a whole model in Hugging Face layout, a delta against the version before, or a LoRA adapter alone.
+A version is a whole model in Hugging Face layout, a delta against the previous version, or a LoRA adapter alone.
 """
 
 import json
@@ -26,7 +26,7 @@ from bombus_trainer.publish.directories import draft_directory, new_directory
 from bombus_trainer.publish.host_copy import Changes, HostCopy
 from bombus_trainer.publish.tensorfile import Shape, shapes_of, write_tensors, write_whole
 
-DELTA_SHARE_MAX = 0.5  # a delta of more than this share of the full file is not worth what it costs to apply
+DELTA_SHARE_MAX = 0.5  # applying a delta larger than this share of the full file costs more than it saves
 METADATA = {"format": "pt"}
 NOWHERE = Path(os.devnull)
 
@@ -77,10 +77,10 @@ class WeightsSource(Protocol):
 
 @dataclass(frozen=True)
 class VersionTarget:
-    """The version to write, in its own directory below `root`.
+    """The version to write, in its own directory in `root`.
 
-    The trainer epoch in the directory's name separates two trainers that both believe they are current. `tokenizer`
-    is the name under which the tokenizer's files are kept in the hive's object store.
+    The trainer epoch in the directory's name separates two trainers that both believe they are current. `tokenizer` is
+    the name under which the hive's object store has the tokenizer's files.
     """
 
     root: Path
@@ -94,10 +94,10 @@ class VersionTarget:
 
 
 def export(source: WeightsSource, target: VersionTarget, held: HostCopy | None = None) -> Weights:
-    """Write a version as a full copy, which `held` then holds.
+    """Write a version as a full copy, and copy it to `held` as well, if given.
 
-    In the result `where` is its directory; `bytes` and `sha256` are those of the file of tensors. It is not made
-    durable: after a power cut the digest shows any damage, and the same weights can be written from the checkpoint.
+    In the result, `where` is its directory, and `bytes` and `sha256` describe the file of tensors. The file is not made
+    durable: after a power failure the digest shows any damage, and the same weights can be written from the checkpoint.
     """
     outline = source.outline()
     with _new_directory(target.root, target.name, target.trainer_epoch) as (draft, directory):
@@ -118,7 +118,7 @@ def export_base(source: WeightsSource, root: Path, trainer_epoch: int) -> Weight
 
 
 def export_adapter(source: WeightsSource, target: VersionTarget, base: Weights) -> Weights:
-    """Write only a version's adapters on `base`. The digest is that of their file, which also contains their scale."""
+    """Write only a version's adapters on `base`. The digest is of the adapters' file, which includes their scale."""
     outline = source.outline(ModelPart.ADAPTER)
     with _new_directory(target.root, target.name, target.trainer_epoch) as (draft, directory):
         (draft / ADAPTER_CONFIG).write_text(outline.metadata[ADAPTER_CONFIG])
@@ -134,7 +134,7 @@ def export_adapter(source: WeightsSource, target: VersionTarget, base: Weights) 
 
 
 def export_delta(source: WeightsSource, target: VersionTarget, held: HostCopy, base: WeightsReady) -> Weights:
-    """Write only the changes since `base`, the version in `held`, which holds the new version afterwards.
+    """Write only the changes since `base`, the version in `held`. Afterwards `held` has the new version.
 
     The digest is still that of the full file. If too much has changed, a full copy is written instead.
     """
@@ -169,7 +169,7 @@ def complete(source: WeightsSource, directory: Path, held: HostCopy, trainer_epo
         outline = source.outline()
         write_files(draft, source.files, outline.dtype)
         outline.write(draft / FULL_FILE, held.tensors())
-        # The tensors are moved last: once they are there, so are all the other files.
+        # The tensors are moved last: if they are there, so are all the other files.
         for file in sorted(draft.iterdir(), key=lambda file: file.name == FULL_FILE):
             file.replace(directory / file.name)
     finally:
@@ -177,13 +177,14 @@ def complete(source: WeightsSource, directory: Path, held: HostCopy, trainer_epo
 
 
 def digest_of(source: WeightsSource, held: HostCopy | None = None, part: ModelPart = ModelPart.MODEL) -> str:
-    """Return the `sha256` of these weights' file without writing it. `held`, if given, receives their values."""
+    """Return the `sha256` of the file for these weights without writing it. Their values are copied to `held`, if
+    given."""
     outline = source.outline(part)
     return source.read_weights(lambda tensors: outline.write(NOWHERE, _through(held, tensors)), part).sha256
 
 
 def digest_like(source: WeightsSource, weights: Weights | None) -> str:
-    """Return the `sha256` for the log if these weights were published in the same form as `weights`."""
+    """Return the `sha256` that these weights would have on the log if published in the same form as `weights`."""
     adapted = weights is not None and weights.adapter_of is not None
     return digest_of(source, part=ModelPart.ADAPTER if adapted else ModelPart.MODEL)
 
@@ -193,7 +194,7 @@ def _through(held: HostCopy | None, tensors: Tensors) -> Tensors:
 
 
 def write_delta(path: Path, patches: Mapping[str, Patch], shapes: Mapping[str, Shape], base: Weights) -> Seal:
-    """Write patches of tensors of these `shapes` as a delta against `base`."""
+    """Write patches of tensors with these `shapes` as a delta against `base`."""
     tensors = {name: torch.from_numpy(patch.values).view(shapes[name].dtype) for name, patch in patches.items()}
     tensors |= {GAPS + name: torch.from_numpy(patch.gaps) for name, patch in patches.items() if patch.gaps is not None}
     # Wide elements first, so that each tensor begins at a multiple of its element size.
@@ -204,8 +205,8 @@ def write_delta(path: Path, patches: Mapping[str, Patch], shapes: Mapping[str, S
 
 @contextmanager
 def _new_directory(root: Path, name: str, trainer_epoch: int) -> Iterator[tuple[Path, Path]]:
-    """Yield a draft to fill and the directory that it becomes afterwards."""
-    directory = root / f"{name}-epoch-{trainer_epoch}"  # there already if this trainer's answer was lost
+    """Yield a draft to fill, and the directory that it will become."""
+    directory = root / f"{name}-epoch-{trainer_epoch}"  # exists already if this trainer's answer was lost
     with new_directory(directory, root, trainer_epoch) as draft:
         reached(Point.TRAINER_WEIGHTS_BEGUN)
         yield draft, directory
@@ -214,7 +215,7 @@ def _new_directory(root: Path, name: str, trainer_epoch: int) -> Iterator[tuple[
 
 
 def write_files(folder: Path, files: Mapping[str, bytes], dtype: torch.dtype) -> None:
-    """Write a model's files other than tensors. The configuration written names the precision of the tensors."""
+    """Write a model's files other than tensors. The configuration is changed to name the precision of the tensors."""
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
@@ -222,7 +223,7 @@ def write_files(folder: Path, files: Mapping[str, bytes], dtype: torch.dtype) ->
         config = json.loads(files["config.json"])
         config["dtype"] = str(dtype).removeprefix("torch.")
         config.pop("torch_dtype", None)
-        config.pop("quantization_config", None)  # these tensors are not quantized, even if the given folder's were
+        config.pop("quantization_config", None)  # these tensors are not quantized, even if the original folder's were
         (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
 
 

@@ -10,7 +10,7 @@ from bombus_trainer.publish.tensorfile import bytes_of
 
 
 class Changes:
-    """Patches of tensors, collected until they exceed `bytes_max`. Then all are dropped: a full copy is better."""
+    """Patches of tensors, collected until they exceed `bytes_max`. Then all are dropped, as a full copy is better."""
 
     def __init__(self, bytes_max: int) -> None:
         self.patches: dict[str, Patch] = {}
@@ -33,7 +33,7 @@ class Changes:
 
 
 class HostCopy:
-    """A version's values, empty at first. `sha256` is that of its file; it is empty while two versions are mixed."""
+    """A version's values; empty at first. `sha256` is the digest of its file, or "" while two versions are mixed."""
 
     def __init__(self) -> None:
         self.version = -1
@@ -43,7 +43,7 @@ class HostCopy:
     def follow(
         self, tensors: Iterable[tuple[str, Tensor]], changes: Changes | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Copy the tensors one by one, noting changes, and yield the copies. Call `settle` afterwards."""
+        """Copy the tensors one by one, recording changes, and yield the copies. Call `settle` afterwards."""
         self.sha256 = ""
         for name, tensor in tensors:
             value = tensor.detach()
@@ -65,5 +65,5 @@ class HostCopy:
 
 
 def bits_of(tensor: Tensor) -> Bits:
-    """Return a tensor's elements, flat, as unsigned integers of their width."""
+    """Return a tensor's elements, flattened, as unsigned integers of the same width."""
     return bytes_of(tensor).numpy().view(UNSIGNED[tensor.dtype.itemsize])

@@ -16,7 +16,7 @@ TORCH = "torch"
 class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The attempt that wrote a checkpoint, and its metrics. See `machine.this_machine` for `machine`.
 
-    A metric that is not finite, such as the deviation of extreme rewards, is null in a file.
+    A metric that is not finite, such as the deviation of extreme rewards, is null in the file.
     """
 
     engine: str
@@ -31,7 +31,8 @@ class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def save_step(root: Path, facts: StepFacts, fill: FillDraft) -> Checkpoint[StepFacts]:
-    """Write a checkpoint below `root`. Returns once it would survive a power cut. On one log no attempt repeats."""
+    """Write a checkpoint in `root`. Returns once it would survive a power failure. On one log, no attempt is ever
+    repeated."""
     directory = root / f"step-{facts.step:08d}-epoch-{facts.trainer_epoch}-attempt-{facts.attempt}"
     return write_checkpoint(directory, facts, fill, root, facts.trainer_epoch)
 

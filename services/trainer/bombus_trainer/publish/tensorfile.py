@@ -1,4 +1,4 @@
-"""Write safetensors files in one pass, hashing what is written: no second copy in memory, no second read."""
+"""Writes safetensors files in one pass, hashing what it writes, without a second copy in memory or a second read."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -48,7 +48,7 @@ def write_tensors(
     durable: bool,
     metadata: Mapping[str, str] | None = None,
 ) -> Seal:
-    """Write `tensors` in the order of `shapes`, each computed only when its turn comes. `durable`: fsync the file."""
+    """Write `tensors` in the order of `shapes`, each computed when its turn comes. If `durable`, fsync the file."""
     heads = [TensorHead(name, _NAMES[shape.dtype], shape.size) for name, shape in shapes.items()]
     head = safetensors_head(heads, metadata)
     digest = sha256()
@@ -77,7 +77,7 @@ def write_tensors(
 def write_whole(
     path: Path, tensors: Mapping[str, Tensor], durable: bool, metadata: Mapping[str, str] | None = None
 ) -> Seal:
-    """Write tensors that are all in memory. `durable`: fsync the file."""
+    """Write tensors that are all in memory. If `durable`, fsync the file."""
     return write_tensors(path, shapes_of(tensors), tensors.items(), durable, metadata)
 
 
@@ -88,7 +88,7 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
 def bytes_of(tensor: Tensor) -> Tensor:
     """Return a tensor's elements in order, as uint8 on the CPU; a view of its memory if possible."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    if flat.stride(0) != 1:  # with at most one element the stride may be anything, and `view` needs 1
+    if flat.stride(0) != 1:  # with one element or none, the stride may be anything, but `view` needs 1
         flat = flat.clone(memory_format=torch.contiguous_format).as_strided((flat.numel(),), (1,))
     return flat.view(torch.uint8)
 

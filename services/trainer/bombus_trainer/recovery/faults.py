@@ -1,4 +1,4 @@
-"""Tell faults of the job, which are permanent, from transient faults, after which the same attempt may succeed.
+"""Distinguishes permanent faults of the job from transient faults, after which the same attempt may succeed.
 
 A model that does not exist is a fault of the job; a full GPU, or an unavailable file system, is a transient fault.
 """
@@ -13,10 +13,10 @@ from bombus.errors import BusUnavailable
 from bombus.weights.checkpoints import CheckpointLost
 
 DOUBLINGS_MAX = 32
-NO_ROOM = re.compile(rf"No space left on device|os error ({errno.ENOSPC}|{errno.EDQUOT})\b")  # also in Rust's wording
+NO_ROOM = re.compile(rf"No space left on device|os error ({errno.ENOSPC}|{errno.EDQUOT})\b")  # including Rust's wording
 OF_THE_MOMENT = (
     BusUnavailable,
-    CheckpointLost,  # the run depends on it, so it existed before
+    CheckpointLost,  # transient, because the run depends on it, so it existed before
     MemoryError,
     OSError,
     torch.AcceleratorError,
@@ -29,7 +29,7 @@ OF_THE_JOB = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # OSErr
 def may_pass(error: BaseException, has_loaded: bool) -> bool:
     """Return whether the work that raised `error` may succeed later with the same job.
 
-    `has_loaded` means that the job has loaded before: then it is not at fault, whatever the error.
+    `has_loaded` means that the job has loaded before, and so is not at fault, whatever the error is.
     """
     return has_loaded or any(
         isinstance(each, OF_THE_MOMENT) and not isinstance(each, OF_THE_JOB) for each in _with_causes(error)
@@ -53,7 +53,7 @@ def _with_causes(error: BaseException) -> list[BaseException]:
 
 
 def backoff(failures: int, first_s: float, most_s: float) -> float:
-    """Return how long to wait after so many failures in a row: doubled after each, up to `most_s`."""
+    """Return how long to wait after `failures` failures in a row: doubled after each, up to `most_s`."""
     return min(first_s * 2.0 ** min(max(failures - 1, 0), DOUBLINGS_MAX), most_s)
 
 
@@ -71,7 +71,7 @@ class LoadPatience:
         self._began_s = 0.0
 
     def pause(self, now_s: float) -> float | None:
-        """Return how long to wait after one more failure, at `now_s`; None when `limit_s` have passed."""
+        """Return how long to wait after a further failure at `now_s`, or None if `limit_s` has passed."""
         self.failures += 1
         if self.failures == 1:
             self._began_s = now_s

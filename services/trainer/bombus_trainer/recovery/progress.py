@@ -1,7 +1,7 @@
-"""Track a trainer's work by the marks that it makes as it advances, and limit the time between marks by its own pace.
+"""Tracks a trainer's work by the marks that it makes as it advances, and limits the time between marks.
 
 Work runs in threads, which can be neither queried nor ended. So the working code calls `advanced` in its loops, and the
-event loop compares the marks with its clock (watch.py).
+event loop compares the marks with its clock (watch.py). The limit follows the pace of recent work of the same kind.
 """
 
 import asyncio
@@ -14,15 +14,15 @@ from enum import StrEnum
 from typing import TypeVar
 
 T = TypeVar("T")
-GENEROUS = 20.0  # a gap between two marks may be this many times the longest gap in recent works of its kind
+GENEROUS = 20.0  # limit on a gap between marks: this many times the longest recent gap in the same kind of work
 NEWEST = 8  # how many recent works of a kind determine its pace
-STALLS = 3.0  # loads and writes make few marks: their gaps may be this many times as long as those of other works
-SYNCED_BYTES_S = 50e6  # a slow disk's rate: an fsync of what was written makes no mark
-SETTLED_S = 300.0  # the shortest limit from a pace: a file server may be unavailable for minutes
+STALLS = 3.0  # loads and writes make few marks, so their gaps may be this many times as long as other works'
+SYNCED_BYTES_S = 50e6  # rate of a slow disk, for fsyncs, which make no marks
+SETTLED_S = 300.0  # the shortest limit derived from a pace, since a file server may be unavailable for minutes
 
 
 class Kind(StrEnum):
-    """A kind of work. Works of one kind share a pace."""
+    """A kind of work. Works of the same kind share a pace."""
 
     LOAD = "load"
     STEP = "step"
@@ -40,7 +40,7 @@ STORING = (Kind.CHECKPOINT, Kind.WEIGHTS)
 class Work:
     """A piece of work in a thread, which writes `marks`, `stage` and `written_bytes`.
 
-    The other counters are written by `Works.look`. `limit_s` replaces the limit from the pace of its kind.
+    `Works.look` writes the other counters. `limit_s` replaces the limit derived from the pace of its kind.
     """
 
     kind: Kind
@@ -50,8 +50,8 @@ class Work:
     stage: str = ""
     written_bytes: int = 0
     marks_seen: int = 0
-    still_s: float = 0.0  # since the newest mark
-    longest_s: float = 0.0  # between two marks
+    still_s: float = 0.0  # time since the newest mark
+    longest_s: float = 0.0  # longest time between two marks
 
     def __str__(self) -> str:
         return f"{self.what}, {self.stage}" if self.stage else self.what
@@ -59,7 +59,7 @@ class Work:
 
 @dataclass
 class WorkPace:
-    """The longest gaps in the newest works of one kind. The first work is left out: it compiles kernels."""
+    """The longest gaps in the newest works of one kind. The first work is left out, because it compiles kernels."""
 
     longest_s: deque[float] = field(default_factory=lambda: deque(maxlen=NEWEST))
     works: int = 0
@@ -79,8 +79,8 @@ class WorkPace:
 class Works:
     """The works in progress, and the paces of their kinds.
 
-    Until the pace of its kind is known, a work may make no mark for `first_s`, or for `storing_s` if it stores
-    something and that is longer.
+    Until the pace of its kind is known, a work may make no mark for `first_s`. If it stores something, the limit is
+    `storing_s` if that is longer.
     """
 
     def __init__(self, first_s: float, storing_s: float = 0.0) -> None:
@@ -91,7 +91,7 @@ class Works:
 
     @contextmanager
     def of(self, work: Work) -> Iterator[None]:
-        """Watch a work for as long as it takes."""
+        """Watch a work for as long as it runs."""
         self._works.append(work)
         try:
             yield
@@ -100,7 +100,7 @@ class Works:
             self._paces.setdefault(work.kind, WorkPace()).note(max(work.longest_s, work.still_s))
 
     def look(self, passed_s: float) -> Work | None:
-        """Add `passed_s` to the time without a mark. Return a work that exceeds its limit, None if there is none."""
+        """Add `passed_s` to the time without a mark. Return a work that exceeds its limit, or None."""
         for work in self._works:
             work.still_s += passed_s
             if work.marks != work.marks_seen:
@@ -109,7 +109,7 @@ class Works:
         return next((work for work in self._works if work.still_s > self.limit_s(work)), None)
 
     def limit_s(self, work: Work) -> float:
-        """Return how long a work may make no mark: long enough for an fsync of all that it has written so far."""
+        """Return how long a work may go without a mark: long enough to fsync all that it has written so far."""
         if work.limit_s is not None:
             return work.limit_s
         first_s = self._storing_s if work.kind in STORING else self._first_s
@@ -117,7 +117,7 @@ class Works:
 
     @property
     def doing(self) -> str:
-        """Describe the work that began last, "" when there is none."""
+        """The work that began last, described in words; "" if there is none."""
         return str(self._works[-1]) if self._works else ""
 
 
@@ -126,17 +126,18 @@ _current: ContextVar[Work | None] = ContextVar("work", default=None)
 
 
 def watch_here(works: Works) -> None:
-    """Watch the works of this task, and of the tasks that it creates from now on."""
+    """Watch the works of this task, and of all tasks that it creates from now on."""
     _watched.set(works)
 
 
 async def in_thread(kind: Kind, what: str, work: Callable[[], T], limit_s: float | None = None) -> T:
-    """Run `work` in a watched thread. The event loop keeps following the log, so that a stop reaches a step."""
+    """Run `work` in a watched thread. The event loop keeps following the log meanwhile, so that a stop can reach a
+    step."""
     works = _watched.get()
     if works is None:
         return await asyncio.to_thread(work)
     watched = Work(kind, what, limit_s)
-    token = _current.set(watched)  # the thread has a copy of this context
+    token = _current.set(watched)  # the thread runs with a copy of this context
     try:
         with works.of(watched):
             return await asyncio.to_thread(work)
@@ -147,7 +148,7 @@ async def in_thread(kind: Kind, what: str, work: Callable[[], T], limit_s: float
 def advanced(stage: str = "", written_bytes: int = 0) -> None:
     """Record a mark for this thread's work, with its new `stage` if given, and the bytes written since the last mark.
 
-    If the work is not watched, this does nothing.
+    Does nothing if the work is not watched.
     """
     work = _current.get()
     if work is not None:

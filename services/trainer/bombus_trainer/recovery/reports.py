@@ -1,4 +1,4 @@
-"""Handle and report a run's failures in the trainer: retry, wait for the operator, or end the run."""
+"""Handles and reports a run's failures in the trainer: retries, waits for the operator, or ends the run."""
 
 import gc
 import logging
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass
 class FailedAttempts:
-    """The attempts at some work that have failed in a row. `failures` does not count those that lacked disk space."""
+    """Failed attempts in a row at some work. `failures` does not count those that failed for lack of disk space."""
 
     attempts: int = 0
     failures: int = 0
@@ -47,8 +47,8 @@ class RunReports:
     async def booted(self, load: Callable[[], Awaitable[T]], has_loaded: Callable[[], bool]) -> T:
         """Return the result of `load`.
 
-        After a transient fault the load is retried, for a while with back-off, then when the operator resumes the run.
-        A job that cannot be trained ends the run, unless it `has_loaded` before.
+        After a transient fault the load is retried: at first with back-off, and then each time the operator resumes the
+        run. A job that cannot be trained ends the run, unless it `has_loaded` before.
         """
         await self.until_resumed()
         patience = self._patience()
@@ -59,13 +59,13 @@ class RunReports:
                 return await load()
             except (BackendLost, BusUnavailable, Interrupted, RunOver):
                 raise
-            except Exception as error:  # a user's model may fail in any way, which is reported
+            except Exception as error:  # a user's model may fail in any way; report it
                 log.exception("run %d: the model cannot be loaded", self._ownership.run)
                 reason = reason_of(error)
                 if not may_pass(error, has_loaded=has_loaded()):
                     await self.give_up(reason)
                 is_damaged = isinstance(error, CheckpointDamaged)
-            gc.collect()  # free this attempt's memory for the next one
+            gc.collect()  # free this attempt's memory for the next
             pause_s = None if is_damaged else patience.pause(perf_counter())
             if pause_s is not None:
                 await self.stage(f"loading the model failed, trying again: {reason}", f"failed-{self._loads}")
@@ -77,9 +77,10 @@ class RunReports:
                 patience = self._patience()
 
     def counts(self, error: Exception, failed: FailedAttempts) -> bool:
-        """Count a failed attempt, and return whether it is to be reported; one without the bus is neither.
+        """Count a failed attempt, and return whether to report it.
 
-        Raises `RunOver` if the attempt failed because the run has ended.
+        An attempt that failed because the bus is unavailable is neither counted nor reported. Raises `RunOver` if the
+        attempt failed because the run has ended.
         """
         run = self._ownership.run
         if isinstance(error, Interrupted | RunOver):
@@ -94,7 +95,8 @@ class RunReports:
         return True
 
     async def pause(self, failed: FailedAttempts) -> None:
-        """Wait before the next attempt, longer after each failed one. A run that waits for its operator starts over."""
+        """Wait before the next attempt, longer after each failed one. If the run waits for its operator, reset the
+        count instead."""
         ownership, options = self._ownership, self._options
         if ownership.engine.waits_for_operator:
             failed.clear()
@@ -145,7 +147,7 @@ class RunReports:
 
 
 def check_lost(error: Exception) -> None:
-    """Raise `BackendLost` after an error with which no later call can succeed in this process."""
+    """Raise `BackendLost` after an error that leaves this process unable to make any further call successfully."""
     if isinstance(error, BackendLost):
         raise error
     if isinstance(error, AcceleratorError):
@@ -153,6 +155,6 @@ def check_lost(error: Exception) -> None:
 
 
 def reason_of(error: Exception) -> str:
-    """Describe an error in one sentence. The type of an error that is not ours is included."""
+    """Describe an error in one sentence, including its type if it is not one of our own."""
     why = str(error) if isinstance(error, BombusError) else f"{type(error).__name__}: {error}"
     return why[:REASON_CHARS_MAX]

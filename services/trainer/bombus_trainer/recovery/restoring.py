@@ -1,4 +1,4 @@
-"""Continue a run from its newest readable checkpoint whose later steps can be retrained (R11)."""
+"""Continues a run from its newest readable checkpoint whose later steps can be retrained (R11)."""
 
 import logging
 from pathlib import Path
@@ -18,17 +18,18 @@ ANEW = (
 
 
 def restore_newest(executor: TrainerBackend, engine: EngineState) -> int:
-    """Bring a model, loaded at step 0, to the newest checkpoint of its run that can be read. Return the step of that.
+    """Bring a model, loaded at step 0, to the newest checkpoint of its run that can be read. Return that checkpoint's
+    step.
 
-    A checkpoint is used only if the steps after it are kept, so that they can be retrained. Without any checkpoint, the
-    model stays at step 0, unless the run began at an earlier run's checkpoint. Raises `EngineFault` if none can be
-    used, and as `TrainerBackend.restore` does.
+    A checkpoint is used only if the steps after it are kept, so that they can be retrained. If there are no
+    checkpoints, the model stays at step 0, unless the run began at an earlier run's checkpoint. Raises `EngineFault` if
+    no checkpoint can be used, and as `TrainerBackend.restore` does.
     """
     newest = engine.step_done
     if newest is None:
         return 0
     lost: CheckpointLost | None = None
-    older = [newest] if newest.checkpoint else []  # an older snapshot has only the newest step
+    older = [newest] if newest.checkpoint else []  # a snapshot written by an older version has only the newest step
     for done in checkpoints(engine.steps) or older:
         if done is not newest and steps_after(engine.steps, done.step, newest.step) is None:
             continue

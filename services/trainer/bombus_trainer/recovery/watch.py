@@ -1,7 +1,7 @@
-"""The trainer's watchdog: send heartbeats with the current work, and end the process when one of its threads hangs.
+"""The trainer's watchdog: sends heartbeats with the current work, and ends the process when one of its threads hangs.
 
-A thread that hangs in a kernel or a file system cannot be ended, so the process has to be: its supervisor starts
-another one. The watchdog's clock stops while the event loop does, as in a process that was stopped.
+A thread that hangs in a kernel or a file system cannot be ended, so the whole process must end; its supervisor starts a
+new one. The watchdog's clock stops whenever the event loop does, for example while the process is stopped.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 BEAT_S = 5.0
-EXIT_HUNG = 75  # the exit code of a process in which a thread hangs: EX_TEMPFAIL
+EXIT_HUNG = 75  # exit code of a process in which a thread hangs: EX_TEMPFAIL
 
 
 class Watch:
@@ -53,7 +53,7 @@ class Watch:
                 await self._end(hung)
 
     async def _end(self, hung: Work) -> None:
-        """Report the work that hangs, log the stack of each thread, and end this process at once."""
+        """Report the work that hangs, log the stack of each thread, and end this process."""
         log.critical(
             "%s has made no progress for %.0f s, but its pace allows only %.0f s: this process ends, so that its "
             "supervisor starts a new one. The stacks of its threads are:",

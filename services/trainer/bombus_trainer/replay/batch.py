@@ -1,4 +1,4 @@
-"""`bombus replay batch`: write a step's batch from the log to a file that can be read without bombus."""
+"""`bombus replay batch`: writes a step's batch from the log to a file that can be read without bombus."""
 
 import argparse
 import asyncio
@@ -20,7 +20,7 @@ from bombus_trainer.data.sample_files import SUFFIXES, write
 from bombus_trainer.data.samples import Origin, Sample, samples_of, text_of
 from bombus_trainer.settings import TrainerSettings
 
-VOCABULARY_MAX = 2**31 - 1  # if the model's configuration is not on the log: any token that fits a record
+VOCABULARY_MAX = 2**31 - 1  # used if the log lacks the model's configuration: any token that fits into a record
 
 _files = msgspec.msgpack.Decoder(dict[str, bytes])
 
@@ -66,7 +66,7 @@ async def _run(arguments: argparse.Namespace) -> int:
 
 
 async def batch_samples(source: Source, logged: LoggedRun, number: int) -> list[Sample]:
-    """Return the samples of a step's batch. Raises `NotOnLog`, and `LogCorrupted` if all of its calls are gone."""
+    """Return the samples of a step's batch. Raises `NotOnLog`, or `LogCorrupted` if all of its calls are gone."""
     step = logged.step(number)
     files = await _tokenizer(source, logged.tokenizer)
     max_staleness, auxiliary_calls = (

@@ -18,9 +18,9 @@ FAILED = "debug_rollouts_failed"
 
 
 def allowed_template(wanted: str, run_folder: Path, root: Path | None) -> str:
-    """Return the path template of the files: below the run's folder, or below `root`, which the operator allows.
+    """Return the path template of the files: in the run's folder, or under `root`, which the operator allows.
 
-    Raises `EngineFault` for any other path: the sender of a job must not choose files on this machine.
+    Raises `EngineFault` for any other path, since whoever sends a job must not choose files on this machine.
     """
     path = Path(os.path.normpath(run_folder / wanted))
     allowed = [run_folder] if root is None else [run_folder, root]
@@ -33,7 +33,7 @@ def allowed_template(wanted: str, run_folder: Path, root: Path | None) -> str:
 
 
 class DebugRollouts:
-    """Writes the samples of each step of a run to `template`, where `{rollout_id}` stands for the step."""
+    """Writes the samples of each step of a run to `template`, in which `{rollout_id}` is replaced by the step."""
 
     def __init__(self, template: str, backend: TrainerBackend) -> None:
         self._template = template
@@ -45,7 +45,7 @@ class DebugRollouts:
             log.warning("debug rollout data has no texts: %s", error)
 
     def save(self, origin: Origin, groups: Sequence[EpisodeGroup]) -> dict[str, float]:
-        """Write a step's file. Return a metric that tells whether writing failed, which does not fail the step."""
+        """Write a step's file. Return a metric that says whether writing failed, which does not fail the step."""
         path = Path(self._template.replace(ROLLOUT_ID, str(origin.step)))
         try:
             prepared = prepare(groups, self._backend.settings, self._backend.vocab_size)

@@ -1,4 +1,4 @@
-"""The trainer's advantages, as `bombus replay episode` shows them (`bombus.replay.providers`)."""
+"""The trainer's advantages, as shown by `bombus replay episode` (`bombus.replay.providers`)."""
 
 from collections.abc import Sequence
 
@@ -14,8 +14,8 @@ def call_advantages(group: Sequence[tuple[BatchEpisode, Sequence[CallRecord]]], 
 
     It is 0 for auxiliary calls that the job does not train on.
 
-    Raises `ValueError` when an episode does not have one reward for each of its calls, or when the estimator needs
-    more than the group.
+    Raises `ValueError` if an episode does not have one reward for each of its calls, or if the estimator needs more
+    than the group.
     """
     settings = TrainerSettings.of_job(job)
     if settings.verl_adv_estimator:
@@ -32,6 +32,6 @@ def call_advantages(group: Sequence[tuple[BatchEpisode, Sequence[CallRecord]]], 
 
 
 def _with_auxiliary_calls(records: Sequence[CallRecord], advantages: Sequence[float]) -> list[float]:
-    """Return an advantage for each record: those given, in their order, and 0 for auxiliary calls."""
+    """Return an advantage for each record: the given ones, in order, and 0 for auxiliary calls."""
     left = iter(advantages)
     return [0.0 if record.auxiliary_call else next(left) for record in records]

@@ -1,4 +1,4 @@
-"""Retrain logged batches, without inference, from a kept checkpoint or from the model as loaded."""
+"""Retrains logged batches, without inference, from a kept checkpoint or from the model as loaded."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -46,9 +46,9 @@ async def read_again(
     *,
     auxiliary_calls: bool,
 ) -> list[EpisodeGroup]:
-    """Read the batch of a step that has been made. `recorded` are the step's metrics on the log.
+    """Read the batch of a completed step. `recorded` are the step's metrics on the log.
 
-    Raises `LogCorrupted` if calls that the step used are gone from the log, `EngineFault` for rollout groups.
+    Raises `LogCorrupted` if calls that the step used are gone from the log, or `EngineFault` for rollout groups.
     """
     if batch.taken:
         raise EngineFault(
@@ -70,7 +70,7 @@ def read_whole(read: ReadBatch, batch: BatchReady, recorded: Mapping[str, float]
 
 
 class Retraining:
-    """An executor that repeats the steps of a logged run."""
+    """Repeats the steps of a logged run with an executor."""
 
     def __init__(self, source: Source, logged: LoggedRun, executor: Executor) -> None:
         self.step = 0  # the newest step that the weights include
@@ -82,8 +82,8 @@ class Retraining:
     async def at(cls, source: Source, logged: LoggedRun, step: int, executor: Executor, report: Report) -> "Retraining":
         """Start from the newest usable checkpoint up to `step`, with an `executor` of the run's job at step 0.
 
-        Without such a checkpoint, start from the model as loaded. `report` is called with a line that says where this
-        starts. Raises `EngineFault` if the run began at a checkpoint and none is left.
+        If there is no such checkpoint, start from the model as loaded. `report` is called with a line that says where
+        retraining starts. Raises `EngineFault` if the run began at a checkpoint and none is left.
         """
         made = cls(source, logged, executor)
         saved = await asyncio.to_thread(_newest_kept, logged, step, report)
@@ -117,15 +117,17 @@ class Retraining:
         return Trained(step, metrics, recorded, seal, weights.sha256 if weights is not None else "")
 
     async def branch(self, settings: TrainerSettings, allow_download: bool) -> None:
-        """Continue with other settings. Raises `EngineFault` if the state does not fit the model that they give."""
-        tensors = self.executor.tensors()  # with the random generator's state, which loading a model resets
+        """Continue with other settings. Raises `EngineFault` if the current state does not fit the model of these
+        settings."""
+        tensors = self.executor.tensors()  # includes the random generator's state, which loading a model resets
         self.executor = await asyncio.to_thread(load_executor, settings, allow_download)
         if self.step:
             self.executor.load_tensors(tensors)
 
 
 def logged_settings(logged: LoggedRun, step: int, device: str) -> TrainerSettings:
-    """Return the settings that the run's trainer had at a step: the job's, and the size of its micro-batches."""
+    """Return the settings that the run's trainer had at a step: the job's, with the size of the micro-batches used
+    then."""
     done = logged.step(step).done
     bins = int(done.metrics.get("bin_tokens", 0)) if done is not None else 0
     return TrainerSettings.of_job(logged.job, device, bins)
@@ -141,7 +143,7 @@ def _newest_kept(logged: LoggedRun, step: int, report: Report) -> tuple[int, dic
     for number in sorted((each for each in logged.checkpoints if each <= step), reverse=True):
         done: StepCompleted = logged.checkpoints[number]
         if not done.checkpoint or not Path(done.checkpoint).is_dir():
-            continue  # not every step has one, and only the newest two are kept
+            continue  # not every step has a checkpoint, and only the newest two are kept
         try:
             return number, load_step(Path(done.checkpoint), done.checkpoint_digest)
         except EngineFault as error:
@@ -150,7 +152,7 @@ def _newest_kept(logged: LoggedRun, step: int, report: Report) -> tuple[int, dic
 
 
 def logged_machine(done: StepCompleted) -> str:
-    """Return the machine that the trainer ran on, from the step's checkpoint; "" if there is none."""
+    """Return the machine that the trainer ran on, from the step's checkpoint; "" if there is no checkpoint."""
     try:
         return read_checkpoint(Path(done.checkpoint), StepFacts, done.checkpoint_digest).facts.machine
     except EngineFault:

@@ -1,4 +1,4 @@
-"""`bombus replay train`: repeat a logged step and compare it byte for byte, or train a branch with other settings."""
+"""`bombus replay train`: repeats a logged step and compares all bytes, or trains a branch with changed settings."""
 
 import argparse
 import asyncio
@@ -77,7 +77,7 @@ async def _run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     options = {"folder": Path(), "device": arguments.device, "threads": arguments.threads}
-    made_of_flags(TrainerOptions, options, {})  # refuses what a trainer refuses
+    made_of_flags(TrainerOptions, options, {})  # refuses the same values as a trainer
     if arguments.step is not None:
         if arguments.last is not None or arguments.set or arguments.out is not None:
             raise Refused(Code.MALFORMED, "--to, --set and --out belong to a branch: pass --from instead of --step")
@@ -94,7 +94,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 async def again(source: Source, logged: LoggedRun, step: int, arguments: argparse.Namespace) -> int:
-    """Repeat a step. Returns 0 when its bytes agree with the log, 1 when they do not."""
+    """Repeat a step. Returns 0 if its bytes agree with the log, or 1 if they do not."""
     settings = _prepare(logged, step, arguments)
     executor = await asyncio.to_thread(load_executor, settings, arguments.allow_download)
     replay = await Retraining.at(source, logged, step - 1, executor, _say)
@@ -113,7 +113,7 @@ async def again(source: Source, logged: LoggedRun, step: int, arguments: argpars
 
 
 def _prepare(logged: LoggedRun, step: int, arguments: argparse.Namespace) -> TrainerSettings:
-    """Use the trainer's number of threads, which decides the order of sums, and return its settings at the step."""
+    """Use the trainer's number of threads, which determines the order of sums, and return its settings at the step."""
     done = logged.step(step).done
     recorded = int(done.metrics.get("torch_threads", 0)) if done is not None else 0
     if arguments.threads or recorded:
@@ -124,7 +124,7 @@ def _prepare(logged: LoggedRun, step: int, arguments: argparse.Namespace) -> Tra
 def _verdict(trained: Trained) -> str:
     if not trained.logged_sha256:
         return ""
-    return "; the same bytes as the log" if trained.agrees else "; other bytes than the log"
+    return "; the same bytes as the log" if trained.agrees else "; different bytes from the log"
 
 
 def _explanation(logged: LoggedRun, trained: Trained, device: str) -> str:
@@ -172,17 +172,17 @@ async def branch(source: Source, logged: LoggedRun, arguments: argparse.Namespac
     weights = export(replay.executor, VersionTarget(arguments.out, last, 0))
     Path(weights.where).rename(arguments.out / WEIGHTS)
     _say(f"weights of step {last} (load them with transformers): {arguments.out / WEIGHTS}")
-    _say(f"metrics, next to those of the log: {arguments.out / METRICS}")
+    _say(f"metrics, alongside those on the log: {arguments.out / METRICS}")
     return 0
 
 
 def changed(job: RunConfig, assignments: list[str]) -> RunConfig:
-    """Return the job with some trainer settings changed, and with defaults that follow from these changed too.
+    """Return the job with some trainer settings changed, along with the defaults that follow from these.
 
     Raises `Refused` for an unknown setting or an invalid value.
     """
     tree = {**job.model_dump(mode="json"), "trainer": job.trainer.own_choices()}
-    names: dict[str, str] = {}  # how a refusal names the settings
+    names: dict[str, str] = {}  # how error messages name the settings
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         group, _, field = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""Store a body in parts of a stream, and read it back by its reference.
+"""Stores a body in parts in a stream, and reads it back by its reference.
 
 Parts from several writers interleave, so a reference lists the sequences of all its parts.
 """
@@ -23,11 +23,11 @@ class Parts:
         self._stream = stream or bus.subjects.ops_stream
 
     async def store(self, subject: str, body: bytes, timeout_s: float = 30.0, known: bytes = b"") -> BodyRef:
-        """Store a body, and return its reference once all of it is durable. `known` is its digest, if known.
+        """Store a body, and return its reference once all of it is durable. `known` is its digest, if already computed.
 
-        Each call stores a new copy, because that of an earlier call may have been purged already; an operation is
-        identified by its key. Raises `Refused` for a body over the limit, `BusUnavailable` when not all of it is
-        acknowledged within `timeout_s` or the stream is full; the parts that were stored are purged later.
+        Each call stores a new copy, because an earlier call's copy may have been purged already; an operation is
+        identified by its key. Raises `Refused` for a body over the limit. Raises `BusUnavailable` if not all of the
+        body is acknowledged within `timeout_s`, or if the stream is full; the parts that were stored are purged later.
         """
         if len(body) > BODY_BYTES_MAX:
             raise Refused(
@@ -48,7 +48,7 @@ class Parts:
         stored = await self._bus.get_many(self._stream, ref.seqs)
         body = b"".join(each.data for each in stored)
         if len(body) != ref.size or await _digest(body) != ref.digest:
-            raise LogCorrupted(f"the body at {ref.first} of {self._stream} differs from the one that was referenced")
+            raise LogCorrupted(f"the body at {ref.first} of {self._stream} does not match its reference")
         return body
 
     async def _publish(self, subject: str, body: bytes, timeout_s: float) -> list[PubAck]:
@@ -68,7 +68,7 @@ class Parts:
             raise
 
     async def _is_there(self, ref: BodyRef) -> bool:
-        """Return whether `ref` is right: with several replicas, a repeat may be acknowledged with another sequence."""
+        """Return whether `ref` is right. With several replicas, a repeat may be acknowledged with another sequence."""
         try:
             await self.fetch(ref)
         except LogCorrupted:

@@ -1,4 +1,4 @@
-"""`bombus run-api`: serves Atropos's trajectory API at the port of Atropos's own server, and keeps it on a log.
+"""`bombus run-api`: serves Atropos's trajectory API at the port of Atropos's own server, backed by a log.
 
 It runs a hive of one engine without a trainer or replicas; training and inference are external.
 """
@@ -18,14 +18,14 @@ from bombus.machine.hive_keys import add_key_arguments, keys_for
 from bombus.machine.process import run_service
 from bombus.terminal import say
 
-PORT = 8_000  # where Atropos's clients look for it
+PORT = 8_000  # the port that Atropos's clients use by default
 
 
 FLAGS: Overrides = {
     "gateway.host": Flag(help="where it listens"),
     "gateway.port": Flag(help="its port", default=str(PORT)),
     "gateway.host_names": Flag(
-        help="a name by which clients reach it, once or several times; without a client key, names other than "
+        help="a name by which clients reach it (repeatable); without a client key, names other than "
         "localhost and its address are refused",
     ),
     "data_dir": Flag(metavar="DIR", help="for the log", default=".bombus, in this folder"),
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine", type=name_of("engine"), metavar="NAME", default="main", help="its engine (default: %(default)s)"
     )
     add_overrides(parser, COUNT)
-    parser.add_argument("--dry-run", action="store_true", help="print the commands of all processes, and start none")
+    parser.add_argument("--dry-run", action="store_true", help="print all processes' commands without starting them")
     add_overrides(parser, STREAM_FLAGS)
     add_key_arguments(parser)
     add_log_argument(parser)

@@ -9,11 +9,11 @@ from bombus.terminal import say
 
 URL = "http://127.0.0.1:8000"
 SERVER_TYPES = ("openai", "vllm", "sglang")
-CHECKED_BY_CHAT = ("openai", "sglang")  # clients check these every second with a completion, which would be recorded
+CHECKED_BY_CHAT = ("openai", "sglang")  # clients test these every second with a completion, which would be recorded
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default=URL, help="the gateway (default: %(default)s, that of `bombus run-api`)")
+    parser.add_argument("--url", default=URL, help="the gateway (default: %(default)s, as in `bombus run-api`)")
     parser.add_argument(
         "--engine",
         type=name_of("engine"),
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--with-key",
         action="store_true",
-        help="the hive has keys: write the client key where CLIENT_KEY stands (in a trainer: the admin key)",
+        help="the hive has keys: replace CLIENT_KEY with the client key (in a trainer: the admin key)",
     )
 
 
@@ -58,7 +58,7 @@ def settings_lines(arguments: argparse.Namespace) -> list[str]:
         sampling = f"{_address('--inference-url', arguments.inference_url).removesuffix('/v1')}/v1"
     else:
         sampling = f"{_below(_address('--url', arguments.url), arguments.inference_engine, with_key=False)}/v1"
-    model = json.dumps(arguments.model or "MODEL")  # which is YAML too
+    model = json.dumps(arguments.model or "MODEL")  # JSON is valid YAML too
     yaml = [
         "env:",
         f"  rollout_server_url: {json.dumps(groups)}",
@@ -84,7 +84,7 @@ def settings_lines(arguments: argparse.Namespace) -> list[str]:
 
 
 def _address(flag: str, given: str) -> str:
-    """Return an address without its last slash."""
+    """Return an address without trailing slashes. Raises `Refused(BAD_CONFIG)`."""
     url = given.rstrip("/")
     scheme, found, rest = url.partition("://")
     if (

@@ -1,12 +1,13 @@
-"""`bombus env`: environments. Each subcommand is defined next to what it does, and is imported only when it runs."""
+"""`bombus env`: work with environments. Each subcommand is defined next to what it does, and imported only when it
+runs."""
 
 import argparse
 
 from bombus.cli import Command, add_subcommands, run_command
 
 SUBCOMMANDS = {
-    "validate": Command("bombus.commands.environments.validate", "check a class before it is trained on", "yaml"),
-    "serve": Command("bombus.environments.serving.command", "serve a class to agents elsewhere", "environments-server"),
+    "validate": Command("bombus.commands.environments.validate", "check a class before training on it", "yaml"),
+    "serve": Command("bombus.environments.serving.command", "serve a class to remote agents", "environments-server"),
 }
 
 

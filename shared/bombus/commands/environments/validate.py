@@ -1,4 +1,4 @@
-"""`bombus env validate`: plays a class without a model, and says what is wrong with it before it is trained on."""
+"""`bombus env validate`: plays an environment class without a model and reports its faults before it is trained on."""
 
 import argparse
 from collections import Counter
@@ -17,7 +17,7 @@ CHECKS = ("plays", "gold", "range", "determinism", "isolation", "leaks")
 EPILOG = """\
 Each task is played without a model: once with no calls at all, and once with the calls of `gold(self, task)`, if the
 class has it. `gold` returns a list of ("tool", {"argument": value}), with the answer as text at its end. For a class
-with `play` it returns a list of the model's answers. The task is then played again, once with another instance beside
+with `play` it returns a list of the model's answers. The task is then played again, once next to another instance of
 it, and everything left behind after `close` is reported.
 
 example:
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _checked(validation: ClassValidation, tasks: Sequence[Task]) -> list[tuple[str, list[CheckedTask]]]:
-    """Return the findings for each task. Tasks that share an id are distinguished by their places in the file."""
+    """Return the findings for each task. Tasks with the same id are told apart by their place in the file."""
     shared = Counter(task.task_id for task in tasks)
     return [
         (

@@ -1,1 +1,1 @@
-"""The subcommands for ready tasks: `bombus tasks` lists them, `bombus run` and `bombus eval` play them."""
+"""The subcommands for ready-made tasks: `bombus tasks` lists them, `bombus run` and `bombus eval` play them."""

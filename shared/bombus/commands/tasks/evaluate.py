@@ -1,4 +1,4 @@
-"""`bombus eval`: plays tasks with the policy that a hive trains, once or after each Nth version, without training."""
+"""`bombus eval`: plays tasks with the policy that a hive trains, once or after every Nth version, without training."""
 
 import argparse
 import asyncio
@@ -41,7 +41,7 @@ class EvalOptions(PlayOptions):
         default=TaskSplit.EVAL, description="tasks to train on, or tasks that are never trained on"
     )
     env: Annotated[str, Flag(metavar="MODULE:CLASS", default="none")] = Field(
-        default="", description="the class in which the tasks of a file are played"
+        default="", description="the environment class that plays the tasks of a file"
     )
     claim: Annotated[int, Flag(metavar="N")] = Field(
         default=64,
@@ -54,7 +54,7 @@ class EvalOptions(PlayOptions):
         default=None,
         ge=1,
         le=1_000_000,
-        description="keep running, and evaluate after each Nth policy version until Ctrl-C",
+        description="keep running, and evaluate after every Nth policy version until Ctrl-C",
     )
 
     @field_validator("engine")
@@ -135,7 +135,7 @@ async def _evaluate(options: EvalOptions, opened: Sequence[TaskSet]) -> int:
 async def _follow(
     options: EvalOptions, every: int, client: AsyncSwarmClient, data_sets: Sequence[EvalSet], scores: ScoreFile | None
 ) -> int:
-    """Evaluate repeatedly until the engine is no longer running. A failed pass does not end this."""
+    """Evaluate repeatedly until the engine is no longer running. A failed pass does not stop this."""
     schedule = EvalSchedule(every)
     has_rewards = False
     while (due := await wait_until_due(client, schedule)) is not None:
@@ -144,7 +144,7 @@ async def _follow(
         try:
             await board.play(data_sets)
         except (BadRequest, Unauthorized):
-            raise  # the next pass would be refused, too
+            raise  # the next pass would be refused too
         except (ServerFailed, SwarmError) as error:
             complain(f"bombus eval: version {version}: {error}", "The next version will still be evaluated.")
         has_rewards |= board.has_rewards
@@ -170,7 +170,7 @@ class EvalBoard:
         return any(summary.rewards for summary in self._summaries.values())
 
     async def play(self, data_sets: Sequence[EvalSet]) -> None:
-        """Play all data sets once, and print the results, even if that is interrupted."""
+        """Play all data sets once. The results are printed even if that is interrupted."""
         try:
             await self.evaluation.play(data_sets, self._repeat)
         finally:
@@ -204,7 +204,7 @@ class EvalBoard:
                 "collection.drain_s at most; with a larger --at-once, or a smaller -n, more of them end in time"
             )
         if len(versions) > 1:
-            say("the policy changed meanwhile: each row covers what one version sampled, or several together")
+            say("the policy changed meanwhile: each row covers episodes sampled by one version, or by several together")
         if len(self.evaluation.versions) > 1:
             say("with a larger --claim, more episodes play the same version")
         say("", flush=True)

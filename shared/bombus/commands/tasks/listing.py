@@ -1,4 +1,4 @@
-"""`bombus tasks`: lists the tasks that are ready to be played, and what is missing for those that are not."""
+"""`bombus tasks`: lists the tasks that are ready to play, and what the others lack."""
 
 import argparse
 

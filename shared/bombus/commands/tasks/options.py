@@ -18,7 +18,7 @@ from bombus.terminal import say
 
 
 class PlayOptions(BaseModel):
-    """The command-line options of both."""
+    """The command-line options of both commands."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -69,9 +69,10 @@ class PlayOptions(BaseModel):
         return given
 
     def options_for(self, name: str) -> dict[str, str]:
-        """Return the options for one of the sets: those that it has, and those that no set has, which it will refuse.
+        """Return the options for one of the sets: those that it has, and those that no set has, so that it refuses
+        them.
 
-        Raises `Refused` for any option if all tasks are files, which have none.
+        Raises `Refused` for any option if all tasks come from files, which have no options.
         """
         given = dict(each.split("=", 1) for each in self.option)
         families = [family_of(each) for each in self.task if not each.endswith(SUFFIX)]
@@ -87,7 +88,7 @@ class PlayOptions(BaseModel):
         """Return the tasks of a set to play, and print a line if there are fewer than requested."""
         drawn = tasks.draw(TaskDraw(size=self.n, seed=self.seed, split=self.split))
         if len(drawn) < self.n:
-            say(f"{tasks.name}: {len(drawn)} tasks are played; there are no more of them", flush=True)
+            say(f"{tasks.name}: {len(drawn)} tasks will be played: there are no more", flush=True)
         return drawn
 
     @property
@@ -95,13 +96,13 @@ class PlayOptions(BaseModel):
         return {} if self.temperature is None else {"temperature": self.temperature}
 
     def budgets(self, tasks: TaskSet) -> RolloutBudgets:
-        """Return the budgets of an episode of these tasks."""
+        """Return the budgets for an episode of these tasks."""
         given = {"turns_max": self.turns_max, "tokens_max": self.tokens_max}
         return tasks.budgets.model_copy(update={name: value for name, value in given.items() if value is not None})
 
 
 def add_play_arguments(parser: argparse.ArgumentParser, *, task: str, engine: str) -> None:
-    """Add `--task`, `--engine` and `-n`; `task` and `engine` are the help of the first two."""
+    """Add `--task`, `--engine` and `-n`. `task` and `engine` are the help texts of the first two."""
     parser.add_argument("--task", action="append", required=True, metavar="NAME", help=task)
     parser.add_argument("--engine", required=True, metavar="URL", help=engine)
     parser.add_argument(
@@ -110,6 +111,6 @@ def add_play_arguments(parser: argparse.ArgumentParser, *, task: str, engine: st
 
 
 def flaw_of(name: str) -> str:
-    """Return what is known to be wrong with a set of tasks, "" if nothing is."""
+    """Return the known flaw of a set of tasks, or "" if there is none."""
     family, _, member = name.partition(":")
     return next((each.flaw for each in family_of(family).names() if each.name == member), "")

@@ -1,4 +1,4 @@
-"""`bombus run`: plays ready tasks against any OpenAI-compatible server, scores them, and trains nothing."""
+"""`bombus run`: plays ready-made tasks against any OpenAI-compatible server and scores them, without training."""
 
 import argparse
 import asyncio
@@ -27,7 +27,7 @@ from bombus.tasks.playing import EpisodeScore, EpisodeSummary, ScoreFile, Server
 from bombus.tasks.registry import open_tasks
 from bombus.terminal import complain, escaped, say
 
-ASK_S = 30.0  # for the list of models
+ASK_S = 30.0  # time limit for the list of models
 KEY_VARIABLE = "OPENAI_API_KEY"
 NO_KEY = "none"  # for servers that require no key; an empty header would be malformed
 HIVE = "bombus"  # the owner of the models that a hive lists
@@ -159,7 +159,7 @@ def _key() -> str:
 
 class _Model(msgspec.Struct):
     id: str
-    owned_by: object = None  # which some servers leave out, or do not know
+    owned_by: object = None  # missing or null on some servers
 
 
 class _Models(msgspec.Struct):
@@ -167,7 +167,7 @@ class _Models(msgspec.Struct):
 
 
 async def _first_model(base_url: str) -> str:
-    """Return the first model that a server lists. Raises `BombusError` if it lists none."""
+    """Return the first model that a server lists. Raises `BombusError` if there are none."""
     trusts = not is_loopback(httpx.URL(base_url).host)
     try:
         async with httpx.AsyncClient(timeout=ASK_S, trust_env=trusts, verify=certificates(trusts)) as client:
@@ -185,5 +185,5 @@ async def _first_model(base_url: str) -> str:
     if not models:
         raise BombusError(f"{base_url} serves no model: name one with --model")
     if models[0].owned_by == HIVE and not _key().startswith(KEY_PREFIX):
-        raise BombusError(f"{base_url} is a hive, whose model answers only within episodes: `bombus eval` plays them")
+        raise BombusError(f"{base_url} is a hive, whose model answers only within episodes: use `bombus eval`")
     return models[0].id

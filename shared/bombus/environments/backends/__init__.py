@@ -1,1 +1,1 @@
-"""Backends that environments run on: simulators and sandboxes in separate processes, one for each session."""
+"""Backends for environments: simulators and sandboxes in separate processes, one for each session."""

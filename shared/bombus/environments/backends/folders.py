@@ -1,4 +1,4 @@
-"""Folders of backends. They are removed with all their contents, even if their server was killed."""
+"""Folders of backends. They are removed with all their contents, even after their server was killed."""
 
 import asyncio
 import fcntl
@@ -14,21 +14,21 @@ from bombus.machine.process import kill
 log = logging.getLogger(__name__)
 
 PREFIX = "bombus-backend-"
-LOCK = ".server"  # in each folder, and locked while the process that made the folder is alive
+LOCK = ".server"  # a file in each folder, locked while the process that made the folder is alive
 
 
 class BackendFolder:
     """A new folder for the files that a backend writes."""
 
     def __init__(self, kind: str) -> None:
-        """`kind` is a part of the folder's name. Raises `OSError` if the folder cannot be made."""
+        """Make the folder, with `kind` as a part of its name. Raises `OSError` if it cannot be made."""
         self.path = tempfile.mkdtemp(prefix=f"{PREFIX}{kind}-")
         self._lock = _locked(Path(self.path))
         if self._lock is None:
-            raise OSError(f"{self.path} was mistaken for a folder left by a killed server: make another one")
+            raise OSError(f"{self.path} was mistaken for a folder left by a killed server: try again")
 
     async def remove(self) -> None:
-        """Remove the folder and its contents. Raises `OSError` if something is left."""
+        """Remove the folder and its contents. Raises `OSError` if anything is left."""
         await _remove(self.path)
         if self._lock is not None:
             os.close(self._lock)
@@ -48,7 +48,7 @@ class FolderUse(msgspec.Struct, frozen=True):
     """The disk usage of a folder."""
 
     megabytes: int
-    files: int  # including folders and links
+    files: int  # their number, including folders and links
 
 
 async def use_of(path: str) -> FolderUse:
@@ -79,7 +79,7 @@ async def remove_left_folders() -> int:
 
 
 def _locked(folder: Path, is_new: bool = True) -> int | None:
-    """Lock a folder, and return the lock's file descriptor, or None if its server is alive or it has no lock file."""
+    """Lock a folder, and return the lock's file descriptor, or None if its server is alive or there is no lock file."""
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if is_new else 0)
     try:
         lock = os.open(folder / LOCK, flags, 0o600)
@@ -94,7 +94,7 @@ def _locked(folder: Path, is_new: bool = True) -> int | None:
 
 
 async def _remove(path: str) -> None:
-    """Remove a folder. The programs used here can follow deeper nesting than Python's functions."""
+    """Remove a folder. The programs used here can handle deeper nesting than Python's functions."""
     if not os.path.lexists(path):
         return
     if os.geteuid() != 0:
@@ -107,7 +107,7 @@ async def _remove(path: str) -> None:
 async def _run(*words: str) -> tuple[int, str]:
     """Run a short-lived program, and return its exit code and output.
 
-    Nothing runs between fork and exec, so that this process, which may be large, is not copied.
+    No Python code runs between fork and exec, so this process, which may be large, is not copied.
     """
     process = await asyncio.create_subprocess_exec(
         *words,
@@ -117,7 +117,7 @@ async def _run(*words: str) -> tuple[int, str]:
     )
     try:
         printed, _ = await process.communicate()
-    except BaseException:  # cancelled, such as by a time limit
+    except BaseException:  # cancelled, for instance by a time limit
         kill(process)
         await process.wait()
         raise

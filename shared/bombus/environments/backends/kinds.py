@@ -1,4 +1,4 @@
-"""The interface of a backend: a process or a folder that one environment at a time has to itself."""
+"""The interface of a backend: a process or a folder that a single environment at a time has to itself."""
 
 from typing import NoReturn, Protocol
 
@@ -8,7 +8,7 @@ from bombus.errors import Code, Refused
 class Backend(Protocol):
     """The process or folder that an environment runs on, isolated from the other backends of its pool.
 
-    `address` is how an environment reaches it: a URL or a path.
+    `address` is where an environment reaches it: a URL or a path.
     """
 
     address: str
@@ -31,11 +31,11 @@ class Backend(Protocol):
 
 
 class RealBackend:
-    """Tells a class to use the real service. The class is given this instead of a simulator."""
+    """Tells a class to use the real service. The class gets this instead of a simulator."""
 
     @property
     def address(self) -> NoReturn:
-        """Raise `Refused`, so that a class written for simulators does not mistake the real service for one."""
+        """Raise `Refused`, so that a class written for simulators does not mistake the real service for a simulator."""
         raise Refused(
             Code.UNSUPPORTED,
             "this environment asks for a simulator's address, but BACKEND_TYPE=aws gives it the real AWS: unset "

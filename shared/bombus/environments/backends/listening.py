@@ -34,7 +34,7 @@ def _with_children(pid: int) -> Iterator[int]:
     yield pid
     try:
         children = (PROC / str(pid) / "task" / str(pid) / "children").read_text().split()
-    except OSError:  # it has ended, or the kernel keeps no such list
+    except OSError:  # the process has ended, or the kernel has no such list
         return
     for child in children:
         yield from _with_children(int(child))
@@ -45,5 +45,5 @@ def _links(pid: int) -> Iterator[str]:
     try:
         for descriptor in (PROC / str(pid) / "fd").iterdir():
             yield os.readlink(descriptor)
-    except OSError:  # the process has ended, or has just closed one
+    except OSError:  # the process has ended, or has just closed a file
         return

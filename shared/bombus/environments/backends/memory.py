@@ -1,4 +1,4 @@
-"""How much memory a process and its descendants use together, as counted by Linux."""
+"""How much memory a process and its descendants use together, as Linux counts it."""
 
 import contextlib
 import os
@@ -10,8 +10,8 @@ PROC = "/proc"
 def memory_of(leader: int, suspicious: int) -> int:
     """Return the memory in bytes of a process and its descendants, including their in-memory files.
 
-    Shared pages are counted once per process in a quick first estimate; they are counted exactly only if that estimate
-    is above `suspicious` bytes.
+    A quick first estimate counts shared pages once per process. They are counted exactly only if that estimate is above
+    `suspicious` bytes.
     """
     processes = list(_descendants(leader))
     roughly = sum(_kilobytes(f"{PROC}/{each}/status", "RssAnon:", "RssShmem:") for each in processes)
@@ -22,11 +22,11 @@ def memory_of(leader: int, suspicious: int) -> int:
 
 
 def _descendants(leader: int) -> Iterator[int]:
-    """Yield a process and its descendants. A process orphaned inside its PID namespace is reparented within it."""
+    """Yield a process and its descendants. A process orphaned in its PID namespace gets a new parent within it."""
     left = [leader]
     while left:
         yield (process := left.pop())
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             for thread in os.listdir(f"{PROC}/{process}/task"):
                 left += map(int, _text(f"{PROC}/{process}/task/{thread}/children").split())
 
@@ -53,4 +53,4 @@ def _text(path: str) -> str:
         with open(path) as file:
             return file.read()
     except OSError:
-        return ""  # it has ended
+        return ""  # the process has ended

@@ -1,4 +1,4 @@
-"""A pool of backends. Each is bound to one session from `take` to `give_back`, and scrubbed before the next one."""
+"""A pool of backends. Each is bound to a session from `take` to `give_back`, and scrubbed before the next session."""
 
 import asyncio
 import logging
@@ -15,18 +15,18 @@ from bombus.sdk.errors import InfraError
 log = logging.getLogger(__name__)
 
 START_TRIES = 3
-PAUSE_S = 5.0  # before another attempt to start a backend that failed to start; doubles up to
+PAUSE_S = 5.0  # wait after a failed start, doubled up to PAUSE_S_MAX
 PAUSE_S_MAX = 60.0
-CALL_S = 10.0  # for a scrub, a health check or a stop
-IDLE_CALL_S = 3.0  # for the health check of an idle backend: a client waits, and another one may be ready
+CALL_S = 10.0  # time limit for a scrub, a health check or a stop
+IDLE_CALL_S = 3.0  # time limit for checking an idle backend: a client is waiting, and another backend may be ready
 
 
 class BackendPool:
-    """Keeps `size` backends that can be in use at once, and `spares` more that take the place of dead ones.
+    """Keeps `size` backends that can be in use at the same time, and `spares` more to take the place of dead ones.
 
     `make(number)` creates the backend with that number, from 0 to `size + spares - 1`, without starting it. A backend
-    that dies or cannot be scrubbed is stopped, and one with the same number is started in its place. If that fails,
-    starting is retried until it succeeds, first after `pause_s` seconds.
+    that dies or cannot be scrubbed is stopped, and another with the same number is started in its place. If that fails,
+    it is retried until it succeeds, first after `pause_s` seconds.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class BackendPool:
         self._ready: deque[tuple[int, Backend]] = deque()
         self._bound: dict[str, tuple[int, Backend]] = {}
         self._all: dict[int, Backend] = {}
-        self._unscrubbed: set[str] = set()  # sessions whose backend is replaced when they end
+        self._unscrubbed: set[str] = set()  # sessions whose backend will be replaced when they end
         self._replacing: set[asyncio.Task[None]] = set()
-        self._starting: set[int] = set()  # numbers of backends expected soon: they have not failed to start yet
-        self._changed = asyncio.Event()  # set when these sets and queues change; then replaced by a new event
+        self._starting: set[int] = set()  # numbers of backends that are expected soon: none has failed to start yet
+        self._changed = asyncio.Event()  # set when these sets and queues change, then replaced by a new event
         self._closed = False
 
     async def __aenter__(self) -> Self:
-        """Start all backends. If one does not start, stop the others, and raise the first error."""
+        """Start all backends. If any does not start, stop the others and raise the first error."""
         done = await asyncio.gather(*(self._start(number) for number in self._numbers), return_exceptions=True)
         failed = [each for each in done if isinstance(each, BaseException)]
         if failed:
@@ -73,8 +73,8 @@ class BackendPool:
     async def take(self, session: str) -> Backend:
         """Bind a healthy backend to a session. If the session already has one, return that.
 
-        Raises `EnvironmentsBusy` if all are in use, and `SandboxLost` if none works. If all free ones are being
-        replaced, waits for one.
+        Raises `EnvironmentsBusy` if all are in use, and `SandboxLost` if none works. If all free backends are being
+        replaced, wait for one.
         """
         if session in self._bound:
             return self._bound[session][1]
@@ -88,14 +88,14 @@ class BackendPool:
             if await self._answers(backend, IDLE_CALL_S):
                 return backend
             del self._bound[session]
-            log.warning("backend %d at %s does not respond, and is replaced", number, backend.address)
+            log.warning("backend %d at %s does not respond and will be replaced", number, backend.address)
             self._replace(number)
         raise SandboxLost(f"none of the {self.size} backends works: see the server's log for the reason")
 
     async def renew(self, session: str) -> None:
-        """Scrub the backend of a session, which keeps it. Raises `InfraError` if that fails.
+        """Scrub the backend of a session, which keeps it. Raises `InfraError` if scrubbing fails.
 
-        After a failure, the backend is not scrubbed again but replaced when the session gives it back.
+        After a failure, the backend is replaced when the session gives it back, instead of being scrubbed again.
         """
         number, backend = self._bound.get(session, (0, None))
         if backend is None:
@@ -118,8 +118,8 @@ class BackendPool:
     async def give_back(self, session: str, in_use: bool = False) -> None:
         """Release a session's backend, even if it cannot be scrubbed. Repeating this does nothing.
 
-        If it may be `in_use` by code of the session that is still running, such as a thread, it is replaced rather than
-        scrubbed.
+        If code of the session that is still running, such as a thread, may be using the backend (`in_use`), the backend
+        is replaced rather than scrubbed.
         """
         number, backend = self._bound.pop(session, (0, None))
         was_unscrubbed = session in self._unscrubbed
@@ -135,10 +135,10 @@ class BackendPool:
             async with asyncio.timeout(CALL_S):
                 await backend.scrub()
                 healthy = await backend.is_healthy()
-        except Exception as error:  # a backend may raise anything; it is unknown what was scrubbed
+        except Exception as error:  # a backend may raise anything; how far the scrub got is unknown
             log.warning("backend %d could not be scrubbed, and is replaced: %s", number, in_one_line(error))
             healthy = False
-        except BaseException:  # cancelled: it is unknown what was scrubbed
+        except BaseException:  # cancelled; how far the scrub got is unknown
             self._replace(number)
             raise
         if healthy and not self._closed:
@@ -166,7 +166,7 @@ class BackendPool:
             except Refused:  # this machine cannot run such backends, so a retry is useless
                 await self._stop(number)
                 raise
-            except Exception as error:  # a backend may raise anything; it is stopped, and its start retried
+            except Exception as error:  # a backend may raise anything; stop it and try again
                 log.warning("backend %d did not start: %s", number, in_one_line(error))
                 await self._stop(number)
                 if not left:
@@ -191,8 +191,8 @@ class BackendPool:
         while True:
             try:
                 await self._start(number)
-            except Exception as error:  # a slot without a backend is useless: the start is retried
-                log.error("backend %d is out of use for %.3g s: %s", number, pause_s, in_one_line(error))
+            except Exception as error:  # a slot without a backend is useless, so try again
+                log.error("backend %d will be tried again in %.3g s: %s", number, pause_s, in_one_line(error))
             else:
                 return
             self._starting.discard(number)
@@ -212,8 +212,8 @@ class BackendPool:
         try:
             async with asyncio.timeout(CALL_S):
                 await backend.stop()
-        except Exception as error:  # the backend is dropped in any case
-            log.error("backend %d at %s was not stopped: %s", number, backend.address, in_one_line(error))
+        except Exception as error:  # the backend is dropped anyway
+            log.error("backend %d at %s could not be stopped: %s", number, backend.address, in_one_line(error))
 
     async def _answers(self, backend: Backend, limit_s: float = CALL_S) -> bool:
         try:

@@ -25,8 +25,8 @@ HOST = "127.0.0.1"
 class SimulatorProcess:
     """A child process that serves HTTP on one port.
 
-    It is healthy while a GET of `health` succeeds, and a POST to `reset` resets it. `port` 0 means any free one. The
-    process has its own folder for the files that it writes, and is killed when this process ends, in whatever way.
+    It is healthy while a GET of `health` succeeds, and a POST to `reset` resets it. `port` 0 means any free port. The
+    process has its own folder for the files that it writes, and is killed when this process ends, for whatever reason.
     """
 
     def __init__(self, command: list[str], *, health: str, reset: str, port: int, port_variable: str) -> None:
@@ -65,7 +65,7 @@ class SimulatorProcess:
         )
         try:
             async with asyncio.timeout(START_S):
-                # Another program may have bound the port by now, and may answer the health check as well.
+                # By now, another program may have bound the port, and may answer the health check as well.
                 while not (await self.is_healthy() and listens(self._process.pid, port)):
                     if self._process.returncode is not None:
                         raise SandboxLost(f"{self._named()} exited with code {self._process.returncode} while starting")

@@ -1,4 +1,4 @@
-"""A shell in a sandbox: no network, its own folder, a read-only system, and no process outlives its command."""
+"""A sandboxed shell: no network, its own folder, a read-only system, and no process outlives its command."""
 
 import asyncio
 import contextlib
@@ -20,18 +20,18 @@ OUTPUT_BYTES_MAX = 64 * 1024
 COMMAND_S = 30.0
 COMMAND_S_MAX = 600.0
 CHECK_S = 10.0
-WORK_MB_MAX = 1024  # for all files in the folder
-FILES_MAX = 50_000  # files and folders in the folder
-MEMORY_MB_MAX = 4096  # for all processes of a command together
+WORK_MB_MAX = 1024  # limit for all files in the folder
+FILES_MAX = 50_000  # limit for files and folders in the folder
+MEMORY_MB_MAX = 4096  # limit for all processes of a command together
 FILE_BYTES_MAX = 512 << 20
 MEASURE_S = 1.0
 MEASURE_MEMORY_S = 0.1
 NAMESPACES = ("--user", "--map-root-user", "--pid", "--fork", "--net", "--mount", "--ipc", "--uts", "--kill-child")
 NOBODY = 65534
-# Kills the command when this process dies. A `preexec_fn` for that would first copy the whole process.
+# Kills the command when this process dies. A `preexec_fn` that did this would copy the whole process first.
 DIES_WITH_US = ("setpriv", "--pdeathsig=KILL")
 AS_NOBODY = (f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups")
-UNLESS_IT_DIED = ("/bin/sh", "-c", 'test "$PPID" = "$0" && exec "$@"')  # before the call above took effect
+UNLESS_IT_DIED = ("/bin/sh", "-c", 'test "$PPID" = "$0" && exec "$@"')  # closes the race before setpriv takes effect
 VARIABLES = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/work", "LANG": "C.UTF-8", "TERM": "dumb"}
 
 
@@ -41,9 +41,9 @@ class ShellResult(msgspec.Struct, frozen=True, kw_only=True):
     output: str
     code: int
     timed_out: bool = False
-    cut: bool = False  # there was more output than could be kept
-    is_full: bool = False  # the folder is over its limit: nothing can be written until something is removed
-    out_of_memory: bool = False  # its processes exceeded their memory limit, and were killed
+    cut: bool = False  # whether there was more output than could be kept
+    is_full: bool = False  # whether the folder is over its limit: nothing can be written until something is removed
+    out_of_memory: bool = False  # whether its processes exceeded their memory limit and were killed
 
 
 class ShellSandbox:
@@ -62,7 +62,7 @@ class ShellSandbox:
         self._folder: BackendFolder | None = None
         self._limit = FolderUse(work_mb_max, files_max)
         self._memory_mb_max = memory_mb_max
-        self._use = FolderUse(0, 0)  # after the last command
+        self._use = FolderUse(0, 0)  # disk usage after the last command
 
     async def start(self) -> None:
         """Make the folder. Raises `Refused` if this machine cannot create sandboxes."""
@@ -70,7 +70,7 @@ class ShellSandbox:
         self.address = self._folder.path
         for name in ("root", "work"):
             (Path(self.address) / name).mkdir()
-        if os.geteuid() == 0:  # root drops its privileges: inside, it would still own root's files outside
+        if os.geteuid() == 0:  # root drops its privileges: even inside the sandbox, it would own root's files outside
             for each in (self.address, f"{self.address}/root", f"{self.address}/work"):
                 os.chown(each, NOBODY, NOBODY)
         await self._check()
@@ -127,7 +127,7 @@ class ShellSandbox:
         self._use = await use_of(f"{self.address}/work")
         said = output.decode(errors="replace")
         if self._is_full:
-            said += f"\n[/work holds more than {self._limits()}: remove files before anything is written]\n"
+            said += f"\n[/work holds more than {self._limits()}: remove files before writing anything]\n"
         if out_of_memory := _has_returned(eating):
             said += f"\n[killed: its processes took more than {self._memory_mb_max} MiB of memory together]\n"
         return ShellResult(
@@ -163,7 +163,7 @@ class ShellSandbox:
         return f"{self._limit.megabytes} MiB or {self._limit.files} files"
 
     async def _kill_when_full(self, group: int) -> None:
-        """Kill a command that fills the folder. If the folder is already over its limit, a command may only remove
+        """Kill a command that fills the folder. If the folder is already over its limit, commands may only remove
         files."""
         most_mb = max(self._limit.megabytes, self._use.megabytes)
         most_files = max(self._limit.files, self._use.files)

@@ -1,6 +1,6 @@
 """OpenEnv's messages on a WebSocket: one request at a time, each with one answer.
 
-`Rpc` also contains the JSON-RPC methods that our servers add; other servers answer them with an error.
+`Rpc` also includes the JSON-RPC methods that our servers add; other servers answer them with an error.
 """
 
 import json
@@ -12,8 +12,8 @@ import msgspec
 from bombus.errors import in_one_line
 from bombus.hive.failures import FailureKind
 
-MESSAGE_BYTES_MAX = 16 << 20  # an observation may contain an image
-SESSION_HEADER = "x-bombus-session"  # in the handshake's response: a server of ours, and the session has a slot
+MESSAGE_BYTES_MAX = 16 << 20  # large because an observation may contain an image
+SESSION_HEADER = "x-bombus-session"  # in the handshake's response, if the server is ours and the session has a slot
 
 
 class WireError(StrEnum):
@@ -28,7 +28,7 @@ class WireError(StrEnum):
     SESSION_ERROR = "SESSION_ERROR"
 
 
-# A session cannot be used after one of these errors.
+# After any of these errors, a session cannot be used.
 FATAL = frozenset({WireError.CAPACITY_REACHED, WireError.FACTORY_ERROR, WireError.SESSION_ERROR})
 
 
@@ -60,7 +60,7 @@ class RpcError:
 
 
 class CloseCode:
-    """Why the server, rather than the client, closed a WebSocket."""
+    """The reasons why a server closes a WebSocket."""
 
     BROKEN = 4500
     LAPSED = 4408
@@ -91,7 +91,7 @@ class RpcRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NotARequest(ValueError):
-    """Raised for bytes that are not a JSON-RPC request. `code` is the error code of the answer."""
+    """These bytes are not a JSON-RPC request. `code` is the error code for the answer."""
 
     def __init__(self, code: int, why: str) -> None:
         super().__init__(why)
@@ -99,11 +99,11 @@ class NotARequest(ValueError):
 
 
 class NotSendable(ValueError):
-    """Raised for a message that is too large or cannot be encoded as JSON."""
+    """A message is too large or cannot be encoded as JSON."""
 
 
 class NotAMessage(ValueError):
-    """Raised for bytes that are not a message. `code` is the error code of the answer."""
+    """These bytes are not a message. `code` is the error code for the answer."""
 
     def __init__(self, code: WireError, why: str) -> None:
         super().__init__(why)
@@ -158,7 +158,7 @@ def decode_rpc(body: bytes) -> RpcRequest:
 
 
 def error_message(code: WireError, why: str, failure: FailureKind | None = None) -> WireMessage:
-    """Return an error. `failure` is a field of our servers alone: what ended the session."""
+    """Return an error. `failure`, a field that only our servers send, says what ended the session."""
     data = {"message": why, "code": code.value}
     return WireMessage(type="error", data=data if failure is None else {**data, "failure": failure.value})
 

@@ -21,7 +21,7 @@ TOOLS_MAX = 128
 
 
 class WrongClass(BombusError):
-    """A class cannot be used as an environment. `problems` contains the reasons as sentences."""
+    """A class cannot be used as an environment. `problems` lists the reasons as sentences."""
 
     def __init__(self, name: str, problems: tuple[str, ...]) -> None:
         super().__init__(f"{name} cannot be used as an environment. " + " ".join(problems))
@@ -29,7 +29,7 @@ class WrongClass(BombusError):
 
 
 class MarkedMethod(msgspec.Struct, frozen=True, kw_only=True):
-    """A decorated method. `names` are the arguments that it takes."""
+    """A decorated method. `names` are the names of its arguments."""
 
     name: str
     mark: MethodMark
@@ -37,7 +37,7 @@ class MarkedMethod(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlainClass(msgspec.Struct, frozen=True, kw_only=True):
-    """A description of a class that is an environment. A class with `play` has agents and no tools."""
+    """The description of a class that is an environment. A class with `play` has agents and no tools."""
 
     name: str
     tools: dict[str, MethodTool] = {}
@@ -54,7 +54,7 @@ class PlainClass(msgspec.Struct, frozen=True, kw_only=True):
 def describe(kind: type, *, is_made: bool = False) -> PlainClass:
     """Describe a class as an environment. Raises `WrongClass` with all of its mistakes.
 
-    `is_made` means that instances exist already, so that it is not checked whether the class can be instantiated.
+    `is_made` means that an instance already exists. Then there is no check that the class can be instantiated.
     """
     if issubclass(kind, BaseModel):
         why = "It is a pydantic model, whose own methods would be tools: use a plain class that holds a model."
@@ -226,7 +226,8 @@ class _Reading:
 
 
 def _layers(found: object) -> Iterator[object]:
-    """Yield an attribute of a class, and the function that it wraps, such as that of a static method or a property."""
+    """Yield an attribute of a class, and the functions inside it, such as the function of a static method or a
+    property."""
     yield found
     for name in ("__func__", "fget", "func", "__wrapped__"):
         if callable(layer := getattr(found, name, None)):

@@ -39,9 +39,9 @@ from bombus.sdk.types import Task
 
 log = logging.getLogger("bombus")
 
-CLOSE_S = 60.0  # for a coroutine that closes an environment whose methods have taken too long
-REPR_CHARACTERS = 200  # of a method's return value, in an error
-TOOLS_NAMED = 20  # in the message about an unknown tool
+CLOSE_S = 60.0  # time for a coroutine to close an environment whose methods have taken too long
+REPR_CHARACTERS = 200  # length at which a method's return value is cut in an error
+TOOLS_NAMED = 20  # the most tools listed in the message about an unknown one
 
 
 class PlainInstance:
@@ -53,9 +53,9 @@ class PlainInstance:
     """
 
     def __init__(self, made: object, is_stopped: Callable[[], bool] | None = None) -> None:
-        """`made` is an instance, a class, or a function that makes an instance. Raises `WrongClass`.
+        """Take an instance, a class, or a function that makes an instance. Raises `WrongClass`.
 
-        `is_stopped`, if given, says whether the task that calls a method was cancelled (see `contained_here`).
+        `is_stopped`, if given, returns whether the task that calls a method was cancelled (see `contained_here`).
         """
         is_made = not (inspect.isclass(made) or inspect.isroutine(made) or isinstance(made, partial))
         self._instance: object | None = made if is_made else None
@@ -64,7 +64,7 @@ class PlainInstance:
         if is_made or inspect.isclass(made):
             self._description = describe(made if inspect.isclass(made) else type(made), is_made=is_made)
         self._is_stopped = is_stopped
-        self._lost: EnvironmentLost | None = None  # why the environment is given up
+        self._lost: EnvironmentLost | None = None  # why the environment was given up
         self._closed = False
         self._used = asyncio.Lock()
         self._idle: list[InstanceThread] = []
@@ -72,7 +72,7 @@ class PlainInstance:
 
     @property
     def description(self) -> PlainClass:
-        """The description of the class. It is known once the instance has been made."""
+        """The description of the class. It is available once the instance has been made."""
         assert self._description is not None, "the instance must be made first"
         return self._description
 
@@ -96,7 +96,7 @@ class PlainInstance:
                     self._instance = await contained_here(made)
             except InfraError:
                 raise
-            except Exception as error:  # any error of the class's own code means that there is no environment
+            except Exception as error:  # any error in the class's own code means that there is no environment
                 raise ResetFailed(f"the environment could not be made: {with_place(error)}") from error
             if inspect.isclass(made := self._instance):
                 self._instance = None
@@ -106,18 +106,18 @@ class PlainInstance:
         return self._instance
 
     def _check_unshared(self) -> None:
-        """Raise `WrongClass` if a function returned an instance that another episode is playing."""
+        """Raise `WrongClass` if a function returned an instance that another episode is already playing."""
         made = self._instance
         with _PLAYED_LOCK:
             other = _PLAYED.setdefault(id(made), self)
             if other is not self and other._instance is made and not other._closed:
-                self._instance = None  # the other one closes it
+                self._instance = None  # the other episode closes it
                 why = "Its function returned the same instance for two episodes: make a new one at each call."
                 raise WrongClass(type(made).__name__, (why,))
             _PLAYED[id(made)] = self
 
     async def give_away(self) -> object:
-        """Return the instance, which the caller must close, and end the threads."""
+        """Return the instance, which the caller must then close, and end the threads."""
         made, self._instance = self._instance, None
         await self.close()
         return made
@@ -149,17 +149,16 @@ class PlainInstance:
         return await contained_here(found, is_stopped) if inspect.isawaitable(found) else found
 
     def give_up(self, name: str) -> None:
-        """Mark the environment as lost, because a coroutine of it keeps running although it was cancelled."""
+        """Mark the environment as lost, because one of its coroutines kept running after it was cancelled."""
         self._lost = went_on(name)
 
     def can_cancel(self, name: str) -> bool:
-        """Whether a call of this tool can be cancelled: only if it is a coroutine, since a thread cannot be
-        cancelled."""
-        is_tool = name in self.description.tools  # the model may give the name of any attribute
+        """Whether a call of this tool can be cancelled. Only coroutines can be; a thread cannot."""
+        is_tool = name in self.description.tools  # the name comes from the model, and may be that of any attribute
         return is_tool and inspect.iscoroutinefunction(getattr(self._instance, name))
 
     async def asked(self, method: MarkedMethod, values: Mapping[str, object]) -> Any:
-        """Call a decorated method with the arguments that it names. Raises `MethodFailed` if it fails."""
+        """Call a decorated method with the arguments that it declares. Raises `MethodFailed` if it fails."""
         named = f"{self.description.name}.{method.name}"
         kind = _failure_of(method)
         try:
@@ -170,16 +169,16 @@ class PlainInstance:
         except InfraError as error:
             error.attribute_to(kind)
             raise
-        except Exception as error:  # the class's own code: an episode that cannot be scored has no reward
+        except Exception as error:  # any error in the class's own code: an episode that cannot be scored has no reward
             raise MethodFailed(f"{named} failed: {with_place(error)}", kind) from error
 
     async def tells(self, method: MarkedMethod, values: Mapping[str, object]) -> bool:
-        """Call a decorated method that returns true or false. Raises `MethodFailed` if the result is neither, such as
-        an array."""
+        """Call a decorated method that returns true or false. Raises `MethodFailed` for any other result, such as an
+        array."""
         found = await self.asked(method, values)
         try:
             return bool(found)
-        except Exception as error:  # from the code of the returned value
+        except Exception as error:  # raised by the returned value's own code
             raise MethodFailed(
                 f"{self.description.name}.{method.name} returned {_shown(found)}, which is neither true nor false: "
                 f"{in_one_line(error)}",
@@ -221,8 +220,8 @@ class PlainInstance:
     async def close(self) -> None:
         """Call the class's `close`, and end the threads.
 
-        If methods have not ended in time, `close` runs once they do: in the thread of the last one, or in a task after
-        a coroutine that keeps running although it was cancelled.
+        If a method is still running after its time limit, `close` runs once that ends: in the thread of the last such
+        method, or in a task after a coroutine that kept running although it was cancelled.
         """
         if self._used.locked() and not self._stuck and _has_close(self._instance):
             await self._wait_until_unused()
@@ -234,7 +233,7 @@ class PlainInstance:
             elif self._instance is not None and _has_close(self._instance):
                 async with self._used:
                     await self._called(self._instance.close, {})  # type: ignore[attr-defined]
-        except Exception as error:  # the class's own code: the episode is over, and its reward is known
+        except Exception as error:  # any error in the class's own code: the episode is over, and its reward is known
             log.warning("%s.close failed: %s", type(self._instance).__name__, with_place(error))
         finally:
             self._closed = True
@@ -243,7 +242,7 @@ class PlainInstance:
             self._idle.clear()
 
     async def _wait_until_unused(self) -> None:
-        """Wait for the running method. If this is cancelled, the environment is closed once that method ends."""
+        """Wait for the running method. If this wait is cancelled, the environment is closed once that method ends."""
         try:
             async with self._used:
                 pass
@@ -269,41 +268,41 @@ class PlainInstance:
                 if left:
                     return
             instance: Any = self._instance
-            if not _has_close(instance):  # or there is no instance, because it could not be made
+            if not _has_close(instance):  # or there is no instance, because making it failed
                 return
             try:
                 if inspect.iscoroutinefunction(instance.close):
                     asyncio.run_coroutine_threadsafe(instance.close(), loop).result(CLOSE_S)
                 else:
                     instance.close()
-            except Exception as error:  # the class's own code: its episode is over
+            except Exception as error:  # any error in the class's own code: its episode is over
                 log.warning("%s.close failed: %s", type(instance).__name__, with_place(error))
 
         for thread in self._stuck:
             thread.leave(ended)
 
 
-_PLAYED: WeakValueDictionary[int, PlainInstance] = WeakValueDictionary()  # by the id of the instance
+_PLAYED: WeakValueDictionary[int, PlainInstance] = WeakValueDictionary()  # keyed by the id of the instance
 _PLAYED_LOCK = threading.Lock()
-_CLOSING: set[asyncio.Task[None]] = set()  # tasks that close an environment once its coroutine ends
+_CLOSING: set[asyncio.Task[None]] = set()  # tasks that each close an environment once its coroutine ends
 
 
 class PlainEnvironment:
-    """A plain class as an environment: takes the class, an instance, or a function that makes one."""
+    """A plain class as an environment. Takes the class, an instance, or a function that makes an instance."""
 
     def __init__(self, made: object, is_stopped: Callable[[], bool] | None = None) -> None:
-        """A server passes `is_stopped`, which says whether it has cancelled the task that makes a call.
+        """A server passes `is_stopped`, which returns whether it has cancelled the task that makes a call.
 
-        A tool call then gets no further task, and the server does not wait for a call that keeps running after a
-        cancellation.
+        Tool calls then run in that task instead of a separate one, and the server does not wait for a call that keeps
+        running after it was cancelled.
         """
         self.plain = PlainInstance(made, is_stopped)
         self._is_served = is_stopped is not None
-        self.task = Task()  # the open episode's own copy: the class's changes to it affect no other episode
+        self.task = Task()  # the open episode's own copy: changes by the class affect no other episode
 
     @property
     def tools_run_together(self) -> bool:
-        """Whether the tool calls of one answer may run at the same time."""
+        """Whether the tool calls in one answer may run at the same time."""
         return self.plain.description.tools_run_together
 
     async def open(self, task: Task) -> Opening:
@@ -314,7 +313,7 @@ class PlainEnvironment:
             first = await self.plain.call("reset", {"task": task})
         except InfraError:
             raise
-        except Exception as error:  # the class's own code: an environment that was not reset is never played
+        except Exception as error:  # any error in the class's code: an environment that was not reset is never played
             raise ResetFailed(f"{description.name}.reset failed: {with_place(error)}") from error
         messages = _messages_of(first, description.name)
         try:
@@ -344,7 +343,7 @@ class PlainEnvironment:
         except InfraError as error:
             error.attribute_to(FailureKind.TOOL)
             raise
-        except Exception as error:  # any error of the tool's own code is shown to the model, which continues
+        except Exception as error:  # any error in the tool's own code is shown to the model, which continues
             return ToolOutcome(text=in_one_line(error), failed=True)
 
     async def is_over(self, transcript: Transcript) -> bool:
@@ -398,11 +397,11 @@ async def metrics_of(
 
 
 def number_of(value: object, where: str) -> float:
-    """Return a method's result as a number. Raises `MethodFailed` unless it is a finite number."""
+    """Return a method's result as a number. Raises `MethodFailed` if it is not a finite number."""
     try:
         found = episodes.reward_number(value)
     except ValueError as error:
-        raise MethodFailed(f"{where} returned no number: {error}") from error
+        raise MethodFailed(f"{where} did not return a number: {error}") from error
     if not math.isfinite(found):
         raise MethodFailed(f"{where} returned {found}, which is not a finite number")
     return found
@@ -411,7 +410,7 @@ def number_of(value: object, where: str) -> float:
 def _shown(value: object) -> str:
     try:
         return repr(value)[:REPR_CHARACTERS]
-    except Exception:  # the class's own code: the type is enough
+    except Exception:  # any error in the class's own code: the name of the type will do
         return f"something of the type {type(value).__name__}"
 
 
@@ -432,6 +431,6 @@ def _readable(message: Mapping[str, Any]) -> MessageDict:
 
 def _no_tool(name: str, tools: list[str]) -> str:
     if not tools:
-        return f"there is no tool {name!r}: there are no tools"
+        return f"there is no tool {name!r}: this environment has no tools"
     more = f", and {len(tools) - TOOLS_NAMED} more" if len(tools) > TOOLS_NAMED else ""
-    return f"there is no tool {name!r}: there is {', '.join(tools[:TOOLS_NAMED])}{more}"
+    return f"there is no tool {name!r}: the tools are {', '.join(tools[:TOOLS_NAMED])}{more}"

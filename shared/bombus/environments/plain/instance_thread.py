@@ -1,5 +1,5 @@
-"""Threads for the environment methods that are not coroutines. A method that hangs blocks neither the event loop nor
-the program's exit."""
+"""Threads for environment methods that are not coroutines. A method that hangs blocks neither the event loop nor the
+program's exit."""
 
 import asyncio
 import contextvars
@@ -24,10 +24,11 @@ async def in_a_thread(call: Callable[[], T], name: str) -> T:
 
 
 class InstanceThread:
-    """A thread that runs functions one after another. Methods of an environment that do not overlap share one thread,
-    so that a database connection stays usable if it belongs to the thread that opened it.
+    """A thread that runs functions one after another. The methods of an environment that may not overlap share one
+    thread, so that a database connection stays usable if it belongs to the thread that opened it.
 
-    A function that hangs cannot be cancelled: the thread is then marked `is_stuck`, and left until the program exits.
+    A function that hangs cannot be cancelled: the thread is then marked `is_stuck`, and left alone until the program
+    exits.
     """
 
     def __init__(self, name: str) -> None:
@@ -38,7 +39,7 @@ class InstanceThread:
         self._thread.start()
 
     async def run(self, call: Callable[[], T]) -> T:
-        """Return the function's result, or raise its exception. If the caller is cancelled, it does not wait for the
+        """Return the function's result, or raise its exception. A caller that is cancelled does not wait for the
         function."""
         work: Future[T] = Future()
         self._works.put((work, contextvars.copy_context(), call))
@@ -49,12 +50,12 @@ class InstanceThread:
             raise
 
     def leave(self, last: Callable[[], object]) -> None:
-        """Queue one last function for when the thread is no longer stuck; the thread ends after it."""
+        """Queue a final function, after which the thread ends. It runs once the thread is no longer stuck."""
         self._works.put((Future(), contextvars.copy_context(), last))
         self._works.put(None)
 
     async def close(self) -> None:
-        """End the thread, and wait for its end unless it is stuck."""
+        """End the thread. Wait for that unless the thread is stuck."""
         self._works.put(None)
         if not self.is_stuck:
             await asyncio.shield(asyncio.wrap_future(self._ended))
@@ -66,7 +67,7 @@ class InstanceThread:
             if done.set_running_or_notify_cancel():
                 try:
                     done.set_result(context.run(call))
-                except BaseException as error:  # any error of the method is raised in its caller
+                except BaseException as error:  # raise any error of the method in its caller
                     is_handed_on = isinstance(error, Exception) and not isinstance(error, StopIteration)
                     done.set_exception(error if is_handed_on else RuntimeError(f"it raised {error!r}"))
             del work, done, call

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import msgspec
 
-SETTLE_S = 2.0  # for threads and processes that are ending
+SETTLE_S = 2.0  # time for threads and processes to end
 LOOK_S = 0.02
 SHOWN = 5
-_OF_THE_LOOP = "asyncio_"  # threads of `asyncio.to_thread`, which are kept for reuse
-_PROC = Path("/proc")  # without it, as on macOS, open files and processes are not checked
+_OF_THE_LOOP = "asyncio_"  # prefix of threads of `asyncio.to_thread`, which are kept for reuse
+_PROC = Path("/proc")  # where this is missing, as on macOS, open files and processes are not checked
 
 
 class Footprint(msgspec.Struct, frozen=True, kw_only=True):
-    """Threads, asyncio tasks, open files, child processes, and the entries of some folders, each counted by name."""
+    """Threads, asyncio tasks, open files, child processes, and the contents of some folders, each counted by name."""
 
     threads: Counter[str]
     tasks: Counter[str]
@@ -28,7 +28,7 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def footprint(*folders: Path) -> Footprint:
-    """Return the current resources of this process, and the entries of these folders."""
+    """Return the current resources of this process, and the contents of these folders."""
     this = asyncio.current_task()
     return Footprint(
         threads=Counter(thread.name for thread in threading.enumerate() if not thread.name.startswith(_OF_THE_LOOP)),
@@ -40,7 +40,7 @@ def footprint(*folders: Path) -> Footprint:
 
 
 async def left_behind(before: Footprint, *folders: Path) -> list[str]:
-    """Describe the resources that were not there `before`. Those about to end get some time to do so."""
+    """Describe the resources that did not exist `before`. Those that are about to end get some time to do so."""
     deadline = time.monotonic() + SETTLE_S
     while True:
         found = list(_more(before, footprint(*folders)))
@@ -81,6 +81,6 @@ def _children() -> Iterator[str]:
             try:
                 name, _, rest = (entry / "stat").read_text().partition("(")[2].rpartition(")")
             except OSError:
-                continue  # it has just ended
+                continue  # the process has just ended
             if rest.split()[1] == str(os.getpid()):
                 yield f"{name} {entry.name}"

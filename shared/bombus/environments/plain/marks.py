@@ -21,9 +21,9 @@ class MethodKind(StrEnum):
 
 
 class MethodMark(msgspec.Struct, frozen=True, kw_only=True):
-    """The data of a decorator. A reward lies from `low` to `high`, and is multiplied by `weight`.
+    """What a decorator says about its method. A reward lies between `low` and `high`, and is multiplied by `weight`.
 
-    `role` names the agents of a `play` whose calls get the reward; if empty, all of them do.
+    `role` names the agents of a `play` whose calls get the reward. If it is empty, all calls do.
     """
 
     kind: MethodKind
@@ -46,9 +46,9 @@ def reward(
 def reward(
     given: MethodT | float | None = None, /, *, weight: float = 1.0, role: str = "", low: float = 0.0, high: float = 1.0
 ) -> MethodT | Callable[[MethodT], MethodT]:
-    """Decorate a method that returns a part of the reward: the episode's reward is the weighted sum of all parts.
+    """Decorate a method that returns one part of the reward: the episode's reward is the weighted sum of all parts.
 
-    `@reward(0.5)` is `@reward(weight=0.5)`.
+    `@reward(0.5)` means `@reward(weight=0.5)`.
     """
     if isinstance(given, int | float):
         weight, given = given, None
@@ -60,7 +60,7 @@ def metric(method: MethodT, /) -> MethodT: ...
 @overload
 def metric() -> Callable[[MethodT], MethodT]: ...
 def metric(method: MethodT | None = None, /) -> MethodT | Callable[[MethodT], MethodT]:
-    """Decorate a method whose number is reported with the episode, but is not a part of its reward."""
+    """Decorate a method whose result, a number, is reported with the episode but is not part of its reward."""
     return _mark(method, MethodMark(kind=MethodKind.METRIC))
 
 
@@ -83,7 +83,7 @@ def stop(method: MethodT | None = None, /) -> MethodT | Callable[[MethodT], Meth
 
 
 def mark_of(method: object) -> MethodMark | None:
-    """Return the mark that a decorator of this module has put on a method, or None."""
+    """Return the mark that a decorator in this module has put on a method, or None."""
     found = getattr(method, _ATTRIBUTE, None)
     return found if isinstance(found, MethodMark) else None
 

@@ -1,4 +1,4 @@
-"""Several agents in one episode: a plain class whose `play` asks them, with each call under its agent's role."""
+"""Several agents in one episode: a plain class has a `play` method that asks them; each call has its agent's role."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ ROLE_CHARACTERS = 64  # the longest role name that a hive stores
 
 
 class BudgetSpent(BombusError):
-    """The calls of the episode's agents have used up its turns or its tokens, as `kind` says.
+    """The calls of the episode's agents have used up its turns or its tokens; `kind` says which.
 
     The episode is truncated, unless `play` catches this.
     """
@@ -53,7 +53,7 @@ class AgentCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RewardedCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call's share of the reward. `call` is its id on the log."""
+    """A call's part of the reward. `call` is its id on the log."""
 
     role: str
     call: str
@@ -82,7 +82,7 @@ class PlayAgent(msgspec.Struct, frozen=True):
 
 
 class PlayAgents(Mapping[str, PlayAgent]):
-    """The agents of an episode by their roles. An agent is created for any role that is looked up."""
+    """The agents of an episode by role. Looking up a role creates its agent."""
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
@@ -90,7 +90,7 @@ class PlayAgents(Mapping[str, PlayAgent]):
 
     def __getitem__(self, role: str) -> PlayAgent:
         if not (0 < len(role) <= ROLE_CHARACTERS and role.isascii() and role.isprintable()):
-            raise ValueError(f"the role {role!r} is not a text of 1 to {ROLE_CHARACTERS} printable ASCII characters")
+            raise ValueError(f"the role {role!r} must consist of 1 to {ROLE_CHARACTERS} printable ASCII characters")
         return self._agents.setdefault(role, PlayAgent(role, self._ask))
 
     def __contains__(self, role: object) -> bool:
@@ -106,7 +106,7 @@ class PlayAgents(Mapping[str, PlayAgent]):
 class Play:
     """One episode of a class with `play`. `calls` contains its agents' calls, in the order of their answers.
 
-    Once the episode is scored, `numbers` contains the numbers that each reward gave its calls.
+    Once the episode is scored, `numbers` contains what each reward method returned for its calls.
     """
 
     def __init__(self, instance: PlainInstance, task: Task, budgets: RolloutBudgets, transcript: Transcript) -> None:
@@ -118,7 +118,7 @@ class Play:
         self._transcript = transcript
         self._asked = 0
         self._under_way: set[asyncio.Task[ChatAnswer]] = set()
-        self._answers: list[AgentCall] = []  # including those that arrive after the play
+        self._answers: list[AgentCall] = []  # including answers that arrive after `play` has ended
 
     async def run(self, ask: Ask) -> RolloutStatus:
         """Run the class's `play`. Raises `InfraError`.
@@ -143,7 +143,7 @@ class Play:
                 self._transcript.failure = found.kind
                 return RolloutStatus.TRUNCATED
             raise (found if isinstance(found, InfraError) else _failed(name, found)) from error
-        except Exception as error:  # the class's own code: an episode whose `play` failed has no reward
+        except Exception as error:  # any error in the class's own code: an episode whose `play` failed has no reward
             raise _failed(name, error) from error
         finally:
             for asking in self._under_way:
@@ -192,8 +192,8 @@ class Play:
     async def score(self) -> tuple[RolloutScores, tuple[RewardedCall, ...]]:
         """Return the scores, and the reward of each call. Raises `MethodFailed`.
 
-        A reward with a role applies only to the calls of that role; one without a role applies to all calls. A method
-        may return a list with one number for each of its calls.
+        A reward with a role applies only to that role's calls; one without a role applies to all calls. A method may
+        return a list with one number for each of its calls.
         """
         description = self._instance.description
         by_call = [0.0] * len(self.calls)

@@ -13,25 +13,25 @@ from bombus.environments.kinds import ToolSchema, Transcript
 from bombus.errors import in_one_line, without_surrogates
 from bombus.sdk.types import Task
 
-PROBLEMS_SHOWN = 5  # with the arguments of one call
-ARRAY_NUMBERS_MAX = 1000  # shown in full; a larger array is shortened as NumPy prints it
+PROBLEMS_SHOWN = 5  # the most problems reported about one call's arguments
+ARRAY_NUMBERS_MAX = 1000  # the largest array shown in full; larger ones are shortened as NumPy prints them
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?):\s*$", re.MULTILINE)
 _ARGUMENT = re.compile(r"^(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")
 
 
 class BadArguments(ValueError):
-    """The arguments of a call do not fit its tool. The text tells the model which ones."""
+    """The arguments of a call do not fit its tool. The text tells the model which of them do not."""
 
 
 class NoTool(ValueError):
-    """A method cannot be a tool; the text gives the reason as a clause."""
+    """A method cannot be a tool. The text gives the reason as a clause."""
 
 
 class MethodTool(msgspec.Struct, frozen=True, kw_only=True):
     """A public method of a plain class that the model can call."""
 
     schema: ToolSchema
-    arguments: type[BaseModel]  # its fields are p0, p1, ..., whose aliases are the method's own names
+    arguments: type[BaseModel]  # its fields are p0, p1, ..., with the method's own names as aliases
     names: tuple[str, ...]
 
     @property
@@ -44,7 +44,7 @@ class MethodTool(msgspec.Struct, frozen=True, kw_only=True):
             found = self.arguments.model_validate_json(text.strip() or "{}")
         except ValidationError as error:
             raise BadArguments(_why_not(error)) from error
-        except Exception as error:  # from the code of their types, such as `__post_init__`: the model chose the values
+        except Exception as error:  # raised by the types' own code, such as `__post_init__`: the model chose the values
             raise BadArguments(in_one_line(error)) from error
         return {name: getattr(found, f"p{index}") for index, name in enumerate(self.names)}
 
@@ -89,7 +89,7 @@ def tool_of(name: str, method: Callable[..., Any]) -> MethodTool:
     try:
         arguments = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
         schema = arguments.model_json_schema(by_alias=True)
-    except Exception as error:  # from pydantic or the types' own code: in any case there is no schema
+    except Exception as error:  # raised by pydantic or by the types' own code: either way there is no schema
         raise NoTool(f"its arguments have no JSON schema: {in_one_line(error)}") from error
     return MethodTool(
         schema=ToolSchema(name=name, description=documented.summary, parameters=_without_titles(schema)),
@@ -99,10 +99,10 @@ def tool_of(name: str, method: Callable[..., Any]) -> MethodTool:
 
 
 def text_of(value: object) -> str:
-    """Return a tool's result as the text that is shown to the model: JSON, unless it is a text already.
+    """Return a tool's result as the text that is shown to the model: JSON, unless it is a string already.
 
-    Bytes are decoded as text, such as a program's output. Raises `TypeError` for a generator, and any error of the
-    value's own `__str__`.
+    Bytes, such as a program's output, are decoded as text. Raises `TypeError` for a generator, and any error that the
+    value's own `__str__` raises.
     """
     if value is None:
         return ""
@@ -146,8 +146,8 @@ def _hints_of(method: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _read_docstring(text: str) -> _Docstring:
-    """Return the text before the sections of a docstring, and the description of each argument in its arguments
-    section."""
+    """Return the text before the sections of a docstring, and the description of each argument in its section on
+    arguments."""
     parts = _SECTION.split(text)
     sections = dict(zip(parts[1::2], parts[2::2]))
     about = next((sections[name] for name in ("Args", "Arguments", "Parameters") if name in sections), "")
@@ -155,7 +155,7 @@ def _read_docstring(text: str) -> _Docstring:
 
 
 def _arguments(section: str) -> Iterator[tuple[str, str]]:
-    """Yield the name and the description of each argument; lines indented more deeply continue the one above."""
+    """Yield the name and description of each argument. Lines that are indented further continue the one above."""
     name, words = "", ""
     margin = None
     for line in section.splitlines():

@@ -1,4 +1,4 @@
-"""Tries a plain class without a model: carries out its gold solution, or does nothing."""
+"""Tries out a plain class without a model, by carrying out its gold solution or by doing nothing."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,8 @@ from bombus.environments.plain.play import Play
 from bombus.errors import BombusError
 from bombus.sdk.types import Task
 
-CALLS_MAX = 10_000  # in a gold solution
-ANSWERS_MAX = 10_000  # for the agents of a `play` that might never end
+CALLS_MAX = 10_000  # the most calls in a gold solution
+ANSWERS_MAX = 10_000  # the most answers to the agents of a `play`, which might never end
 
 
 class WrongGold(BombusError):
@@ -34,7 +34,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[MessageDict]
     outcomes: tuple[ToolOutcome, ...]
     scores: RolloutScores
-    numbers: dict[str, list[float]] = {}  # the numbers that each reward gave the calls of a `play`
+    numbers: dict[str, list[float]] = {}  # what each reward method returned for the calls of a `play`
 
 
 def solution_of(found: object, name: str) -> GoldSolution:
@@ -65,7 +65,7 @@ def _no_gold(name: str, found: object) -> str:
 
 
 async def tried(environment: PlainEnvironment, task: Task, *, gold: bool) -> Trial:
-    """Open the environment, carry out its gold solution or nothing, and score it. It stays open."""
+    """Open the environment, carry out its gold solution or nothing, and score it. It is left open."""
     opening = await environment.open(task)
     description = environment.plain.description
     solution = GoldSolution()
@@ -75,7 +75,7 @@ async def tried(environment: PlainEnvironment, task: Task, *, gold: bool) -> Tri
 
 
 async def carried_out(environment: PlainEnvironment, messages: Sequence[MessageDict], solution: GoldSolution) -> Trial:
-    """Carry out a solution in an environment that is open, and score it."""
+    """Carry out a solution in an open environment, and score it."""
     transcript = Transcript(messages=list(messages))
     outcomes: list[ToolOutcome] = []
     for call in solution.calls:
@@ -98,7 +98,7 @@ async def carried_out(environment: PlainEnvironment, messages: Sequence[MessageD
 
 
 async def tried_play(environment: PlainEnvironment, task: Task, *, gold: bool) -> Trial:
-    """Run a class with `play`, giving the answers of its gold solution in order, and then empty texts."""
+    """Run a class with `play`, answering with its gold solution in order, and with empty texts after that."""
     answers: list[str] = []
     if gold:
         await environment.plain.make()

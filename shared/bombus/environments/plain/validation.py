@@ -1,4 +1,4 @@
-"""Checks of a plain class before training on it: its gold solution, reward ranges, determinism, isolation and leaks."""
+"""Checks of a plain class before training on it: gold solution, reward ranges, determinism, isolation and leaks."""
 
 import asyncio
 import os
@@ -23,9 +23,9 @@ SLACK = 1e-6  # tolerance for comparing rewards
 
 
 class CheckedTask(msgspec.Struct, frozen=True, kw_only=True):
-    """The problems that a check found with a task, as sentences. `skipped` is the reason if the check was not made.
+    """The problems that one check found with a task, as sentences. `skipped` is the reason if the check was not made.
 
-    `warning` is a sentence about something that may be intended, and does not fail the check.
+    `warning` is a sentence about something that may be intentional, and does not fail the check.
     """
 
     check: str
@@ -36,7 +36,7 @@ class CheckedTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClassValidation:
-    """Validates the class that `description` describes. With `needs_gold`, it must have a gold solution to pass."""
+    """Validates the class that `description` describes. With `needs_gold`, a class without a gold solution fails."""
 
     def __init__(self, kind: type, description: PlainClass, *, needs_gold: bool = False) -> None:
         self._kind = kind
@@ -49,7 +49,7 @@ class ClassValidation:
         try:
             async with asyncio.timeout(CHECK_S):
                 nothing, best = await contained(self._trials(task))
-        except Exception as error:  # any error of the class's own code is the finding
+        except Exception as error:  # any error in the class's own code is the finding
             return [CheckedTask(check="plays", problems=(f"It cannot be played: {_said(error)}.",))]
         return [
             CheckedTask(
@@ -70,7 +70,7 @@ class ClassValidation:
         try:
             async with asyncio.timeout(CHECK_S):
                 return CheckedTask(check=name, problems=await contained(_all(problems)))
-        except Exception as error:  # the class's own code
+        except Exception as error:  # any error in the class's own code
             return CheckedTask(check=name, problems=(f"It could not be played once more: {_said(error)}.",))
 
     @asynccontextmanager
@@ -114,7 +114,7 @@ class ClassValidation:
             mark, declared = method.mark, f"{method.mark.low:g} to {method.mark.high:g}"
             given = trial.numbers.get(method.name, [trial.scores.rewards[method.name]])
             for value in (each for each in given if not mark.low - SLACK <= each <= mark.high + SLACK):
-                yield f"The reward `{method.name}` was {value:g}, but is declared to lie from {declared}."
+                yield f"The reward `{method.name}` was {value:g}, but its declared range is {declared}."
 
     async def _determinism(self, task: Task, best: Trial) -> AsyncIterator[str]:
         again = await self._trial(task, gold=self._has_gold)
@@ -122,7 +122,7 @@ class ClassValidation:
             yield f"Played a second time, {each}."
 
     async def _isolation(self, task: Task, nothing: Trial, best: Trial) -> AsyncIterator[str]:
-        """Play one instance while another one, which must not be affected, is open."""
+        """Play one instance while another is open, which must not be affected."""
         async with self._environment() as one, self._environment() as other:
             opening = await other.open(task)
             await tried(one, task, gold=self._has_gold)
@@ -142,7 +142,7 @@ class ClassValidation:
 
 
 def _warning_of(nothing: RolloutScores) -> str:
-    """Return a warning if an empty answer without tool calls earns a reward or is a success, else ""."""
+    """Return a warning if an empty answer without tool calls earns a reward or counts as success, else ""."""
     if nothing.reward <= SLACK and not nothing.is_success:
         return ""
     how = "is a success" if nothing.is_success else f"earns the reward {nothing.reward:g}"
@@ -174,7 +174,7 @@ def _differences(first: Trial, second: Trial) -> Iterator[str]:
 
 @contextmanager
 def _temporary_folder() -> Iterator[Path]:
-    """Make temporary files go to a new folder while the block runs."""
+    """Redirect temporary files to a new folder while the block runs."""
     earlier, variable = tempfile.tempdir, os.environ.get("TMPDIR")
     with tempfile.TemporaryDirectory() as folder:
         tempfile.tempdir = os.environ["TMPDIR"] = folder

@@ -1,4 +1,4 @@
-"""`AsyncEnvPool`: several sessions at one server, opened all or none, in the caller's loop."""
+"""`AsyncEnvPool`: several sessions at one server, in the caller's event loop. Either all of them open, or none."""
 
 import asyncio
 import logging
@@ -38,7 +38,7 @@ GROUP_SIZE = 8
 POOL_MAX = 1024
 CLOSE_S = 5.0
 RECONNECT_S = 0.2
-ATTEMPT_S = 0.5  # roughly, to wait for all slots of a pool at once before giving up those that it has
+ATTEMPT_S = 0.5  # rough time to wait for all slots of a pool before giving back those it has
 ATTEMPT_S_MAX = 10.0
 ACHIEVED_AT = 0.5
 
@@ -59,8 +59,8 @@ class ResultRecorder(Protocol):
 class AsyncEnvPool:
     """A pool of `size` sessions at a server. `async with` opens all of them, or raises and leaves none open.
 
-    When a session dies, the episode that it played ends with `InfraError`. A new session takes its place the next time
-    that the pool is used. `group_size` is how many sessions play one task together: `$NUM_GENERATIONS` or 8 by default.
+    When a session dies, its episode ends with `InfraError`. A new session replaces it the next time that the pool is
+    used. `group_size` is how many sessions play one task together, by default `$NUM_GENERATIONS` or 8.
     """
 
     def __init__(  # noqa: PLR0913 - the options of a pool
@@ -74,7 +74,8 @@ class AsyncEnvPool:
         rollout: Callable[..., Any] | None = None,
         task: Task | None = None,
     ) -> None:
-        """`rollout` and `task` are the defaults of `run_group`, for a call that passes only one of the two."""
+        """Store the defaults of `run_group`: it may be called with only a rollout or only a task, and takes the other
+        from here."""
         if group_size is None:
             group_size = number_of(os.environ, GROUP_VARIABLE, GROUP_SIZE, 1, POOL_MAX)
         self.group_size = group_size
@@ -94,15 +95,15 @@ class AsyncEnvPool:
         self._taken: set[TakenSession] = set()
         self._connecting = asyncio.Lock()
         self._opening: asyncio.Task[list[EnvSession]] | None = None
-        self._using = asyncio.Lock()  # held while a group is stepped together, which needs the whole pool
+        self._using = asyncio.Lock()  # held while a group is stepped together, because that needs the whole pool
 
-    # ---- its life -------------------------------------------------------------------------------------------------
+    # ---- opening and closing ----------------------------------------------------------------------------------------
 
     async def connect(self) -> Self:
-        """Open all sessions. If one fails, close the others and raise the first error. You can then call it again.
+        """Open all sessions. If any fails, close the others and raise the first error. This can then be called again.
 
-        While a pool waits for slots (`wait_s`), it releases the slots that it has from time to time, so that two pools
-        connecting at once do not block each other.
+        While a pool waits for slots (`wait_s`), it releases those that it has from time to time, so that two pools
+        connecting at the same time do not block each other.
         """
         async with self._connecting:
             if not self._sessions:
@@ -113,13 +114,13 @@ class AsyncEnvPool:
         return self
 
     async def close(self, within_s: float = CLOSE_S) -> None:
-        """Give all slots back, and cut the sessions that have not answered after `within_s` seconds. Closing again does
+        """Give all slots back, and cut off sessions that have not answered after `within_s` seconds. Closing again does
         nothing."""
         if self._opening is not None:
             self._opening.cancel()
         sessions = [session for session in self._sessions if session is not None]
         self._sessions = []
-        self._taken = set()  # sessions given back after this are ignored
+        self._taken = set()  # sessions that are given back from now on are ignored
         self._idle.put_nowait(None)
         await close_all(sessions, within_s)
 
@@ -144,7 +145,7 @@ class AsyncEnvPool:
             self._opening = None
 
     async def _open_patiently(self) -> list[EnvSession]:
-        """Open all sessions within `wait_s`, in all-or-none attempts. Raises the last attempt's error."""
+        """Open all sessions within `wait_s`, in all-or-none attempts. Raises the error of the last attempt."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self.settings.wait_s
         attempt_s = ATTEMPT_S
@@ -166,7 +167,7 @@ class AsyncEnvPool:
         return f"a pool of {self.size} needs {self.size} free slots at once, but did not get them{waited} ({error})"
 
     async def _open(self, count: int, settings: SessionSettings) -> list[EnvSession]:
-        """Open sessions, all or none. Raises the first error."""
+        """Open sessions, either all or none. Raises the first error."""
         first: list[Exception] = []
 
         async def open_one() -> EnvSession:
@@ -181,7 +182,7 @@ class AsyncEnvPool:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             if not first:
                 return [task.result() for task in tasks]
-        except BaseException:  # cancelled: nothing stays open
+        except BaseException:  # cancelled: leave nothing open
             await _undo(tasks)
             raise
         await _undo(tasks)
@@ -196,8 +197,8 @@ class AsyncEnvPool:
     async def take(self, wait_s: float | None = None) -> "TakenSession":
         """Take a session for exclusive use until `give_back`. Raises `EnvironmentsBusy` and `EnvironmentLost`.
 
-        If the session has died, a new one is opened in its place. If the server is away, this waits for it for as long
-        as a session may take to connect.
+        A session that has died is replaced with a new one. If the server is unreachable, this waits as long as a
+        session may take to connect.
         """
         self._check_open()
         idle = self._idle
@@ -218,8 +219,8 @@ class AsyncEnvPool:
             self._idle.put_nowait(taken.number)
 
     async def _next_idle(self, idle: "asyncio.Queue[int | None]", limit_s: float) -> int:
-        """Return the number of an idle session. The queue is awaited in the caller's task, so that a cancellation loses
-        none."""
+        """Return the number of an idle session. The caller's own task awaits the queue, so that a cancellation loses no
+        session."""
         try:
             async with asyncio.timeout(limit_s):
                 number = await idle.get()
@@ -276,12 +277,12 @@ class AsyncEnvPool:
         *,
         retries: int = 0,
     ) -> list[T | InfraError]:
-        """Play a task `n` times at once, each in its own session, and return the results in order.
+        """Play a task `n` times concurrently, each in its own session, and return the results in order.
 
-        A pool that was made with a rollout or a task may be given only the other one here.
+        If the pool was made with a rollout or a task, the call may give only the other.
 
         A rollout whose environment was lost is replayed in another session, up to `retries` times for the whole group.
-        After that, its `InfraError` takes the place of a result. Any other error of a rollout cancels the others and is
+        After that, its `InfraError` takes the place of a result. Any other error in a rollout cancels the others and is
         raised here. An error that would end the program, such as `SystemExit`, is raised as `RuntimeError`.
         """
         played, by = self._task_and_rollout(task, rollout)
@@ -316,7 +317,7 @@ class AsyncEnvPool:
     def _task_and_rollout(
         self, task: Task | GroupRollout[T], rollout: GroupRollout[T] | None
     ) -> tuple[Task, GroupRollout[T]]:
-        """Return the task and the rollout to play, from the arguments or the pool's defaults. Raises `Refused`."""
+        """Return the task and rollout to play, from the arguments or the pool's defaults. Raises `Refused`."""
         given = task if isinstance(task, Task) else self._task
         by = rollout or (self._rollout if isinstance(task, Task) else task)
         if given is None or by is None:
@@ -328,8 +329,8 @@ class AsyncEnvPool:
         return given, by
 
     async def reset_group(self, task: Task, n: int | None = None) -> list[StepResult]:
-        """Reset the first `n` environments for the same task. Raises the first error, after which none of them may be
-        used."""
+        """Reset the first `n` environments for the same task. Raises the first error; none of them may be used after
+        that."""
         count = self._group_of(n)
         self._check_open()
         data = task.model_dump(mode="json")
@@ -344,8 +345,7 @@ class AsyncEnvPool:
         return [_raised(each) for each in done]
 
     async def run_group_step(self, actions: Sequence[Action | None]) -> list[StepOutcome | None]:
-        """Take a step in each of the first environments at the same time. An environment whose action is None is
-        skipped.
+        """Take a step in each of the first environments at the same time, skipping those whose action is None.
 
         Each environment's answer or error takes its own place in the list, and does not affect the others.
         """
@@ -384,7 +384,7 @@ class AsyncEnvPool:
     @asynccontextmanager
     async def _all_idle(self) -> AsyncIterator[None]:
         """Reserve all environments for a group that is stepped together. Rollouts wait until the block ends. Raises
-        `Refused` if some are in use."""
+        `Refused` if any are in use."""
         async with self._using:
             idle = self._idle
             if (used := self.size - idle.qsize()) > 0:
@@ -447,7 +447,7 @@ class PooledEnvironment:
 
 
 async def close_all(sessions: Sequence[EnvSession], within_s: float) -> None:
-    """Close sessions, and cut those that have not answered in time."""
+    """Close sessions, and cut off those that have not answered in time."""
     if not sessions:
         return
     closing = {asyncio.ensure_future(session.close()): session for session in sessions}
@@ -462,7 +462,7 @@ async def close_all(sessions: Sequence[EnvSession], within_s: float) -> None:
 
 
 async def _undo(tasks: Sequence["asyncio.Task[EnvSession]"]) -> None:
-    """Close the sessions that were opened, and stop opening more. If this is cancelled too, the sessions are cut."""
+    """Close the sessions that were opened, and stop opening more. If this is cancelled too, cut the sessions off."""
     try:
         for task in tasks:
             task.cancel()

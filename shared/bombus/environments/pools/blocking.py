@@ -1,4 +1,5 @@
-"""`EnvPool`: the same pool for programs without an event loop. Its own loop, in a thread, also sends the heartbeats."""
+"""`EnvPool`: the same pool for programs without an event loop. Its own loop runs in a thread, and also sends
+heartbeats."""
 
 import asyncio
 import contextlib
@@ -56,7 +57,7 @@ class LoopThread:
 
     @property
     def is_running(self) -> bool:
-        """Return whether the loop is running. It is not in a process that was forked from the one that started it."""
+        """Return whether the loop is running. After a fork, it does not run in the child process."""
         return self._thread.is_alive() and not self._is_stopped
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -70,8 +71,8 @@ class LoopThread:
     def run(self, work: Coroutine[Any, Any, T], limit_s: float | None = None) -> T:
         """Run a coroutine in the loop and return its result. Interrupting the caller cancels the coroutine.
 
-        Raises `Refused` in the loop's own thread, `EnvironmentLost` if the loop is stopped before the coroutine is
-        done, and `TimeoutError` after `limit_s`.
+        Raises `Refused` when called in the loop's own thread, `EnvironmentLost` if the loop is stopped before the
+        coroutine is done, and `TimeoutError` after `limit_s`.
         """
         try:
             self.check_caller()
@@ -91,14 +92,14 @@ class LoopThread:
             raise
 
     def check_caller(self) -> None:
-        """Raise `Refused` in the loop's own thread, which would wait for itself."""
+        """Raise `Refused` in the loop's own thread, which would be waiting for itself."""
         if threading.current_thread() is self._thread:
             why = "this pool cannot be used in its own coroutines, because they would wait for themselves"
             raise Refused(Code.WRONG_PHASE, f"{why}: use the environment that they are given, or an AsyncEnvPool")
 
     def stop(self) -> None:
-        """End the loop, and cancel everything that still waits in it. A coroutine that blocks the loop is not waited
-        for."""
+        """End the loop, and cancel everything that is still waiting in it. Do not wait for a coroutine that blocks the
+        loop."""
         if self.is_running:
             self._is_stopped = True
             self.loop.call_soon_threadsafe(self.loop.stop)
@@ -106,7 +107,8 @@ class LoopThread:
 
     def _run_loop(self) -> None:
         while not self._is_stopped:
-            # Such as `sys.exit` in a rollout: it is raised to the rollout's caller, and other rollouts continue.
+            # For instance, a rollout called `sys.exit`: that is raised to the rollout's caller, and other rollouts
+            # continue.
             with contextlib.suppress(KeyboardInterrupt, SystemExit):
                 self.loop.run_forever()
         try:
@@ -126,8 +128,7 @@ async def _cancel_others() -> None:
 class BlockingEnvironment:
     """An environment for a plain function, which runs in a thread alongside the event loop.
 
-    After `leave`, its methods raise `EnvironmentLost`, since a function that is no longer waited for may still be
-    running.
+    After `leave`, its methods raise `EnvironmentLost`: the function may still be running although nobody waits for it.
     """
 
     def __init__(self, environment: AgentEnvironment, loop: asyncio.AbstractEventLoop) -> None:
@@ -160,7 +161,7 @@ class BlockingEnvironment:
 class AcrossLoops:
     """An environment that runs in one loop, for callers in other loops, such as `Rollout` under a `SwarmClient`.
 
-    A method starts once the one before it has ended in that loop, which may be a moment after the caller was cancelled.
+    A method starts once the previous one has ended in that loop, which may be a moment after its caller was cancelled.
     """
 
     def __init__(self, environment: AgentEnvironment, thread: LoopThread) -> None:
@@ -198,11 +199,11 @@ class AcrossLoops:
             async with self._turn:
                 return await work
         finally:
-            work.close()  # for a coroutine that was cancelled before its turn
+            work.close()  # if it was cancelled before its turn
 
 
 class EnvPool:
-    """`AsyncEnvPool` with blocking methods. Use it in `with`, or call `connect` and `close`.
+    """`AsyncEnvPool` with blocking methods. Use it with `with`, or call `connect` and `close`.
 
     A rollout may be a coroutine function, which runs in the pool's loop, or a plain function, which runs in a thread
     and is given a `BlockingEnvironment`.
@@ -242,7 +243,7 @@ class EnvPool:
         return self._pool.group_size
 
     def connect(self) -> Self:
-        """Open all sessions, or raise the first error and leave none open; it can then be called again."""
+        """Open all sessions. If any fails, raise the first error and leave none open; this can then be called again."""
         with self._changing:
             if self._thread is None or not self._thread.is_running:
                 self._pool, self._thread = self._make(), LoopThread()  # a pool's futures belong to one loop
@@ -257,7 +258,7 @@ class EnvPool:
         return self
 
     def close(self, within_s: float = CLOSE_S) -> None:
-        """Give all slots back, and cut the sessions that have not answered after `within_s` seconds. Closing again does
+        """Give all slots back, and cut off sessions that have not answered after `within_s` seconds. Closing again does
         nothing.
 
         If one of the caller's coroutines blocks the loop, the slots cannot be given back, and their leases lapse.
@@ -291,7 +292,7 @@ class EnvPool:
         *,
         retries: int = 0,
     ) -> list[T | InfraError]:
-        """Play a task `n` times at once: see `AsyncEnvPool.run_group`."""
+        """Play a task `n` times concurrently: see `AsyncEnvPool.run_group`."""
         given = task if isinstance(task, Task) else as_coroutine(task)
         by = as_coroutine(rollout) if rollout is not None else None
         return self._run(self._pool.run_group(given, by, n, retries=retries))
@@ -305,8 +306,7 @@ class EnvPool:
         return self._run(self._pool.reset_group(task, n))
 
     def run_group_step(self, actions: Sequence[Action | None]) -> list[StepOutcome | None]:
-        """Take a step in each of the first environments at the same time. An environment whose action is None is
-        skipped."""
+        """Take a step in each of the first environments at the same time, skipping those whose action is None."""
         return self._run(self._pool.run_group_step(actions))
 
     def record_group_result(self, task: Task, rewards: Sequence[float]) -> None:
@@ -328,8 +328,8 @@ class EnvPool:
 
 
 def as_coroutine(rollout: Callable[..., Any]) -> GroupRollout[Any]:
-    """Return a rollout as a coroutine function: a plain function gets a thread, so that heartbeats continue alongside
-    it."""
+    """Return a rollout as a coroutine function. A plain function runs in a thread, so that heartbeats continue
+    meanwhile."""
     if inspect.iscoroutinefunction(rollout) or inspect.iscoroutinefunction(type(rollout).__call__):
         return rollout
 

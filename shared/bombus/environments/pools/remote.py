@@ -21,15 +21,15 @@ from bombus.environments.pools.session import EnvSession, StepRefused
 from bombus.hive.failures import FailureKind
 from bombus.sdk.types import Task
 
-ACTION_TOOL = "step"  # acts in an environment whose actions are not tool calls
+ACTION_TOOL = "step"  # the tool for environments whose actions are not tool calls
 
 
 class RemoteEnvironment:
-    """An environment at a server. Its methods raise `InfraError` once the session is dead.
+    """An environment on a server. Its methods raise `InfraError` once the session is dead.
 
-    At one of our servers, the environment itself decides when the episode is over and what its reward is. At another
+    On one of our servers, the environment itself decides when the episode is over and what its reward is. On any other
     OpenEnv server, each call is a step; the episode is over once a step says so, and its reward is the sum of the
-    steps' rewards. After that no call is carried out, not even a remaining one of the same answer, because it would
+    steps' rewards. After that no call is carried out, not even a remaining call of the same answer, because it would
     earn another reward.
 
     If the server has MCP tools, the model is given those. If it has none, or its actions do not call them, the model is
@@ -38,11 +38,11 @@ class RemoteEnvironment:
 
     def __init__(self, session: EnvSession) -> None:
         self.session = session
-        self._has_tools = False  # of MCP
+        self._has_tools = False  # whether it has MCP tools
         self._steps_call_tools = False
         self._is_over = False
-        self._reward: float | None = None  # of the steps so far, None if no step had one
-        self._turn = asyncio.Lock()  # one step at a time, so that each sees whether the one before it ended the episode
+        self._reward: float | None = None  # sum over the steps so far, or None if no step had a reward
+        self._turn = asyncio.Lock()  # one step at a time, so that each sees whether the previous step ended the episode
 
     async def open(self, task: Task) -> Opening:
         """Reset the environment for a task. Raises `ResetFailed` and `EnvironmentLost`."""
@@ -91,14 +91,14 @@ class RemoteEnvironment:
             kind = FailureKind.GRADER if method == Rpc.SCORE else None
             raise EnvironmentLost(f"the environment does not answer {method}: {error}", kind) from error
 
-    # ---- servers that are not ours --------------------------------------------------------------------------------
+    # ---- other OpenEnv servers --------------------------------------------------------------------------------------
 
     async def _open_other(self, task: Task) -> Opening:
         result = await self.session.reset(reset_of(task))
         self._note(result)
         tools = await self._tools()
         seen = result.observation
-        is_shown = any(seen.values()) or not (task.main_query or task.init_messages)  # a model needs a message
+        is_shown = any(seen.values()) or not (task.main_query or task.init_messages)  # models need at least one message
         shown = [msgspec.json.encode(seen).decode()] if is_shown else []
         text = "\n\n".join([task.main_query, *shown] if task.main_query else shown)
         messages = [*task.init_messages, *([{"role": "user", "content": text}] if text else [])]
@@ -124,7 +124,7 @@ class RemoteEnvironment:
         return tools
 
     async def _listed(self, action: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the MCP tools. Some servers list them over JSON-RPC, others only in answer to a step."""
+        """Return the MCP tools. Some servers list them over JSON-RPC, others only in response to a step."""
         try:
             found = (await self.session.rpc(Rpc.LIST_TOOLS, {})).get("tools")
         except StepRefused:
@@ -162,18 +162,17 @@ class RemoteEnvironment:
 
 
 def _is_described(action: dict[str, Any]) -> bool:
-    """Return whether an action's schema describes its contents."""
+    """Return whether an action's schema describes the contents of an action."""
     return any(action.get(name) for name in ("properties", "oneOf", "anyOf"))
 
 
 def _names_tools(action: dict[str, Any]) -> bool:
-    """Return whether an action may be OpenEnv's action that calls a tool."""
+    """Return whether an action may be OpenEnv's tool-call action."""
     return b'"tool_name"' in msgspec.json.encode(action)
 
 
 def _seen(observation: dict[str, Any]) -> ToolOutcome:
-    """Return an MCP tool's result as it is shown to the model: its text, or everything as JSON if there is more than
-    text."""
+    """Return an MCP tool's result as shown to the model: its text, or everything as JSON if there is more than text."""
     if error := observation.get("error"):
         return ToolOutcome(text=str(error.get("message") if isinstance(error, dict) else error), failed=True)
     result = observation.get("result")

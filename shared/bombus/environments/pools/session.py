@@ -1,4 +1,4 @@
-"""A session at an environment server, ours or any other OpenEnv server. A dead session stays dead."""
+"""A session at an environment server, one of ours or any other OpenEnv server. A dead session stays dead."""
 
 import asyncio
 import contextlib
@@ -35,11 +35,11 @@ from bombus.machine.certificates import certificates
 log = logging.getLogger("bombus")
 
 CLOSE_HANDSHAKE_S = 2.0
-DETAILS_MAX = 8  # shown about one invalid action
+DETAILS_MAX = 8  # the most errors shown about one invalid action
 
 
 class SessionSettings(BaseModel):
-    """How long a session waits, in seconds."""
+    """The time limits of a session, in seconds."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -55,7 +55,8 @@ class SessionSettings(BaseModel):
 
 
 class StepRefused(BombusError):
-    """The server declined one message: the action was invalid, or the environment raised. The session continues."""
+    """The server declined one message: its action was invalid, or the environment raised an error. The session
+    continues."""
 
     def __init__(self, code: str, why: str) -> None:
         super().__init__(why)
@@ -67,7 +68,7 @@ class EnvSession:
 
     It dies if anything leaves its state in doubt: a late answer, a broken connection, or a caller cancelled in the
     middle of a call. The connection is then cut, and every further call raises `EnvironmentLost`. A dead session never
-    reconnects, since it would find an environment that was not reset.
+    reconnects, because it would get an environment that was not reset.
     """
 
     def __init__(self, connection: ClientConnection, url: str, settings: SessionSettings) -> None:
@@ -114,7 +115,7 @@ class EnvSession:
 
     @property
     def is_ours(self) -> bool:
-        """Return whether the server is one of ours, which accepts a connection only if it has a slot for the
+        """Return whether the server is one of ours. Our servers accept a connection only if they have a slot for the
         session."""
         return bool(self.name)
 
@@ -130,7 +131,7 @@ class EnvSession:
             raise ResetFailed(f"the environment could not be reset: {error}") from error
 
     async def step(self, action: dict[str, Any]) -> StepResult:
-        """Take a step. Raises `StepRefused` if only this action failed, `EnvironmentLost` if the environment is
+        """Take a step. Raises `StepRefused` if only this action failed, and `EnvironmentLost` if the environment is
         gone."""
         return await self._observe("step", action)
 
@@ -149,7 +150,7 @@ class EnvSession:
         return result if isinstance(result, dict) else {"result": result}
 
     async def close(self) -> None:
-        """Give the slot back. Closing again does nothing. A server that does not answer is waited for only briefly."""
+        """Give the slot back. Closing again does nothing. Wait only briefly for a server that does not answer."""
         was_alive = not self._dead
         self._dead = self._dead or "it was closed"
         if was_alive:
@@ -160,7 +161,7 @@ class EnvSession:
             await self._connection.close()
 
     def cut(self) -> None:
-        """End the connection at once, without notifying the server."""
+        """End the connection immediately, without notifying the server."""
         self._die("it was cut")
 
     async def __aenter__(self) -> Self:
@@ -174,12 +175,12 @@ class EnvSession:
     # ---- messages -------------------------------------------------------------------------------------------------
 
     async def _check_slot(self) -> None:
-        """Ask for the state, since a full server accepts the connection and reports that it is full only afterwards."""
+        """Ask for the state: a full server accepts the connection, and reports only afterwards that it is full."""
         try:
             await self.state()
         except StepRefused:
             pass  # the environment has no state before its reset, but it exists
-        except BaseException:  # cut without waiting: another cancellation may come, and nothing needs an answer
+        except BaseException:  # cut without waiting: there may be another cancellation, and no answer is needed
             self.cut()
             raise
 
@@ -201,7 +202,7 @@ class EnvSession:
     async def _observe(self, kind: str, data: dict[str, Any]) -> StepResult:
         seen = (await self._ask(WireMessage(type=kind, data=data))).data
         try:
-            if (reward := seen.get("reward")) is not None:  # in OpenEnv it may be a bool
+            if (reward := seen.get("reward")) is not None:  # OpenEnv allows a bool
                 seen = {**seen, "reward": reward_number(reward)}
             return msgspec.convert(seen, StepResult, strict=False)
         except ValueError as error:
@@ -228,8 +229,8 @@ class EnvSession:
             except NotAMessage as error:
                 self._die(str(error))
                 raise EnvironmentLost(self._sentence()) from error
-            except BaseException:  # cancelled in the middle: this message's answer would be taken for the next one's
-                self._die("a call was cancelled in the middle")
+            except BaseException:  # cancelled midway: this message's answer would be taken for the next one's
+                self._die("a call was cancelled midway")
                 raise
             finally:
                 limit.cancel()
@@ -264,7 +265,7 @@ class EnvSession:
             return EnvironmentLost(self._sentence(), next((kind for kind in FailureKind if kind == named), None))
         return StepRefused(code, "; ".join((why, *_details(answer.data.get("errors")))))
 
-    # ---- its end --------------------------------------------------------------------------------------------------
+    # ---- closing ----------------------------------------------------------------------------------------------------
 
     def _why_dead(self) -> str:
         if not self._dead and asyncio.get_running_loop().time() - self._used_s > self.settings.idle_s:
@@ -281,13 +282,13 @@ class EnvSession:
 
     @property
     def _has_ended(self) -> bool:
-        """Return whether the connection is gone. Python 3.11 raises an error if a transport that has flushed its end is
-        aborted."""
+        """Return whether the connection has ended. Python 3.11 raises an error if a transport is aborted after its end
+        was flushed."""
         has_ended: bool = self._connection.connection_lost_waiter.done()
         return has_ended
 
     def _sentence(self) -> str:
-        return f"the session at {self.url} is lost: {self._dead}; take another one"
+        return f"the session at {self.url} is lost: {self._dead}; open another one"
 
 
 def socket_url(url: str, wait_s: float) -> str:
@@ -302,7 +303,7 @@ def socket_url(url: str, wait_s: float) -> str:
 
 
 def _for_models(action: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of an action as shown to a model: without `metadata`, which is a field of OpenEnv itself.
+    """Return the schema of an action as shown to a model: without `metadata`, which is OpenEnv's own field.
 
     Raises `KeyError` if it lists neither properties nor kinds of action.
     """
@@ -316,14 +317,14 @@ def _key_header(key: str) -> dict[str, str]:
 
 
 def _details(errors: object) -> list[str]:
-    """Return the errors in the fields of a message, which OpenEnv's servers list beside the error message."""
+    """Return the errors in a message's fields, which OpenEnv's servers list next to the error message."""
     found = [each for each in errors if isinstance(each, dict)] if isinstance(errors, list) else []
     named = [(".".join(map(str, each.get("loc") or ())), each.get("msg")) for each in found[:DETAILS_MAX]]
     return [(f"{field}: {why}" if field else str(why))[:FOREIGN_TEXT_MAX] for field, why in named]
 
 
 def _page_url(url: str, page: str) -> str:
-    """Return the address of a page of the session's server."""
+    """Return the address of another page on the session's server."""
     return f"http{socket_url(url, 0).removeprefix('ws').removesuffix('/ws')}/{page}"
 
 

@@ -1,1 +1,1 @@
-"""The environment server: environments in slots, each leased to one session, over OpenEnv's wire."""
+"""The environment server: environments in slots, each leased to one session, over OpenEnv's protocol."""

@@ -1,4 +1,4 @@
-"""Checks requests before they can take a slot: path, key, host name, and the origin of browser pages."""
+"""Checks requests before they can take a slot: path, key, host name, and the origin of web pages."""
 
 import hmac
 import json
@@ -16,7 +16,7 @@ PAGE_MAY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-in
 
 
 class NotLetIn(Exception):
-    """Raised for a request that is answered with an HTTP status instead of a session."""
+    """A request is answered with an HTTP status instead of getting a session."""
 
     def __init__(self, status: HTTPStatus, code: str, why: str) -> None:
         super().__init__(why)
@@ -41,7 +41,7 @@ def response(status: HTTPStatus, kind: str, body: bytes) -> Response:
 
 
 def check_caller(request: Request, key: str, names: OwnHostNames) -> None:
-    """Raise `NotLetIn` for a request without the key, with a foreign host name, or from a page of another site."""
+    """Raise `NotLetIn` for a request without the key, for a foreign host name, or from another site's page."""
     headers = request.headers
     host, origin = _only(headers, "Host") or "", _only(headers, "Origin")
     if key:
@@ -57,10 +57,10 @@ def check_caller(request: Request, key: str, names: OwnHostNames) -> None:
 
 
 def _only(headers: Headers, name: str) -> str | None:
-    """Return the header with a name, or None. Raises `NotLetIn` if there are several."""
+    """Return the header of this name, or None. Raises `NotLetIn` if there are several."""
     given = headers.get_all(name)
     if len(given) > 1:
-        raise NotLetIn(HTTPStatus.BAD_REQUEST, Code.MALFORMED, f"the request has {len(given)} headers {name}: send one")
+        raise NotLetIn(HTTPStatus.BAD_REQUEST, Code.MALFORMED, f"the request has {len(given)} {name} headers: send one")
     return given[0] if given else None
 
 
@@ -75,7 +75,7 @@ def url_of(request: Request) -> SplitResult:
 
 
 def session_of(query: str) -> str | None:
-    """Return the session that a client connects to (`?session_id=`), or None if it wants a new one."""
+    """Return the session that a client wants to join (`?session_id=`), or None if it wants a new one."""
     return parse_qs(query).get("session_id", [None])[-1]
 
 

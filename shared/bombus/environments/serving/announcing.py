@@ -1,4 +1,4 @@
-"""Shows environment servers on a hive's bus, as entries in its bucket of leases that expire unless renewed."""
+"""Shows environment servers on a hive's bus, as leases in a bucket, which expire unless they are renewed."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ class ShownServer(msgspec.Struct, frozen=True, kw_only=True):
 async def announce(counts: Callable[[], dict[str, int]], nats: str, hive: str, url: str) -> None:
     """Write the number of leased slots to the bus periodically, until cancelled.
 
-    If the server listens at every address, the URL shown has the address from which the bus is reached, or the
+    If the server listens on every address, the URL shown has the address from which the bus is reached, or the
     machine's host name. The bus only displays these counts: without it the server keeps running, and its leases stay
     valid.
     """
@@ -53,7 +53,7 @@ async def announce(counts: Callable[[], dict[str, int]], nats: str, hive: str, u
                     await show(bus, name, ShownServer(url=shown, **counts()))
                     await asyncio.sleep(RENEW_S)
         except (BusUnavailable, ServerRefused) as error:
-            log.warning("the bus does not show this server's slots: %s", error)
+            log.warning("this server's slots cannot be shown on the bus: %s", error)
         await asyncio.sleep(RENEW_S)
 
 

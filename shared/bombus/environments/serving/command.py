@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "path", metavar="module:Class", help="the class, such as my_env:Counter for my_env.py in this folder"
     )
-    parser.add_argument("--host", metavar="HOST", default=HOST, help="the address to listen at (default: %(default)s)")
+    parser.add_argument("--host", metavar="HOST", default=HOST, help="the address to listen on (default: %(default)s)")
     parser.add_argument(
         "--port", type=int, metavar="PORT", default=PORT, help="the port, or 0 for any free one (default: %(default)s)"
     )
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not key and not arguments.trusted_network and not is_loopback(arguments.host):
         raise Refused(
             Code.BAD_CONFIG,
-            f"listening at {arguments.host} opens the environments, and what they can do, to the network: pass "
+            f"listening on {arguments.host} opens the environments, and what they can do, to the network: pass "
             "--key-file, or --trusted-network if anyone who can reach this port may use them",
         )
     slots = arguments.slots

@@ -1,4 +1,4 @@
-"""Detects environment coroutines that block the event loop. While one does, no session of the server makes progress."""
+"""Detects environment coroutines that block the event loop. Meanwhile, no session on the server makes progress."""
 
 import logging
 import time
@@ -13,8 +13,7 @@ HELD_UP_S = 1.0
 
 
 def watched(work: Awaitable[T], name: str, session: str) -> "Watched[T]":
-    """Await work of a session's environment, and warn if it blocked the loop, which all sessions of the server
-    share."""
+    """Await work of a session's environment, and warn if it blocked the loop that all sessions of the server share."""
 
     def note(longest_s: float) -> None:
         if longest_s >= HELD_UP_S:
@@ -30,8 +29,8 @@ def watched(work: Awaitable[T], name: str, session: str) -> "Watched[T]":
 
 
 class Watched(Generic[T]):
-    """Awaits work of an environment, and calls `note` with the longest time in seconds that one step blocked the
-    loop."""
+    """Awaits work of an environment, and calls `note` with the longest time, in seconds, for which a single step
+    blocked the loop."""
 
     def __init__(self, work: Awaitable[T], note: Callable[[float], None]) -> None:
         self._work = work
@@ -53,7 +52,7 @@ class Watched(Generic[T]):
                 try:
                     yield waited_for
                     thrown = None
-                except BaseException as error:  # such as a cancellation, which is passed to the environment's own code
+                except BaseException as error:  # for instance a cancellation, passed on to the environment's own code
                     thrown = error
         finally:
             self._note(longest_s)

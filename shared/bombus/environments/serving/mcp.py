@@ -24,7 +24,7 @@ PATH = "/mcp"
 
 
 class PostedSessions(Protocol):
-    """The sessions of a server, by their names. `gone` is done once the requesting client has disconnected."""
+    """The sessions of a server by name. `gone` is done once the requesting client has disconnected."""
 
     async def open_by_post(self, wait_s: float, gone: ClientGone) -> str:
         """Open a session, and return its name. Raises `NotLetIn`."""
@@ -42,8 +42,8 @@ class PostedSessions(Protocol):
 async def answer_post(sessions: PostedSessions, request: Request, body: bytes, gone: ClientGone) -> Response:
     """Answer a POST from an authorized caller. Raises `NotLetIn` for paths other than `/mcp`.
 
-    A failed JSON-RPC request, even for lack of a free slot, is answered with a JSON-RPC error: OpenEnv's client shows
-    the message of such an error, but only the number of an HTTP status.
+    A failed JSON-RPC request, even if it failed for lack of a free slot, gets a JSON-RPC error as its answer: OpenEnv's
+    client shows the message of such an error, but only the number of an HTTP status.
     """
     url = url_of(request)
     if url.path != PATH:
@@ -79,8 +79,8 @@ async def _answer(sessions: PostedSessions, body: bytes, wait_s: float, gone: Cl
 
 
 def _called(number: object, answer: WireMessage) -> WireMessage:
-    """Return the answer to `tools/call` in the form of OpenEnv's server: a failure as an error, the text also as
-    `data`."""
+    """Return the answer to `tools/call` as OpenEnv's server would: a failure becomes an error, and the text is repeated
+    as `data`."""
     result = answer.data.get("result")
     if not isinstance(result, dict):
         return answer

@@ -1,4 +1,4 @@
-"""The playground, for trying an environment by hand on a server with a single slot, and a server's OpenAPI document."""
+"""The playground, for trying an environment by hand on a server with one slot, and the server's OpenAPI document."""
 
 import html
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ PAGE = Path(__file__).with_name("playground.html")
 
 
 def playground(name: str) -> Mapping[str, tuple[str, bytes]]:
-    """Return the page's path, mapped to its content type and body.
+    """Return a mapping from the page's path to its content type and body.
 
     The page holds the slot while it is open: on a server with several slots, a forgotten page would take one from a
     training job.
@@ -20,7 +20,7 @@ def playground(name: str) -> Mapping[str, tuple[str, bytes]]:
 
 def openapi(metadata: Mapping[str, str]) -> dict[str, object]:
     """Return the OpenAPI document. It omits OpenEnv's `/reset`, `/step` and `/state`, which share one environment: here
-    each client has a separate session, as in the mode that OpenEnv calls production."""
+    each client has its own session, as in what OpenEnv calls production mode."""
     said = {
         "/health": ("get", "The numbers of slots, of leases and of waiting clients"),
         "/metadata": ("get", "The name and the description of the environment"),

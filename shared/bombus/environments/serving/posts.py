@@ -1,4 +1,4 @@
-"""POST requests at the port of an environment server. The WebSocket library itself only handles GET."""
+"""POST requests to the port of an environment server. The WebSocket library itself handles only GET."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -15,23 +15,23 @@ from bombus.environments.serving.admission import NotLetIn
 from bombus.errors import Code
 
 POST = b"POST "
-REQUEST_S = 10.0  # for a whole request to arrive
-ANSWER_S = 60.0  # for its answer to be read
+REQUEST_S = 10.0  # time for a whole request to arrive
+ANSWER_S = 60.0  # time for its answer to be read
 
 ClientGone = asyncio.Future[Any]  # done once the client has disconnected
 PostAnswerer = Callable[[Request, bytes, ClientGone], Awaitable[Response]]
 
 
 class PostingConnection(ServerConnection):  # type: ignore[misc]  # websockets is not installed for every check
-    """A connection that begins with a POST is answered once and closed; the library handles any other.
+    """A connection that begins with a POST is answered once and closed; the library handles any other connection.
 
-    Either is cut if no whole request arrives in time.
+    Either kind is cut if no complete request arrives in time.
     """
 
     def __init__(self, *args: Any, answer: PostAnswerer, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._answer = answer
-        self._begun: bytes | None = b""  # the bytes received before the method is known; None after that
+        self._begun: bytes | None = b""  # bytes received before the method is known; None after that
         self._post: h11.Connection | None = None
         self._head: h11.Request | None = None
         self._body = bytearray()
@@ -124,11 +124,11 @@ class PostingConnection(ServerConnection):  # type: ignore[misc]  # websockets i
         except BaseException:
             self.transport.abort()
             raise
-        if self.transport.is_closing():  # the client has disconnected
+        if self.transport.is_closing():  # the client has disconnected already
             return
         self.transport.write(sent)
         if self._is_whole:
             self.transport.close()
-        else:  # the client is still sending: it could not read the answer from a closed connection
+        else:  # the client is still sending: if we closed the connection, it could not read the answer
             self.transport.write_eof()
         self._cutting = self.loop.call_later(ANSWER_S if self._is_whole else REQUEST_S, self.transport.abort)

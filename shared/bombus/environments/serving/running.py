@@ -35,17 +35,17 @@ PORT_MAX = 65_535
 
 
 class BackendKind(StrEnum):
-    """What the environments of a server run on."""
+    """What a server's environments run on."""
 
     NONE = "none"  # only the server's own process
-    MINISTACK = "ministack"  # each has an AWS simulator
-    SHELL = "shell"  # each has a sandbox for commands
+    MINISTACK = "ministack"  # an AWS simulator for each
+    SHELL = "shell"  # a sandbox for commands for each
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     """An environment server as configured by its operator."""
 
-    path: str  # module:Class
+    path: str  # in the form module:Class
     settings: ServingSettings
     backend: BackendKind = BackendKind.NONE
     spares: int = 0
@@ -55,7 +55,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
 def backends_of(deployment: Deployment, environment: Mapping[str, str]) -> BackendPool | RealBackend | None:
     """Return the pool of backends, or None if environments need none. Raises `Refused` for invalid variables.
 
-    With `BACKEND_TYPE=aws` there is no pool either: `REAL` is returned, and the class uses the real AWS.
+    With `BACKEND_TYPE=aws` there is no pool either: the result is `REAL`, and the class uses the real AWS.
     """
     kind, slots, spares = deployment.backend, deployment.settings.slots, deployment.spares
     wanted = environment.get(KIND_VARIABLE, "").strip() or "simulator"
@@ -104,7 +104,7 @@ async def deployed(
 
 
 def check_backend(make: Callable[..., Any], deployment: Deployment) -> None:
-    """Raise `Refused` if backends would be started for a class that takes none."""
+    """Raise `Refused` if backends would be started for a class that does not take any."""
     takes = "backend" in inspect.signature(make).parameters
     if deployment.backend != BackendKind.NONE and not takes:
         why = f"{deployment.path} takes no backend: give its __init__ a parameter `backend`, or leave out --backend"
@@ -118,8 +118,7 @@ async def serve_until_cancelled(
     ready: Callable[[EnvironmentServer], None],
     beside: Sequence[Callable[[EnvironmentServer], Any]] = (),
 ) -> None:
-    """Serve the class, call `ready` once clients can connect, and run the functions in `beside` alongside the
-    server."""
+    """Serve the class, call `ready` once clients can connect, and run the functions in `beside` at the same time."""
     async with deployed(deployment, bound, environment) as server, asyncio.TaskGroup() as tasks:
         for each in beside:
             tasks.create_task(each(server))

@@ -1,4 +1,4 @@
-"""Carries out one session's OpenEnv messages as calls of an `AgentEnvironment`, and answers them. Has no sockets."""
+"""Carries out one session's OpenEnv messages as calls to an `AgentEnvironment`, and answers them. Has no sockets."""
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
@@ -38,14 +38,14 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-TRANSCRIPT_MESSAGES_MAX = 4096  # in an episode that its client plays step by step
-TRANSCRIPT_CHARACTERS_MAX = MESSAGE_BYTES_MAX  # of the texts in it, as for a transcript that a client sends
-TEXT_CHARACTERS_MAX = 1_000_000  # of a tool's result: at most six times as many bytes in JSON
+TRANSCRIPT_MESSAGES_MAX = 4096  # the most messages in an episode that its client plays step by step
+TRANSCRIPT_CHARACTERS_MAX = MESSAGE_BYTES_MAX  # the most characters in its texts, as in a transcript from a client
+TEXT_CHARACTERS_MAX = 1_000_000  # the longest result of a tool: JSON takes at most six bytes for each character
 NOT_RESET = "the environment has no task yet: send a reset first"
 
 
 class BadRequestMessage(ValueError):
-    """Raised for an invalid message; its text is sent to the client, and the session continues."""
+    """A message is invalid. The text is sent to the client, and the session continues."""
 
 
 class EnvironmentSource(Protocol):
@@ -54,7 +54,7 @@ class EnvironmentSource(Protocol):
     exhausted: str  # the message to a client when all slots are taken
 
     async def make(self, session: str, is_stopped: Callable[[], bool]) -> AgentEnvironment:
-        """Return a new environment for a session. `is_stopped` says whether the session has ended. Raises
+        """Return a new environment for a session. `is_stopped` returns whether the session has ended. Raises
         `InfraError`."""
         ...
 
@@ -69,8 +69,8 @@ class EnvironmentSource(Protocol):
     async def clean(self, session: str, in_use: bool) -> None:
         """Take back the backend of the session's environment. Repeating this does nothing.
 
-        `in_use` says that the environment's code may still be running and using it, so that no other session can be
-        given it.
+        `in_use` means that the environment's code may still be running and using the backend, so that no other session
+        may get it.
         """
         ...
 
@@ -91,7 +91,8 @@ class ServedSession:
     """Answers the messages of one session, one at a time.
 
     `answer` raises `InfraError` if the environment broke, which ends the session. For a client that plays step by step,
-    the transcript is kept here, since only the environment's rules say when an episode is over and what its reward is.
+    the transcript is kept here, because only the environment's rules say when an episode is over and what its reward
+    is.
     """
 
     def __init__(
@@ -101,11 +102,11 @@ class ServedSession:
         source: EnvironmentSource,
         is_stopped: Callable[[], bool],
     ) -> None:
-        """`source` made the environment. The environment's backend is reset before each reset of the environment, and
+        """Take an environment that `source` made. Its backend is reset before each reset of the environment, and
         checked after a failure and before a score, so that a dead backend is never mistaken for the model's fault.
 
-        `is_stopped` says whether the current task of `answer`, of which each message has its own, was cancelled. Any
-        other cancellation is a failure of the environment.
+        Each message has its own task of `answer`; `is_stopped` returns whether the current one was cancelled. Any other
+        cancellation is a failure of the environment.
         """
         self.environment = environment
         self._source = source
@@ -114,14 +115,14 @@ class ServedSession:
         self.opening: Opening | None = None
         self.transcript = Transcript()
         self.steps = 0
-        self._characters = 0  # of the texts in this transcript
+        self._characters = 0  # number of characters in this transcript
         self.episode = ""
         self._is_over = False
 
     async def answer(self, message: WireMessage, is_posted: bool = False) -> WireMessage:
         """Carry out a message other than `close`. Raises `InfraError`.
 
-        A client that posts its tool calls does not send their transcript, so they are added to the one kept here.
+        A client that posts its tool calls does not send a transcript of them, so they are added to the one kept here.
         """
         try:
             match message.type:
@@ -139,7 +140,7 @@ class ServedSession:
             return error_message(WireError.EXECUTION_ERROR, str(error))  # the environment can be reset for another task
         except InfraError:
             raise
-        except Exception as error:  # any error of the environment's own code is reported to the client
+        except Exception as error:  # any error in the environment's own code is reported to the client
             await self._source.check(self.session)
             log.warning("the environment of session %s failed: %s", self.session, in_one_line(error), exc_info=error)
             return error_message(WireError.EXECUTION_ERROR, in_one_line(error))
@@ -152,7 +153,7 @@ class ServedSession:
 
     async def _reset(self, data: dict[str, Any]) -> StepResult:
         task = task_of(data)
-        self.opening = None  # if this fails, the environment has no task
+        self.opening = None  # if the reset fails, the environment has no task
         await self._source.renew(self.session)
         self.opening = opening = await self._watched(self.environment.open(task), "reset")
         self.transcript = Transcript(messages=list(opening.messages))
@@ -182,7 +183,7 @@ class ServedSession:
         return StepResult(observation=seen, reward=scores.reward, done=True, metadata={"scores": found})
 
     def _check_goes_on(self) -> None:
-        """Raise `BadRequestMessage` unless another step may follow."""
+        """Raise `BadRequestMessage` if no further step may follow."""
         self._opened()
         if self._is_over:
             raise BadRequestMessage("the episode is over: send a reset for another one")
@@ -212,7 +213,7 @@ class ServedSession:
         return ToolOutcome(text=_sendable(outcome.text), failed=outcome.failed)
 
     def _watched(self, work: Awaitable[T], name: str) -> Awaitable[T]:
-        """Await work of the environment. A `SystemExit` in it is a failure of the environment, and does not end the
+        """Await work of the environment. A `SystemExit` in it is a failure of the environment and does not end the
         server."""
         return watched(contained_here(work, self._is_stopped), name, self.session)
 
@@ -290,7 +291,7 @@ def task_of(data: dict[str, Any]) -> Task:
     given = data.get("task", {})
     if not isinstance(given, dict):
         raise BadRequestMessage("the field task of a reset must be an object with the fields of a Task")
-    task = Task.model_validate({name: given[name] for name in Task.model_fields if name in given})  # of any release
+    task = Task.model_validate({name: given[name] for name in Task.model_fields if name in given})  # from any release
     rest = {name: value for name, value in data.items() if name != "task"}
     return task.model_copy(update={"metadata": {**rest, **task.metadata}})
 
@@ -301,7 +302,7 @@ def _call(name: str, arguments: object, id: str) -> ToolCall:
 
 
 def _sendable(text: str) -> str:
-    """Return a tool's text cut to a length that fits into a message, with unpaired surrogates replaced."""
+    """Return a tool's text, cut to a length that fits into a message, with unpaired surrogates replaced."""
     if (left := len(text) - TEXT_CHARACTERS_MAX) > 0:
         text = f"{text[:TEXT_CHARACTERS_MAX]}\n[{left} more characters were left out]"
     return text.encode(errors="replace").decode()

@@ -1,4 +1,4 @@
-"""The environment server: leases of slots over WebSockets. `slots.py` makes the decisions about slots."""
+"""The environment server: leases of slots over WebSockets. `slots.py` decides about the slots."""
 
 import asyncio
 import contextlib
@@ -67,14 +67,14 @@ from bombus.sdk.running import contained
 
 log = logging.getLogger(__name__)
 sockets_log = logging.getLogger(f"{__name__}.sockets")
-sockets_log.setLevel(logging.WARNING)  # without a line per connection
+sockets_log.setLevel(logging.WARNING)  # avoids a line per connection
 
 BEATS_PER_TTL = 4
 TICK_S_MAX = 0.5
 HANDSHAKE_S = 10.0
 CLOSE_HANDSHAKE_S = 2.0
 MESSAGES_WAITING_MAX = 4
-POSTS_MAX = 32  # concurrent POST calls of one session
+POSTS_MAX = 32  # the most concurrent POST calls in one session
 
 ENDED: Mapping[LeaseEnd, tuple[int, str]] = {
     LeaseEnd.RELEASED: (1000, ""),
@@ -85,7 +85,7 @@ ENDED: Mapping[LeaseEnd, tuple[int, str]] = {
 
 
 class _Seat:
-    """A session that has a slot, or waits for one."""
+    """A session that has a slot or is waiting for one."""
 
     def __init__(self, connection: ServerConnection | None = None) -> None:
         self.connection = connection  # None for a session opened by POST, until a connection attaches to it
@@ -98,7 +98,7 @@ class _Seat:
         self.gone: ClientGone | None = None
 
     def made(self) -> AgentEnvironment | None:
-        """Return the environment, or None if there is none (yet)."""
+        """Return the environment, or None if there is none, or none yet."""
         making = self.making
         if making is None or not making.done() or making.cancelled() or making.exception() is not None:
             return None
@@ -140,7 +140,7 @@ class EnvironmentServer:
     # ---- the handshake ----------------------------------------------------------------------------------------
 
     async def admit(self, connection: ServerConnection, request: Request) -> Response | None:
-        """Answer a request that opens no session; return None once the session has a slot with an environment in it."""
+        """Answer a request that opens no session, or return None once the session has a slot with an environment."""
         try:
             return await self._admit(connection, request)
         except NotLetIn as refused:
@@ -216,8 +216,7 @@ class EnvironmentServer:
             raise _stopping() if self._closing else busy
 
     async def _make_environment(self, session: str, seat: _Seat) -> None:
-        """Make a session's environment. Until it is made, the client waits for the handshake and cannot send
-        heartbeats."""
+        """Make a session's environment. Until then, the client waits for the handshake and cannot send heartbeats."""
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         seat.making = making = asyncio.create_task(self._source.make(session, over.done))
         until = self._clock() + round(HANDSHAKE_S * SECOND)
@@ -228,7 +227,7 @@ class EnvironmentServer:
             if not making.done() or making.cancelled():
                 raise InfraError(f"no environment could be made within {HANDSHAKE_S:.0f} s")
             seat.work = SessionWork(making.result(), session, self._source, self.settings.step_s, over)
-        except Exception as error:  # any error of the environment's own code is reported to the client
+        except Exception as error:  # any error in the environment's own code is reported to the client
             self._do(Release(session, LeaseEnd.BROKEN))
             log.warning("no environment could be made for session %s: %s", session, in_one_line(error))
             raise NotLetIn(HTTPStatus.INTERNAL_SERVER_ERROR, WireError.FACTORY_ERROR, in_one_line(error)) from error
@@ -245,8 +244,7 @@ class EnvironmentServer:
     # ---- a session ----------------------------------------------------------------------------------------------
 
     async def serve_session(self, connection: ServerConnection) -> None:
-        """Answer the messages of a session until it ends, which may happen while one of them is still being carried
-        out."""
+        """Answer the messages of a session until it ends, which may be while one of them is still being carried out."""
         session = self._sessions.get(connection, "")
         seat = self._seats.get(session)
         if seat is None or seat.work is None or seat.gone is None:  # its lease ended during the handshake
@@ -255,15 +253,15 @@ class EnvironmentServer:
         talking = asyncio.create_task(self._talk(session, connection, seat, seat.work))
         await asyncio.wait({talking, seat.work.over}, return_when=asyncio.FIRST_COMPLETED)
         if talking.done() and not talking.cancelled():
-            talking.result()  # whatever it raises is logged, and closes the connection
+            talking.result()  # raises any error, which is logged and closes the connection
         if (answer := seat.work.late_answer(seat.replying)) is not None:
             with contextlib.suppress(ConnectionClosed):
                 await connection.send(_text_of(answer))
         self._do(Release(session, LeaseEnd.BROKEN if seat.work.is_broken else LeaseEnd.RELEASED))
-        await asyncio.wait({seat.gone})  # `_clean` closes it, with the reason for which the session ended
+        await asyncio.wait({seat.gone})  # `_clean` closes the connection, and says why the session ended
 
     async def _talk(self, session: str, connection: ServerConnection, seat: _Seat, work: SessionWork) -> None:
-        """Answer the messages of a connection one after the other, each in its own task."""
+        """Answer the messages of a connection one after another, each in its own task."""
         goes_on = True
         with contextlib.suppress(ConnectionClosed):
             while goes_on:
@@ -273,8 +271,8 @@ class EnvironmentServer:
     async def _answer_next(self, session: str, connection: ServerConnection, work: SessionWork) -> bool:
         """Wait for a message and answer it. Returns whether another one may follow.
 
-        The task that waits also runs the environment's code and sends the answer: if many sessions have a message at
-        once, any further task would delay the first answer until all sessions have reached the same point.
+        The task that waits also runs the environment's code and sends the answer. If many sessions have a message at
+        the same time, a further task would delay the first answer until all sessions have reached the same point.
         """
         text = await connection.recv()
         if session not in self.table.leases:
@@ -309,7 +307,7 @@ class EnvironmentServer:
     async def open_by_post(self, wait_s: float, gone: ClientGone) -> str:
         """Open a session without a connection, and return its name. Raises `NotLetIn`.
 
-        Until a connection attaches to it, the session ends once no call was made for a lease's time to live.
+        Until a connection attaches to it, the session ends if no call is made for a lease's time to live.
         """
         session, seat = secrets.token_hex(16), _Seat()
         self._seats[session] = seat
@@ -335,7 +333,7 @@ class EnvironmentServer:
         seat.posts += 1
         self._do(Beat(session, self._clock(), worked=True))
         while not any(end.done() for end in ends):
-            if seat.connection is None:  # with a connection, pongs show that the client is there
+            if seat.connection is None:  # if there is a connection, its pongs show that the client is there
                 self._do(Beat(session, self._clock(), worked=True))
             pause_s = self.settings.ttl_s / BEATS_PER_TTL
             await asyncio.wait(ends, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
@@ -362,7 +360,7 @@ class EnvironmentServer:
     # ---- slots --------------------------------------------------------------------------------------------------
 
     def counts(self) -> dict[str, int]:
-        """Return the number of slots, of leased slots, and of waiting clients."""
+        """Return the numbers of slots, leased slots and waiting clients."""
         return {"slots": self.settings.slots, "leased": len(self.table.leases), "waiting": len(self.table.queue)}
 
     def working(self) -> int:
@@ -386,7 +384,7 @@ class EnvironmentServer:
                     self._spawn(self._clean(session, seat, slot, reason))
 
     async def _clean(self, session: str, seat: _Seat, slot: int, reason: LeaseEnd) -> None:
-        """Clean up after a session and free its slot, even if a part of this fails. Each part has a time limit."""
+        """Clean up after a session and free its slot, even if part of the cleanup fails. Each part has a time limit."""
         try:
             if seat.connection is not None:
                 self._sessions.pop(seat.connection, None)
@@ -402,7 +400,7 @@ class EnvironmentServer:
     async def _end_work(self, seat: _Seat) -> bool:
         """End a session's running work. Returns whether all of it has ended.
 
-        A cancelled step may keep running in a thread. An environment that is still being made is waited for, so that it
+        A cancelled step may keep running in a thread. If an environment is still being made, wait for it, so that it
         can be closed.
         """
         step, making = seat.work.step if seat.work is not None else None, seat.making
@@ -422,7 +420,7 @@ class EnvironmentServer:
         try:
             async with asyncio.timeout(self.settings.close_s):
                 await contained(work)
-        except Exception as error:  # the slot is freed even if the environment's own code fails
+        except Exception as error:  # the slot must be freed even if the environment's own code fails
             log.error("%s after session %s: %s", failure, session, in_one_line(error))
             return False
         return True
@@ -434,14 +432,14 @@ class EnvironmentServer:
         while True:
             await asyncio.sleep(pause_s)
             now = self._clock()
-            # If this process itself was suspended, clients get one more tick to show that they are there.
+            # If this process itself was suspended, clients get one more tick to show that they are still there.
             stood_still = not stood_still and now - before > max(self.settings.ttl_s / 2, 4 * pause_s) * SECOND
             if not stood_still:
                 self._do(Elapsed(now))
             before = now
 
     async def close(self) -> None:
-        """End all sessions, and wait until their environments are cleaned up, which takes each at most about four times
+        """End all sessions, and wait until their environments are cleaned up. Each takes at most about four times
         `close_s`."""
         self._closing = True
         for session in [*self.table.queue, *self.table.leases]:
@@ -461,7 +459,7 @@ class EnvironmentServer:
 
 
 async def _hang_up(connection: ServerConnection, code: int, reason: str) -> None:
-    """Close a connection. It is cut if its client does not answer, or does not even read the data sent before."""
+    """Close a connection. Cut it if the client does not answer, or does not even read the data sent before."""
     cut = asyncio.get_running_loop().call_later(2 * CLOSE_HANDSHAKE_S, connection.transport.abort)
     try:
         await connection.close(code, reason)

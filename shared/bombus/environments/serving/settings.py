@@ -12,7 +12,7 @@ WAIT_S_MAX = 600.0
 
 
 class ServingSettings(BaseModel):
-    """Limits of an environment server. Times are in seconds."""
+    """The limits of an environment server. Times are in seconds."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

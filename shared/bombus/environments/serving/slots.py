@@ -13,16 +13,16 @@ SECOND = 1_000_000_000
 
 
 class LeaseEnd(StrEnum):
-    """Why a session no longer has its slot."""
+    """Why a session lost its slot."""
 
-    RELEASED = "released"  # its client closed it, or its connection ended
+    RELEASED = "released"  # its client closed it, or the connection ended
     LAPSED = "lapsed"  # nothing came from its client for a lease's time to live
-    IDLE = "idle"  # its client was connected, but did nothing with it
+    IDLE = "idle"  # its client was connected, but did not use it
     BROKEN = "broken"  # its environment broke, or a step took too long
 
 
 class SlotSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How many environments there are, and how long a silent or idle session keeps one.
+    """How many environments there are, and how long a silent or idle session keeps its slot.
 
     A slot that is being cleaned is nearly free: a client waits for it for up to `clean_ns`, even if it did not ask to
     wait.
@@ -39,7 +39,7 @@ class SlotSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Acquire(msgspec.Struct, frozen=True):
-    """A client asks for a slot, and waits for it until `deadline_ns`."""
+    """A client requests a slot, and waits for it until `deadline_ns`."""
 
     session: str
     now_ns: int
@@ -47,8 +47,7 @@ class Acquire(msgspec.Struct, frozen=True):
 
 
 class Beat(msgspec.Struct, frozen=True):
-    """A session's client gave a sign of life. `worked` says that it used its environment, rather than merely being
-    connected."""
+    """A session's client gave a sign of life. `worked` says that it used its environment and was not just connected."""
 
     session: str
     now_ns: int
@@ -63,7 +62,7 @@ class Release(msgspec.Struct, frozen=True):
 
 
 class Cleaned(msgspec.Struct, frozen=True):
-    """The environment in a slot is gone, and its backend has been cleaned or replaced."""
+    """A slot's environment is gone, and its backend has been cleaned or replaced."""
 
     slot: int
     now_ns: int
@@ -99,7 +98,7 @@ class LeaseRenewed(msgspec.Struct, frozen=True):
 
 
 class LeaseEnded(msgspec.Struct, frozen=True):
-    """A session no longer has its slot. The slot is not free until it has been cleaned."""
+    """A session has lost its slot, which is not free until it has been cleaned."""
 
     session: str
     slot: int

@@ -21,12 +21,12 @@ log = logging.getLogger(__name__)
 class ClassSource:
     """Makes an instance of a class for each session: a plain class, or one that is already an `AgentEnvironment`.
 
-    If the class's `__init__` has a parameter `backend`, it is given a backend of the pool, which belongs to the session
-    until its end, or `REAL`.
+    If the class's `__init__` has a parameter `backend`, it gets a backend from the pool, which belongs to the session
+    until the session ends, or `REAL`.
     """
 
     def __init__(self, kind: Callable[..., Any], backends: BackendPool | RealBackend | None = None) -> None:
-        """Raises `Refused` for a class that is not an environment, or cannot be played through a server."""
+        """Raise `Refused` for a class that is not an environment, or cannot be played through a server."""
         self._kind = kind
         takes = inspect.signature(kind).parameters.get("backend")
         if takes is not None and takes.default is inspect.Parameter.empty and backends is None:
@@ -34,13 +34,13 @@ class ClassSource:
             raise Refused(Code.BAD_CONFIG, why)
         self._real = backends if takes is not None and isinstance(backends, RealBackend) else None
         self._backends = backends if takes is not None and isinstance(backends, BackendPool) else None
-        self._abandoned: set[asyncio.Task[None]] = set()  # still making environments that are no longer awaited
+        self._abandoned: set[asyncio.Task[None]] = set()  # tasks making environments that are no longer awaited
         self._is_plain = not is_environment(kind)
         self._tools = _tools_of(kind, takes is not None) if self._is_plain else ()
         self.exhausted = self._backends.exhausted if self._backends is not None else "Environment pool exhausted"
 
     async def make(self, session: str, is_stopped: Callable[[], bool]) -> AgentEnvironment:
-        """Return a new environment for a session. Raises `InfraError`, and whatever the class raises.
+        """Return a new environment for a session. Raises `InfraError`, and any error that the class raises.
 
         If this is cancelled while the class makes an instance, the instance is closed as soon as it exists.
         """
@@ -59,7 +59,7 @@ class ClassSource:
             raise
 
     async def _made(self, make: Callable[[], Any], is_stopped: Callable[[], bool]) -> AgentEnvironment:
-        """Make an instance in a thread, because that may take a while: other sessions keep running."""
+        """Make an instance in a thread, because that may take a while: other sessions must keep running."""
         if not self._is_plain:
             found: AgentEnvironment = await in_a_thread(make, "make")
             return found
@@ -80,7 +80,7 @@ class ClassSource:
             await self._backends.give_back(session, in_use=in_use)
 
     def tools(self) -> Sequence[ToolSchema]:
-        """Return the tools that are known before a reset, which are those of a plain class."""
+        """Return the tools that are known before a reset, which only a plain class has."""
         return self._tools
 
     def metadata(self) -> dict[str, str]:
@@ -112,7 +112,7 @@ async def _close_once_made(making: asyncio.Task[AgentEnvironment]) -> None:
     """Close an environment whose session ended before it was made."""
     try:
         await (await making).close()
-    except Exception as error:  # from the class's own code, after its session has ended
+    except Exception as error:  # raised by the class's own code, after its session has ended
         log.warning("an environment whose session had ended was not created, or not closed: %s", in_one_line(error))
 
 

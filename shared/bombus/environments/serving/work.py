@@ -10,7 +10,8 @@ from bombus.sdk.errors import InfraError, failure_of
 
 
 class SessionWork:
-    """Carries out messages until `end`, or until one takes longer than `step_s` seconds or breaks the environment."""
+    """Carries out messages until `end`, or until a message takes longer than `step_s` seconds or breaks the
+    environment."""
 
     def __init__(
         self,
@@ -20,22 +21,22 @@ class SessionWork:
         step_s: float,
         over: asyncio.Future[None],
     ) -> None:
-        """`end` resolves `over`. `source` made the environment, which can also use `over` to see that it was
-        stopped."""
+        """Take an environment made by `source`. `end` resolves `over`, so the environment can also see there that it
+        was stopped."""
         self.over = over
         self.step: asyncio.Task[Any] | None = None  # the task that is carrying out a message
-        self.was_cut = False  # a message was cancelled: its code may still run, even if the message has ended
-        self.is_broken = False  # a message took too long, or broke the environment: no other follows
+        self.was_cut = False  # a message was cancelled: its code may still be running, even if the message has ended
+        self.is_broken = False  # a message took too long, or broke the environment: no other message follows
         self._session = ServedSession(environment, session, source, self.over.done)
         self._step_s = step_s
         self._turn = asyncio.Lock()
         self._late: tuple[asyncio.Task[Any], WireMessage] | None = None  # the task that took too long, and its answer
 
     async def carry_out(self, message: WireMessage, is_posted: bool = False) -> WireMessage | None:
-        """Carry out a message once those before it are done. Returns None if it came too late or took too long.
+        """Carry out a message once the previous messages are done. Returns None if it came too late or took too long.
 
-        Each message has its own task, which only `end` cancels. Any other cancellation in it is therefore known to come
-        from the environment's code, which needs no further task.
+        Each message has its own task, which only `end` cancels. Any other cancellation in it must therefore come from
+        the environment's code, which needs no further task.
         """
         async with self._turn:
             if self.is_broken or self.over.done():
@@ -54,11 +55,11 @@ class SessionWork:
             return None if self.over.done() else answer
 
     def late_answer(self, step: asyncio.Task[Any] | None) -> WireMessage | None:
-        """Return the answer to the message of a task, if that message took too long, else None."""
+        """Return the answer to a task's message if that message took too long, else None."""
         return self._late[1] if self._late is not None and self._late[0] is step else None
 
     def end(self) -> None:
-        """Cancel the message that is being carried out. No other message is carried out after it."""
+        """Cancel the message that is being carried out. No other message is carried out after that."""
         self.was_cut |= self.step is not None
         if not self.over.done():
             self.over.set_result(None)

@@ -1,4 +1,4 @@
-"""Types that several kinds of events share: the base class, and the rules and reasons that events contain."""
+"""Types that several kinds of events share: the base class, and the rules and reasons that they contain."""
 
 from enum import StrEnum
 
@@ -6,7 +6,7 @@ import msgspec
 
 from bombus.hive.failures import FailureKind
 
-HIVE = "_hive"  # the engine token of events that belong to no engine
+HIVE = "_hive"  # the engine name in events that belong to no engine
 
 
 class EpisodeType(StrEnum):
@@ -20,20 +20,21 @@ class AbortReason(StrEnum):
     UNCONFIRMED = "unconfirmed"  # the claim's answer never reached a live connection
     ENGINE_STOPPED = "engine_stopped"
     SUPERSEDED = "superseded"  # the drain deadline passed
-    INFRA = "infra"  # an infrastructure failure: no reward, not in its group's statistics
+    INFRA = "infra"  # an infrastructure failure: no reward, and not counted in its group's statistics
     MULTI_MODEL = "joint"  # another episode of its multi-model episode was aborted
-    SILENT = "silent"  # its client sends heartbeats, and was silent for too long
+    SILENT = "silent"  # its client, which sends heartbeats, was silent for too long
     CROWDED = "crowded"  # its key pinned more than its share of a full stream of calls
 
     @property
     def failure(self) -> FailureKind | None:
-        """The kind of failure of an abort that names none, such as one by the hive itself. None: nothing failed."""
+        """The kind of failure if an abort does not give one, for instance because the hive made it. None: nothing
+        failed."""
         match self:
             case AbortReason.IDLE | AbortReason.UNCONFIRMED | AbortReason.SILENT:
                 return FailureKind.CLIENT
             case AbortReason.ENGINE_STOPPED | AbortReason.SUPERSEDED | AbortReason.CROWDED:
                 return FailureKind.HIVE
-            case AbortReason.INFRA:  # from a client that knows no kinds
+            case AbortReason.INFRA:  # from a client that does not know the kinds of failure
                 return FailureKind.ENVIRONMENT
             case AbortReason.CLIENT | AbortReason.MULTI_MODEL:
                 return None
@@ -48,7 +49,7 @@ class DropReason(StrEnum):
 
 
 class RunKind(StrEnum):
-    """The kind of a run in older logs. `base`, `config_digest` and the job's collection now determine it."""
+    """The kind of a run in older logs. Now `base`, `config_digest` and the job's collection determine it."""
 
     EPISODES = "episodes"
     OPERATIONS = "operations"
@@ -58,28 +59,28 @@ class RunKind(StrEnum):
 class EnvironmentEnd(StrEnum):
     """Why an environment has left."""
 
-    DISCONNECTED = "disconnected"  # it said so
+    DISCONNECTED = "disconnected"  # it said that it was leaving
     SILENT = "silent"  # it was silent for too long
 
 
 class SessionEnd(StrEnum):
     """Why a session has ended."""
 
-    FINISHED = "finished"  # its client said so
+    FINISHED = "finished"  # its client ended it
     IDLE = "idle"  # its client was silent for too long
 
 
 class ModelEnd(StrEnum):
     """Why a model has ended."""
 
-    ENDED = "ended"  # by an operation
+    ENDED = "ended"  # an operation ended it
     NOT_CREATED = "not_created"  # its first operation failed
     NOT_SAVED = "not_saved"  # its session ended, and it could not be saved
     RUN_OVER = "run_over"
 
 
 class Method(StrEnum):
-    """The rule that decides when a batch is complete. A job may give a method's name without its prefix."""
+    """The rule that decides when a batch is complete. A job may omit the prefix of a method's name."""
 
     ENOUGH_EPISODES = "rollout_until_finish_enough_episodes"
     ENOUGH_TASKS = "rollout_until_finish_enough_tasks"
@@ -93,15 +94,15 @@ class OperationLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     sessions_max: int = 256
     models_max: int = 16
-    waiting_max: int = 256  # operations of one model
-    operations_max: int = 4096  # of one model, including executed ones that no recovery checkpoint covers
-    bodies_bytes_max: int = 512 << 20  # of operations that wait, and of executed ones that no checkpoint covers
-    results_bytes_max: int = 256 << 20  # beyond this, the oldest results are dropped
+    waiting_max: int = 256  # the most waiting operations of one model
+    operations_max: int = 4096  # the most of one model, including executed ones not yet in a checkpoint
+    bodies_bytes_max: int = 512 << 20  # total of waiting operations, and of executed ones not in a checkpoint
+    results_bytes_max: int = 256 << 20  # above this, the oldest results are dropped
     results_s: float = 3600.0  # how long results can be read after their session has ended
-    session_idle_s: float = 3600.0  # for a session that names no idle time
+    session_idle_s: float = 3600.0  # for a session that does not give an idle time
     run_idle_s: float = 300.0  # a run without a model ends after this
     checkpoints_max: int = 1000
-    executions_max: int = 3  # attempts at one operation whose trainers all end before it has a result
+    executions_max: int = 3  # attempts at one operation when each trainer ends before it has a result
     episodes_s: float = 86_400.0  # how long an ended episode waits to be taken
 
 
@@ -119,16 +120,16 @@ class Collection(msgspec.Struct, frozen=True, kw_only=True):
     drain_s: float = 300.0
     boot_s: float = 1800.0
     sync_s: float = 600.0
-    agreed_sync_s: float = 6.0  # the shortest sync, with the methods by agreement
-    client_silence_s: float = 15.0  # episodes of a client that sends heartbeats are aborted after this
+    agreed_sync_s: float = 6.0  # the shortest sync with the methods by agreement
+    client_silence_s: float = 15.0  # silence after which the episodes of a client that sends heartbeats are aborted
     max_step_failures: int = 3
-    replay_steps: int = 1000  # steps whose calls are kept for replay while there is room (R12)
+    replay_steps: int = 1000  # number of steps whose calls are kept for replay while there is room (R12)
     resume: str = "never"  # the checkpoint at which a new run begins: never, auto, or "from VERSION"
     checkpoints_kept: int = 2
     operations: OperationLimits = msgspec.field(default=OperationLimits(), name="tenancy")
     # The job trains on groups that environments have scored.
     rollout_groups: bool = msgspec.field(default=False, name="scored_groups")
-    episode_groups: bool = False  # its episodes become rollout groups, from which batches are formed
+    episode_groups: bool = False  # whether its episodes become rollout groups, from which batches are formed
 
     @property
     def episode_target(self) -> int:
@@ -136,12 +137,13 @@ class Collection(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def trained_staleness(self) -> int | None:
-        """Return the greatest age at which a token is trained on (R14); None if 0, which the coordinator enforces."""
+        """Return the greatest age at which a token is trained on (R14); None if it is 0: the coordinator then enforces
+        it."""
         return self.max_staleness or None
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):
-    """A fact on the log. `at_ns` is the time of the decided inbox message (R5) and never decreases."""
+    """A fact on the log. `at_ns` is the time of the inbox message that was decided (R5), and never decreases."""
 
     at_ns: int = 0
     engine: str = HIVE

@@ -8,7 +8,8 @@ from bombus.hive.fates import StepTokens
 
 
 class EpochOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="epoch.opened"):
-    """A coordinator has become the leader. The streams `calls` and `trajectories` have these limits, 0 for none."""
+    """A coordinator has become the leader. The event gives the limits of the streams `calls` and `trajectories`, 0 for
+    none."""
 
     epoch: int
     leader: str
@@ -31,7 +32,7 @@ class EngineConfigured(Event, frozen=True, kw_only=True, omit_defaults=True, tag
 
 
 class Beginning(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The checkpoint of step `step` of an earlier run, at which a run begins.
+    """The checkpoint at which a run begins: that of step `step` of an earlier run.
 
     `changed` lists the trainer's settings that have changed since that run, each with both values.
     """
@@ -55,7 +56,7 @@ class EngineStarted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="e
     command: str = ""
     begins: Beginning | None = None
     anew: str = ""
-    run_kind: RunKind = RunKind.EPISODES  # only read from older logs, no longer written: the default has no meaning
+    run_kind: RunKind = RunKind.EPISODES  # read from older logs but no longer written: the default has no meaning
     base: str = ""
 
 
@@ -83,7 +84,7 @@ class EngineFailed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="en
 class EngineSuspended(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.suspended"):
     """The run cannot continue for now. It keeps its state, and waits for its operator to resume or stop it.
 
-    With `until_served` it also resumes automatically once a replica serves its newest weights.
+    With `until_served`, it also resumes automatically once a replica serves its newest weights.
     """
 
     run: int
@@ -94,7 +95,7 @@ class EngineSuspended(Event, frozen=True, kw_only=True, omit_defaults=True, tag=
 class EngineResumed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.resumed"):
     """A suspended run was resumed, by its operator's `command` or because a replica serves its weights again.
 
-    The deadlines of its phase restart. After a command, quarantined replicas retry at once.
+    The deadlines of its phase restart. After a command, quarantined replicas try again immediately.
     """
 
     run: int
@@ -102,22 +103,24 @@ class EngineResumed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="e
 
 
 class CommandAnswered(Event, frozen=True, kw_only=True, omit_defaults=True, tag="command.answered"):
-    """A command to configure, start, stop or resume changed nothing: it was refused because of `why`, or not needed.
+    """A command to configure, start, stop or resume changed nothing: it was refused, for the reason `why`, or not
+    needed.
 
-    If the same command is resent, even much later and under another leader, it gets the same answer without effect.
+    If the same command is sent again, even much later and under another leader, it gets the same answer and has no
+    effect.
     """
 
     command: str
     run: int
-    code: Code | None = None  # None: it was not refused
+    code: Code | None = None  # None if it was not refused
     why: str = ""
 
 
 class ConversationFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How a gateway renders conversations with a model and parses its turns.
 
-    `template` is a digest of everything that determines prompts. `tool_calls` and `reasoning` are the names of the
-    syntaxes in which they are parsed, or "text" if they stay text.
+    `template` is a digest of everything that determines prompts. `tool_calls` and `reasoning` name the syntaxes in
+    which these are parsed, or are "text" if they stay text.
     """
 
     template: str
@@ -126,7 +129,7 @@ class ConversationFormat(msgspec.Struct, frozen=True, kw_only=True, omit_default
 
 
 class ModelRead(Event, frozen=True, kw_only=True, omit_defaults=True, tag="model.read"):
-    """A gateway reported a conversation format for the run's model that no gateway had reported in this run."""
+    """A gateway reported a conversation format for the run's model that no gateway had reported before in this run."""
 
     run: int
     gateway: str
@@ -152,7 +155,7 @@ class SyncAgreed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="sync
 
 
 class TrainerOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.opened"):
-    """A trainer has opened the run. It is considered gone after `patience_s` of silence; 0: it named none."""
+    """A trainer has opened the run. It counts as gone after `patience_s` of silence; 0 if it gave no time."""
 
     run: int
     trainer: str
@@ -162,10 +165,11 @@ class TrainerOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="t
 
 
 class TrainerStalled(Event, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.stalled"):
-    """A trainer has made no progress for `still_s` or, if `silent`, sent no message for so long. Its epoch ends (R11).
+    """A trainer has made no progress for `still_s` or, if `silent`, sent no message for that long. Its epoch ends
+    (R11).
 
-    `doing` is the work that it stalled in, "" if it was waiting. `failures` is the number of failures of the step that
-    it owed, if any, including this one.
+    `doing` is the work in which it stalled, "" if it was waiting. `failures` counts the failures of the step that it
+    owed, if any, including this one.
     """
 
     run: int
@@ -186,7 +190,7 @@ class StepCompleted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="s
     checkpoint: str
     checkpoint_digest: str
     metrics: dict[str, float] = {}
-    tokens: StepTokens | None = None  # None: an older version, which did not report them
+    tokens: StepTokens | None = None  # None if an older version did not report them
 
 
 class StepFailed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="step.failed"):
@@ -203,9 +207,10 @@ OBJECTS = "object:"
 class Weights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The location of a stored policy version: a folder, or `object:` and a prefix of object names (R15).
 
-    `bytes` and `sha256` are always those of the whole safetensors file; `tokenizer` is the name of an object. With
+    `bytes` and `sha256` always describe the whole safetensors file; `tokenizer` is the name of an object. With the
     format `safetensors-delta`, only the changes since version `base` are stored, in a file with the size `delta_bytes`
-    and the hash `delta_sha256`. With format `safetensors-lora`, it is an adapter for the full copy `adapter_of`.
+    and the hash `delta_sha256`. With the format `safetensors-lora`, the version is an adapter for the full copy
+    `adapter_of`.
     """
 
     where: str
@@ -220,7 +225,7 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def objects(self) -> str:
-        """Return the prefix of its objects' names, or "" if it is in a folder."""
+        """Return the prefix of the version's object names, or "" if the version is in a folder."""
         return self.where.removeprefix(OBJECTS) if self.where.startswith(OBJECTS) else ""
 
 
@@ -233,8 +238,8 @@ class WeightsReady(Event, frozen=True, kw_only=True, omit_defaults=True, tag="we
 class WeightsLoaded(Event, frozen=True, kw_only=True, omit_defaults=True, tag="weights.loaded"):
     """A replica has loaded a policy version.
 
-    `sequence_tokens` is the longest sequence that it serves, 0 if it does not say, and `constrains` whether it supports
-    structured output.
+    `sequence_tokens` is the longest sequence that it serves, 0 if it does not say. `constrains` says whether it
+    supports structured output.
     """
 
     run: int
@@ -259,8 +264,8 @@ class ReplicaQuarantined(Event, frozen=True, kw_only=True, omit_defaults=True, t
     """A replica cannot load the newest weights. It keeps trying.
 
     Until it has loaded them, it gets no calls and the run does not wait for it. A new run or a command to resume also
-    ends the quarantine. With `answers`, it has loaded the weights but its answers are wrong: it serves again once it
-    has loaded other weights or was restarted.
+    ends the quarantine. With `answers`, the replica has loaded the weights but its answers are wrong: it serves again
+    once it has loaded other weights or was restarted.
     """
 
     run: int

@@ -11,9 +11,10 @@ from bombus.hive.trajectories.queue import QueuedGroup
 
 
 class SamplerWeights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The weights that an episode's calls sample from in an operations run: an adapter, or the base if all are "".
+    """The weights from which an episode's calls are sampled in an operations run: an adapter, or the base if all fields
+    are "".
 
-    `checkpoint` is its `MODEL/USE/NAME`, `address` the hash of its weights file, which is in `folder`.
+    `checkpoint` is its `MODEL/USE/NAME`, and `address` the hash of its weights file, which is in `folder`.
     """
 
     checkpoint: str = ""
@@ -24,10 +25,10 @@ class SamplerWeights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 class EpisodeClaimed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="episode.claimed"):
     """A claim was granted, for one episode or a whole group. `version` is the policy version at the claim.
 
-    `owner` is the name of the client's key, "" if it has none, and `admin` says whether it is the hive's admin key.
-    `sampler` is set only in operations runs. Multi-model episodes have `partners` on other engines, which are claimed
-    in the same decision: by engine, in the order of `episodes`. `touches` says whether the client sends heartbeats
-    while it holds the episodes.
+    `owner` is the name of the client's key, "" if it has none, and `admin` says whether that is the hive's admin key.
+    `sampler` is set only in operations runs. A multi-model episode has `partners` on other engines, claimed in the same
+    decision: by engine, in the order of `episodes`. `touches` says whether the client sends heartbeats while it holds
+    the episodes.
     """
 
     run: int
@@ -57,8 +58,8 @@ class NotedCall(msgspec.Struct, frozen=True, array_like=True):
     status: CallStatus = CallStatus.COMPLETE
     late: bool = False
     merged: bool = False  # it extended an earlier call of its episode token for token
-    masked: bool = False  # an auxiliary call of its harness, which the job does not train on
-    incomplete: bool = False  # a part of its conversation, such as an image, was left out of its prompt
+    masked: bool = False  # an auxiliary call made by its harness, which the job does not train on
+    incomplete: bool = False  # part of its conversation, such as an image, was left out of its prompt
     bytes: int = 0  # the size of its record in the stream `calls`
 
 
@@ -71,10 +72,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The end of an episode as its client reported it, and the calls that belong to it from then on (R7).
 
     On the log it has no `calls`, except in events of older versions: the fold adds the calls that were noted as
-    complete before it. `call_rewards`, if given, holds a reward for each call that is not masked, in order; `reward` is
-    then their mean. `digest` is the digest of the report; for a multi-model episode, of the results of all its
-    episodes. `data_set` is the name of the task's data set, "" if the client does not give one. `failure` is the budget
-    that the episode used up, None if it used up none.
+    complete before it. `call_rewards`, if given, has a reward for each call that is not masked, in order; `reward` is
+    then their mean. `digest` is the digest of the report or, for a multi-model episode, of the results of all its
+    episodes. `data_set` is the name of the task's data set, "" if the client gives none. `failure` is the budget that
+    the episode used up, or None.
     """
 
     episode: str
@@ -101,7 +102,7 @@ class EpisodeEnded(Event, frozen=True, kw_only=True, omit_defaults=True, tag="ep
 
 
 class EpisodeAborted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="episode.aborted"):
-    """Episodes ended without a reward. `failure` is what the client reports; see `failed_by`."""
+    """Episodes ended without a reward. `failure` is the kind that the client reported; see `failed_by`."""
 
     run: int
     episodes: tuple[str, ...]
@@ -111,7 +112,7 @@ class EpisodeAborted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
 
     @property
     def failed_by(self) -> FailureKind | None:
-        """What made the episodes fail, None if nothing did: a client may also have no use for an episode."""
+        """What made the episodes fail, or None if nothing did: a client may simply not need an episode."""
         return self.failure or self.reason.failure
 
 
@@ -140,10 +141,10 @@ class PoolCleared(Event, frozen=True, kw_only=True, omit_defaults=True, tag="poo
 
 
 class BatchEpisode(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An episode of a batch.
+    """An episode in a batch.
 
-    On the log it has neither `calls` nor `call_rewards`, with which a large batch might not fit into one message: the
-    fold adds them from the pool. Events of older versions have them.
+    On the log it has neither `calls` nor `call_rewards`, because a large batch with them might not fit into one
+    message: the fold adds them from the pool. Events of older versions have them.
     """
 
     episode: str
@@ -160,8 +161,8 @@ class BatchGroup(msgspec.Struct, frozen=True, kw_only=True):
 class BatchReady(Event, frozen=True, kw_only=True, omit_defaults=True, tag="batch.ready"):
     """The batch of optimizer step `step` was sealed. The step trains policy version `step - 1` into version `step`.
 
-    In a rollout-group run, `taken` holds the numbers of the groups that it takes from the queue. `rollout_groups` is
-    not on the log: the fold adds these groups from the queue.
+    In a rollout-group run, `taken` has the numbers of the groups that the batch takes from the queue. `rollout_groups`
+    is not on the log: the fold adds these groups from the queue.
     """
 
     run: int

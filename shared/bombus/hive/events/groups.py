@@ -1,4 +1,4 @@
-"""The events of rollout groups: environments that push them, and trainers that take batches of them."""
+"""The events of rollout groups: environments push groups, and trainers take batches of them."""
 
 import msgspec
 
@@ -8,7 +8,7 @@ from bombus.hive.trajectories.queue import QueuedGroup
 
 
 class TrainerRegistered(Event, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.registered"):
-    """An outside trainer has registered for the batches of this run, of `batch_size` sequences each.
+    """An outside trainer has registered for this run's batches, of `batch_size` sequences each.
 
     The other settings are passed on to environments and to trackers of the run. `owner` is the name of the key that
     registered it (or `bombus.hive.shares.ADMIN`), which receives the batches.
@@ -34,7 +34,8 @@ class BatchesBegun(Event, frozen=True, kw_only=True, omit_defaults=True, tag="ba
 
 
 class EnvironmentJoined(Event, frozen=True, kw_only=True, omit_defaults=True, tag="environment.joined"):
-    """An environment has joined, to push groups. If it falls silent and returns, it joins under the same number.
+    """An environment has joined in order to push groups. If it falls silent and returns, it joins under the same
+    number.
 
     `minimum` is the fraction of each batch that it requests, and `owner` the name of its client's key. `admin` says
     whether that is the hive's admin key.
@@ -52,27 +53,28 @@ class EnvironmentJoined(Event, frozen=True, kw_only=True, omit_defaults=True, ta
 
 
 class EnvironmentLeft(Event, frozen=True, kw_only=True, omit_defaults=True, tag="environment.left"):
-    """An environment has left. Its groups stay queued."""
+    """An environment has left. Its groups stay in the queue."""
 
     environment: int
     reason: EnvironmentEnd
 
 
 class GroupsPushed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="groups.pushed"):
-    """Rollout groups were pushed and wait for a batch, in this order, after all groups pushed before.
+    """Rollout groups were pushed. They wait for a batch, in this order, after all groups pushed earlier.
 
     Their bodies are in the stream `trajectories`. A later push with the same `key` is a duplicate. If a group was made
-    of ended `episodes` of this run, they leave the pool, and `version` is the policy version when it was queued.
+    from ended `episodes` of this run, these leave the pool, and `version` is the policy version when the group was
+    queued.
     """
 
     groups: tuple[QueuedGroup, ...]
     key: str = ""
     episodes: tuple[str, ...] = ()
-    version: int = -1  # -1: not made of episodes, or made by an older release
+    version: int = -1  # -1 if not made from episodes, or made by an older release
 
 
 class BatchHandedOut(Event, frozen=True, kw_only=True, omit_defaults=True, tag="batch.handed_out"):
-    """These groups form the run's batch `number`, from 1. Until it is delivered, every request returns it."""
+    """These groups form the run's batch `number`, counted from 1. Until it is delivered, every request returns it."""
 
     run: int
     number: int
@@ -80,17 +82,17 @@ class BatchHandedOut(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class BatchDelivered(Event, frozen=True, kw_only=True, omit_defaults=True, tag="batch.delivered"):
-    """The whole batch was sent to the trainer that requested it. Its next request gets the next batch."""
+    """The whole batch was sent to the trainer that requested it, whose next request gets the next batch."""
 
     run: int
     number: int
 
 
 class GroupsGivenUp(Event, frozen=True, kw_only=True, omit_defaults=True, tag="groups.given_up"):
-    """Groups were dropped: their bodies are lost, they have waited too long, or their key stored too much.
+    """Groups were dropped: their bodies are lost, they waited too long, or their key stored too much.
 
-    If `number` is 0, they were in the queue. Otherwise they were in the batch `number` that was handed out, whose other
-    groups are requeued, or in the batch of our own trainer's step `number`, which is made without them.
+    If `number` is 0, the groups were in the queue. Otherwise they were in the batch `number` that was handed out, whose
+    other groups are queued again, or in the batch of our own trainer's step `number`, which is then made without them.
     """
 
     run: int
@@ -100,7 +102,7 @@ class GroupsGivenUp(Event, frozen=True, kw_only=True, omit_defaults=True, tag="g
 
 
 class MovedBody(msgspec.Struct, frozen=True, array_like=True):
-    """The new place of the body of a group that is queued or in the last batch."""
+    """The new place of a group's body. The group is queued or in the last batch."""
 
     group: int
     body: BodyRef
@@ -117,7 +119,7 @@ class GroupsReset(Event, frozen=True, kw_only=True, omit_defaults=True, tag="gro
 
 
 class HolderFloor(msgspec.Struct, frozen=True, array_like=True):
-    """The sequence of `trajectories` before which no body of a holder's groups on an engine is needed."""
+    """The sequence in `trajectories` before which no bodies of a holder's groups on an engine are needed."""
 
     engine: str
     holder: str
@@ -125,7 +127,7 @@ class HolderFloor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TrajectoriesReleased(Event, frozen=True, kw_only=True, omit_defaults=True, tag="trajectories.released"):
-    """The messages of `trajectories` before `below` may be purged, and those of some holders before higher floors.
+    """The messages of `trajectories` before `below` may be purged, and some holders' messages before a later sequence.
 
     A group whose body is older is refused.
     """

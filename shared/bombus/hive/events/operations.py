@@ -11,7 +11,7 @@ from bombus.hive.records import BodyRef
 class SessionOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="session.opened"):
     """A client of training operations has opened a session, which ends after `idle_s` without a message from it.
 
-    `owner` is the name of its key, "" if it has none; `dialect` is a note of the gateway about the client. A session
+    `owner` is the name of its key, "" if it has none; `dialect` is the gateway's note about the client. A session
     `for_model` ends when its model has ended or could not be created. A session of the hive's `admin` key has a
     separate share.
     """
@@ -26,7 +26,7 @@ class SessionOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="s
 
 
 class SessionEnded(Event, frozen=True, kw_only=True, omit_defaults=True, tag="session.ended"):
-    """A session has ended and accepts no more operations. Each of its models ends after its waiting operations."""
+    """A session has ended and accepts no more operations. Each of its models ends after its last waiting operation."""
 
     session: str
     reason: SessionEnd
@@ -41,16 +41,17 @@ class SessionForgotten(Event, frozen=True, kw_only=True, omit_defaults=True, tag
 
 
 class SamplingBegun(Event, frozen=True, kw_only=True, omit_defaults=True, tag="sampling.begun"):
-    """A session samples from run `run`, which therefore continues until the session ends, even without a model."""
+    """A session samples from run `run`, which therefore continues until the session ends, even if it has no model."""
 
     run: int
     session: str
 
 
 class ModelOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="model.opened"):
-    """A model accepts operations. The first one, accepted together with this event, creates it from `base`.
+    """A model accepts operations. The first operation, accepted together with this event, creates the model from
+    `base`.
 
-    `metadata` is set by its client.
+    `metadata` was set by its client.
     """
 
     run: int
@@ -70,7 +71,7 @@ class ModelClosed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="mod
 
 
 class ModelSuspended(Event, frozen=True, kw_only=True, omit_defaults=True, tag="model.suspended"):
-    """A trainer cannot rebuild a model, for the reason `why`. Its operations wait, but other models continue.
+    """A trainer cannot rebuild a model, for the reason `why`. The model's operations wait; other models continue.
 
     An event without a reason ends the suspension.
     """
@@ -83,9 +84,10 @@ class ModelSuspended(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
 class ModelRebuilding(Event, frozen=True, kw_only=True, omit_defaults=True, tag="model.remaking"):
     """A trainer rebuilds a model from its recovery checkpoint and the operations executed since.
 
-    If an earlier trainer began to rebuild it and ended, the `number` of each operation is recorded before it is
-    re-executed (the checkpoint's number before the checkpoint is loaded). Operations that several trainers have not
-    survived are not retried (`OperationLimits.executions_max`). `over` says that the trainer has finished rebuilding.
+    If an earlier trainer began to rebuild it and ended, the `number` of each operation is recorded before the operation
+    is executed again (and the checkpoint's number before the checkpoint is loaded). Operations that several trainers
+    have not survived are not retried (`OperationLimits.executions_max`). `over` says that the trainer has finished
+    rebuilding.
     """
 
     run: int
@@ -96,12 +98,12 @@ class ModelRebuilding(Event, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class OperationAccepted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="operation.accepted"):
-    """An operation was accepted and waits, after all earlier ones: it is the `number`th of its model.
+    """An operation was accepted and waits until all earlier ones are done: it is the `number`th of its model.
 
     Its body is in the stream `ops`. An operation without a body ends the model of a session that has ended; it first
     saves the model as `save_as`, unless that is "". A `passive` operation, such as a forward pass, does not change the
-    model. The client's `metadata` is attached to what the operation saves. If it `reads` a saved model, named by its
-    `kept_id`, that model is kept until the operation was executed.
+    model. The client's `metadata` is attached to what the operation saves. If the operation `reads` a saved model,
+    named by its `kept_id`, that model is kept until the operation has been executed.
     """
 
     run: int
@@ -122,9 +124,9 @@ class OperationAccepted(Event, frozen=True, kw_only=True, omit_defaults=True, ta
 
 
 class OperationBegun(Event, frozen=True, kw_only=True, omit_defaults=True, tag="operation.begun"):
-    """A trainer begins to execute an operation, the first one of its model that it executes.
+    """A trainer begins to execute an operation, the first one that it executes for this model.
 
-    An operation fails if several trainers have begun it and ended (`OperationLimits.executions_max`).
+    An operation fails if several trainers have begun it and then ended (`OperationLimits.executions_max`).
     """
 
     run: int
@@ -154,8 +156,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class OperationCompleted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="operation.completed"):
     """An operation was executed. This is its only result (R17).
 
-    `step` counts the model's optimizer steps. `made` is the shape of the model that a model's first operation created,
-    and `loaded` is a hash of the checkpoint that was loaded. `by_server` says that it failed through the server's
+    `step` counts the model's optimizer steps. `made` is the shape of the model if this is the operation that created
+    it, and `loaded` is a hash of the checkpoint that was loaded. `by_server` says that it failed through the server's
     fault.
     """
 
@@ -175,7 +177,7 @@ class OperationCompleted(Event, frozen=True, kw_only=True, omit_defaults=True, t
 
 
 class ModelCheckpointed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="model.covered"):
-    """A trainer has written a checkpoint of a model from which it can continue after operation `number`."""
+    """A trainer has written a checkpoint of a model, from which the model can continue after operation `number`."""
 
     run: int
     model: str
@@ -188,7 +190,7 @@ class ModelCheckpointed(Event, frozen=True, kw_only=True, omit_defaults=True, ta
 class SavedWeights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A checkpoint that a client has saved as `name`. `use` is its purpose: training, sampler or external.
 
-    `address` is a hash of the weights. The checkpoint is removed after `ttl_s`, 0 for never.
+    `address` is a hash of the weights. The checkpoint is removed after `ttl_s`; 0 means never.
     """
 
     use: str
@@ -200,11 +202,12 @@ class SavedWeights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class WeightsKept(Event, frozen=True, kw_only=True, omit_defaults=True, tag="weights.kept"):
-    """A model was saved for its client, replacing a saved model of the same use and name. It outlives model and run.
+    """A model was saved for its client, replacing any saved model of the same use and name. It outlives the model and
+    the run.
 
-    The event is repeated if the description of the saved model changes; `saved_ns` is then the time when it was saved.
-    `public` is a mark that its client may set, after which every client may read it. `owner` is the owner of its
-    session, the name of a key.
+    If the description of the saved model changes, the event is repeated; `saved_ns` is still the time when it was
+    saved. If its client sets the mark `public`, every client may read it. `owner` is the owner of its session, the name
+    of a key.
     """
 
     run: int
@@ -221,7 +224,7 @@ class WeightsKept(Event, frozen=True, kw_only=True, omit_defaults=True, tag="wei
 
 
 class WeightsRemoved(Event, frozen=True, kw_only=True, omit_defaults=True, tag="weights.removed"):
-    """A saved model was deleted by its client or has expired: it can no longer be used, and its folder may go."""
+    """A saved model was deleted by its client or has expired. It can no longer be used, and its folder may go."""
 
     model: str
     use: str
@@ -230,7 +233,7 @@ class WeightsRemoved(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class EndpointAdded(Event, frozen=True, kw_only=True, omit_defaults=True, tag="endpoint.added"):
-    """An outside inference server was registered: it gets the weights that a training client syncs.
+    """An outside inference server was registered. It gets the weights that a training client syncs.
 
     `owner` is the name of the key of the client that registered it.
     """
@@ -262,7 +265,7 @@ class RestReached(Event, frozen=True, kw_only=True, omit_defaults=True, tag="res
 
 
 class ModelFloor(msgspec.Struct, frozen=True, array_like=True):
-    """The sequence of `ops` before which no message of a model is needed."""
+    """The sequence in `ops` before which no messages of a model are needed."""
 
     engine: str
     model: str
@@ -270,7 +273,7 @@ class ModelFloor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OperationsReleased(Event, frozen=True, kw_only=True, omit_defaults=True, tag="operations.released"):
-    """The messages of `ops` before `below` may be purged, and those of some models before higher floors.
+    """The messages of `ops` before `below` may be purged, and some models' messages before a later sequence.
 
     An operation whose body is older is refused, and its sender stores the body again.
     """

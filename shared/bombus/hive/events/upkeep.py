@@ -6,14 +6,14 @@ from bombus.hive.events.common import Event
 class MessageDeadLettered(Event, frozen=True, kw_only=True, omit_defaults=True, tag="message.set_aside"):
     """An inbox message could not be decided because of a bug in bombus, and was skipped."""
 
-    message: str  # its kind
-    about: str  # the engine that it concerns
+    message: str  # the kind of the message
+    about: str  # the engine that the message concerns
     id: str
     why: str
 
 
 class StorageFilled(Event, frozen=True, kw_only=True, omit_defaults=True, tag="storage.filled"):
-    """`what`, a stream or the disk, has less free space than its reserve: new work is refused until `storage.freed`."""
+    """`what`, a stream or the disk, has less free space than its reserve. New work is refused until `storage.freed`."""
 
     what: str
     used: int
@@ -30,14 +30,14 @@ class StorageFreed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="st
 class LogCompacted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="log.compacted"):
     """The events before `below` were removed; two verified snapshots replace them.
 
-    If there is an archive, they were written to it first. 0: there was no longer any need to remove events.
+    If there is an archive, they were written to it first. If `below` is 0, it was no longer necessary to remove events.
     """
 
     below: int
 
 
 class CompactionFailed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="compaction.failed"):
-    """The log is over 60 % full, but no events could be removed, for a reason `why` that its operator can fix."""
+    """The log is over 60 % full, but no events could be removed, for a reason `why` that the operator can fix."""
 
     why: str
 

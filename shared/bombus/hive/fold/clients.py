@@ -1,4 +1,4 @@
-"""The fold of events of training clients and environments: sessions, models and operations; queued groups."""
+"""The fold of events of training clients and environments: sessions, models, operations and queued groups."""
 
 from collections.abc import Callable
 
@@ -64,7 +64,7 @@ def _endpoint_removed(engine: EngineState, event: ev.EndpointRemoved) -> None:
 
 @HANDLERS.on(ev.RestAsked)
 def _rest_asked(engine: EngineState, event: ev.RestAsked) -> None:
-    """Record the request. The trainer may still be carrying out the opposite one, so it has to report again."""
+    """Record the request. The trainer may still be carrying out the opposite request, so it must report again."""
     engine.rest_wanted = event.asleep
     engine.asleep = not event.asleep
     engine.rest_since_ns = event.at_ns

@@ -24,7 +24,7 @@ def _configured(engine: EngineState, event: ev.EngineConfigured) -> None:
 
 @HANDLERS.on(ev.EngineStarted)
 def _started(engine: EngineState, event: ev.EngineStarted) -> None:
-    """Begin a run. It keeps the replicas, the answered commands and the bounds of kept calls (R8, R12)."""
+    """Begin a run. The engine keeps its replicas, the answered commands and the bounds of kept calls (R8, R12)."""
     fresh = EngineState(
         name=engine.name,
         configured=engine.configured,
@@ -47,7 +47,7 @@ def _started(engine: EngineState, event: ev.EngineStarted) -> None:
         if goes_on(event.begins, engine.run, engine.started):
             fresh.counters = engine.counters
             kept = {version: stats for version, stats in engine.evals.items() if version <= event.begins.step}
-            fresh.evals = kept  # the versions after it are trained again, and will differ
+            fresh.evals = kept  # later versions are trained again, and will differ
             fresh.rollouts = [each for each in engine.rollouts if each.step <= event.begins.step]
     for field in EngineState.__struct_fields__:
         setattr(engine, field, getattr(fresh, field))
@@ -58,10 +58,10 @@ def _started(engine: EngineState, event: ev.EngineStarted) -> None:
 
 
 def _begin_at(engine: EngineState, begins: ev.Beginning, before: list[SealedStep]) -> None:
-    """Let a run begin as if it had completed the step of that checkpoint itself.
+    """Make a run begin as if it had completed the step of that checkpoint itself.
 
-    If the run before it completed that step with the same settings, the trainer can also fall back to an older
-    checkpoint, as the trainer of that run could. Otherwise no earlier batch is needed.
+    If the previous run completed that step with the same settings, the trainer can also fall back to an older
+    checkpoint, as that run's trainer could. Otherwise no earlier batch is needed.
     """
     batch = ev.BatchReady(engine=engine.name, run=begins.run, step=begins.step, groups=(), config_digest="")
     done = step_of(engine.name, begins)
@@ -70,7 +70,7 @@ def _begin_at(engine: EngineState, begins: ev.Beginning, before: list[SealedStep
     kept = [] if begins.changed else up_to(before, begins.checkpoint)
     engine.steps = kept or [SealedStep(batch=batch, done=done)]
     unfinished = len(before) - len(kept) if kept else 0
-    for _ in range(min(unfinished, len(engine.steps_from) - 1)):  # so that each bound stands for one step again
+    for _ in range(min(unfinished, len(engine.steps_from) - 1)):  # makes each bound stand for one step again
         *older, last, newest = engine.steps_from
         engine.steps_from = [*older, min(last, newest)]
 
@@ -190,7 +190,7 @@ def _trainer_opened(engine: EngineState, event: ev.TrainerOpened) -> None:
 
 @HANDLERS.on(ev.TrainerStalled)
 def _trainer_stalled(engine: EngineState, event: ev.TrainerStalled) -> None:
-    """End the trainer's epoch: its further messages are ignored. Its successor gets the full time to boot."""
+    """End the trainer's epoch: its later messages are ignored. Its successor gets the full time to boot."""
     engine.trainer = ""
     engine.trainer_epoch = event.trainer_epoch + 1
     engine.stalled = event
@@ -203,7 +203,7 @@ def _trainer_stalled(engine: EngineState, event: ev.TrainerStalled) -> None:
 
 @HANDLERS.on(ev.StepCompleted)
 def _step_completed(engine: EngineState, event: ev.StepCompleted) -> None:
-    event = msgspec.structs.replace(event, tokens=None)  # for the audit alone
+    event = msgspec.structs.replace(event, tokens=None)  # used only by the audit
     engine.step_done = event
     groups = 0 if engine.batch is None else len(engine.batch.groups)
     engine.silent_steps = silent_after(engine.silent_steps, groups, event.metrics)

@@ -139,7 +139,7 @@ def _ended(engine: EngineState, event: ev.EpisodeEnded) -> None:
         if is_eval:
             engine.calls.release((outcome.episode,))
             continue
-        before = _leave_pool(engine, outcome.episode)  # if a log ends an episode twice, the last end counts
+        before = _leave_pool(engine, outcome.episode)  # if a log ends an episode twice, the later end counts
         if before is None:
             engine.collected.add(outcome)
         calls = ended_calls(outcome, episode) or (before.calls if before is not None else ())
@@ -182,10 +182,10 @@ def _count_evaluation(engine: EngineState, claimed: int, outcome: ev.Outcome, ep
 
 
 def _note_reward(engine: EngineState, client: str, at_ns: int) -> None:
-    """Record that a client is active, and forget inactive clients, whose number is not limited."""
+    """Record that a client is active, and forget inactive clients, since their number has no limit."""
     seen = engine.rewarded_ns
     seen.pop(client, None)
-    seen[client] = at_ns  # moved to the end, so that the first client has been silent longest
+    seen[client] = at_ns  # moved to the end, so that the first client is the one that has been silent longest
     limit_ns = int(ACTIVE_S * 1e9)
     if seen[next(iter(seen))] < at_ns - 2 * limit_ns:
         engine.rewarded_ns = {name: last_ns for name, last_ns in seen.items() if last_ns >= at_ns - limit_ns}
@@ -201,7 +201,7 @@ def _aborted(engine: EngineState, event: ev.EpisodeAborted) -> None:
         episode = engine.open.get(episode_id)
         _close(engine, episode_id, Closed(episode.client if episode else "", aborted=event.reason))
         if event.reason == AbortReason.SILENT and episode is not None:
-            engine.rewarded_ns.pop(episode.client, None)  # it is not active, so its agreement is not needed
+            engine.rewarded_ns.pop(episode.client, None)  # its client is not active, so its agreement is not needed
 
 
 # ---- the pool and its batches ---------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def _leave_pool(engine: EngineState, episode_id: str) -> Completed | None:
 
 
 def take(engine: EngineState, episodes: Iterable[str]) -> int:
-    """Remove episodes from the pool, and release their calls. Return how many of the episodes were in the pool."""
+    """Remove episodes from the pool, and release their calls. Return how many of them were in the pool."""
     gone = [episode for episode in episodes if _leave_pool(engine, episode) is not None]
     engine.calls.release(gone)
     return len(gone)
@@ -246,7 +246,7 @@ def _pool_cleared(engine: EngineState, event: ev.PoolCleared) -> None:
 
 
 def _with_calls(engine: EngineState, event: ev.BatchReady) -> ev.BatchReady:
-    """Return the batch with the calls of its episodes, which are in the pool until the batch is folded."""
+    """Return the batch with the calls of its episodes, which are still in the pool until the batch is folded."""
 
     def filled(episode: ev.BatchEpisode) -> ev.BatchEpisode:
         completed = engine.pool.get(episode.episode)
@@ -283,7 +283,7 @@ def _batch_ready(engine: EngineState, event: ev.BatchReady) -> None:
 
 
 def release_steps(engine: EngineState, before: list[SealedStep]) -> None:
-    """Release the calls of the steps `before` that no longer have to be repeated."""
+    """Release the calls of those steps in `before` that will not have to be repeated."""
     gone = before[: len(before) - len(engine.needed_steps)]
     for step in gone:
         step.released = True

@@ -1,4 +1,4 @@
-"""The fold: how an event changes the state of the hive. All services fold the same log with this function."""
+"""The fold: how an event changes the hive's state. All services fold the same log with this function."""
 
 import msgspec
 
@@ -83,7 +83,7 @@ def _groups_released(hive: Hive, event: ev.TrajectoriesReleased) -> None:
 
 
 def as_folded(hive: Hive, event: ev.AnyEvent) -> ev.AnyEvent:
-    """Return the event that was folded last. If it is a batch, it has the calls or rollout groups the fold added."""
+    """Return the event that was folded last. A batch includes the calls or rollout groups that the fold added."""
     batch = hive.engine(event.engine).batch
     return batch if isinstance(event, ev.BatchReady) and batch is not None else event
 

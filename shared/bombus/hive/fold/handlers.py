@@ -1,4 +1,4 @@
-"""The table of handlers, one for each kind of event, and functions that several handlers share."""
+"""The table of handlers, one for each kind of event, and functions that several handlers use."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
@@ -39,19 +39,19 @@ def remember(engine: EngineState, command: str) -> None:
 
 
 def release_replicas(engine: EngineState) -> None:
-    """Let quarantined replicas serve again."""
+    """Allow quarantined replicas to serve again."""
     for replica in engine.replicas.values():
         replica.quarantined = None
 
 
 def forget_lost(engine: EngineState) -> None:
-    """Reset the count of trainers lost in a row."""
+    """Reset the count of consecutive trainers lost."""
     if engine.trainers_lost:
         operations_state.forget_lost(engine.clients)
     engine.trainers_lost = 0
 
 
 def keep_time(engine: EngineState, at_ns: int) -> None:
-    """Start or stop the stopwatch `trying`, which runs while a trainer could rebuild suspended models."""
+    """Start or stop the stopwatch `trying`, which runs while there is a trainer that could rebuild suspended models."""
     rests = engine.suspended or engine.rest_wanted or engine.asleep
     engine.clients.trying.run(engine.serves_operations and engine.trainer != "" and not rests, at_ns)

@@ -1,4 +1,4 @@
-"""The messages sent to a hive: commands, which get an answer, and facts, which get none.
+"""The messages sent to a hive: commands, which get an answer, and facts, which do not.
 
 All of them go through one stream, the inbox, in one order. Only the coordinator decides which events follow (R1).
 """
@@ -17,7 +17,7 @@ from bombus.hive.inbox.facts import *  # noqa: F403
 from bombus.hive.inbox.facts import AnyFact
 from bombus.hive.subjects import is_name
 
-DEPTH_MAX = 128  # nesting of lists and objects in metadata
+DEPTH_MAX = 128  # the deepest nesting of lists and objects in metadata
 _NOT_PLAIN = f"metadata that is not JSON, or nested deeper than {DEPTH_MAX}"
 
 AnyMessage = AnyCommand | AnyFact
@@ -34,8 +34,8 @@ def encode_message(message: Message) -> bytes:
 def decode_message(body: bytes) -> AnyMessage:
     """Decode a message. Raises `msgspec.MsgspecError` if this version of bombus cannot read the bytes."""
     message = decoded(_messages.decode, body)
-    if message.engine != HIVE and not is_name(message.engine):  # it becomes part of a subject
-        raise msgspec.DecodeError(f"{message.engine[:40]!r} is not a valid name of an engine")
+    if message.engine != HIVE and not is_name(message.engine):  # the name becomes part of a subject
+        raise msgspec.DecodeError(f"{message.engine[:40]!r} is not a valid engine name")
     if isinstance(message, End) and not all(_is_plain(result.metadata) for result in message.results):
         raise msgspec.DecodeError(_NOT_PLAIN)
     if isinstance(message, MultiModelEnd):

@@ -7,7 +7,7 @@ from bombus.hive.events import NotedCall
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):
-    """The answer to a command. It describes the state of a reader that has folded the log up to event `position`."""
+    """The answer to a command. It refers to the hive's state as of event `position` of the log."""
 
     position: int = 0
 
@@ -27,7 +27,7 @@ class Granted(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="grante
 
 
 class EngineGrant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The part of one engine in the grant of a multi-model claim."""
+    """One engine's part in the grant of a multi-model claim."""
 
     engine: str
     run: int
@@ -50,7 +50,7 @@ class Found(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="found"):
 
 
 class Accepted(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="accepted"):
-    """An operation was accepted: `operation` is its id, and it is the `number`th of its model."""
+    """An operation was accepted. `operation` is its id, and it is the `number`th operation of its model."""
 
     run: int
     operation: str
@@ -58,13 +58,14 @@ class Accepted(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="accep
 
 
 class Joined(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="joined"):
-    """An environment has joined. If `environment` is None it has to retry: no trainer has requested a batch yet."""
+    """An environment has joined. If `environment` is None, it must retry: no trainer has requested a batch yet."""
 
     environment: int | None = None
 
 
 class Pushed(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="pushed"):
-    """Groups were queued. `held` holds, for each, the sequences that its environment holds; None if queued at once."""
+    """Groups were queued. For each, `held` gives how many sequences its environment is holding, or None if it was
+    queued directly."""
 
     held: tuple[int | None, ...]
 
@@ -72,7 +73,7 @@ class Pushed(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="pushed"
 class BatchTaken(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="batch.taken"):
     """The number of the batch that was handed out, 0 for none. The state at `position` has its groups.
 
-    `again` says that it was handed out before, but is not known to have arrived.
+    `again` means that the batch was handed out before, but is not known to have arrived.
     """
 
     run: int

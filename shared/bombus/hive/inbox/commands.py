@@ -11,7 +11,7 @@ from bombus.hive.records import BodyRef
 from bombus.hive.shares import share_name
 from bombus.hive.trajectories.queue import QueuedGroup
 
-BASE_SAMPLER = "base"  # in place of a saved model: the base model of the run, without an adapter
+BASE_SAMPLER = "base"  # used in place of a saved model: the run's base model, without an adapter
 
 
 class Configure(Message, frozen=True, kw_only=True, omit_defaults=True, tag="configure"):
@@ -34,11 +34,11 @@ class Resume(Message, frozen=True, kw_only=True, omit_defaults=True, tag="resume
 
 
 class Claim(Message, frozen=True, kw_only=True, omit_defaults=True, tag="claim"):
-    """Claim `count` episodes, all or none. `claim` stays the same over the slices of one long wait (R13).
+    """Claim `count` episodes, all or none. `claim` stays the same over all slices of one long wait (R13).
 
     `owner` is the name of the client's key, if it has one. Such a key may have caps on its open episodes and on its
-    waiting claims; 0 is no cap. In an operations run, `sampler` is the `MODEL/USE/NAME` of the saved model that the
-    episodes' calls sample from, or `BASE_SAMPLER`. `admin` says that the client has used the hive's admin key.
+    waiting claims; 0 means no cap. In an operations run, `sampler` is the `MODEL/USE/NAME` of the saved model from
+    which the episodes' calls are sampled, or `BASE_SAMPLER`. `admin` says that the client used the hive's admin key.
     `touches` says that it sends heartbeats every few seconds (`Touch.clients`), so that it counts as gone if they stop.
     """
 
@@ -59,12 +59,12 @@ class Claim(Message, frozen=True, kw_only=True, omit_defaults=True, tag="claim")
 
     @property
     def holder(self) -> str:
-        """Return the holder whose share it counts toward while it waits."""
+        """Return the holder whose share the claim counts toward while it waits."""
         return share_name(self.owner, self.admin)
 
 
 class MultiModelClaim(Claim, frozen=True, kw_only=True, omit_defaults=True, tag="claim_joint"):
-    """Claim `count` multi-model episodes, all or none: one episode each on every engine of `engines`.
+    """Claim `count` multi-model episodes, all or none: each has one episode on every engine in `engines`.
 
     Its `engine` is `HIVE`.
     """
@@ -73,9 +73,9 @@ class MultiModelClaim(Claim, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The outcome of one episode as a client reports it.
+    """The outcome of one episode, as a client reports it.
 
-    It has a `reward`, `call_rewards` in the order of the calls, or `rewards_by_call`, by the calls' ids. `data_set` is
+    It has a `reward`, `call_rewards` in the order of the calls, or `rewards_by_call`, keyed by call id. `data_set` is
     the name of the task's data set. `failure` is the budget that the episode used up.
     """
 
@@ -110,9 +110,9 @@ class MultiModelEnd(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class Abort(Message, frozen=True, kw_only=True, omit_defaults=True, tag="abort"):
-    """Abort episodes. The partners of an episode of a multi-model episode are aborted too.
+    """Abort episodes. If an episode is part of a multi-model episode, its partners are aborted too.
 
-    `failure` says why, None if nothing failed. Older clients report only `infra`: whether no model is to blame.
+    `failure` says why; None means that nothing failed. Older clients report only `infra`: that no model is to blame.
     """
 
     client: str
@@ -123,7 +123,7 @@ class Abort(Message, frozen=True, kw_only=True, omit_defaults=True, tag="abort")
 
 
 class Take(Message, frozen=True, kw_only=True, omit_defaults=True, tag="take"):
-    """Remove ended episodes of an operations run: their client has their tokens. Removed ones are skipped."""
+    """Remove ended episodes of an operations run: their client has their tokens. Those already removed are skipped."""
 
     client: str
     episodes: tuple[str, ...]
@@ -140,7 +140,7 @@ class Lookup(Message, frozen=True, kw_only=True, omit_defaults=True, tag="lookup
 
 
 class OpenSession(Message, frozen=True, kw_only=True, omit_defaults=True, tag="open_session"):
-    """Open a session of training operations. `idle_s` is 0 if its client names no time.
+    """Open a session of training operations. `idle_s` is 0 if its client gives no time.
 
     `owner` is the name of the client's key, if it has one. A session `for_model` ends with its model. A session of the
     hive's `admin` key has a separate share.
@@ -156,7 +156,8 @@ class OpenSession(Message, frozen=True, kw_only=True, omit_defaults=True, tag="o
 
 
 class CloseSession(Message, frozen=True, kw_only=True, omit_defaults=True, tag="close_session"):
-    """End a session, and each of its models after its waiting operations; with `save`, each model is saved first."""
+    """End a session, and each of its models once its waiting operations are done; with `save`, each model is saved
+    first."""
 
     session: str
     detail: str = ""
@@ -164,21 +165,22 @@ class CloseSession(Message, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class BeginSampling(Message, frozen=True, kw_only=True, omit_defaults=True, tag="begin_sampling"):
-    """Let a session sample from a base or models saved on it. An engine that is offline starts a run for this."""
+    """Let a session sample from a base model, or from models saved on it. An engine that is offline starts a run for
+    this."""
 
     session: str
     base: str
 
 
 class Operate(Message, frozen=True, kw_only=True, omit_defaults=True, tag="operate"):
-    """Queue an operation on a model. `op` is its kind, and `body` the place of its body.
+    """Queue an operation on a model. `op` is the kind of operation, and `body` the place of its body.
 
     Messages with the same `model` and `key` are the same operation and get the same answer, whatever their ids. With
-    `again_s` this holds only for so long, since some clients reuse their keys. The first operation of a model is
+    `again_s`, this holds only for that long, since some clients reuse their keys. The first operation of a model is
     `create_model`, with the name of its `base`. `run` is 0 if the sender does not know it. The client's `metadata` is
     for the model that is created or the checkpoint that is saved. `reads` is the `kept_id` of the saved model that the
-    operation loads, which is not removed before that. `models_max` is how many models the engine may have at once, if
-    the gateway sets a limit.
+    operation loads, which is not removed before then. `models_max` is how many models the engine may have at the same
+    time, if the gateway sets a limit.
     """
 
     session: str
@@ -206,7 +208,7 @@ class RemoveWeights(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
 class AddEndpoint(Message, frozen=True, kw_only=True, omit_defaults=True, tag="add_endpoint"):
     """Register an inference server that gets synced weights, or change its registration.
 
-    `owner` is the name of its client's key, "" if that has no name.
+    `owner` is the name of its client's key, "" if the key has no name.
     """
 
     host: str
@@ -253,10 +255,10 @@ class RegisterTrainer(Message, frozen=True, kw_only=True, omit_defaults=True, ta
 
 
 class JoinEnvironment(Message, frozen=True, kw_only=True, omit_defaults=True, tag="join_environment"):
-    """Register an environment that pushes groups of `group_size`, and asks for the fraction `minimum` of each batch.
+    """Register an environment that pushes groups of `group_size`, and requests the fraction `minimum` of each batch.
 
     `owner` is the name of its client's key, if that has one; other keys may not act for the environment. `admin` says
-    whether it is the hive's admin key.
+    whether that is the hive's admin key.
     """
 
     desired_name: str
@@ -273,9 +275,10 @@ class LeaveEnvironment(Message, frozen=True, kw_only=True, omit_defaults=True, t
 
 
 class PushGroups(Message, frozen=True, kw_only=True, omit_defaults=True, tag="push_groups"):
-    """Queue rollout groups, all or none. A push soon after one with the same `key` is a repetition of it.
+    """Queue rollout groups, all or none. A push that soon follows another one with the same `key` is a repetition of
+    it.
 
-    If the bodies have no sequences, it asks whether the bodies have to be stored: the answer BODY_GONE says yes.
+    If the bodies have no sequences, the message asks whether the bodies must be stored: the answer BODY_GONE means yes.
     """
 
     groups: tuple[QueuedGroup, ...]
@@ -286,14 +289,14 @@ class TakeBatch(Message, frozen=True, kw_only=True, omit_defaults=True, tag="tak
     """Hand out the next batch if there is one, or the last one again if it was not delivered.
 
     A trainer may confirm batches itself: `after` is the number of the last batch that it has (0 for none), and it gets
-    the batch after that until it confirms it. Then only batches that it has confirmed count as delivered.
+    the next batch until it confirms that one. Then only batches that it has confirmed count as delivered.
     """
 
     after: int | None = None
 
 
 class LostGroup(msgspec.Struct, frozen=True, array_like=True):
-    """The number of a group whose body is lost, and the sequence `first` at which it was looked for."""
+    """The number of a group whose body is lost, and `first`, the sequence at which the body should have been."""
 
     group: int
     first: int

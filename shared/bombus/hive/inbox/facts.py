@@ -1,4 +1,4 @@
-"""Facts: messages in which services report something. They get no answer, except where noted."""
+"""Facts: messages in which services report something. They get no answer, unless noted otherwise."""
 
 from bombus.hive.events import ConversationFormat, ModelShape, MovedBody, NotedCall, SavedWeights, Weights
 from bombus.hive.fates import StepTokens
@@ -8,10 +8,11 @@ from bombus.hive.trajectories.queue import QueuedGroup
 
 
 class Tick(Message, frozen=True, kw_only=True, omit_defaults=True, tag="tick"):
-    """The clock of the hive (R5): the leader sends a tick every second, and the hive's time advances only with ticks.
+    """The hive's clock (R5): the leader sends a tick every second, and the hive's time advances only with ticks.
 
     `answered` is the inbox sequence up to which all answers had been sent by then, and `log_end` the sequence of the
-    last event. `after_ns` is when the bus server stored the previous tick, from this or an earlier leader; 0: unknown.
+    last event. `after_ns` is when the bus server stored the previous tick, from this or an earlier leader; 0 if
+    unknown.
     """
 
     answered: int | None = None
@@ -23,8 +24,9 @@ class Touch(Message, frozen=True, kw_only=True, omit_defaults=True, tag="touch")
     """Activity collected by a gateway: episodes with an open call or a heartbeat, and claims whose answer arrived.
 
     `sessions` are training sessions whose clients have sent heartbeats, `environments` those that have sent a message,
-    and `clients` those whose processes have sent heartbeats. A gateway that accepts heartbeats of clients sends a touch
-    without an engine every second, even if it is empty: if none arrives, clients may be alive but unable to report.
+    and `clients` those whose processes have sent heartbeats. A gateway that accepts heartbeats from clients sends a
+    touch without an engine every second, even if it is empty: if none arrives, clients may be alive but unable to
+    report it.
     """
 
     episodes: tuple[str, ...] = ()
@@ -47,7 +49,8 @@ class CallRecorded(Message, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class ModelReadFact(Message, frozen=True, kw_only=True, omit_defaults=True, tag="model.read"):
-    """A gateway has read the run's model. It resends this until the log has the format (`EngineState.lacks_format`)."""
+    """A gateway has read the run's model. It sends this again until the log has the format
+    (`EngineState.lacks_format`)."""
 
     run: int
     gateway: str
@@ -57,8 +60,8 @@ class ModelReadFact(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
 class ReplicaAlive(Message, frozen=True, kw_only=True, omit_defaults=True, tag="replica.alive"):
     """A replica's heartbeat, once a second: it serves `version` of `run`, or no weights if that is -1.
 
-    `sequence_tokens` is the longest sequence that it serves, 0 if it does not say, and `constrains` whether it supports
-    structured output.
+    `sequence_tokens` is the longest sequence that it serves, 0 if it does not say. `constrains` says whether it
+    supports structured output.
     """
 
     replica: str
@@ -77,8 +80,8 @@ class ReplicaLeaves(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
 class WeightsLoadedFact(Message, frozen=True, kw_only=True, omit_defaults=True, tag="weights.loaded"):
     """A replica has loaded a policy version.
 
-    `sequence_tokens` is the longest sequence that it serves, 0 if it does not say, and `constrains` whether it supports
-    structured output.
+    `sequence_tokens` is the longest sequence that it serves, 0 if it does not say. `constrains` says whether it
+    supports structured output.
     """
 
     run: int
@@ -89,9 +92,9 @@ class WeightsLoadedFact(Message, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 class LoadBroke(Message, frozen=True, kw_only=True, omit_defaults=True, tag="load.broke"):
-    """A replica has failed to load a version several times. `reason` is one clear sentence.
+    """A replica has failed several times to load a version. `reason` is one clear sentence.
 
-    It keeps trying, and reports `weights.loaded` once it has succeeded.
+    The replica keeps trying, and reports `weights.loaded` once it has succeeded.
     """
 
     run: int
@@ -101,7 +104,7 @@ class LoadBroke(Message, frozen=True, kw_only=True, omit_defaults=True, tag="loa
 
 
 class AnswersBroke(Message, frozen=True, kw_only=True, omit_defaults=True, tag="answers.broke"):
-    """A gateway has received several answers that cannot be right from a replica. `reason` is about the last one.
+    """A gateway has received several answers from a replica that cannot be right. `reason` describes the last one.
 
     `version` is the newest version that the gateway knew.
     """
@@ -113,10 +116,10 @@ class AnswersBroke(Message, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class TrainerOpens(Message, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.opens"):
-    """A trainer opens a run. This is a command: its answer has the trainer epoch (R11).
+    """A trainer opens a run. This is a command: its answer contains the trainer's epoch (R11).
 
-    A trainer that is silent for `patience_s` is considered gone. 0: the trainer may send no heartbeats, and is
-    considered gone after a day in which work waited for it without any result.
+    A trainer that is silent for `patience_s` counts as gone. If that is 0, the trainer may send no heartbeats, and
+    counts as gone after a day in which work was waiting for it without any result.
     """
 
     run: int
@@ -133,7 +136,7 @@ class TrainerAlive(Message, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class TrainerHangs(Message, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.hangs"):
-    """A trainer has made no progress in `doing` for `still_s`. Its process ends after this message."""
+    """A trainer has made no progress in `doing` for `still_s`. Its process exits after sending this."""
 
     run: int
     trainer_epoch: int
@@ -161,7 +164,7 @@ class StepBroke(Message, frozen=True, kw_only=True, omit_defaults=True, tag="ste
     step: int
     trainer_epoch: int
     reason: str
-    waits: bool = False  # for disk space: the failure does not count, and the trainer retries until there is some
+    waits: bool = False  # for disk space: the failure does not count, and the trainer retries until there is enough
 
 
 class WeightsSaved(Message, frozen=True, kw_only=True, omit_defaults=True, tag="weights.saved"):
@@ -189,11 +192,11 @@ class TrainerRests(Message, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class OperationDone(Message, frozen=True, kw_only=True, omit_defaults=True, tag="operation.done"):
-    """A trainer has executed an operation, and its result is durable. If sent as a command, it is answered.
+    """A trainer has executed an operation, and its result is durable. If this is sent as a command, it is answered.
 
-    `closes` says that the operation ended the model. `made` is the shape of the model that a model's first operation
-    created, `saved` the checkpoint that it saved, and `loaded` a hash of the checkpoint that it loaded. `step` counts
-    the model's optimizer steps. `by_server` says that it failed through the server's fault.
+    `closes` says that the operation ended the model. `made` is the shape of the model if this is the operation that
+    created it, `saved` the checkpoint that it saved, and `loaded` a hash of the checkpoint that it loaded. `step`
+    counts the model's optimizer steps. `by_server` says that it failed through the server's fault.
     """
 
     run: int
@@ -213,7 +216,7 @@ class OperationDone(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class OperationBegins(Message, frozen=True, kw_only=True, omit_defaults=True, tag="operation.begins"):
-    """A trainer is about to execute an operation, the first one of its model since the trainer opened the run."""
+    """A trainer is about to execute an operation, the first one for this model since the trainer opened the run."""
 
     run: int
     trainer_epoch: int
@@ -223,7 +226,7 @@ class OperationBegins(Message, frozen=True, kw_only=True, omit_defaults=True, ta
 
 
 class ModelAway(Message, frozen=True, kw_only=True, omit_defaults=True, tag="model.away"):
-    """A trainer cannot rebuild a model, for the reason `why`. Without a reason, it has become able to."""
+    """A trainer cannot rebuild a model, for the reason `why`. Without a reason, the trainer is able to do so again."""
 
     run: int
     trainer_epoch: int
@@ -232,7 +235,7 @@ class ModelAway(Message, frozen=True, kw_only=True, omit_defaults=True, tag="mod
 
 
 class RebuildsModel(Message, frozen=True, kw_only=True, omit_defaults=True, tag="model.remakes"):
-    """A trainer is about to rebuild a model, or to re-execute its operation `number` for that.
+    """A trainer is about to rebuild a model, or to re-execute the model's operation `number` in order to rebuild it.
 
     `over` says that it has finished rebuilding the model.
     """
@@ -245,7 +248,7 @@ class RebuildsModel(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class CheckpointWritten(Message, frozen=True, kw_only=True, omit_defaults=True, tag="cover.written"):
-    """A trainer has written a checkpoint of a model, from which it can continue after operation `number`."""
+    """A trainer has written a checkpoint of a model, from which the model can continue after operation `number`."""
 
     run: int
     trainer_epoch: int
@@ -258,8 +261,8 @@ class CheckpointWritten(Message, frozen=True, kw_only=True, omit_defaults=True, 
 class OperationsStored(Message, frozen=True, kw_only=True, omit_defaults=True, tag="operations.stored"):
     """The messages of `ops` before `below` are old enough to be purged if they are no longer needed.
 
-    With `overfull`, messages between needed ones can be purged too. `shrunk` says that the stream has lost its end,
-    and now ends at `below`.
+    With `overfull`, messages between needed ones may be purged too. `shrunk` says that the stream has lost its end, and
+    now ends at `below`.
     """
 
     below: int
@@ -280,14 +283,14 @@ class TrajectoriesStored(Message, frozen=True, kw_only=True, omit_defaults=True,
 
 
 class BodiesStored(Message, frozen=True, kw_only=True, omit_defaults=True, tag="bodies.stored"):
-    """The leader has stored the bodies of groups that have waited long again. `was` holds the old place of each."""
+    """The leader has stored the bodies of groups that have waited for long again. `was` has the old place of each."""
 
     moved: tuple[MovedBody, ...]
     was: tuple[int, ...]
 
 
 class EpisodesGrouped(Message, frozen=True, kw_only=True, omit_defaults=True, tag="episodes.grouped"):
-    """The leader has made a rollout group of ended episodes of one task, or could not, for the reason `why`."""
+    """The leader has made a rollout group from ended episodes of one task, or could not, for the reason `why`."""
 
     run: int
     episodes: tuple[str, ...]
@@ -296,7 +299,7 @@ class EpisodesGrouped(Message, frozen=True, kw_only=True, omit_defaults=True, ta
 
 
 class StorageSeen(Message, frozen=True, kw_only=True, omit_defaults=True, tag="storage.seen"):
-    """`used` of the `size` bytes of `what` are in use. The last `reserve` bytes are kept for work in progress."""
+    """Of the `size` bytes of `what`, `used` are in use. The last `reserve` bytes are kept for work in progress."""
 
     what: str
     used: int
@@ -305,7 +308,7 @@ class StorageSeen(Message, frozen=True, kw_only=True, omit_defaults=True, tag="s
 
 
 class CompactionTried(Message, frozen=True, kw_only=True, omit_defaults=True, tag="compaction.tried"):
-    """The leader has removed the events before `below`, 0 for none; or it could not, for the reason `why`."""
+    """The leader has removed the events before `below` (0 for none), or could not, for the reason `why`."""
 
     below: int = 0
     why: str = ""
@@ -315,8 +318,8 @@ class EngineBroke(Message, frozen=True, kw_only=True, omit_defaults=True, tag="e
     """A trainer cannot continue this run. `reason` is one clear sentence.
 
     A superseded trainer does not end the run of its successor (R11). With `may_pass`, the run is suspended instead of
-    ended, because the cause is temporary and not in the job. It is also suspended without `trainer_epoch`, as sent by
-    replicas of older versions.
+    ended, because the cause is temporary and not in the job. It is also suspended if there is no `trainer_epoch`, as in
+    messages from replicas of older versions.
     """
 
     run: int

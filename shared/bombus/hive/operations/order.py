@@ -1,4 +1,4 @@
-"""Invariants of training operations on every log (R17), checked for each event before it is folded."""
+"""Invariants of training operations that every log must satisfy (R17), checked for each event before it is folded."""
 
 from bombus.hive import events as ev
 from bombus.hive.operations.state import END_MODEL, ClientModel
@@ -25,7 +25,7 @@ def _accepted(model: ClientModel | None, event: ev.OperationAccepted) -> str:
     if model is None or model.closed is not None:
         return f"an operation of {event.model} is accepted, but there is no such model"
     if event.number != model.numbers + 1:
-        return f"operation {event.number} of {event.model} follows {model.numbers}"
+        return f"operation {event.number} of {event.model} follows operation {model.numbers}"
     return f"operation {event.key} of {event.model} is accepted twice" if event.key in model.operations else ""
 
 
@@ -35,7 +35,7 @@ def _completed(model: ClientModel | None, event: ev.OperationCompleted) -> str:
         return f"operation {event.number} of {event.model} is completed, but was not accepted"
     if not queued.waits:
         return f"operation {event.number} of {event.model} is completed twice"
-    if model.suspended and event.op == END_MODEL:  # it is executed although earlier operations still wait
+    if model.suspended and event.op == END_MODEL:  # executed although earlier operations are still waiting
         return ""
     ahead = [each.number for each in model.operations.values() if each.waits and each.number < event.number]
     return f"operation {event.number} of {event.model} is completed before {ahead[0]}" if ahead else ""

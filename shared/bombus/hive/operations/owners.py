@@ -1,8 +1,8 @@
 """Which sessions, models, saved models and endpoints the holder of a client key may use.
 
 An owner is the name of the key that opened a session. A key without a name may use everything, and every key may use
-objects created with it. An object that a key may not use is answered as if it did not exist, so that its name reveals
-nothing.
+objects that were created with such a key. If a key may not use an object, the answer is as if the object did not exist,
+so that its name reveals nothing.
 """
 
 import msgspec
@@ -11,7 +11,7 @@ from bombus.hive.operations.state import ClientModel, KeptWeights, TrainingClien
 
 
 def may_use(owner: str, holder: str) -> bool:
-    """Return whether the holder of a key may use objects of `owner`."""
+    """Return whether the holder of a key may use objects that belong to `owner`."""
     return not holder or owner in ("", holder)
 
 
@@ -37,7 +37,7 @@ def seen_model(clients: TrainingClients, name: str, holder: str) -> ClientModel 
 
 
 def seen_by(clients: TrainingClients, holder: str) -> TrainingClients:
-    """Return the objects that the holder of a key may list. It may also load published models of others."""
+    """Return the objects that the holder of a key may list. It may also load models that others have published."""
     if not holder:
         return clients
     return msgspec.structs.replace(
@@ -50,7 +50,7 @@ def seen_by(clients: TrainingClients, holder: str) -> TrainingClients:
 
 
 def is_anothers_name(clients: TrainingClients, name: str, holder: str) -> bool:
-    """Return whether a model of this name, or a saved model of one, belongs to another owner."""
+    """Return whether a model of this name, or any model saved from it, belongs to another owner."""
     is_seen = name not in clients.models or seen_model(clients, name, holder) is not None
     of_name = (each for each in clients.kept.values() if each.noted.model == name)
     return not is_seen or not all(may_use(each.noted.owner, holder) for each in of_name)

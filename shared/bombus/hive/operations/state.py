@@ -1,7 +1,7 @@
-"""The part of an engine's state that is about training operations, and its fold.
+"""The part of an engine's state that concerns training operations, and its fold.
 
-A model is a queue: its operations are numbered in the order of the log, and are executed in that order. For an executed
-operation, the result is kept for its client, and the body for a trainer that has to rebuild the model from the
+A model is a queue: its operations are numbered in the order of the log, and are executed in that order. The result of
+an executed operation is kept for its client. Its body is kept for a trainer that may have to rebuild the model from the
 checkpoint before it.
 """
 
@@ -17,10 +17,10 @@ from bombus.hive.operations.stopwatch import Stopwatch
 from bombus.hive.records import BodyRef
 from bombus.hive.shares import share_name
 
-COMPLETED_KEPT = 1024  # executed operations of one model that are still recognised
+COMPLETED_KEPT = 1024  # number of executed operations per model that are still recognised
 TTL_S_MAX = 100 * 365 * 24 * 3600.0
-REMOVED_KEPT = 1000  # the saved models removed last, whose folders a trainer may still have to delete
-MODELS_KEPT = 256  # ended models that are kept, with their results
+REMOVED_KEPT = 1000  # number of saved models removed last, whose folders a trainer may still have to delete
+MODELS_KEPT = 256  # number of ended models that are kept with their results
 FORWARD_BACKWARD, OPTIM_STEP, END_MODEL = "forward_backward", "optim_step", "end_model"
 
 
@@ -28,7 +28,7 @@ class Queued(msgspec.Struct, kw_only=True):
     """An operation. It waits until it has a result, or an `error` if it will never be executed."""
 
     number: int
-    arrival: int  # among all operations of the engine
+    arrival: int  # its number among all operations of the engine
     key: str
     op: str
     accepted_ns: int
@@ -40,24 +40,24 @@ class Queued(msgspec.Struct, kw_only=True):
     completed_ns: int = 0
     error: str = ""
     metadata: dict[str, str] = {}  # set by its client; dropped once the operation has a result
-    begun: int = 0  # how many trainers have reported that they begin to execute it
+    begun: int = 0  # how many trainers have reported that they were beginning to execute it
     begun_by: int = 0  # the epoch of the last of these trainers
     reads: str = ""  # the saved model that it loads
-    reads_removed: bool = False  # that saved model was removed while the operation waited
+    reads_removed: bool = False  # whether that saved model was removed while the operation waited
     loaded: str = ""  # a hash of the checkpoint that it loaded
-    by_server: bool = False  # it failed through the server's fault
+    by_server: bool = False  # whether it failed through the server's fault
 
     @property
     def waits(self) -> bool:
         return not self.completed_ns
 
     def begun_before(self, trainer_epoch: int) -> int:
-        """Return how many trainers before this one have begun it."""
+        """Return how many trainers before this one have begun the operation."""
         return self.begun - (self.begun_by == trainer_epoch)
 
 
 class TrainingSession(msgspec.Struct, kw_only=True):
-    """The session of a client of training operations."""
+    """A session that a client of training operations has opened."""
 
     session: str
     opened_ns: int
@@ -68,43 +68,43 @@ class TrainingSession(msgspec.Struct, kw_only=True):
     for_model: bool = False
     admin: bool = False
     ended: ev.SessionEnded | None = None
-    samples_in: int = 0  # the last run in which it has sampled
+    samples_in: int = 0  # the latest run in which it has sampled
 
     @property
     def holder(self) -> str:
-        """Return the holder whose share it counts toward."""
+        """Return the holder whose share the session counts toward."""
         return share_name(self.owner, self.admin)
 
 
 class ClientModel(msgspec.Struct, kw_only=True):
-    """A model of a session. `checkpoint` is the newest checkpoint from which a trainer can continue."""
+    """A model that belongs to a session. `checkpoint` is the newest checkpoint from which a trainer can continue it."""
 
     name: str
     session: str
     base: str
     run: int
     opened_ns: int
-    numbers: int = 0  # how many operations were accepted
+    numbers: int = 0  # how many of its operations were accepted
     begun: int = 0  # the number of the operation that created it
-    operations: dict[str, Queued] = {}  # by key, in order
+    operations: dict[str, Queued] = {}  # keyed by the operation's key, in order
     waiting: int = 0
-    held_bytes: int = 0  # of the bodies that a trainer may still have to read
-    result_bytes: int = 0  # of the results that can be read
+    held_bytes: int = 0  # total size of the bodies that a trainer may still have to read
+    result_bytes: int = 0  # total size of the results that can be read
     checkpoint: ev.ModelCheckpointed | None = msgspec.field(default=None, name="cover")
     closed: ev.ModelClosed | None = None
     adapter: ev.AdapterShape | None = None
     parameters: int = 0
     step: int = 0
     executed: int = 0
-    failures_to_end: int = 0  # failed attempts to end it after its session had ended
+    failures_to_end: int = 0  # failed attempts to end it after the end of its session
     last_ns: int = 0  # when an operation was last accepted or executed
     metadata: dict[str, str] = {}
     suspended: str = ""  # why its trainer cannot rebuild it
-    away_ns: int = 0  # the reading of `TrainingClients.trying` when it was suspended
-    left_ns: int = 0  # the reading when it was suspended, its session ended, or the run was resumed, whichever was last
-    # The epoch of the trainer that rebuilds it, or that ended while it did; 0 for none.
+    away_ns: int = 0  # what `TrainingClients.trying` read when it was suspended
+    left_ns: int = 0  # the reading at the latest of: its suspension, its session's end, the run's resumption
+    # The epoch of the trainer that is rebuilding it, or that ended while rebuilding it; 0 for none.
     rebuilding_by: int = msgspec.field(default=0, name="remaking_by")
-    unsurvived: dict[int, tuple[int, ...]] = {}  # by operation: the epochs of trainers that re-executed it
+    unsurvived: dict[int, tuple[int, ...]] = {}  # by operation: the epochs of the trainers that re-executed it
     lost: int = 0  # how many of the trainers lost in a row were rebuilding it
     last_op: str = ""  # the kind of the operation executed last
     last_failed: bool = False
@@ -118,23 +118,23 @@ class ClientModel(msgspec.Struct, kw_only=True):
 
     @property
     def done(self) -> int:
-        """Return the number of the last operation before the first one that waits."""
+        """Return the number of the last operation before the first waiting one."""
         return min((each.number for each in self.operations.values() if each.waits), default=self.numbers + 1) - 1
 
     def deadly(self, limit: int, trainer_epoch: int = 0) -> int:
-        """Return the last operation that `limit` earlier trainers did not survive re-executing, or 0."""
+        """Return the last operation whose re-execution `limit` earlier trainers did not survive, or 0."""
         ended = {number: set(epochs) - {trainer_epoch} for number, epochs in self.unsurvived.items()}
         return max((number for number, epochs in ended.items() if len(epochs) >= limit), default=0)
 
     def again(self) -> list[Queued]:
         """Return the operations that a trainer executes after it has loaded `checkpoint`, in order.
 
-        Operations that do not wait already have a result, which is kept (R17).
+        Those that are not waiting already have a result, which is kept (R17).
         """
         return [each for each in self.operations.values() if self.needs(each)]
 
     def needs(self, queued: Queued) -> bool:
-        """Return whether an operation still has to be executed, or may have to be re-executed."""
+        """Return whether an operation must still be executed, or may have to be re-executed."""
         if self.closed is not None or queued.error:
             return False
         return queued.waits or (queued.number > self.checkpointed and not queued.passive)
@@ -153,7 +153,7 @@ FOR_SYNC = {"saved_by": "sync_inference_weights"}  # marks a model that was save
 
 
 class KeptWeights(msgspec.Struct, frozen=True, kw_only=True):
-    """A saved model, and when it is removed: 0 for never."""
+    """A saved model, and when it is removed (0 for never)."""
 
     noted: ev.WeightsKept
     until_ns: int
@@ -164,7 +164,7 @@ class KeptWeights(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_for_sync(self) -> bool:
-        """Return whether it was saved to sync inference servers."""
+        """Return whether the model was saved in order to sync inference servers."""
         return FOR_SYNC.items() <= self.noted.metadata.items()
 
 
@@ -172,7 +172,7 @@ class TrainingClients(msgspec.Struct, kw_only=True):
     sessions: dict[str, TrainingSession] = {}
     models: dict[str, ClientModel] = {}
     kept: dict[str, KeptWeights] = {}  # saved models by `kept_id`, oldest first
-    removed: dict[str, None] = {}  # the saved models removed last, by `kept_id`, oldest first
+    removed: dict[str, None] = {}  # the latest removed models by `kept_id`, oldest first
     results: dict[str, int] = {}  # the bytes of each result that can be read, by operation id, oldest first
     result_bytes: int = 0
     accepted: int = 0
@@ -194,11 +194,11 @@ class TrainingClients(msgspec.Struct, kw_only=True):
 
     @property
     def waiting(self) -> int:
-        """Return how many operations of all models wait."""
+        """Return how many operations are waiting, over all models."""
         return sum(model.waiting for model in self.models.values())
 
     def is_at_work(self, trainer_epoch: int) -> bool:
-        """Return whether the trainer of this epoch has reported that it begins an operation or rebuilds a model.
+        """Return whether the trainer of this epoch has reported that it began an operation or is rebuilding a model.
 
         Work that it has completed does not count.
         """
@@ -208,21 +208,21 @@ class TrainingClients(msgspec.Struct, kw_only=True):
         return any(each.waits and each.begun_by == trainer_epoch for each in waiting)
 
     def readers(self, kept: str) -> Iterator[tuple[ClientModel, Queued]]:
-        """Yield the operations that wait to load a saved model."""
+        """Yield the operations that are waiting to load a saved model."""
         waiting = ((model, each) for model in self.open_models if model.waiting for each in model.operations.values())
         return ((model, each) for model, each in waiting if each.waits and each.reads == kept)
 
     def read_by_waiting(self, away_ns: int = -1) -> set[str]:
-        """Return the saved models that operations wait to load.
+        """Return the saved models that waiting operations will load.
 
-        Operations of models that were suspended when `trying` showed `away_ns` or less do not count.
+        Operations of models that were suspended when `trying` read `away_ns` or less do not count.
         """
         there = (model for model in self.open_models if not model.suspended or model.away_ns > away_ns)
         waiting = (each for model in there if model.waiting for each in model.operations.values())
         return {each.reads for each in waiting if each.waits and each.reads}
 
     def given_up(self, limit: int) -> list[ClientModel]:
-        """Return the models that no trainer rebuilds until an operator resumes the run."""
+        """Return the models that no trainer will rebuild until an operator resumes the run."""
         return [model for model in self.open_models if model.suspended and model.deadly(limit)]
 
     @property
@@ -238,12 +238,12 @@ class TrainingClients(msgspec.Struct, kw_only=True):
 
 
 def bodies_share(limits: ev.OperationLimits) -> int:
-    """Return the bytes of bodies that each model may have regardless of the other models."""
+    """Return how many bytes of bodies each model may have, regardless of other models."""
     return limits.bodies_bytes_max // limits.models_max
 
 
 def mean_loss(metrics: Mapping[str, float]) -> float | None:
-    """Return the loss of a forward_backward per counted token, or None if no token counted."""
+    """Return the loss of a forward_backward per token that counted, or None if no token counted."""
     tokens = metrics.get("tokens", 0.0)
     return metrics["loss"] / tokens if tokens > 0 and "loss" in metrics else None
 
@@ -302,7 +302,7 @@ def _forget_model(clients: TrainingClients, model: ClientModel) -> None:
 
 
 def open_model(clients: TrainingClients, event: ev.ModelOpened) -> None:
-    """Open a model. If one of this name has ended, the new one keeps its results, which can still be read."""
+    """Open a model. If a model of this name has ended, the new one keeps its results, which can still be read."""
     ended = [each for each in clients.models.values() if each.closed is not None]
     if len(ended) >= MODELS_KEPT:
         most, _ = Counter(map(clients.holder_of, ended)).most_common(1)[0]
@@ -325,7 +325,7 @@ def open_model(clients: TrainingClients, event: ev.ModelOpened) -> None:
 
 
 def suspend_model(clients: TrainingClients, event: ev.ModelSuspended) -> int:
-    """Suspend or resume a model. If it is suspended, return how many trainers were lost while they rebuilt it."""
+    """Suspend or resume a model. On suspension, return how many trainers were lost while they were rebuilding it."""
     model = clients.models.get(event.model)
     if model is None:
         return 0
@@ -350,7 +350,7 @@ def forget_lost(clients: TrainingClients) -> None:
 
 
 def rebuild(clients: TrainingClients, event: ev.ModelRebuilding) -> None:
-    """Record which operation a trainer re-executes to rebuild a model. It has survived the earlier ones."""
+    """Record which operation a trainer re-executes to rebuild a model, and that it has survived the earlier ones."""
     model = clients.models.get(event.model)
     if model is None:
         return
@@ -363,7 +363,8 @@ def rebuild(clients: TrainingClients, event: ev.ModelRebuilding) -> None:
 
 
 def forgive(clients: TrainingClients, at_ns: int) -> None:
-    """Let trainers try again to rebuild suspended models. The counts of other models stay: they are being rebuilt."""
+    """Let trainers try again to rebuild suspended models. Other models keep their counts, because they are being
+    rebuilt."""
     for model in clients.open_models:
         if model.suspended:
             model.unsurvived = {}
@@ -386,7 +387,7 @@ def close_model(clients: TrainingClients, event: ev.ModelClosed) -> None:
 
 
 def end_run(clients: TrainingClients, run: int, at_ns: int, why: str) -> None:
-    """Close all models of a run that is over."""
+    """Close all models of a run that has ended."""
     for model in clients.open_models:
         closed = ev.ModelClosed(at_ns=at_ns, run=run, model=model.name, reason=ev.ModelEnd.RUN_OVER, why=why)
         close_model(clients, closed)
@@ -425,8 +426,8 @@ def begin(clients: TrainingClients, event: ev.OperationBegun) -> None:
 def execute(clients: TrainingClients, event: ev.OperationCompleted, results_bytes_max: int) -> None:
     """Record a result, and drop older results beyond the limits.
 
-    Beyond the limit in bytes, drop results of the key that has the most bytes, from its model with the most bytes;
-    beyond the limit in number, those of this model. The new result stays.
+    If there are too many bytes, drop results from the key that has the most bytes, and there from the model with the
+    most bytes; if there are too many results, drop those of this model. The new result stays.
     """
     model = clients.models.get(event.model)
     queued = None if model is None else model.operations.get(event.key)
@@ -454,10 +455,10 @@ def execute(clients: TrainingClients, event: ev.OperationCompleted, results_byte
     clients.results[f"{event.model}:{event.key}"] = event.result.size
     clients.result_bytes += event.result.size
     while clients.result_bytes > results_bytes_max and len(clients.results) > 1:
-        most = _with_most_results(clients)  # without the new one
+        most = _with_most_results(clients)  # does not count the new result
         oldest = (each for each in most.operations.values() if each.result is not None and each is not queued)
         old = next(oldest, None)
-        if old is None:  # no other result has any bytes
+        if old is None:  # only the new result has any bytes
             break
         _drop_result(clients, most, old)
     model.result_bytes += event.result.size
@@ -465,7 +466,7 @@ def execute(clients: TrainingClients, event: ev.OperationCompleted, results_byte
 
 
 def _with_most_results(clients: TrainingClients) -> ClientModel:
-    """Return the model with the most bytes of results among those of the key that has the most."""
+    """Return the model with the most bytes of results that belongs to the key with the most bytes of results."""
     of_holders: Counter[str] = Counter()
     for model in clients.models.values():
         of_holders[clients.holder_of(model)] += model.result_bytes
@@ -480,7 +481,7 @@ def _drop_result(clients: TrainingClients, model: ClientModel, queued: Queued) -
 
 
 def _trim_operations(clients: TrainingClients, model: ClientModel) -> None:
-    """Forget the oldest operations of a model that are no longer needed, many at a time, as in `bounded.trim`."""
+    """Forget the oldest operations of a model that are no longer needed, many at a time, like `bounded.trim`."""
     if len(model.operations) <= COMPLETED_KEPT + COMPLETED_KEPT // 8:
         return
     unneeded = [each for each in model.operations.values() if not each.waits and not model.needs(each)]

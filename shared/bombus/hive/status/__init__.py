@@ -1,1 +1,1 @@
-"""The status of a hive as data and as text. Pure, like the fold that it is derived from."""
+"""The status of a hive as data and as text. Pure, like the fold from which it is derived."""

@@ -1,4 +1,4 @@
-"""The status of a hive as data and as JSON. All of it is derived from the fold, without a request to any server."""
+"""The status of a hive as data and as JSON. All of it is derived from the fold, without requests to any server."""
 
 import msgspec
 
@@ -28,7 +28,7 @@ from bombus.hive.status.rows import (
 )
 from bombus.hive.trajectories.status import rollout_group_status
 
-LOSS_SHOWN_S = 86_400.0  # how long after it was found the loss of a stream's end is shown
+LOSS_SHOWN_S = 86_400.0  # how long the loss of a stream's end is shown after it was found
 
 
 def _open_episode(episode: Episode, now_ns: int) -> OpenEpisode:
@@ -97,7 +97,7 @@ def _quarantine(replica: Replica) -> str:
 
 
 def _last_step(engine: EngineState) -> StepStatus | None:
-    """Return the newest step of this run itself, not the step of an earlier run at which it began."""
+    """Return the newest step that this run made itself, not the step of an earlier run at which it began."""
     done = engine.step_done
     if done is None or done.run != engine.run:
         return None
@@ -159,9 +159,9 @@ def _operations(engine: EngineState, now_ns: int) -> OperationsStatus | None:
 
 
 def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> EngineStatus:
-    """Return the status of an engine; `refusing` is the hive's.
+    """Return the status of an engine. `refusing` is why the hive accepts no new work.
 
-    `now_ns` is the caller's time, since the time of the fold does not advance while there are no events.
+    `now_ns` is the caller's time, because the fold's time does not advance while there are no events.
     """
     source = engine.active or engine.configured
     episodes = [_open_episode(episode, now_ns) for episode in engine.open.values()]
@@ -248,7 +248,7 @@ def hive_status(hive: Hive, now_ns: int | None = None) -> HiveStatus:
 
 
 def status_dict(hive: Hive, now_ns: int | None = None) -> dict[str, object]:
-    """Return `hive_status` as plain JSON values. A number that is not finite becomes null."""
+    """Return `hive_status` as plain JSON values. Numbers that are not finite become null."""
     encoded = msgspec.json.encode(hive_status(hive, now_ns))
     return msgspec.json.decode(encoded, type=dict[str, object])
 

@@ -1,4 +1,4 @@
-"""The sentences of a status: what an engine waits for, and which problems its run has."""
+"""The sentences in a status: what an engine is waiting for, and which problems its run has."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,18 +10,18 @@ from bombus.hive.pacing import last_chances, pace
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.status.rows import EngineStatus, FormatStatus
 
-SILENT_STEPS = 3  # steps in a row that learn nothing before a status says why
+SILENT_STEPS = 3  # number of steps in a row without learning after which a status says why
 
 
 def detail_of(engine: EngineState, now_ns: int) -> str:
-    """Return a clause that says what the engine waits for, or why its run is suspended or has no trainer."""
+    """Return a clause that says what the engine is waiting for, or why its run is suspended or has no trainer."""
     if engine.suspended:
         return f"suspended: {engine.suspended}"
     return "; ".join(filter(None, (_phase_detail(engine, now_ns), no_trainer(engine, now_ns))))
 
 
 def no_trainer(engine: EngineState, now_ns: int) -> str:
-    """Return how long and why a run has had no trainer, or "" if it has one or never had one."""
+    """Return for how long and why a run has had no trainer, or "" if it has one or never had one."""
     if engine.phase == Phase.OFFLINE or engine.stalled is None:
         return ""
     since = duration(seconds_between(engine.stalled.at_ns, now_ns))
@@ -87,7 +87,7 @@ def _rolling_detail(engine: EngineState, now_ns: int) -> str:
 
 
 def _asynchronous(engine: EngineState, waited_for: Measure) -> str:
-    """Return a clause that says what an asynchronous run waits for besides the next batch."""
+    """Return a clause that says what an asynchronous run is waiting for, apart from the next batch."""
     now = pace(engine)
     if now is None:
         return ""
@@ -108,7 +108,7 @@ def format_text(found: ConversationFormat) -> str:
 
 
 def disagreement_of(formats: Sequence[FormatStatus]) -> str:
-    """Return a sentence about gateways that use different formats for the model of a run, or "" if they agree."""
+    """Return a sentence about gateways that use different formats for a run's model, or "" if they agree."""
     if len(formats) < 2:
         return ""
     ways = "; ".join(f"{row.gateway} has {format_text(row.format)}" for row in formats)
@@ -121,12 +121,12 @@ def disagreement_of(formats: Sequence[FormatStatus]) -> str:
 def way_on(until_served: bool) -> str:
     """Return how a suspended run can continue."""
     if until_served:
-        return "the run resumes once a replica serves its weights; `bombus resume` lets all replicas retry at once"
+        return "the run resumes once a replica serves its weights; `bombus resume` lets all replicas retry immediately"
     return "once the cause is gone, `bombus resume` lets the run continue"
 
 
 def silence_of(engine: EngineState) -> str:
-    """Return why nothing was learned in the newest steps, and what to change, or "" if there is no such problem."""
+    """Return why nothing was learned in the newest steps, and what to change, or "" if something was."""
     if engine.silent_steps < SILENT_STEPS:
         return ""
     mean = engine.rollouts[-1].rewards.mean if engine.rollouts else 0.0
@@ -139,7 +139,7 @@ def silence_of(engine: EngineState) -> str:
 
 
 def failures_text(status: EngineStatus) -> str:
-    """Return how many episodes of the run have failed, by kind, or "" if none has."""
+    """Return how many episodes of the run have failed, by kind, or "" if none have."""
 
     def counts(by_kind: Mapping[FailureKind, int]) -> str:
         return ", ".join(f"{count} {kind}" for kind, count in sorted(by_kind.items(), key=lambda each: -each[1]))

@@ -30,10 +30,10 @@ class OpenEpisode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MultiModelClaimStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The open multi-model episodes of one claim: `episodes` holds the names of each, in the order of `engines`.
+    """The open multi-model episodes of one claim. For each, `episodes` has the names in the order of `engines`.
 
-    The figures are totals over all engines. `idle_s` is the idle time of the multi-model episode that is idle longest,
-    counted from the last recorded call of any of its parts: activity of one part counts for all.
+    The figures are totals over all engines. `idle_s` is the idle time of the multi-model episode that has been idle
+    longest, counted from the last recorded call in any of its parts: activity in one part counts for all.
     """
 
     engines: tuple[str, ...]
@@ -53,29 +53,29 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     capacity: int
     run: int
-    version: int  # -1: nothing loaded
-    current: bool  # serves the newest weights of this run
+    version: int  # -1 if nothing is loaded
+    current: bool  # whether it serves the newest weights of this run
     sequence_tokens: int = 0  # the longest sequence that it serves, 0 if it does not say
     constrains: bool = False  # whether it supports structured output
-    quarantined: str = ""  # why it gets no calls, and why the run does not wait for it
+    quarantined: str = ""  # why it gets no calls, and the run does not wait for it
 
 
 class FormatStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversation format of the run's model, and the first gateway that reported it."""
+    """A conversation format for the run's model, and the first gateway that reported it."""
 
     gateway: str
     format: ConversationFormat
 
 
 class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    trainer: str  # "" before one has opened the run
+    trainer: str  # "" until a trainer has opened the run
     epoch: int
-    step_in_flight: int | None  # sealed, not yet completed
+    step_in_flight: int | None  # the step that is sealed but not yet completed
     step_since_ns: int
     groups: int
     episodes: int
-    failures: int  # of the step in flight
-    absence: str = ""  # since when and why there is no trainer, after the last one has stalled
+    failures: int  # number of failures of the step in flight
+    absence: str = ""  # since when and why there has been no trainer, after the last one stalled
 
 
 class StepStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,8 +87,8 @@ class StepStatus(msgspec.Struct, frozen=True, kw_only=True):
 class StepRollouts(msgspec.Struct, frozen=True, kw_only=True):
     """The training episodes that ended while the batch of `step` was collected.
 
-    `success_rate` is over the episodes that report whether they succeeded, None if none does. `metrics` holds the mean
-    of each metric that they have reported.
+    `success_rate` covers the episodes that report whether they succeeded; None if none do. `metrics` has the mean of
+    each metric that they reported.
     """
 
     step: int
@@ -111,10 +111,10 @@ class DataSetStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvalStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Evaluation of one policy version, which has sampled every token of `episodes` episodes.
+    """Evaluation of one policy version, which sampled every token of `episodes` episodes.
 
-    `mixed` episodes were claimed at this version but have tokens of later ones too. `data_sets` has figures only for
-    the data sets that clients have named, so they may not add up to the totals.
+    `mixed` episodes were claimed at this version but also have tokens of later versions. `data_sets` has figures only
+    for the data sets that clients have named, so they may not add up to the totals.
     """
 
     version: int
@@ -127,7 +127,7 @@ class EvalStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A model of a client of training operations. `step` counts its optimizer steps."""
+    """A model that belongs to a client of training operations. `step` counts its optimizer steps."""
 
     model: str
     session: str
@@ -138,7 +138,7 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int
     executed: int
     checkpointed: int  # the last operation that never has to be re-executed
-    idle_s: float  # since an operation was last accepted or executed
+    idle_s: float  # seconds since an operation was last accepted or executed
     last_op: str = ""  # the kind of the operation executed last
     last_failed: bool = False
     scored: dict[str, float] = {}  # the metrics of the newest forward_backward that succeeded
@@ -146,17 +146,17 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OperationsStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The training operations of an engine: totals, and the models that are open."""
+    """The training operations of an engine: totals, and the open models."""
 
     sessions: int
-    models: tuple[ModelStatus, ...]  # the open ones
+    models: tuple[ModelStatus, ...]  # the open models
     accepted: int
     waiting: int
     executed: int
     failed: int
-    held_bytes: int  # of operations that a trainer may still have to read
+    held_bytes: int  # size of the operations that a trainer may still have to read
     result_bytes: int
-    saved: int  # models that were saved for their clients
+    saved: int  # number of models that were saved for their clients
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,7 +166,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     detail: str
     failure: str  # why the last run failed, "" if it did not
     suspended: str = ""  # why the run is suspended, "" if it is not
-    until_served: bool = False  # it also resumes automatically once a replica serves its weights
+    until_served: bool = False  # whether it also resumes automatically once a replica serves its weights
     model: str
     run: int
     begun: str = ""  # where the run began, "" if there was no checkpoint at which it could begin
@@ -181,19 +181,19 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     trainer: TrainerStatus
     last_step: StepStatus | None
     evals: tuple[EvalStatus, ...]  # by version, ascending
-    pace: Pace | None = None  # None: the run is synchronous, or there is none
-    formats: tuple[FormatStatus, ...] = ()  # empty until a gateway has read the model of the run
-    disagreement: str = ""  # between gateways that use different formats for the model of the run
-    clients_take_episodes: bool = False  # clients of training operations take the ended episodes
-    batches_from_queue: bool = False  # batches are formed from a queue of rollout groups
-    operations: OperationsStatus | None = None  # None: there never were any sessions or operations
-    taken: int = 0  # ended episodes that clients of training operations, or rollout groups, have taken
-    calls_incomplete: int = 0  # calls answered without a part of their conversation, such as an image
-    rollout_groups: RolloutGroupStatus | None = None  # None: it has no rollout groups, and no trainer for them
-    rollouts: tuple[StepRollouts, ...] = ()  # of the newest sealed batches, oldest first
+    pace: Pace | None = None  # None if the run is synchronous, or if there is no run
+    formats: tuple[FormatStatus, ...] = ()  # empty until a gateway has read the run's model
+    disagreement: str = ""  # between gateways that use different formats for the run's model
+    clients_take_episodes: bool = False  # whether clients of training operations take the ended episodes
+    batches_from_queue: bool = False  # whether batches are formed from a queue of rollout groups
+    operations: OperationsStatus | None = None  # None if there were never any sessions or operations
+    taken: int = 0  # number of ended episodes that training clients took, or that became rollout groups
+    calls_incomplete: int = 0  # calls answered without part of their conversation, such as an image
+    rollout_groups: RolloutGroupStatus | None = None  # None if there are neither rollout groups nor a trainer for them
+    rollouts: tuple[StepRollouts, ...] = ()  # figures of the newest sealed batches, oldest first
     silent: str = ""  # why nothing was learned in the newest steps
-    aborted_by: dict[FailureKind, int] = {}  # episodes of this run that failed, and have no reward
-    ended_by: dict[FailureKind, int] = {}  # episodes of this run that used up a budget, and have a reward
+    aborted_by: dict[FailureKind, int] = {}  # episodes of this run that failed and have no reward, by failure
+    ended_by: dict[FailureKind, int] = {}  # episodes of this run that used up a budget but have a reward, by budget
 
 
 class HiveStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,4 +204,4 @@ class HiveStatus(msgspec.Struct, frozen=True, kw_only=True):
     refusing: str = ""  # why no new work is accepted
     dead_letters: tuple[str, ...] = ()  # the newest messages that could not be decided, because of a bug in bombus
     uncompacted: str = ""  # why the log could not be compacted
-    went_back: tuple[str, ...] = ()  # streams that have lost their ends in the last day
+    went_back: tuple[str, ...] = ()  # streams that have lost their end in the last day

@@ -23,7 +23,7 @@ from bombus.hive.status.rows import (
 from bombus.hive.trajectories.status import rollout_group_lines
 
 BAR_CELLS = 24
-EPISODES_SHOWN = 12  # in the plain text; the data has all of them
+EPISODES_SHOWN = 12  # the most episodes in the plain text; the data has all of them
 EVALS_SHOWN = 8
 
 
@@ -42,12 +42,12 @@ def _measure_line(measure: Measure) -> str:
 def _pace_lines(now: Pace | None) -> list[str]:
     if now is None:
         return []
-    ahead = f"{now.unfinished} unfinished and {now.sealable} sealable batches, bound {now.max_staleness}"
+    ahead = f"{now.unfinished} unfinished and {now.sealable} sealable batches, limit {now.max_staleness}"
     return [f"  ahead of training: {ahead}{', new episodes wait' if now.waits else ''}"]
 
 
 def _episode_lines(running: tuple[OpenEpisode, ...]) -> list[str]:
-    """Return a table of the single-model episodes. The others are only counted: see `_multi_model_lines`."""
+    """Return a table of the single-model episodes. Others are only counted: see `_multi_model_lines`."""
     episodes = [row for row in running if not row.partners]
     multi = len(running) - len(episodes)
     lines = [f"  {multi} of them are parts of multi-model episodes, which are listed below"] if multi else []
@@ -69,7 +69,7 @@ def _multi_model_lines(claims: Sequence[MultiModelClaimStatus]) -> list[str]:
 def _claim_rows(
     name: str, column: str, rows: Sequence[tuple[str, str, OpenEpisode | MultiModelClaimStatus]], more: str
 ) -> list[str]:
-    """Return a table of claimed episodes. `rows` gives the name of each and the text of its extra column."""
+    """Return a table of claimed episodes. `rows` has each one's name, the text of its extra column, and the episode."""
     if not rows:
         return []
     lines = [f"  {name:<20} {'client':<16} {'type':<5}{column} {'calls':>5} {'idle s':>8} {'limit s':>8}"]
@@ -84,7 +84,7 @@ def _claim_rows(
 def _head_lines(status: EngineStatus) -> list[str]:
     phase = status.phase.removeprefix("ENGINE.")
     version = status.version if status.version >= 0 else "-"
-    since = f" for {duration(status.phase_s)}" if status.run else ""  # before its first run it is unknown
+    since = f" for {duration(status.phase_s)}" if status.run else ""  # unknown before the first run
     lines = [f"engine {status.engine}: {phase}{since} ({one_line(status.detail)})"]
     if status.failure:
         lines.append(f"  failure: {one_line(status.failure)}")
@@ -137,7 +137,7 @@ def _operation_lines(found: OperationsStatus | None) -> list[str]:
 
 
 def _figures(row: ModelStatus) -> str:
-    """Return the figures that the newest operations of a model have computed."""
+    """Return the figures computed by a model's newest operations."""
     parts = [f"{row.last_op} failed" if row.last_failed else ""]
     if (loss := mean_loss(row.scored)) is not None:
         parts.append(f"loss {loss:.6g} per token over {row.scored['tokens']:.0f} tokens")
@@ -147,7 +147,7 @@ def _figures(row: ModelStatus) -> str:
 
 
 def _taken_lines(status: EngineStatus) -> list[str]:
-    """Return lines about the episodes of an operations run, none if it never had any."""
+    """Return lines about the episodes of an operations run, or none if it never had any."""
     if not (status.open_episodes or status.pool_episodes or status.taken):
         return []
     ended = f"{status.pool_episodes} ended, waiting to be taken ({byte_size(status.pool_bytes)}), {status.taken} taken"
@@ -200,9 +200,10 @@ def _rollout_lines(row: StepRollouts) -> list[str]:
 
 
 def _eval_figures(row: EvalStatus | DataSetStatus, name: str = "") -> str:
-    """Return the mean over episodes sampled by one version alone, and beside it that over episodes of several."""
+    """Return the mean over episodes sampled by a single version, and next to it the mean over episodes sampled by
+    several."""
     mean = f"{row.mean_reward:.3f}" if row.episodes else "-"
-    mixed = f"; {row.mixed} partly by a later version: {row.mixed_mean_reward:.3f}" if row.mixed else ""
+    mixed = f"; {row.mixed} sampled partly by a later version: {row.mixed_mean_reward:.3f}" if row.mixed else ""
     named = f"{name} " if name else ""
     return f"{mean:<5}  {named}({row.episodes} episodes{mixed})"
 
@@ -219,7 +220,7 @@ def _engine_text(status: EngineStatus, now_ns: int) -> str:
         lines += _taken_lines(status)
     elif status.batches_from_queue:
         lines += _pace_lines(status.pace)
-        if status.rollout_groups is None or not status.rollout_groups.ours:  # without replicas or a trainer of ours
+        if status.rollout_groups is None or not status.rollout_groups.ours:  # without our own replicas or trainer
             return "\n".join(lines)
     else:
         lines += _collection_lines(status)

@@ -1,7 +1,7 @@
 """Find selections of groups that have exactly a given number of sequences.
 
-Groups of one size are interchangeable here, so a search is a subset sum over a few distinct sizes with a count for
-each. The reachable sums are the bits of one integer, as in Pisinger's "Dynamic programming on the word RAM"
+Groups of the same size are interchangeable here, so a search is a subset sum over a few distinct sizes, each with a
+count. The reachable sums are the bits of one integer, as in Pisinger's "Dynamic programming on the word RAM"
 (Algorithmica 35, 2003); a size that occurs n times costs log2(n) shifts.
 """
 
@@ -10,35 +10,36 @@ from math import gcd
 
 import msgspec
 
-SEARCHES_MAX = 256  # searches for one fill; after that it is completed with the selection that was found last
-SEARCHED_MAX = 1 << 24  # the sum of pools x sequences over all searches of one fill
-SIZES_LOOKED_AT_MAX = 1 << 16  # the sum of sizes in all pools over all searches of one fill: about a tenth of a second
+SEARCHES_MAX = 256  # the most searches for one fill; after that, the selection found last completes it
+SEARCHED_MAX = 1 << 24  # limit on the sum of pools x sequences over all searches of one fill
+SIZES_LOOKED_AT_MAX = 1 << 16  # limit on sizes in all pools over all searches of one fill: about a tenth of a second
 
 
 class Pool(msgspec.Struct):
-    """Groups that a fill distinguishes only by size. The selection has at least `need` sequences of the pool."""
+    """Groups that a fill distinguishes only by size. The selection has at least `need` sequences from the pool."""
 
-    counts: dict[int, int]  # groups by their number of sequences
+    counts: dict[int, int]  # number of groups by their number of sequences
     need: int = 0
 
 
 class ExactFill:
     """A selection of exactly `left` sequences, decided one group at a time.
 
-    It always has a selection that completes it. A group in that selection is taken at once; for any other group, one
-    search looks for a selection that contains it. If there is none, groups of its size in its pool are refused from
-    then on, since taking other groups only leaves fewer selections.
+    There is always a selection that completes the fill. A group in that selection is taken immediately; for any other
+    group, one search looks for a selection that contains it. If there is none, groups of that size in that pool are
+    refused from then on, because taking other groups only leaves fewer selections.
 
-    One search costs s * log2(n) shifts of `left` bits for each pool, with s sizes of n groups each, and for all pools
+    One search costs s * log2(n) shifts of `left` bits for each pool, with s sizes of n groups each, and for every pool
     but the first about r * log2(n) more, for r runs of consecutive sums, of which there are few. Searches are limited
-    by `SEARCHES_MAX`, `SEARCHED_MAX` and `SIZES_LOOKED_AT_MAX`. After the last search, its selection completes the
-    fill: it is exact, and contains every group that was taken, but may lack groups that further searches could fit.
+    by `SEARCHES_MAX`, `SEARCHED_MAX` and `SIZES_LOOKED_AT_MAX`. After the last search, the selection that it found
+    completes the fill. The fill is then exact and contains every group that was taken, but may lack groups that further
+    searches could fit in.
     """
 
     def __init__(self, pools: Sequence[Pool], total: int) -> None:
         self.left = total
         self._pools = [Pool(dict(pool.counts), pool.need) for pool in pools]
-        looked_at = max(1, len(pools) * total)  # sequences in one search
+        looked_at = max(1, len(pools) * total)  # number of sequences in one search
         sizes = max(1, sum(len(pool.counts) for pool in pools))
         self._searches_left = max(1, min(SEARCHES_MAX, SEARCHED_MAX // looked_at, SIZES_LOOKED_AT_MAX // sizes))
         self._refused: set[tuple[int, int]] = set()
@@ -46,7 +47,7 @@ class ExactFill:
 
     @property
     def exists(self) -> bool:
-        """Return whether any selection has exactly the requested sequences and meets the need of each pool."""
+        """Return whether any selection has exactly the requested number of sequences and meets each pool's need."""
         return self._selection is not None
 
     def take(self, pool: int, size: int) -> bool:
@@ -60,13 +61,13 @@ class ExactFill:
         return True
 
     def could_take(self, pool: int, size: int) -> bool:
-        """Return whether some selection contains one more group of this pool and size, without taking it."""
+        """Return whether some selection contains one more group of this pool and size, without taking one."""
         if self._selection is None or (pool, size) in self._refused:
             return False
         return bool(self._selection[pool].get(size)) or self._reselect(pool, size)
 
     def _reselect(self, pool: int, size: int) -> bool:
-        """Search for a selection with one more group of this size, and let it complete the fill from now on."""
+        """Search for a selection with one more group of this size, which then completes the fill from now on."""
         counts = self._pools[pool].counts
         if not counts.get(size) or size > self.left or not self._searches_left:
             return False
@@ -93,8 +94,9 @@ class ExactFill:
 
 
 def select(pools: Sequence[Pool], total: int) -> list[dict[int, int]] | None:
-    """Return how many groups of each size to take from each pool for exactly `total` sequences, or None if none fit."""
-    reached = 1  # bit n says that the pools before this one have a selection of n sequences
+    """Return how many groups of each size to take from each pool for exactly `total` sequences, or None if that is
+    impossible."""
+    reached = 1  # bit n is set if the pools before this one have a selection of n sequences
     before: list[int] = []
     own: list[list[int]] = []
     for pool in pools:
@@ -109,7 +111,7 @@ def select(pools: Sequence[Pool], total: int) -> list[dict[int, int]] | None:
     of_all = sum(has)
     for number, pool in reversed(list(enumerate(pools))):
         sums = own[number]
-        # the pool's proportional part of the total, or its need if that is more
+        # The pool's proportional part of the total, or its need if that is more.
         wanted = min(total, max(pool.need, total * has[number] // max(of_all, 1)))
         of_all -= has[number]
         taken = _share(before[number], _at_least(sums[-1], pool.need), total, wanted) if number else total
@@ -125,7 +127,7 @@ def reachable(counts: dict[int, int], total: int) -> int:
 
 
 def _sums(counts: dict[int, int], total: int) -> list[int]:
-    """Return the reachable sums with none of the sizes, with the first size, with the first two, and so on."""
+    """Return the reachable sums with no sizes, with the first size, with the first two sizes, and so on."""
     mask = (1 << (total + 1)) - 1
     bits = 1
     sums = [bits]
@@ -143,7 +145,7 @@ def _sums(counts: dict[int, int], total: int) -> list[int]:
 def _counted(counts: dict[int, int], sums: list[int], total: int) -> dict[int, int]:
     """Return how many groups of each size to take for `total`, which is one of the last of `sums`.
 
-    The counts include all sizes if possible, so that most groups that are taken next are already in the selection.
+    The counts include all sizes if possible, so that most groups taken next are already in the selection.
     """
     taken: dict[int, int] = {}
     left, usable = total, _sequences(counts, total)
@@ -166,7 +168,7 @@ def _sequences(counts: dict[int, int], total: int) -> int:
 
 
 def _outward(middle: int, last: int) -> Iterator[int]:
-    """Yield the numbers from 0 to `last`, the nearest to `middle` first."""
+    """Yield the numbers from 0 to `last`, those nearest to `middle` first."""
     yield middle
     for away in range(1, last + 1):
         if middle - away >= 0:
@@ -180,10 +182,10 @@ def _at_least(bits: int, need: int) -> int:
 
 
 def _added(reached: int, own: int, stride: int, total: int) -> int:
-    """Return, as bits, every sum of a bit of `reached` and a bit of `own`.
+    """Return, as bits, the sum of every bit in `reached` and every bit in `own`.
 
-    The sums of groups mostly form runs in steps of their common divisor `stride`, so there are few runs even of many
-    sums.
+    The sums of groups mostly form runs in steps of their common divisor `stride`, so even many sums form only a few
+    runs.
     """
     if reached == 1:
         return own
@@ -200,7 +202,7 @@ def _added(reached: int, own: int, stride: int, total: int) -> int:
 
 
 def _runs(bits: int, stride: int) -> Iterator[tuple[int, int]]:
-    """Yield the start and the length of each run of bits that are `stride` apart."""
+    """Yield the start and length of each run of bits that are `stride` apart."""
     ends: dict[int, list[int]] = {}
     for end in _bits(bits & ~(bits >> stride)):
         ends.setdefault(end % stride, []).append(end)
@@ -215,7 +217,7 @@ def _share(others: int, own: int, total: int, wanted: int) -> int:
 
 
 def _bits(bits: int) -> Iterator[int]:
-    """Yield the positions of the bits that are set, the lowest first."""
+    """Yield the positions of the set bits, lowest first."""
     while bits:
         lowest = bits & -bits
         yield lowest.bit_length() - 1

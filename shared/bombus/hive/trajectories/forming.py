@@ -1,17 +1,18 @@
 """Form the next batch from the queue, as a pure function of the queue.
 
 A batch has exactly `batch_size` sequences, in whole groups, and gives each environment the minimum that it requests.
-Among all such selections, the batch is found by taking one group after another: first the oldest group that is in any
-selection, then the oldest group of the environment whose turn it is by weighted fair queueing, if a remaining selection
-contains it. So a batch is found whenever there is one, and sequences are divided in the ratio of the weights as far as
-the sizes of groups allow. The oldest group counts for its environment, but is taken regardless of the environment's
-weight, so weights have less effect in batches of few groups. No environment waits forever, unless the minimums of
-others add up to the whole batch: then groups without a minimum are in no batch for as long as these are met.
+Among all such selections, one is chosen by taking one group after another: first the oldest group that is in any
+selection, then repeatedly the oldest group of the environment whose turn it is by weighted fair queueing, if a
+remaining selection contains that group. So a batch is found whenever one exists, and sequences are divided in the ratio
+of the weights as far as the sizes of groups allow. The oldest group counts towards its environment's share, but is
+taken regardless of the environment's weight, so weights have less effect in batches of few groups. No environment waits
+forever, unless the minimums of others add up to the whole batch: while those minimums can be met, groups of
+environments without a minimum are in no batch.
 
 Searches are bounded. A search considers `SIZES_MAX` sizes of each environment with a minimum and of all others
 together, so it can miss a batch that needs more sizes. `filling` limits the number of searches; after the last one, the
-rest of the batch ignores turns and the age of groups. The cost grows with the batch, with the number of environments
-and with the number of distinct sizes, not with the length of the queue.
+rest of the batch is filled without regard to turns or the age of groups. The cost grows with the batch, with the number
+of environments and with the number of distinct sizes, not with the length of the queue.
 """
 
 from collections.abc import Iterator
@@ -20,11 +21,11 @@ from heapq import heapify, heappop, heappush
 from bombus.hive.trajectories.filling import ExactFill, Pool
 from bombus.hive.trajectories.queue import EnvironmentShare, GroupLine, TrajectoryQueue, virtual_time
 
-SIZES_MAX = 64  # distinct sizes that one search considers: those whose groups have waited longest
+SIZES_MAX = 64  # distinct sizes that one search considers: those whose oldest groups have waited longest
 
 
 class _Turn:
-    """The groups that a batch can take from one share: the oldest of each size, and their pool in the fill."""
+    """The groups that a batch can take from one share: the oldest of each size, and the share's pool in the fill."""
 
     def __init__(self, queue: TrajectoryQueue, share: EnvironmentShare, pool: int) -> None:
         self._pool = pool
@@ -41,7 +42,7 @@ class _Turn:
             self._first[size] = number
 
     def oldest(self) -> list[tuple[int, int]]:
-        """Return the number and the size of the oldest group of each size, the oldest of them first."""
+        """Return the number and size of the oldest group of each size, sorted from oldest to newest."""
         return sorted((number, size) for size, number in self._first.items())
 
     def take(self, fill: ExactFill, size: int) -> int | None:
@@ -67,16 +68,17 @@ def form(queue: TrajectoryQueue) -> tuple[int, ...] | None:
 
 
 def may_form(queue: TrajectoryQueue) -> bool:
-    """Return whether some selection of queued groups has exactly the number of sequences of a batch.
+    """Return whether some selection of queued groups has exactly `batch_size` sequences.
 
-    This takes a single search and ignores minimums: the batch may have to wait for an environment to push its minimum,
-    or to leave.
+    This takes a single search and ignores minimums: even if it returns True, the batch may have to wait until an
+    environment pushes its minimum or leaves.
     """
     return 0 < queue.batch_size <= queue.sequences and _fill(queue, {})[0].exists
 
 
 def _choose(queue: TrajectoryQueue, fill: ExactFill, turns: dict[int, _Turn]) -> Iterator[int]:
-    """Yield the groups that a batch takes: the oldest that fits, then the oldest of each environment in its turn."""
+    """Yield the groups that a batch takes: the oldest that fits, then the oldest fitting group of each environment in
+    turn."""
     oldest = sorted((number, size, owner) for owner, turn in turns.items() for number, size in turn.oldest())
     served = {owner: virtual_time(queue, owner) for owner in turns}
     for _, size, owner in oldest:
@@ -100,7 +102,10 @@ def _choose(queue: TrajectoryQueue, fill: ExactFill, turns: dict[int, _Turn]) ->
 
 
 def usable(queue: TrajectoryQueue, share: EnvironmentShare) -> Iterator[tuple[int, GroupLine]]:
-    """Yield the lines of a share, by size, whose groups fit a batch; groups pushed before the trainer may not."""
+    """Yield the lines of a share whose groups fit into a batch, with their sizes.
+
+    Groups that were pushed before the trainer registered may be larger than a batch.
+    """
     return ((size, line) for size, line in share.lines.items() if 0 < size <= queue.batch_size)
 
 
@@ -110,7 +115,8 @@ def usable(queue: TrajectoryQueue, share: EnvironmentShare) -> Iterator[tuple[in
 def minimums(queue: TrajectoryQueue) -> dict[int, int]:
     """Return the minimum of each connected environment that requests one, as a number of sequences in a batch.
 
-    If the minimums exceed the batch, they are scaled down to it, but not below an environment's smallest group.
+    If the minimums add up to more than a batch, they are scaled down to fit, but none below the size of its
+    environment's smallest group.
     """
     asked: dict[int, int] = {}
     for environment in queue.environments.values():
@@ -128,16 +134,16 @@ def minimums(queue: TrajectoryQueue) -> dict[int, int]:
 
 
 def lacking(queue: TrajectoryQueue, asked: dict[int, int]) -> list[int]:
-    """Return the environments that have fewer sequences queued than their minimum, which a batch must wait for."""
+    """Return the environments with fewer queued sequences than their minimum. A batch must wait for them."""
     return [each for each, sequences in asked.items() if queue.environments[each].share.sequences < sequences]
 
 
 def fit(queue: TrajectoryQueue, asked: dict[int, int]) -> tuple[ExactFill, dict[int, int]]:
     """Return a fill of the batch that meets every minimum, and the pools of the environments that have one.
 
-    All other environments are in pool 0. If the sizes of groups allow no such fill, minimums are left out, beginning
-    with the environment that has been served most, until there is one. So groups that do not fit together block no
-    batch, and the environment that was left out is the next to be served.
+    All other environments are in pool 0. If the sizes of groups allow no such fill, minimums are dropped until there is
+    one, beginning with the environment that has been served most. So groups that do not fit together never block a
+    batch, and the environment whose minimum was dropped is served next.
     """
     fill, pools = _fill(queue, asked)
     if fill.exists or not asked:
@@ -146,7 +152,7 @@ def fit(queue: TrajectoryQueue, asked: dict[int, int]) -> tuple[ExactFill, dict[
     if not without[0].exists:
         return without
     order = sorted(asked, key=lambda each: (virtual_time(queue, each), each))
-    best, met, unmet = without, 0, len(order)  # with fewer minimums there are only more fills, so bisect
+    best, met, unmet = without, 0, len(order)  # dropping minimums never removes a fill, so bisect
     while unmet - met > 1:
         middle = (met + unmet) // 2
         found = _fill(queue, {each: asked[each] for each in order[:middle]})

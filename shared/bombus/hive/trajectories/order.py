@@ -1,4 +1,4 @@
-"""Invariants of rollout groups on every log (R16), checked for each event before it is folded."""
+"""Invariants of rollout groups that every log must satisfy (R16), checked for each event before it is folded."""
 
 from bombus.hive import events as ev
 from bombus.hive.state import EngineState, Hive
@@ -6,14 +6,14 @@ from bombus.hive.trajectories.state import HandedOut
 
 
 def why_out_of_order(hive: Hive, event: ev.Event) -> str:
-    """Return why no coordinator can have written this event after those in `hive`, or "" if one can."""
+    """Return why no coordinator can have written this event after those in `hive`, or "" if it is in order."""
     engine = hive.engine(event.engine)
     match event:
         case ev.BatchHandedOut():
             return _handed_out(engine, event)
         case ev.BatchDelivered():
             if _waiting(engine, event.run, event.number) is None:
-                return f"batch {event.number} of run {event.run} is delivered, but is not handed out"
+                return f"batch {event.number} of run {event.run} is delivered, but was not handed out"
             return ""
         case ev.BatchReady():
             gone = next((number for number in event.taken if number not in engine.trajectories.queue.groups), 0)
@@ -28,7 +28,7 @@ def why_out_of_order(hive: Hive, event: ev.Event) -> str:
 
 
 def _waiting(engine: EngineState, run: int, number: int) -> HandedOut | None:
-    """Return the batch of this number if it is handed out and not delivered."""
+    """Return the batch with this number if it has been handed out and not yet delivered."""
     batch = engine.trajectories.batch
     return batch if batch and not batch.delivered and (batch.run, batch.number) == (run, number) else None
 
@@ -36,7 +36,7 @@ def _waiting(engine: EngineState, run: int, number: int) -> HandedOut | None:
 def _handed_out(engine: EngineState, event: ev.BatchHandedOut) -> str:
     state = engine.trajectories
     if event.number != state.batches + 1:
-        return f"batch {event.number} of run {event.run} follows {state.batches}"
+        return f"batch {event.number} of run {event.run} follows batch {state.batches}"
     if state.batch is not None and not state.batch.delivered:
         return f"batch {event.number} is handed out before batch {state.batch.number} is delivered"
     gone = next((number for number in event.groups if number not in state.queue.groups), 0)

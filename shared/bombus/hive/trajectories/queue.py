@@ -1,7 +1,7 @@
-"""Rollout groups that wait for a batch, and the environments that they come from: a part of an engine's state.
+"""Rollout groups that wait for a batch, and the environments that pushed them: a part of an engine's state.
 
-The functions below are its fold. For each group, its size and the place of its body are kept. The groups of one
-environment and one size form a line, in order of arrival. Batches are formed from these lines alone (see `forming`).
+The functions below are its fold. It keeps each group's size and the place of its body. The groups of one environment
+and one size form a line, in order of arrival. Batches are formed from these lines alone (see `forming`).
 """
 
 from bisect import bisect_left
@@ -19,20 +19,21 @@ from bombus.hive.shares import has_share, has_share_of_stream, share_name
 from bombus.hive.trajectories.filling import ExactFill, Pool
 
 BATCH_SEQUENCES_MAX = 16_384
-GROUPS_MAX = 1_000_000  # queued groups of all environments; beyond it, each key still has its share
+GROUPS_MAX = 1_000_000  # queued groups of all environments; at the limit, each key still has its share
 HELD_MAX = 4_096  # groups of one environment that wait to be combined
-ENVIRONMENTS_MAX = 1_024  # connected at once, and remembered; environments that have left stay while they have groups
+ENVIRONMENTS_MAX = 1_024  # connected or remembered; an environment that has left is remembered while it has groups
 NAMES_KEPT = 4_096  # environment names whose next number is remembered
 SHARE_MIN, SHARE_MAX = 0.01, 1e6  # the bounds to which the weight of an environment is clamped
-OTHERS = -1  # stands for the environment of groups without one, or with an unknown one
+OTHERS = -1  # stands for the environment of groups that have none or an unknown one
 SIZES_HELD_MAX = 64  # distinct sizes of held groups that are considered for a combination: those held first
 CUT_AT = 64  # a line is shortened once more than this many of its groups, and more than half of them, are gone
 
 
 class QueuedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A rollout group. `environment` is None if it was pushed without one, or with an unknown one.
+    """A rollout group. `environment` is None if the group was pushed without one, or with an unknown one.
 
-    `holder` is the holder whose share it counts toward, and on whose subject its body is (see `Subjects.trajectory`).
+    The group counts towards the share of `holder`, and its body is on that holder's subject (see
+    `Subjects.trajectory`).
     """
 
     environment: int | None
@@ -48,16 +49,16 @@ class GroupLine(msgspec.Struct):
 
     numbers: list[int] = []
     start: int = 0
-    count: int = 0  # of the groups that are still queued
+    count: int = 0  # number of groups that are still queued
 
 
 class EnvironmentShare(msgspec.Struct):
-    """The groups of an environment that a batch can take, and how much was taken so far.
+    """The groups of an environment that a batch can take, and how much has been taken so far.
 
-    `served` is its virtual time: the number of sequences that were taken, divided by the environment's weight.
+    `served` is the environment's virtual time: the number of sequences taken, divided by its weight.
     """
 
-    lines: dict[int, GroupLine] = {}  # by the number of sequences
+    lines: dict[int, GroupLine] = {}  # keyed by the number of sequences in each group
     sequences: int = 0
     served: float = 0.0
 
@@ -65,7 +66,7 @@ class EnvironmentShare(msgspec.Struct):
 class KeptGroups(msgspec.Struct):
     """The queued groups of one holder, and the bytes of their bodies.
 
-    Its bodies before the sequence `released` of the stream `trajectories` may be purged.
+    The holder's bodies before the stream sequence `released` of `trajectories` may be purged.
     """
 
     groups: int = 0
@@ -74,7 +75,7 @@ class KeptGroups(msgspec.Struct):
 
 
 class Environment(msgspec.Struct, kw_only=True):
-    """An environment. After it has left, it stays for as long as a batch can still take a group of it."""
+    """An environment. One that has left is kept for as long as a batch can still take one of its groups."""
 
     id: int
     name: str
@@ -86,29 +87,29 @@ class Environment(msgspec.Struct, kw_only=True):
     admin: bool = False  # whether that key is the hive's admin key
     connected: bool = True
     share: EnvironmentShare = msgspec.field(default_factory=EnvironmentShare)
-    held: dict[int, GroupLine] = {}  # groups below group_size, by size: they wait to be combined to that size
+    held: dict[int, GroupLine] = {}  # groups below group_size, keyed by size: they wait to be combined to group_size
     held_groups: int = 0
     held_sequences: int = 0
 
     @property
     def holder(self) -> str:
-        """Return the holder whose share it counts toward."""
+        """Return the holder whose share the environment counts towards."""
         return share_name(self.owner, self.admin)
 
     @property
     def part(self) -> float:
-        """Return its weight, clamped to the allowed range. NaN counts as the least weight."""
+        """Return the environment's weight, clamped to the allowed range. NaN counts as the lowest weight."""
         return min(self.weight, SHARE_MAX) if self.weight > SHARE_MIN else SHARE_MIN
 
 
 class TrajectoryQueue(msgspec.Struct, kw_only=True):
     """All queued groups, by number in order of arrival. `combined` maps a number to the groups it was combined from.
 
-    Combined groups are in a line under the number of the last of them, with their common size. `clock` is the virtual
-    time of the batches that were taken: environments that join later begin there.
+    Combined groups are in a line under the number of the last of them, with their total size. `clock` is the virtual
+    time of the batches taken so far: environments that join later begin there.
     """
 
-    batch_size: int = 0  # in sequences; 0 before a trainer has registered
+    batch_size: int = 0  # number of sequences; 0 before a trainer has registered
     groups: dict[int, QueuedGroup] = {}
     combined: dict[int, tuple[int, ...]] = {}
     environments: dict[int, Environment] = {}
@@ -116,20 +117,20 @@ class TrajectoryQueue(msgspec.Struct, kw_only=True):
     arrived: int = 0
     joined: int = 0
     named: dict[str, int] = {}  # how many environments have joined under each name
-    tokens: int = 0  # of all queued groups
-    bytes: int = 0  # of their bodies
-    holders: dict[str, KeptGroups] = {}  # all holders that have ever had a group
+    tokens: int = 0  # total of all queued groups
+    bytes: int = 0  # total of their bodies
+    holders: dict[str, KeptGroups] = {}  # every holder that has ever had a group
     clock: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.groups and not self.holders:  # a snapshot of an earlier release, which did not count by holder
+        if self.groups and not self.holders:  # a snapshot of an earlier release, which did not count per holder
             self.tokens = 0
             for group in self.groups.values():
                 self.count(group, 1)
 
     @property
     def sequences(self) -> int:
-        """Return how many sequences batches can take, which excludes held groups."""
+        """Return how many sequences batches can take. Held groups are not counted."""
         return self.others.sequences + sum(each.share.sequences for each in self.environments.values())
 
     @property
@@ -159,12 +160,12 @@ class TrajectoryQueue(msgspec.Struct, kw_only=True):
         return self.others if known is None else known.share
 
     def weight_of(self, owner: int) -> float:
-        """Return an environment's clamped weight. Groups without an environment have a weight of one."""
+        """Return an environment's clamped weight. Groups without a known environment have a weight of 1."""
         known = self.environments.get(owner)
         return 1.0 if known is None else known.part
 
     def shares(self) -> Iterator[tuple[int, EnvironmentShare]]:
-        """Yield the environments, including `OTHERS`, that have groups which a batch can take."""
+        """Yield the environments (including `OTHERS`) that have groups a batch can take, with their shares."""
         if self.others.sequences:
             yield OTHERS, self.others
         for environment in self.environments.values():
@@ -172,7 +173,7 @@ class TrajectoryQueue(msgspec.Struct, kw_only=True):
                 yield environment.id, environment.share
 
     def waiting(self, line: GroupLine) -> Iterator[int]:
-        """Yield the numbers in a line that are still queued, oldest first."""
+        """Yield the numbers of the groups in a line that are still queued, oldest first."""
         numbers = map(line.numbers.__getitem__, range(line.start, len(line.numbers)))
         return (number for number in numbers if number in self.groups)
 
@@ -181,7 +182,7 @@ class TrajectoryQueue(msgspec.Struct, kw_only=True):
         return self.combined.get(number, (number,))
 
     def name_for(self, desired: str) -> str:
-        """Return the name that the next environment gets if it asks for `desired`."""
+        """Return the name that the next environment to ask for `desired` gets."""
         return f"{desired}_{self.named.get(desired, 0)}"
 
 
@@ -189,7 +190,7 @@ class TrajectoryQueue(msgspec.Struct, kw_only=True):
 
 
 def why_not_queued(queue: TrajectoryQueue, groups: Sequence[QueuedGroup]) -> str:
-    """Return a sentence for the client that says why these groups can never be queued, or "" if they can."""
+    """Return why these groups can never be queued, as a sentence for the client, or "" if they can."""
     for position, group in enumerate(groups):
         if group.sequences < 1:
             return f"Group {position} has no sequences. Send at least one."
@@ -202,7 +203,7 @@ def why_not_queued(queue: TrajectoryQueue, groups: Sequence[QueuedGroup]) -> str
 
 
 def why_no_room(queue: TrajectoryQueue, groups: Sequence[QueuedGroup]) -> str:
-    """Return a sentence for the client that says why there is no room for these groups yet, or "" if there is."""
+    """Return why there is no room for these groups yet, as a sentence for the client, or "" if there is room."""
     if len(queue.groups) + len(groups) > GROUPS_MAX:
         kept = {holder: each.groups for holder, each in queue.holders.items()}
         arriving_of = Counter(group.holder for group in groups)
@@ -232,7 +233,7 @@ def why_no_share(kept: Mapping[str, int], holder: str, size: int, more: int) -> 
     if has_share_of_stream(kept, holder, size, more):
         return ""
     return (
-        f"The queued groups of this key take {byte_size(kept.get(holder, 0))}, and those of all keys together "
+        f"The queued groups of this key take {byte_size(kept.get(holder, 0))}, and those of all keys "
         f"{byte_size(sum(kept.values()))} of {byte_size(size)}. With {byte_size(more)} more, this key would have more "
         "than its share. Send them again after the trainer has taken batches, or raise the limit with "
         "--trajectories-bytes-max."
@@ -240,7 +241,7 @@ def why_no_share(kept: Mapping[str, int], holder: str, size: int, more: int) -> 
 
 
 def why_no_batch_size(batch_size: int) -> str:
-    """Return why a trainer cannot have batches of this many sequences, or "" if it can."""
+    """Return why a trainer cannot have batches with this many sequences, or "" if it can."""
     if 1 <= batch_size <= BATCH_SEQUENCES_MAX:
         return ""
     return f"batch_size is {batch_size}: it must be from 1 to {BATCH_SEQUENCES_MAX} sequences."
@@ -271,9 +272,9 @@ def no_environment(number: int) -> str:
 
 
 def held_after(queue: TrajectoryQueue, groups: Sequence[QueuedGroup]) -> list[int | None]:
-    """Return how many sequences each group's environment would hold after its push; None for groups queued at once.
+    """Return how many sequences each group's environment would hold after the push, or None for a group not held.
 
-    These are the answers to a push. The queue is not changed.
+    The push is answered with these numbers. The queue is not changed.
     """
     trial = TrajectoryQueue(batch_size=queue.batch_size, arrived=queue.arrived)
     for group in groups:
@@ -300,14 +301,15 @@ def held_after(queue: TrajectoryQueue, groups: Sequence[QueuedGroup]) -> list[in
 
 
 def register(queue: TrajectoryQueue, batch_size: int) -> None:
-    """Set the batch size. Groups pushed before any trainer was registered stay; those of an earlier trainer go."""
+    """Set the batch size. Groups pushed before any trainer registered are kept; those from an earlier trainer's time
+    are dropped."""
     if queue.batch_size:
         reset(queue)
     queue.batch_size = batch_size
 
 
 def reset(queue: TrajectoryQueue) -> None:
-    """Forget all groups and environments. Numbers of groups continue, and released sequences stay released."""
+    """Forget all groups and environments. Group numbers keep counting up, and released sequences stay released."""
     queue.batch_size = queue.joined = queue.tokens = queue.bytes = 0
     queue.clock = 0.0
     for kept in queue.holders.values():
@@ -318,7 +320,7 @@ def reset(queue: TrajectoryQueue) -> None:
 
 
 def join(queue: TrajectoryQueue, environment: Environment, desired_name: str = "") -> None:
-    """Add or reconnect an environment. A reconnected one keeps its groups, none of which is held any more."""
+    """Add or reconnect an environment. A reconnected environment keeps its groups, and its held groups are queued."""
     known = queue.environments.get(environment.id)
     leave(queue, environment.id)
     if known is not None:
@@ -332,7 +334,7 @@ def join(queue: TrajectoryQueue, environment: Environment, desired_name: str = "
 
 
 def leave(queue: TrajectoryQueue, environment: int) -> None:
-    """Disconnect an environment that has left or fallen silent. Its groups stay, and none is held any more."""
+    """Disconnect an environment that has left or fallen silent. Its groups stay, and those it held are queued."""
     known = queue.environments.get(environment)
     if known is None:
         return
@@ -365,9 +367,9 @@ def _add(queue: TrajectoryQueue, group: QueuedGroup) -> None:
 
 
 def take(queue: TrajectoryQueue, numbers: Iterable[int]) -> list[QueuedGroup]:
-    """Remove the groups of a batch and return them, oldest first. Their sequences count as served for their share.
+    """Remove the groups of a batch and return them, oldest first. Count their sequences as served for their shares.
 
-    Numbers of held groups, and of a part of a combination, are skipped: no batch can contain those.
+    The numbers of held groups and of parts of a combination are skipped, since no batch can contain them on their own.
     """
     gone = sorted({number for number in numbers if is_queued(queue, number)})
     together = {number: queue.combined.pop(number) for number in gone if number in queue.combined}
@@ -391,7 +393,7 @@ def take(queue: TrajectoryQueue, numbers: Iterable[int]) -> list[QueuedGroup]:
 
 
 def is_queued(queue: TrajectoryQueue, number: int) -> bool:
-    """Return whether a number is in a line, for a single group or for several that were combined."""
+    """Return whether a number is in a line, as a single group or as several groups that were combined."""
     group = queue.groups.get(number)
     if group is None:
         return False
@@ -407,10 +409,10 @@ def put_back(
     combined: Mapping[int, tuple[int, ...]],
     lost: Iterable[int] = (),
 ) -> None:
-    """Return these groups, given by number, from a batch to the queue. Forget those that are `lost`.
+    """Return a batch's groups, given by number, to the queue. Forget the groups that are `lost`.
 
-    They get their old places. Combined groups stay together unless one of them is lost: then the rest waits for other
-    groups. The share of each environment is reduced to what it had been served before.
+    They get their old places. Combined groups stay together unless one of them is lost: then the others wait to be
+    combined with other groups. What each environment was served by this batch is deducted again.
     """
     for group in groups.values():
         owner = queue.owner_of(group)
@@ -425,7 +427,7 @@ def put_back(
 
 
 def give_up(queue: TrajectoryQueue, numbers: Iterable[int]) -> None:
-    """Forget queued groups. Groups that one of them was combined with wait for other groups."""
+    """Forget queued groups. Groups that were combined with a forgotten group wait to be combined with others."""
     for number in numbers:
         group = queue.groups.get(number)
         if group is None:
@@ -454,7 +456,7 @@ def _queue_again(
     together: Mapping[int, tuple[int, ...]],
     apart: Container[int],
 ) -> None:
-    """Queue groups under their old numbers. Groups in `apart` were combined, and no longer are."""
+    """Queue groups again under their old numbers. Groups in `apart` were combined, and no longer are."""
     inner = {each for members in together.values() for each in members}
     for number, group in sorted(groups.items()):
         owner = queue.owner_of(group)
@@ -474,20 +476,21 @@ def _queue_again(
 
 
 def virtual_time(queue: TrajectoryQueue, owner: int) -> float:
-    """Return the virtual time of an environment's next turn: the environment with the least is served next.
+    """Return the virtual time of an environment's next turn. The environment with the lowest virtual time is served
+    next.
 
     This is start-time fair queueing (Goyal, Vin and Cheng, "Start-time fair queueing", SIGCOMM 1996). An environment
-    that had no groups to take begins at the clock. If its groups fitted no batch, it may catch up by one batch.
+    that had no groups to take begins at the clock. If its groups fitted into no batch, it may catch up by one batch.
     """
     credit = queue.batch_size / queue.weight_of(owner)
     return max(queue.share_of(owner).served, queue.clock - credit)
 
 
 def _holder(queue: TrajectoryQueue, group: QueuedGroup) -> Environment | None:
-    """Return the environment that holds this group to combine it with others, or None if it is queued at once.
+    """Return the environment that holds this group to combine it with others, or None if the group is not held.
 
-    A group is queued at once if it could never be part of a combination: because it is not smaller than its
-    environment's group_size, or because group_size is more than a batch.
+    A group that could never be part of a combination is queued without being held: one that is not smaller than its
+    environment's group_size, or one whose group_size is larger than a batch.
     """
     environment = queue.environments.get(queue.owner_of(group))
     if environment is None or not environment.connected or group.sequences >= environment.group_size:
@@ -513,7 +516,7 @@ def _insert(line: GroupLine, number: int) -> None:
 
 
 def _erase(share: EnvironmentShare, number: int, size: int) -> None:
-    """Remove a group that has left a line from the line's numbers if they still contain it: it is queued elsewhere."""
+    """Remove a group that no longer belongs to a line from the line's numbers, if they still contain it."""
     line = share.lines.get(size)
     at = 0 if line is None else bisect_left(line.numbers, number, line.start)
     if line is not None and line.numbers[at : at + 1] == [number]:
@@ -551,8 +554,8 @@ def _let_go(environment: Environment, number: int, size: int) -> None:
 def combination(queue: TrajectoryQueue, environment: Environment, newest: int) -> tuple[int, ...]:
     """Return held groups of an environment that add up to exactly its group_size, preferring the oldest.
 
-    `newest` is the size of the group that was held last. If there are very many sizes, only this one and those that
-    were held first are considered.
+    `newest` is the size of the most recently held group. If there are very many sizes, only this size and those that
+    have been held longest are considered.
     """
     if environment.held_sequences < environment.group_size:
         return ()
@@ -587,7 +590,7 @@ def _removed(queue: TrajectoryQueue, share: EnvironmentShare, size: int) -> None
 
 
 def _forget_environments(queue: TrajectoryQueue) -> None:
-    """Beyond the limit, forget disconnected environments that have no groups queued, the earliest first."""
+    """Forget disconnected environments with no queued groups, earliest first, while there are too many environments."""
     if len(queue.environments) <= ENVIRONMENTS_MAX:
         return
     done = [each.id for each in queue.environments.values() if not each.connected and not each.share.sequences]

@@ -1,4 +1,4 @@
-"""Reports about the queue: to an environment that asks how much to generate, and about groups that fit no batch."""
+"""Reports about the queue: how much an environment should generate, and which groups fit into no batch."""
 
 from collections import Counter
 
@@ -8,7 +8,7 @@ from bombus.hive.trajectories.filling import reachable
 from bombus.hive.trajectories.forming import fit, lacking, minimums, usable
 from bombus.hive.trajectories.queue import Environment, TrajectoryQueue
 
-WEIGHT_MIN = 0.01  # the least weight that is reported to an environment, so that it keeps generating
+WEIGHT_MIN = 0.01  # the lowest weight that is reported to an environment, so that it keeps generating
 SIZES_SHOWN = 6
 
 
@@ -27,7 +27,7 @@ def environment_status(queue: TrajectoryQueue, environment: Environment) -> Envi
 
     `queue_size` tells an environment when to stop generating. It counts the environment's own sequences and, if any
     queued group has more than one sequence, those of other environments beyond the minimums that they are guaranteed.
-    The unit is groups of the environment's own size.
+    It is given in groups of the environment's own size.
     """
     own = environment.share
     group_size = max(1, environment.group_size, *own.lines)
@@ -54,7 +54,7 @@ def _reserved(queue: TrajectoryQueue, owner: int) -> int:
 
 
 def _portion(queue: TrajectoryQueue, environment: Environment) -> float:
-    """Return this environment's fraction of all generation, by its weight times the length of its sequences."""
+    """Return this environment's fraction of all generation, by its weight times its maximum length."""
     total = sum(each.max_tokens * max(0.0, each.weight) for each in queue.environments.values() if each.connected)
     return environment.max_tokens * environment.weight / total if total > 0 else 0.0
 
@@ -63,7 +63,7 @@ def _portion(queue: TrajectoryQueue, environment: Environment) -> float:
 
 
 def stranded(queue: TrajectoryQueue) -> list[str]:
-    """Return a sentence for each reason why some queued groups can be in no batch that could be formed now."""
+    """Return one sentence for each reason why some queued groups fit into no batch that could be formed now."""
     return [*_too_large(queue), *_without_a_fill(queue), *_held(queue)]
 
 
@@ -80,7 +80,7 @@ def _too_large(queue: TrajectoryQueue) -> list[str]:
 
 
 def _without_a_fill(queue: TrajectoryQueue) -> list[str]:
-    """Return why no batch can be formed although there are enough sequences, or else which sizes fit no batch."""
+    """Return why no batch can be formed although there are enough sequences, or else which sizes fit into no batch."""
     sizes = Counter[int]()
     for _, share in queue.shares():
         sizes.update({size: line.count for size, line in usable(queue, share)})
@@ -108,7 +108,7 @@ def _without_a_fill(queue: TrajectoryQueue) -> list[str]:
     if left_out:
         sentences.append(
             f"No batch has room for {_groups(left_out)} of environments without a minimum: the minimums of others add "
-            "up to the whole batch. Register one of those again with a smaller min_batch_allocation."
+            "up to the whole batch. Register one of the others again with a smaller min_batch_allocation."
         )
     if not unused:
         return sentences
@@ -137,7 +137,7 @@ def _held(queue: TrajectoryQueue) -> list[str]:
 
 
 def _groups(sizes: dict[int, int]) -> str:
-    """Return how many groups there are of each size, in words, the smallest sizes first."""
+    """Describe in words how many groups there are of each size, smallest first."""
     listed = [f"{count} of {size}" for size, count in sorted(sizes.items())]
     shown = ", ".join(listed[:SIZES_SHOWN]) + " sequences" + (", and others" if len(listed) > SIZES_SHOWN else "")
     total = sum(sizes.values())

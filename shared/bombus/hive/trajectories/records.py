@@ -1,7 +1,7 @@
 """The record of a rollout group: several sequences of tokens with their masks and scores, as an environment sent them.
 
-Numbers are packed row by row, in four bytes each (floats in eight if four would change them). Fields that bombus does
-not compute with are kept as the JSON text in which they were sent.
+Numbers are packed row by row, in four bytes each (floats in eight if four would lose precision). Fields that bombus
+does not compute with are kept as the JSON text in which they were sent.
 """
 
 import struct
@@ -15,13 +15,13 @@ from bombus.errors import LogCorrupted
 from bombus.hive.decoding import decoded
 
 _INT_BYTES = 4
-_PROBED = 8  # the last numbers, tried first: the first ones are often those of masked tokens, all 1
+_PROBED = 8  # how many of the last numbers are tried first: the first ones often belong to masked tokens and are all 1
 
 _NumberT = TypeVar("_NumberT", int, float)
 
 
 class PackedFloats(msgspec.Struct, frozen=True, array_like=True):
-    """Little-endian floats: float32 if that represents each number exactly, and float64 otherwise (`is_wide`)."""
+    """Little-endian floats: float32 if it represents every number exactly, otherwise float64 (`is_wide`)."""
 
     data: bytes
     is_wide: bool = False
@@ -34,7 +34,7 @@ class PackedFloats(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of_rows(cls, rows: Iterable[Sequence[float]]) -> "PackedFloats":
-        """Pack the numbers of all rows, one row after the other, as `of` does."""
+        """Pack the numbers of all rows, one row after another, as `of` does."""
         packed: list[PackedFloats] = []
         is_wide = False
         for row in rows:
@@ -61,9 +61,9 @@ class PackedFloats(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PackedCandidates(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A teacher's candidates for each position: token ids, or their logprobs. A position may have any number.
+    """A teacher's candidates for each position: token ids, or their logprobs. A position may have any number of them.
 
-    `counts` (int32) holds the number of candidates of each position, over all sequences in order.
+    `counts` (int32) gives the number of candidates of each position, over all sequences in order.
     """
 
     counts: bytes
@@ -92,10 +92,11 @@ class PackedCandidates(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 class RolloutGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="group.v1", tag_field="kind"):
     """One rollout group, as stored in the stream `trajectories`.
 
-    `lengths` (int32) holds the number of tokens of each sequence. `tokens` and `masks` (int32), `advantages` and
-    logprobs have one number for each token of all sequences, one sequence after the other. `scores` has one for each
-    sequence. Text fields are JSON, or empty for null. Without `environment` the group is anonymous. If the rows of
-    `advantages` are not as long as the sequences, `advantage_lengths` (int32) holds their lengths; else it is empty.
+    `lengths` (int32) gives the number of tokens of each sequence. `tokens` and `masks` (int32), `advantages` and the
+    logprobs have one number for each token of all sequences, one sequence after another. `scores` has one number for
+    each sequence. Text fields are JSON, or empty for null. Without `environment` the group is anonymous. If the rows of
+    `advantages` are not as long as the sequences, `advantage_lengths` (int32) gives their lengths; otherwise it is
+    empty.
 
     Raises `ValueError` if the sizes do not match, so every decoded record is consistent.
     """
@@ -139,7 +140,7 @@ class RolloutGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             raise ValueError(f"{len(self.advantages)} advantages do not match the lengths of their rows")
 
     def advantage_rows(self) -> list[int]:
-        """Return the length of each row of advantages: one for each token, unless the environment sent other rows."""
+        """Return the length of each row of advantages: its sequence's, unless the environment sent other rows."""
         return unpack_ints(self.advantage_lengths or self.lengths)
 
     @property
@@ -168,7 +169,7 @@ def encode_group(group: RolloutGroup) -> bytes:
 
 
 def decode_group(body: bytes) -> RolloutGroup:
-    """Decode a record. Raises `LogCorrupted` if the bytes are not one."""
+    """Decode a record. Raises `LogCorrupted` if the bytes are not a rollout group."""
     try:
         return decoded(_decoder.decode, body)
     except msgspec.MsgspecError as error:
@@ -190,7 +191,7 @@ def int_rows(data: bytes, lengths: Sequence[int]) -> list[list[int]]:
 
 
 def _as_float32(numbers: Sequence[float]) -> bytes:
-    """Return numbers as float32, or empty bytes if float32 does not represent one of them exactly."""
+    """Return numbers as float32, or empty bytes if float32 cannot represent all of them exactly."""
     try:
         packed = struct.pack(f"<{len(numbers)}f", *numbers)
     except OverflowError:

@@ -1,7 +1,7 @@
-"""The part of an engine's state that is about rollout groups, and its fold.
+"""The part of an engine's state that concerns rollout groups, and its fold.
 
-The queue holds the waiting groups, and `batch` the batch that was handed out last. The body of a group stays in the
-stream `trajectories` for as long as either of them refers to it.
+The queue has the waiting groups, and `batch` is the batch that was handed out last. The body of a group stays in the
+stream `trajectories` for as long as the queue or the batch refers to it.
 """
 
 from collections.abc import Container, Iterable, Iterator
@@ -15,14 +15,14 @@ from bombus.hive.records import digest
 from bombus.hive.trajectories import queue as queues
 from bombus.hive.trajectories.queue import Environment, EnvironmentShare, QueuedGroup, TrajectoryQueue
 
-REPEAT_S = 60.0  # a push of the same key within this time is a repetition
-ANSWERS_KEPT = 65_536  # to pushes of the last minute: one for each of their groups
-PUSHES_BETWEEN = 1_024  # pushes after which outdated ones are dropped
-HANDED_S = 600.0  # an undelivered batch is no longer expected to be read after this
+REPEAT_S = 60.0  # a push with the same key within this time is a repetition
+ANSWERS_KEPT = 65_536  # answers to pushes of the last minute, one per group
+PUSHES_BETWEEN = 1_024  # number of pushes after which outdated ones are dropped
+HANDED_S = 600.0  # after this time, an undelivered batch is no longer expected to be read
 
 
 class HandedOut(msgspec.Struct, kw_only=True):
-    """A batch that was handed out. It is served again until it was delivered and the next batch is requested.
+    """A batch that was handed out. It is served again until it has been delivered and the next batch is requested.
 
     `numbers` are the numbers of its groups, and `combined` says which of them stay together.
     """
@@ -54,48 +54,48 @@ def digest_of(groups: Iterable[QueuedGroup]) -> bytes:
 
 
 class Trajectories(msgspec.Struct, kw_only=True):
-    trainer: ev.TrainerRegistered | None = None  # of the current run
-    begun: bool = False  # its trainer has requested a batch
+    trainer: ev.TrainerRegistered | None = None  # the trainer of the current run
+    begun: bool = False  # whether the trainer has requested a batch
     queue: TrajectoryQueue = msgspec.field(default_factory=TrajectoryQueue)
     batch: HandedOut | None = None
-    batches: int = 0  # handed out in this run
+    batches: int = 0  # number handed out in this run
     withdrawn: int = 0  # how many of these were withdrawn because a group was lost
     before: int = 0  # the number of the batch that was delivered before `batch`
-    given_up: int = 0  # dropped groups of this run, see `GroupsGivenUp`
+    given_up: int = 0  # number of groups dropped in this run, see `GroupsGivenUp`
     given_up_why: str = ""  # why the last of them was dropped
-    latest: QueuedGroup | None = None  # the group pushed last
-    pushes: dict[str, RecentPush] = {}  # by key, oldest first
+    latest: QueuedGroup | None = None  # the group that was pushed last
+    pushes: dict[str, RecentPush] = {}  # keyed by the push's key, oldest first
     heard_ns: dict[int, int] = {}  # when each connected environment joined or last pushed
     silent_ns: dict[int, int] = {}  # when environments left by falling silent
-    queued_at: dict[int, int] = {}  # the policy versions when queued groups of episodes were queued, oldest first
-    grouped: int = 0  # episodes of this run that became groups
-    grouped_sequences: int = 0  # sequences of these groups
+    queued_at: dict[int, int] = {}  # policy version at which each queued group of episodes was queued, oldest first
+    grouped: int = 0  # number of episodes of this run that became groups
+    grouped_sequences: int = 0  # number of sequences in these groups
 
     @property
     def current_step(self) -> int:
-        """Return the trainer's step: each batch that was handed out and not withdrawn is a step."""
+        """Return the trainer's step: each batch that was handed out and not withdrawn counts as a step."""
         return (0 if self.trainer is None else self.trainer.starting_step) + self.batches - self.withdrawn
 
     def repeated(self, key: str, now_ns: int) -> RecentPush | None:
-        """Return the push of this key in the last `REPEAT_S`, if any."""
+        """Return the push with this key from the last `REPEAT_S` seconds, if any."""
         before = self.pushes.get(key) if key else None
         return before if before is not None and now_ns - before.at_ns <= REPEAT_S * 1e9 else None
 
     def needed(self) -> Iterator[QueuedGroup]:
-        """Yield the groups that a batch contains or may contain. `latest` is not among them."""
+        """Yield the groups that are queued or in the batch that was handed out last. `latest` is not included."""
         yield from self.queue.groups.values()
         if self.batch is not None:
             yield from self.batch.groups
 
     def queued_before(self, version: int) -> list[int]:
-        """Return the numbers of the groups of episodes that were queued before this policy version."""
+        """Return the numbers of the groups made of episodes that were queued before this policy version."""
         return [number for number, _ in takewhile(lambda queued: queued[1] < version, self.queued_at.items())]
 
     def movable(self, now_ns: int) -> Iterator[tuple[int, QueuedGroup]]:
-        """Yield the groups whose bodies can be stored again at a later place, by number.
+        """Yield, by number, the groups whose bodies can be moved to a later place in the stream.
 
-        Groups of a batch can be moved once it was delivered, or if it was handed out long ago: the trainer that took it
-        is gone, or has received it and not reported so yet.
+        A batch's groups can be moved once it has been delivered, or if it was handed out long ago: then its trainer is
+        gone, or has received the batch without reporting it yet.
         """
         yield from self.queue.groups.items()
         batch = self.batch
@@ -115,7 +115,7 @@ def register(state: Trajectories, event: ev.TrainerRegistered) -> None:
 def end_run(state: Trajectories) -> None:
     """End a run: drop its groups (R8), and the keys by which repeated pushes are recognised.
 
-    Environments stay, since they do not notice the end of a run. An environment that fell silent may return.
+    Environments stay, since they do not notice that a run ends. An environment that fell silent may return.
     """
     queue = state.queue
     kept = [each for each in queue.environments.values() if each.connected or each.id in state.silent_ns]
@@ -188,7 +188,8 @@ def push(state: Trajectories, event: ev.GroupsPushed) -> None:
 
 
 def _forget_pushes(state: Trajectories, now_ns: int) -> None:
-    """Once in `PUSHES_BETWEEN` pushes, forget pushes that are too old to be repeated, and the oldest of too many."""
+    """Every `PUSHES_BETWEEN` pushes, forget pushes that are too old to be repeated, and the oldest if there are too
+    many."""
     if len(state.pushes) % PUSHES_BETWEEN:
         return
     kept, answers = 0, 0
@@ -231,7 +232,7 @@ def _wait_no_more(state: Trajectories, numbers: Iterable[int]) -> None:
 
 
 def give_up(state: Trajectories, event: ev.GroupsGivenUp) -> None:
-    """Forget groups. If a batch had them, its other groups are requeued, and it does not count as a step."""
+    """Forget groups. If they were in a batch, its other groups are requeued, and the batch does not count as a step."""
     state.given_up += len(event.groups)
     state.given_up_why = event.why
     _wait_no_more(state, event.groups)
@@ -246,7 +247,7 @@ def give_up(state: Trajectories, event: ev.GroupsGivenUp) -> None:
 
 
 def without_bodies(batch: ev.BatchReady, lost: Container[int]) -> ev.BatchReady:
-    """Return a batch of our own trainer in which the lost groups have no body, so they are not trained on."""
+    """Return a batch of our own trainer with the bodies of lost groups removed, so that it does not train on them."""
     kept = tuple(
         msgspec.structs.replace(group, body=None) if number in lost else group
         for number, group in zip(batch.taken, batch.rollout_groups, strict=False)

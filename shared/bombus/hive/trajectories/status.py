@@ -1,4 +1,4 @@
-"""The status of rollout groups: how many wait for a batch, from which environments, and which fit no batch."""
+"""The status of rollout groups: how many wait for a batch, who pushed them, and which fit into no batch."""
 
 import msgspec
 
@@ -16,32 +16,32 @@ class EnvironmentStatus(msgspec.Struct, frozen=True, kw_only=True):
     group_size: int
     weight: float
     minimum: float | None
-    sequences: int  # that a batch can take
-    held_groups: int  # that wait to be combined to group_size
+    sequences: int  # sequences that a batch can take
+    held_groups: int  # groups that wait to be combined to group_size
 
 
 class RolloutGroupStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The queue of an engine, and its trainer. Each sentence of `stranded` says why some groups fit no batch."""
+    """An engine's queue and its trainer. Each sentence in `stranded` says why some groups fit into no batch."""
 
     batch_size: int  # 0 while no trainer is registered
     step: int
-    handed_out: int  # batches of this run
-    delivered: bool  # whether the last of them was delivered; true if there was none
+    handed_out: int  # number of batches in this run
+    delivered: bool  # whether the last batch was delivered; true if there was none
     groups: int
     sequences: int
     tokens: int
     environments: tuple[EnvironmentStatus, ...]
     stranded: tuple[str, ...]
-    ours: bool = False  # our own trainer takes the batches
+    ours: bool = False  # whether our own trainer takes the batches
     num_steps: int = 0  # the trainer's last step
-    given_up: int = 0  # dropped groups of this run, see `GroupsGivenUp`
+    given_up: int = 0  # number of groups dropped in this run, see `GroupsGivenUp`
     given_up_why: str = ""  # why the last of them was dropped
 
 
 def rollout_group_status(state: Trajectories, ours: bool = False) -> RolloutGroupStatus | None:
-    """Return the status of an engine's rollout groups, or None if it has no groups, environments or trainer for them.
+    """Return the status of an engine's rollout groups, or None if it has no rollout groups, environments or trainer.
 
-    `ours` says that the engine's own trainer takes the batches.
+    `ours` says whether the engine's own trainer takes the batches.
     """
     queue = state.queue
     if state.trainer is None and not queue.groups and not queue.environments:
@@ -77,8 +77,8 @@ def _environment(environment: Environment) -> EnvironmentStatus:
 
 
 def rollout_group_lines(status: RolloutGroupStatus) -> list[str]:
-    """Return a status as lines of text. Names are as their environments gave them: the caller removes line breaks."""
-    waits = "" if status.delivered else ", the last one has not arrived"
+    """Return a status as lines of text. The caller must remove line breaks from names, which environments chose."""
+    waits = "" if status.delivered else ", the last one not delivered yet"
     trainer = (
         f"step {status.step}, batches of {status.batch_size} sequences, {status.handed_out} handed out{waits}"
         if status.batch_size

@@ -1,6 +1,6 @@
 """How our own trainer trains on a rollout group, and which groups it refuses.
 
-It refuses a group on which it would train differently than the environment intended, and names the field.
+It refuses a group that it would not train on as the environment intended, and names the field.
 """
 
 import math
@@ -14,23 +14,23 @@ from bombus.hive.events import TrainerRegistered
 from bombus.hive.trajectories.records import RolloutGroup, int_rows
 
 NOT_TRAINED = -100  # the mask of a token that is not trained on; the mask of any other token is the token itself
-LOGPROB_MAX = 0.01  # a logprob is at most 0, except for rounding
+LOGPROB_MAX = 0.01  # upper limit of a logprob: 0, plus room for rounding
 ADVANTAGE_MAX = float.fromhex("0x1.fffffep+127")  # the largest float32
-FOLDER, FOLDERS_MAX = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}"), 8  # of `checkpoint_dir`
+FOLDER, FOLDERS_MAX = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}"), 8  # form and number of `checkpoint_dir` folders
 ZERO, TEMPERATURE = "set_advantage_to_zero", "temperature"  # the overrides that Atropos's own trainer knows
 
 
 class Handling(msgspec.Struct, frozen=True):
-    """How one sequence of a group is trained on: at which temperature, and whether its advantage counts as zero."""
+    """How one sequence of a group is trained on: the temperature, and whether its advantage counts as zero."""
 
     temperature: float = 1.0
     zeroed: bool = False
 
 
 def why_not_trained(group: RolloutGroup, tokens_max: int = 0) -> str:
-    """Return a sentence for the sender that says why our trainer does not train on this group, or "" if it does.
+    """Return why our trainer does not train on this group, as a sentence for the sender, or "" if it does.
 
-    Sequences may have at most `tokens_max` tokens; 0: no limit.
+    Sequences may have at most `tokens_max` tokens, or any number if it is 0.
     """
     if tokens_max and group.longest > tokens_max:
         return f"A sequence has {group.longest} tokens, but the run's max_token_len is {tokens_max}: send shorter ones."
@@ -46,9 +46,10 @@ def why_not_trained(group: RolloutGroup, tokens_max: int = 0) -> str:
 def handling_of(group: RolloutGroup) -> list[Handling]:
     """Return how each sequence is trained on.
 
-    The temperature is that of the sequence's `overrides`, else of `generation_params`, else of `group_overrides`, else
-    1, as in Atropos's example trainer. A temperature of 0 (greedy sampling) defines no logprobs and counts as 1, as in
-    calls of episodes. Raises `ValueError` with a sentence for the sender if a field cannot be used.
+    The temperature is taken from the sequence's `overrides`, else from `generation_params`, else from
+    `group_overrides`, and is otherwise 1, as in Atropos's example trainer. A temperature of 0 (greedy sampling) defines
+    no logprobs and counts as 1, as in calls of episodes. Raises `ValueError` with a sentence for the sender if a field
+    cannot be used.
     """
     common = _temperature("group_overrides", _known("group_overrides", _json(group.group_overrides), (TEMPERATURE,)))
     params = _json(group.generation_params)
@@ -75,7 +76,7 @@ def _json(text: bytes) -> Any:
 
 
 def _known(where: str, given: object, names: Sequence[str]) -> dict[str, Any]:
-    """Return the overrides in an object. Raises `ValueError` if it has an override that this trainer does not know."""
+    """Return the overrides in an object. Raises `ValueError` if it contains one that this trainer does not know."""
     if given is None:
         return {}
     if not isinstance(given, dict):
@@ -125,7 +126,7 @@ def why_not_registered(event: TrainerRegistered, begun: int) -> str:
 
 
 def checkpoint_folder(event: TrainerRegistered | None) -> str:
-    """Return the folder below the run's checkpoints with which its trainer was registered, or "" if there is none."""
+    """Return the subfolder of the run's checkpoints that its trainer registered, or "" if there is none."""
     return "" if event is None else event.checkpoint_dir.removeprefix("./").rstrip("/")
 
 
@@ -141,7 +142,7 @@ def _why_not_these_fields(group: RolloutGroup) -> str:
     }
     for name, is_given in given.items():
         if is_given:
-            why = "it computes them itself, with trainer.kl_coef" if name == "ref_logprobs" else "it cannot train on it"
+            why = "it computes its own (trainer.kl_coef)" if name == "ref_logprobs" else "it cannot train on them"
             return f"{name} is not accepted by this run's own trainer: {why}. Send null."
     return ""
 

@@ -1,1 +1,1 @@
-"""What waits for what in a hive, as a chain of sentences from what a user sees to the cause. Pure."""
+"""What waits for what in a hive, as a chain of sentences from the symptom that a user sees to its cause. Pure."""

@@ -17,10 +17,10 @@ from bombus.hive.why.serving import trainer_of
 
 
 def chain(hive: Hive, now_ns: int, last: LastEvents, name: str, led_ns: int = 0) -> list[ChainLink] | None:
-    """Return what an engine, a run, an episode or a model waits for; None if there is none of this name.
+    """Return what an engine, a run, an episode or a model waits for, or None if none has this name.
 
-    The chain goes from what a user sees to the cause, and is empty for what waits for nothing. `led_ns` is when a
-    leader was last at work, 0 if that is unknown.
+    The chain leads from what a user sees to the cause. It is empty if nothing is awaited. `led_ns` is the last time a
+    leader was at work, or 0 if that is unknown.
     """
     is_led = not led_ns or now_ns - led_ns <= OVERDUE_NS
     view = View(hive, now_ns, last, now_ns if is_led else led_ns)
@@ -52,7 +52,7 @@ def _run(view: View, engine: EngineState, run: int) -> list[ChainLink] | None:
 
 
 def _episode(view: View, engine: EngineState, name: str) -> list[ChainLink] | None:
-    """Return what an episode waits for, after it has ended as well; None for one that was not claimed."""
+    """Return what an episode waits for, even after it has ended, or None if no such episode was claimed."""
     closed, batch, run = engine.closed.get(name), engine.batch, name.removeprefix(f"{engine.name}-").split("-")[0]
     if name in engine.open:
         return list(of_episode(view, engine, engine.open[name]))
@@ -74,7 +74,7 @@ def _episode(view: View, engine: EngineState, name: str) -> list[ChainLink] | No
 
 
 def _engine(view: View, engine: EngineState, followed: frozenset[str] = frozenset()) -> Iterator[ChainLink]:
-    """Yield what an engine waits for. `followed` are the engines whose chains lead here."""
+    """Yield what an engine waits for. `followed` contains the engines whose chains have led here."""
     if stopped := list(_stopped(view, engine)):
         yield from stopped
     elif engine.phase == Phase.ROLLING:
@@ -108,7 +108,7 @@ def _offline(view: View, engine: EngineState) -> ChainLink:
         job is not None and (job.collection.rollout_groups or job.collection.episode_groups)
     ):
         start = "POST /register"
-    what = f"engine {name} has not been configured: client.sync_train_config() does that, or a model that is created"
+    what = f"engine {name} has not been configured: client.sync_train_config() or creating a model does that"
     if engine.failure:
         what = (
             f"run {engine.run} of engine {name} failed {view.ago(since_ns)}: {engine.failure}; {start} begins the next"
@@ -169,7 +169,7 @@ _RULES: tuple[Callable[[View, EngineState], Iterator[ChainLink]], ...] = (
 
 
 def _complete(view: View, engine: EngineState, head: str, since_ns: int) -> Iterator[ChainLink]:
-    """Yield what a complete batch waits for before it is sealed, which only those of asynchronous runs do."""
+    """Yield what a complete batch waits for before it is sealed. Only batches of asynchronous runs wait."""
     last = last_chances(engine) if engine.collection.max_staleness > 0 else []
     if engine.batch is not None or engine.version < engine.step:
         yield ChainLink(f"{head} is complete, and waits for step {engine.step}", trainer_of(engine), since_ns)
@@ -185,11 +185,11 @@ def _complete(view: View, engine: EngineState, head: str, since_ns: int) -> Iter
 
 
 def _other_engine(view: View, engine: EngineState, followed: frozenset[str]) -> Iterator[ChainLink]:
-    """Yield what an engine waits for that the newest claim, of a multi-model episode, needs as well."""
+    """Yield what an engine waits for because its newest claim, of a multi-model episode, also needs another engine."""
     claimed = view.last.of(ev.EpisodeClaimed, engine.name)
     for name in () if claimed is None else sorted(claimed.partners.keys() - followed):
         if not view.hive.engine(name).granting:
-            what = f"its newest claim was of multi-model episodes with engine {name}, which hands out none now"
+            what = f"its newest claim was for multi-model episodes with engine {name}, which hands out none now"
             yield ChainLink(what, CLIENT)
             yield from _engine(view, view.hive.engine(name), followed)
             return
@@ -197,7 +197,7 @@ def _other_engine(view: View, engine: EngineState, followed: frozenset[str]) -> 
 
 def _draining(view: View, engine: EngineState) -> Iterator[ChainLink]:
     since_ns, count = engine.phase_since_ns, counted(len(engine.open), "open episode")
-    end = WaitEnd(view.deadline_ns(since_ns, engine.collection.drain_s), "the end of the drain aborts it")
+    end = WaitEnd(view.deadline_ns(since_ns, engine.collection.drain_s), "the drain ends and aborts it")
     what = f"engine {engine.name} hands out no episodes: the batch of step {engine.step + 1} has waited"
     if not engine.open:
         yield ChainLink(f"engine {engine.name} hands out no episodes: its batch is sealed next", COORDINATOR, since_ns)

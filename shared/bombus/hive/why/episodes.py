@@ -1,4 +1,4 @@
-"""What open episodes wait for, and what a batch of episodes waits for while it has too few."""
+"""What open episodes wait for, and what an incomplete batch of episodes waits for."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -17,7 +17,7 @@ CLIENTS_SHOWN = 3
 
 
 class WaitEnd(NamedTuple):
-    """When an episode is no longer waited for, and what happens then, as a clause."""
+    """When the wait for an episode ends, and what happens then, as a clause."""
 
     until_ns: int
     then: str
@@ -36,7 +36,7 @@ def of_episode(
 ) -> Iterator[ChainLink]:
     """Yield what an open episode waits for: replicas that answer its calls, or else its client.
 
-    The sentence of what waits for it begins with `before`. After `end` the episode is not waited for.
+    The first sentence begins with `before`. After `end`, the episode is no longer waited for.
     """
     client = client_of(episode)
     kind = "evaluation episode" if episode.type == EpisodeType.EVAL else "episode"
@@ -65,7 +65,7 @@ def _end_of(view: View, episode: Episode, client: str, end: WaitEnd | None) -> C
     if idle_ns + OVERDUE_NS < view.now_ns:
         limit = duration(episode.discard_timeout_s)
         what = (
-            f"no call of it was recorded for longer than its idle limit of {limit}, so one must be in progress; after "
+            f"no call was recorded for longer than its idle limit of {limit}, so one must be in progress; after "
             f"that {client} has to report its reward{alive}"
         )
         return ChainLink(what, client, active_ns)
@@ -73,7 +73,7 @@ def _end_of(view: View, episode: Episode, client: str, end: WaitEnd | None) -> C
     return ChainLink(f"{what} its reward{alive}", client, active_ns, idle_ns)
 
 
-# ---- what a batch of episodes waits for while it has too few: the first of these that has an answer ---------------
+# ---- what an incomplete batch of episodes waits for: the first of these that yields a link ------------------------
 
 
 def storage(view: View, engine: EngineState) -> Iterator[ChainLink]:
@@ -111,7 +111,7 @@ def paced(view: View, engine: EngineState) -> Iterator[ChainLink]:
 
 
 def shares(view: View, engine: EngineState) -> Iterator[ChainLink]:
-    """Yield the key whose claims are refused because its episodes pin more calls than its share."""
+    """Yield the key whose claims are refused because its episodes pin more calls than its share allows."""
     for holder, _ in view.hive.pinned_calls().most_common(1):
         if holder in engine.calls.holders and (why := view.hive.why_no_calls(holder)):
             key = f"key {holder}" if holder else "clients without a key"

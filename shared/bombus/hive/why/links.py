@@ -1,4 +1,4 @@
-"""What chains are made of: links, the newest events of a log, and a view of a hive at a time."""
+"""What chains are built from: links, the newest events of a log, and a view of a hive at a given time."""
 
 import msgspec
 
@@ -10,15 +10,15 @@ from bombus.hive.pauses import LATE_NS, TICK_NS, led_ns
 from bombus.hive.state import Hive
 
 SECOND = 1_000_000_000
-OVERDUE_NS = LATE_NS + TICK_NS  # within which a leader acts on a deadline
-AWAY_NS = 4 * SECOND  # a longer pause means more than 5 s between two ticks, of which the first stands for one second
+OVERDUE_NS = LATE_NS + TICK_NS  # time within which a leader acts on a deadline
+AWAY_NS = 4 * SECOND  # a longer pause means over 5 s between two ticks, of which one second is normal
 OPERATOR, CLIENT, COORDINATOR, TIME, NOBODY = "the operator", "a client", "a coordinator", "time", "nobody"
 
 
 class ChainLink(msgspec.Struct, frozen=True):
-    """What waits, and for what, in one sentence. `who` can end the wait.
+    """One sentence that says what waits, and for what. `who` can end the wait.
 
-    It has waited since `since_ns`, and at `until_ns` time ends it. Either is 0 if the log does not say.
+    The wait began at `since_ns`, and time alone ends it at `until_ns`. Either is 0 if the log does not say.
     """
 
     what: str
@@ -28,9 +28,9 @@ class ChainLink(msgspec.Struct, frozen=True):
 
 
 class LastEvents:
-    """The newest event of each kind, by engine. The state does not keep the time and the reason of all of them.
+    """The newest event of each kind for each engine, because the state does not keep all their times and reasons.
 
-    `anew_ns` is since when silence has been counted anew (R5): by a new leader, or after a long pause.
+    `anew_ns` is when silence was last counted from zero (R5), by a new leader or after a long pause.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,8 @@ class LastEvents:
         self._found: dict[tuple[str, type[Event]], Event] = {}
 
     def note(self, event: Event, stored_ns: int = 0) -> None:
-        """Note an event that was stored at `stored_ns`: a new epoch has the time of the event before it."""
+        """Note an event that was stored at `stored_ns`. A new epoch needs that time: its `at_ns` is the previous
+        event's."""
         self._found[event.engine, type(event)] = event
         if isinstance(event, EpochOpened) or (
             isinstance(event, LeadingPaused) and event.at_ns - event.since_ns > AWAY_NS
@@ -50,13 +51,13 @@ class LastEvents:
         return found if isinstance(found, kind) else None
 
     def at_ns(self, kind: type[Event], engine: str = HIVE) -> int:
-        """Return the time of the newest event of a kind, 0 if the log has none."""
+        """Return the time of the newest event of a kind, or 0 if the log has none."""
         found = self.of(kind, engine)
         return 0 if found is None else found.at_ns
 
 
 class View(msgspec.Struct, frozen=True):
-    """A hive at the time `now_ns`, which was led until `led_ns`, and the newest events of its log."""
+    """A hive at the time `now_ns`, the newest events of its log, and the time `led_ns` until which it was led."""
 
     hive: Hive
     now_ns: int
@@ -67,15 +68,16 @@ class View(msgspec.Struct, frozen=True):
         return f"{duration(seconds_between(at_ns, self.now_ns))} ago"
 
     def lasting(self, since_ns: int) -> str:
-        """Return ` for 14 m 02 s`, or "" if it is not known since when."""
+        """Return ` for 14 m 02 s`, or "" if the starting time is unknown."""
         return f" for {duration(seconds_between(since_ns, self.now_ns))}" if since_ns else ""
 
     def left(self, until_ns: int) -> str:
-        """Return the time until a deadline, `in 10 s`. One that has passed is acted on at the next tick."""
+        """Return the time until a deadline, such as `in 10 s`, or `now` if it has passed, since the next tick acts on
+        it."""
         return f"in {duration(seconds_between(self.now_ns, until_ns))}" if until_ns > self.now_ns else "now"
 
     def deadline_ns(self, since_ns: int, limit_s: float) -> int:
-        """Return when work that began at `since_ns` has used up its limit. Only time with a leader counts (R5)."""
+        """Return when work that began at `since_ns` uses up its limit. Only time with a leader counts (R5)."""
         pauses = self.hive.pauses
         used_ns = led_ns(pauses, self.led_ns) - led_ns(pauses, min(since_ns, self.led_ns))
         return self.now_ns + int(limit_s * SECOND) - used_ns

@@ -12,7 +12,7 @@ from bombus.hive.why.serving import trainer_of
 
 
 def operations(view: View, engine: EngineState) -> Iterator[ChainLink]:
-    """Yield what the operation that has waited longest waits for; nothing if none waits."""
+    """Yield what the longest-waiting operation waits for, or nothing if no operation waits."""
     models = [model for model in engine.clients.open_models if model.waiting]
     if models:
         model = min(models, key=lambda each: _waiting(each)[0].arrival)
@@ -23,7 +23,7 @@ def operations(view: View, engine: EngineState) -> Iterator[ChainLink]:
 
 
 def of_model(view: View, engine: EngineState, model: ClientModel) -> Iterator[ChainLink]:
-    """Yield what the newest waiting operation of a model waits for; nothing if none waits."""
+    """Yield what the newest waiting operation of a model waits for, or nothing if no operation waits."""
     if not model.waiting:
         return
     first, *others = _waiting(model)
@@ -74,9 +74,10 @@ def _suspended(view: View, engine: EngineState, model: ClientModel) -> ChainLink
 
 
 def _turn(view: View, engine: EngineState, model: ClientModel, first: Queued) -> Iterator[ChainLink]:
-    """Yield the operation of another model that arrived earlier, and what the trainer has to do now.
+    """Yield the operation of another model that arrived earlier, if any, and what the trainer has to do now.
 
-    Models take turns. The log does not say which operation is executed, except the first of each model.
+    Models take turns. The log does not say which operation is being executed, only which one is the first of each
+    model.
     """
     name, who = f"{_named(first)} of model {model.name}", trainer_of(engine)
     queues = [each for each in engine.clients.open_models if each.waiting and not each.suspended]
@@ -86,4 +87,4 @@ def _turn(view: View, engine: EngineState, model: ClientModel, first: Queued) ->
         yield ChainLink(f"{name} waits for its turn, after {before}", who, first.accepted_ns)
         name = before
     since_ns = max(_waiting(oldest)[0].accepted_ns, view.last.at_ns(ev.OperationCompleted, engine.name))
-    yield from serving.trainer(view, engine, f"has had {name} to do", since_ns)
+    yield from serving.trainer(view, engine, f"has had {name} pending", since_ns)

@@ -15,7 +15,7 @@ ENVIRONMENTS_SHOWN = 3
 
 
 def rollout_groups(view: View, engine: EngineState) -> Iterator[ChainLink]:
-    """Yield what an engine waits for whose batches are formed from a queue of rollout groups."""
+    """Yield what an engine waits for if its batches are formed from a queue of rollout groups."""
     state, queue, ours = engine.trajectories, engine.trajectories.queue, engine.makes_steps
     handed_ns = 0 if state.batch is None else state.batch.handed_ns
     since_ns = max(engine.phase_since_ns, engine.steps[-1].batch.at_ns if ours and engine.steps else handed_ns)
@@ -29,16 +29,16 @@ def rollout_groups(view: View, engine: EngineState) -> Iterator[ChainLink]:
         yield from serving.training(view, engine)
     elif not ours and state.batch is not None and not state.batch.delivered:
         what = f"batch {state.batch.number} of engine {engine.name} was handed out {view.ago(handed_ns)}"
-        yield ChainLink(f"{what}, and was not delivered: whoever asks next gets it again", OUTSIDE, handed_ns)
+        yield ChainLink(f"{what}, but not delivered: the next request gets it again", OUTSIDE, handed_ns)
     elif form(queue) is not None:
-        yield ChainLink(f"{head} {OUTSIDE} to ask for a batch, which is complete", OUTSIDE, since_ns)
+        yield ChainLink(f"{head} {OUTSIDE} to ask for a batch; one is complete", OUTSIDE, since_ns)
     else:
         yield ChainLink(f"{head} a batch: {queued}", "an environment", since_ns)
         yield from _too_few(view, engine)
 
 
 def _too_few(view: View, engine: EngineState) -> Iterator[ChainLink]:
-    """Yield why too few groups are queued for a batch, or why no selection of them is one."""
+    """Yield why too few groups are queued for a batch, or why no selection of them makes up a batch."""
     state = engine.trajectories
     connected = [each for each in state.queue.environments.values() if each.connected]
     short = [state.queue.environments[each] for each in lacking(state.queue, minimums(state.queue))] or connected

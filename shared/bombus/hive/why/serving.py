@@ -1,4 +1,4 @@
-"""What a run waits for from its trainer and its replicas."""
+"""What a run needs from its trainer and its replicas, and waits for."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,10 @@ def trainer_of(engine: EngineState) -> str:
 
 
 def trainer(view: View, engine: EngineState, does: str, since_ns: int) -> Iterator[ChainLink]:
-    """Yield why the trainer has not finished: there is none, it has failed before, or it `does` its work since then."""
+    """Yield why the trainer has not finished: there is no trainer, its step has failed, or it is still at work.
+
+    `does` is what it has been doing since `since_ns`, as a clause.
+    """
     who, failed, stalled = trainer_of(engine), view.last.of(ev.StepFailed, engine.name), engine.stalled
     if not engine.trainer:
         since_ns = engine.phase_since_ns if stalled is None else stalled.at_ns
@@ -39,10 +42,10 @@ def trainer(view: View, engine: EngineState, does: str, since_ns: int) -> Iterat
 
 
 def training(view: View, engine: EngineState) -> Iterator[ChainLink]:
-    """Yield what a run waits for after a batch was sealed: its step, the step's weights, or replicas."""
+    """Yield what a run waits for after a batch was sealed: the training step, its weights' publication, or replicas."""
     done = engine.step_done
     if engine.batch is not None:
-        yield from trainer(view, engine, f"has had step {engine.batch.step} to do", engine.batch.at_ns)
+        yield from trainer(view, engine, f"has had step {engine.batch.step} pending", engine.batch.at_ns)
     elif engine.version < engine.step and done is not None:
         what = f"step {done.step} was completed {view.ago(done.at_ns)}, and its weights are not published yet"
         yield ChainLink(what, trainer_of(engine), done.at_ns)
@@ -61,7 +64,7 @@ def replicas(view: View, engine: EngineState) -> Iterator[ChainLink]:
     names = " or ".join(why.replica for why in quarantined[:QUARANTINED_SHOWN])
     for why in quarantined[:QUARANTINED_SHOWN]:
         what = f"replica {why.replica} has been quarantined{view.lasting(why.at_ns)}: {why_quarantined(why)}"
-        yield ChainLink(what, f"replica {names}, or the operator by `bombus resume`", why.at_ns)
+        yield ChainLink(what, f"replica {names}, or the operator, with `bombus resume`", why.at_ns)
     if not engine.replicas:
         left = view.last.of(ev.ReplicaLeft, engine.name)
         gone = f": replica {left.replica} left {view.ago(left.at_ns)} ({left.reason})" if left is not None else ""
@@ -70,7 +73,7 @@ def replicas(view: View, engine: EngineState) -> Iterator[ChainLink]:
 
 
 def _loading(view: View, engine: EngineState, names: list[str]) -> ChainLink:
-    """Return the wait for replicas that load. A run goes on without those that take too long, but not at its boot."""
+    """Return the link for replicas that are loading. Slow replicas are quarantined, except while the run boots."""
     since_ns, name = min((loading_since_ns(engine, engine.replicas[name]), name) for name in names)
     until_ns = view.deadline_ns(since_ns, engine.collection.sync_s)
     then = f"; it is quarantined {view.left(until_ns)} unless it does"

@@ -1,1 +1,1 @@
-"""Diagnosis: what is wrong with the learning of a run, found in its events. Pure."""
+"""Diagnosis: finds out from a run's events what is wrong with its learning. Pure."""

@@ -1,4 +1,5 @@
-"""Figures of a step's answers, which need the tokens of its calls: what repeats in them, and what they repeat."""
+"""Statistics of a step's answers that need the tokens of its calls: repetitions among answers, and copies of the
+prompt."""
 
 from array import array
 from collections import Counter, defaultdict
@@ -8,11 +9,11 @@ import msgspec
 
 from bombus.replay.diagnosis.statistics import mean
 
-TOKENS_MAX = 2048  # of an answer, and as many of the end of its prompt, that are looked at
-PHRASE_TOKENS = 8  # in a row: longer than the marks of an answer's form, such as `<answer>`
+TOKENS_MAX = 2048  # tokens of an answer, and of the end of its prompt, that are examined
+PHRASE_TOKENS = 8  # length of a phrase: longer than an answer's markup, such as `<answer>`
 PHRASES_KEPT = 64
-FREQUENT = 0.3  # of a step's answers: phrases in so many of them are remembered
-ANSWER_TOKENS_MIN = 8  # shorter answers are equal, or stand in the prompt, by chance or by the nature of the task
+FREQUENT = 0.3  # fraction of a step's answers in which a phrase must appear to be recorded
+ANSWER_TOKENS_MIN = 8  # shorter answers may match others or the prompt by chance, or because of the task
 
 
 class SampledAnswer(msgspec.Struct, frozen=True):
@@ -25,11 +26,12 @@ class SampledAnswer(msgspec.Struct, frozen=True):
 
 
 class AnswerFigures(msgspec.Struct, kw_only=True, frozen=True):
-    """Counts over the answers that were read of one step.
+    """Counts over those answers of one step that were read.
 
-    `duplicates` have an equal answer in their group; `constant` is the number of tasks that got the answer of most
-    tasks. Of the `best` answers, `leaked` stand word for word in their prompt. `phrases` are frequent sequences of
-    tokens (hashes), with the shares of all, the better and the worse answers of the groups that have them.
+    `duplicates` counts answers that have an equal answer in their group, and `constant` the tasks that share the most
+    common answer. Of the `best` answers, `leaked` appear word for word in their prompt. `phrases` maps frequent
+    sequences of tokens (hashes) to the fractions of all answers, of the better and of the worse answers of their groups
+    that have them.
     """
 
     count: int = 0
@@ -42,7 +44,7 @@ class AnswerFigures(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def figures_of(answers: Iterable[SampledAnswer]) -> AnswerFigures:
-    """Return the figures of a step's answers. Groups are told apart by their task."""
+    """Return the statistics of a step's answers, grouped by task."""
     groups: defaultdict[str, list[SampledAnswer]] = defaultdict(list)
     for answer in answers:
         groups[answer.task].append(answer)
@@ -65,23 +67,23 @@ def figures_of(answers: Iterable[SampledAnswer]) -> AnswerFigures:
 
 
 def _best(group: Sequence[SampledAnswer]) -> list[SampledAnswer]:
-    """Return a group's answers with the highest reward, none if all have it and it is no gain."""
+    """Return a group's answers with the highest reward, or none if all have the same reward and it is not positive."""
     highest = max(answer.reward for answer in group)
     best = [answer for answer in group if answer.reward == highest]
     return best if len(best) < len(group) or highest > 0 else []
 
 
 def _stands_in(tokens: Sequence[int], prompt: Sequence[int]) -> bool:
-    """Return whether an answer stands in its prompt. Its last token may be the one that ends a turn."""
+    """Return whether an answer appears in its prompt. Its last token, which may be the end of a turn, is ignored."""
     wanted, text = array("i", tokens[:-1][:TOKENS_MAX]).tobytes(), array("i", prompt[-TOKENS_MAX:]).tobytes()
     found = text.find(wanted)
-    while found > 0 and found % array("i").itemsize:  # not at the beginning of a token
+    while found > 0 and found % array("i").itemsize:  # this match does not begin at a token boundary
         found = text.find(wanted, found + 1)
     return found >= 0
 
 
 def _phrases(groups: Iterable[Sequence[SampledAnswer]]) -> dict[int, tuple[float, float, float]]:
-    """Return the most frequent phrases that answers of several tasks have."""
+    """Return the most frequent phrases among those found in answers to several tasks."""
     better: Counter[int] = Counter()
     worse: Counter[int] = Counter()
     tasks: Counter[int] = Counter()

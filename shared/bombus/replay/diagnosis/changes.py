@@ -1,4 +1,4 @@
-"""Faults that are a change of one figure: the newest steps against those before."""
+"""Faults that show as a change of one figure between the newest steps and those before them."""
 
 import msgspec
 
@@ -6,14 +6,16 @@ from bombus.replay.diagnosis.findings import FaultKind, RunFinding, Seen, Value,
 from bombus.replay.diagnosis.statistics import CERTAIN, change, median, ratio, surprise
 from bombus.replay.diagnosis.steps import StepFigures
 
-WORTH_S = 1.0  # shorter waits matter to nobody
+WORTH_S = 1.0  # shorter waits do not matter
 
 
 class ChangeRule(msgspec.Struct, frozen=True):
-    """Finds a figure that has become `times` what it was, or less than that if `times` is below 1.
+    """Finds a figure that has grown to at least `times` its earlier value or, if `times` is below 1, has fallen to
+    that.
 
-    Its median must be at least `level`, and no step below half of that; without a level, the change must be certain by
-    its noise. `is_bought`: it is no fault if the model has become better. `may_drift`: nor if it follows its trend.
+    Its median must be at least `level`, and no step below half of that; if `level` is 0, the change must be significant
+    given its noise instead. With `is_bought`, a change is not a fault if the model has become better. With `may_drift`,
+    it is not a fault if it follows the figure's trend.
 
     The texts can name `before` and `recent` (medians), `newest` (the step) and `job`.
     """
@@ -48,20 +50,20 @@ class ChangeRule(msgspec.Struct, frozen=True):
 
 
 def _times_longer(one_s: float, other_s: float) -> float:
-    """Return how many times as long one side takes as the other, 1 if that is too short to matter."""
+    """Return how many times as long one side takes as the other, or 1 if both times are too short to matter."""
     return one_s / max(other_s, 1e-3) if max(one_s, other_s) >= WORTH_S else 1.0
 
 
 def _straggling(row: StepFigures) -> float:
-    """Return how many times as long the slowest episode takes as half of them, 1 if the batch does not wait for it."""
+    """Return the slowest episode's time over the median, or 1 if the batch does not wait for it."""
     return row.slowest_s / row.median_s if row.median_s > 0 and 2 * row.slowest_s > row.collecting_s else 1.0
 
 
 _ENTROPY = "the entropy went from {before:.2g} to {recent:.2g}, and the model did not become better"
 _LENGTH = "answers went from {before:.0f} to {recent:.0f} tokens, and the model did not become better"
 _TIMES = "a batch is collected in {newest.collecting_s:.1f} s and trained in {newest.training_s:.1f} s: the "
-# A side that takes ten times as long as the other leaves the other's machine idle for 90 % of the time. A job may be
-# lopsided from its start, which its owner knows.
+# If one side takes ten times as long as the other, the other's machine is idle for 90 % of the time. A job may be
+# lopsided from its start, and then its owner knows.
 RULES = (
     ChangeRule(FaultKind.ENTROPY_COLLAPSE, trainer_metric("entropy"), 0.35, _ENTROPY,
         "set trainer.clip_high to 0.28, or trainer.entropy_coef to 0.001; keep the temperature at 1",
@@ -69,16 +71,16 @@ RULES = (
     ChangeRule(FaultKind.ENTROPY_RISES, trainer_metric("entropy"), 1.5, _ENTROPY,
         "set trainer.entropy_coef (now {job.trainer.entropy_coef:g}) to 0, or trainer.lr (now {job.trainer.lr:.2g}) to "
         "a third, and read an episode: the policy drifts towards noise", is_bought=True),
-    # Per token, this leaves the reference behind; healthy runs stay below for hundreds of steps.
+    # At this KL per token, the policy has left the reference behind; healthy runs stay below it for hundreds of steps.
     ChangeRule(FaultKind.KL_RUNAWAY, trainer_metric("kl_reference"), 3.0,
-        "the KL to the reference is {recent:.2g} for each token, {before:.2g} before",
+        "the KL to the reference is {recent:.2g} per token, {before:.2g} before",
         "set trainer.kl_coef (now {job.trainer.kl_coef:g}) to 0.01 or five times its value, or lower trainer.lr",
         level=0.1),
     ChangeRule(FaultKind.ANSWERS_GROW, tokens_of, 1.7, _LENGTH,
         "set trainer.overlong to penalty with an overlong_buffer, or trainer.loss_aggregation to token",
         is_bought=True),
     ChangeRule(FaultKind.ANSWERS_SHRINK, tokens_of, 0.4, _LENGTH,
-        "read the best episodes (`bombus replay episodes --sort reward --reverse`): giving up early may pay",
+        "read the best episodes (`bombus replay episodes --sort reward --reverse`): giving up early may pay off",
         is_bought=True),
     ChangeRule(FaultKind.TRAINER_WAITS, lambda row: _times_longer(row.collecting_s, row.training_s), 3.0,
         f"{_TIMES}trainer waits",
@@ -88,9 +90,9 @@ RULES = (
         f"{_TIMES}replicas wait",
         "look at seconds_forward_backward and seconds_read; add trainer.processes, or raise max_tokens_per_bin",
         level=10.0),
-    # The largest of 250 with a deviation of a half (log) is four times the median.
+    # The largest of 250 log-normal values with a deviation of 0.5 (log) is about four times their median.
     ChangeRule(FaultKind.STRAGGLERS, _straggling, 2.0,
         "the slowest episode of a batch takes {newest.slowest_s:.1f} s, {recent:.0f} times as long as half of them",
-        "limit the time of episodes in the environment, or set collection.max_staleness to 1, so others go on",
+        "limit the time of episodes in the environment, or set collection.max_staleness to 1, so others continue",
         level=8.0),
 )  # fmt: skip

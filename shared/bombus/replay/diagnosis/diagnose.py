@@ -1,4 +1,4 @@
-"""Diagnose a run: every rule looks at every step as if it were the newest, and causes are told from consequences."""
+"""Diagnose a run: apply every rule to every step as if it were the newest, and tell causes from consequences."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ _MOVED = {K.ENTROPY_COLLAPSE, K.ENTROPY_RISES, K.KL_RUNAWAY, K.GRADIENT_CLIPPED}
 _LENGTHS = {K.ANSWERS_GROW, K.ANSWERS_SHRINK, K.TRUNCATED, K.STRAGGLERS, K.TRAINER_WAITS}
 _HACKED = {K.REWARD_JUMPS, K.ONE_PART_RISES, K.EVALUATION_FALLS, K.TOO_EASY, K.ENTROPY_COLLAPSE}
 _REPEATS = {K.DUPLICATE_ANSWERS, K.ANSWERS_SHRINK, *_SIGNAL, *_HACKED}
-# What each cause explains, if it neither began much later nor ended long before.
+# What each cause explains, unless the cause began much later or ended long before.
 EXPLAINS: dict[FaultKind, set[FaultKind]] = {
     K.FAILURES_REWARDED: {*_SIGNAL, *_LENGTHS, K.CLIENT_FAILS, K.LR_TOO_HIGH},
     K.REWARD_INVERTED: {*_MOVED, *_SIGNAL, K.LR_TOO_HIGH, K.EVALUATION_FALLS, K.REWARD_JUMPS},
@@ -49,7 +49,7 @@ EXPLAINS: dict[FaultKind, set[FaultKind]] = {
 
 
 def diagnose(steps: Sequence[StepFigures], job: RunConfig) -> list[RunFinding]:
-    """Return what is wrong, the causes with their consequences, by the step at which they began."""
+    """Return what is wrong: the causes with their consequences, sorted by the step at which they began."""
     found: dict[FaultKind, RunFinding] = {}
     for end in range(1, len(steps) + 1):
         for finding in at_step(steps, end, job):
@@ -59,7 +59,7 @@ def diagnose(steps: Sequence[StepFigures], job: RunConfig) -> list[RunFinding]:
 
 
 def at_step(steps: Sequence[StepFigures], end: int, job: RunConfig) -> list[RunFinding]:
-    """Return what the rules find where step number `end` of the sequence, from 1, is the newest."""
+    """Return what the rules find when step number `end` of the sequence, counted from 1, is the newest."""
     if end < 1:
         return []
     middle = max(0, end - WINDOW)
@@ -68,7 +68,7 @@ def at_step(steps: Sequence[StepFigures], end: int, job: RunConfig) -> list[RunF
 
 
 def explained(findings: Sequence[RunFinding]) -> list[RunFinding]:
-    """Return the findings that none of the others explains, each with those that it explains."""
+    """Return the findings that no other finding explains, each with the findings that it explains."""
     causes = [finding for finding in findings if not any(_explains(other, finding) for other in findings)]
     return sorted(
         (

@@ -1,4 +1,4 @@
-"""What a diagnosis can find, and the part of a run that a rule looks at."""
+"""What a diagnosis can find, and the part of a run that a rule examines."""
 
 from collections.abc import Callable, Sequence
 from enum import StrEnum
@@ -9,9 +9,9 @@ from bombus.config.job import RunConfig
 from bombus.replay.diagnosis.statistics import rises
 from bombus.replay.diagnosis.steps import StepFigures
 
-WINDOW = 5  # the newest steps, which are compared with those before: half of the ten within which to find a fault
+WINDOW = 5  # newest steps, compared with those before; half of the ten steps within which faults should be found
 BEFORE = 20  # steps before the window that it is compared with
-BEFORE_MIN = 8  # with fewer, rules about changes find nothing
+BEFORE_MIN = 8  # with fewer steps, rules about changes find nothing
 
 Value = Callable[[StepFigures], float | None]
 
@@ -76,7 +76,7 @@ class RunFinding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """What a rule looks at: the newest steps and those before them, oldest first, and the job."""
+    """What a rule examines: the newest steps and those before them, oldest first, and the job."""
 
     before: Sequence[StepFigures]
     recent: Sequence[StepFigures]
@@ -84,7 +84,7 @@ class Seen(msgspec.Struct, frozen=True):
 
     @property
     def comparable(self) -> bool:
-        """Return whether there is enough to tell a change."""
+        """Return whether there are enough steps to detect a change."""
         return len(self.before) >= BEFORE_MIN and len(self.recent) == WINDOW
 
     @property
@@ -93,24 +93,27 @@ class Seen(msgspec.Struct, frozen=True):
 
     @property
     def better(self) -> bool:
-        """Return whether the model has visibly become better: more successes or, if none are reported, reward."""
+        """Return whether the model has visibly improved: by its successes or, if none are reported, by its reward."""
         successes = self.both(success_of)
         return rises(*(successes if all(successes) else self.both(reward_of)))
 
     def both(self, of: Value) -> tuple[list[float], list[float]]:
-        """Return a figure before and recently, of the steps that have it."""
+        """Return a figure's values in the steps before and in the recent steps, leaving out steps without it."""
         before = [value for row in self.before if (value := of(row)) is not None]
         return before, [value for row in self.recent if (value := of(row)) is not None]
 
     def newest(self, name: str, count: int) -> list[float]:
-        """Return the trainer's metric of the newest steps, none if fewer than `count` steps have it."""
+        """Return a trainer's metric for the newest `count` steps, or an empty list if fewer steps have it."""
         values = [row.trainer[name] for row in self.rows if name in row.trainer]
         return values[-count:] if len(values) >= count else []
 
     def found(
         self, kind: FaultKind, figure: str, advice: str, shows: Callable[[StepFigures], bool | None] | None = None
     ) -> RunFinding:
-        """Return a finding, which began at the oldest of the newest steps that all show it, or do not say (None)."""
+        """Return a finding. It begins at the first of the latest unbroken run of steps that show it.
+
+        Steps for which `shows` returns None do not break the run.
+        """
         start = self.recent[-1]
         for row in reversed(self.recent if shows is None else self.rows):
             shown = True if shows is None else shows(row)

@@ -6,16 +6,16 @@ from bombus.replay.diagnosis.findings import WINDOW, FaultKind, RunFinding, Seen
 from bombus.replay.diagnosis.statistics import CERTAIN, VISIBLE, change, mean, median, ratio, surprise
 from bombus.replay.diagnosis.steps import StepFigures
 
-LOST = 0.25  # of the mean reward, with turbulence: more than the ups and downs of a healthy run
-TURBULENCE = 2.0  # of gradient, clipping or entropy, by which a high learning rate is told from harder tasks
-GROSS = 4.0  # turbulence with which a fall that is merely visible suffices
-SHAKEN = 1.6  # the same for an entropy that falls, faster than its trend
-LR_LOW = 20.0  # times below the default: a factor of ten is within what schedules end at
-CLIPPED = 2.5  # times the bound of the gradient's norm: Adam does not feel a constant factor, but this is none
-LASTING = 8  # steps
-MISMATCH = 0.01  # of kl_sampler, if sampler and policy have one version (docs/reward.md)
-MISMATCH_STALE, MISMATCH_GROWN = 0.05, 3.0  # if samples are older than the policy: also so many times that before
-CAPPED = 0.1  # of the weights, which reach their bound
+LOST = 0.25  # fraction of the mean reward lost, along with turbulence: more than the ups and downs of a healthy run
+TURBULENCE = 2.0  # growth of gradient, clipping or entropy that tells a high learning rate from harder tasks
+GROSS = 4.0  # turbulence at which a merely visible fall of the reward suffices
+SHAKEN = 1.6  # factor by which a falling entropy must outpace its trend to count as turbulence
+LR_LOW = 20.0  # factor below the default; schedules may end at a tenth of it
+CLIPPED = 2.5  # multiple of the gradient norm's bound; Adam ignores constant scaling, but clipping is not constant
+LASTING = 8  # number of steps that show it
+MISMATCH = 0.01  # limit of kl_sampler if sampler and policy have the same version (docs/reward.md)
+MISMATCH_STALE, MISMATCH_GROWN = 0.05, 3.0  # limits for samples older than the policy: absolute, relative to before
+CAPPED = 0.1  # fraction of the importance weights that reach their bound
 
 
 def lr_too_high(seen: Seen) -> RunFinding | None:
@@ -36,7 +36,7 @@ def lr_too_high(seen: Seen) -> RunFinding | None:
     return seen.found(
         FaultKind.LR_TOO_HIGH,
         f"the mean reward went from {then:.3g} to {now:.3g}, and {name} to {min(times, 1e6):.3g} times its value",
-        f"go back to the checkpoint before, and set trainer.lr to {seen.job.trainer.lr / 3:.2g}",
+        f"go back to an earlier checkpoint, and set trainer.lr to {seen.job.trainer.lr / 3:.2g}",
     )
 
 
@@ -62,13 +62,13 @@ def _lost_update(row: StepFigures) -> bool:
 
 def not_finite(seen: Seen) -> RunFinding | None:
     lost = [row.trainer["updates_left_out"] for row in seen.recent if _lost_update(row)]
-    if len(lost) < 2:  # one such update can be an accident of low precision
+    if len(lost) < 2:  # a single such update can be an accident of low precision
         return None
     return seen.found(
         FaultKind.NOT_FINITE,
         f"{sum(lost):.0f} updates in {len(lost)} of {len(seen.recent)} steps had a loss or gradient that is not "
         "finite, and were left out",
-        f"set trainer.lr to {seen.job.trainer.lr / 3:.2g}; if it stays, compute in float32 (model.dtype)",
+        f"set trainer.lr to {seen.job.trainer.lr / 3:.2g}; if it persists, compute in float32 (model.dtype)",
         _lost_update,
     )
 
@@ -82,7 +82,7 @@ def gradient_clipped(seen: Seen) -> RunFinding | None:
         FaultKind.GRADIENT_CLIPPED,
         f"grad_norm was between {min(norms):.3g} and {max(norms):.3g} for {len(norms)} steps, and is clipped at "
         f"{trainer.grad_clip:.3g}",
-        f"set trainer.grad_clip to {2 * median(norms):.2g}, or look for what makes gradients so large: very few "
+        f"set trainer.grad_clip to {2 * median(norms):.2g}, or find out what makes gradients so large: very few "
         "trained tokens, or rewards on a large scale",
         lambda row: row.trainer["grad_norm"] >= limit if "grad_norm" in row.trainer else None,
     )
@@ -104,7 +104,7 @@ def sampler_mismatch(seen: Seen) -> RunFinding | None:
 
 
 def weights_capped(seen: Seen) -> RunFinding | None:
-    """Find samples so old that their weights reach the bound of the correction."""
+    """Find samples so old that their importance weights reach the bound of the correction."""
     capped, ages = seen.newest("importance_capped", WINDOW), seen.newest("staleness_mean", WINDOW)
     if not capped or not ages or min(ages) <= 0.5 or min(capped) <= CAPPED:
         return None
@@ -112,8 +112,8 @@ def weights_capped(seen: Seen) -> RunFinding | None:
         FaultKind.STALE,
         f"tokens are {mean(ages):.1f} versions old on average, and the correction bounds {median(capped):.0%} of "
         "their weights",
-        f"set collection.max_staleness to {max(1, seen.job.collection.max_staleness // 2)}, or give the trainer more "
-        "speed",
+        f"set collection.max_staleness to {max(1, seen.job.collection.max_staleness // 2)}, or make the training steps "
+        "faster",
         lambda row: row.trainer.get("importance_capped", 0.0) > CAPPED,
     )
 

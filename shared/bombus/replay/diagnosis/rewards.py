@@ -1,4 +1,4 @@
-"""Faults of the reward: on a wrong scale, inverted, or rising for another reason than better answers."""
+"""Faults of the reward: on a wrong scale, inverted, or rising for reasons other than better answers."""
 
 from math import sqrt
 
@@ -28,18 +28,18 @@ from bombus.replay.diagnosis.statistics import (
 )
 from bombus.replay.diagnosis.steps import StepFigures
 
-BEYOND = 3.0  # ranges of the rewards seen before: games may double theirs, other scales are ten times as large
+BEYOND = 3.0  # distance from earlier rewards in multiples of their range: games may double it, other scales are tenfold
 INVERTED = -0.2  # correlation of rewards with success
 FOLLOWS = 0.4  # correlation of rewards with tokens within groups: 0.2 to 0.3 is usual if long answers are better
-LONGER = 1.25  # times the tokens of the steps before
+LONGER = 1.25  # growth of the number of tokens since the steps before
 PART = "reward/"  # the prefix of metrics that are parts of the reward
-PART_GAIN = 0.08  # of a part of the reward, beyond ...
-STEEPER = 1.5  # ... times its trend before: form is learned first in healthy runs too
-OTHERS_GAIN = 0.3  # of that gain
-JUMP = 4.5  # deviations of the reward from step to step, in one step that makes up half of the change
-EVALUATION = 0.1  # of the mean evaluation reward
+PART_GAIN = 0.08  # fraction of its highest value by which a part of the reward must rise, beyond ...
+STEEPER = 1.5  # ... this multiple of its earlier trend: healthy runs learn the form first, too
+OTHERS_GAIN = 0.3  # fraction of that rise which other parts may reach
+JUMP = 4.5  # step-to-step deviations that the reward jumps in one step, which makes up half of the change
+EVALUATION = 0.1  # fraction of the mean evaluation reward that is lost
 NEARLY_ALL = 0.9
-PHRASE = 0.5  # of the better answers
+PHRASE = 0.5  # fraction of the better answers that have the phrase
 EPISODES_MIN = 20
 
 
@@ -59,7 +59,7 @@ def reward_out_of_range(seen: Seen) -> RunFinding | None:
     worst = max((value for row in outside for value in (row.lowest, row.highest)), key=abs)
     return seen.found(
         FaultKind.REWARD_OUT_OF_RANGE,
-        f"a reward of {worst:.3g}; those of the {len(seen.before)} steps before are from {least:.3g} to {most:.3g}",
+        f"a reward of {worst:.3g}; rewards in the {len(seen.before)} steps before are from {least:.3g} to {most:.3g}",
         "normalize the reward in the environment to one scale, or clamp it before the episode is ended",
         is_outside,
     )
@@ -97,7 +97,7 @@ def _parts(seen: Seen) -> list[str]:
 
 
 def one_part_rises(seen: Seen) -> RunFinding | None:
-    """Find a part of the reward, such as that for the form, that has risen while all others have not moved up."""
+    """Find a part of the reward, such as the part for the form, that has risen while none of the others has."""
     gains = {name: seen.both(metric_of(name)) for name in _parts(seen)} | {"": seen.both(success_of)}
     gains = {name: both for name, both in gains.items() if all(both)}
     for name, (before, recent) in gains.items() if seen.comparable else ():
@@ -116,7 +116,7 @@ def one_part_rises(seen: Seen) -> RunFinding | None:
 
 
 def always_yes(seen: Seen) -> RunFinding | None:
-    """Find a check whose verdicts varied, and which has said the best to every episode from one step on."""
+    """Find a check whose verdicts used to vary, but which has given every episode its best verdict since some step."""
     for name in _parts(seen) if seen.comparable else ():
         before, _ = seen.both(metric_of(name))
         recent = [row.metrics[name] for row in seen.recent if name in row.metrics]
@@ -133,7 +133,7 @@ def always_yes(seen: Seen) -> RunFinding | None:
 
 
 def evaluation_falls(seen: Seen) -> RunFinding | None:
-    """Find a training reward that holds or rises while that of evaluation falls."""
+    """Find an evaluation reward that falls while the training reward holds or rises."""
     then = total([row.evaluated for row in seen.before if row.evaluated.count][-3:], Spread)
     now = total([row.evaluated for row in seen.recent], Spread)
     held = change(*seen.both(reward_of)) >= -VISIBLE
@@ -145,7 +145,7 @@ def evaluation_falls(seen: Seen) -> RunFinding | None:
     return seen.found(
         FaultKind.EVALUATION_FALLS,
         f"the evaluation reward fell from {then.mean:.3g} to {now.mean:.3g}, and the training reward did not",
-        "the policy learns the training tasks, or a weakness of their reward: use more tasks, and read the best "
+        "the policy memorises the tasks, or exploits a weakness of their reward: use more tasks, and read the best "
         "episodes",
     )
 
@@ -156,7 +156,7 @@ def reward_jumps(seen: Seen) -> RunFinding | None:
     if not seen.comparable or len(recent) < len(seen.recent) or not before:
         return None
     row = seen.recent[0]
-    error = sqrt(row.rewards.variance / sqrt(max(1, row.rewards.count) * max(1, row.groups)))  # groups are partly alike
+    error = sqrt(row.rewards.variance / sqrt(max(1, row.rewards.count) * max(1, row.groups)))  # similar within a group
     deviation = max(noise(before) * (1 + FEW / len(before)), error, 1e-3 * (most - least))
     needed = max(JUMP * deviation, (mean(recent) - mean(before)) / 2)
     if recent[0] - before[-1] < needed or min(recent) < max(before) + JUMP / 4 * deviation:
@@ -169,7 +169,7 @@ def reward_jumps(seen: Seen) -> RunFinding | None:
 
 
 def rewarded_phrase(seen: Seen) -> RunFinding | None:
-    """Find words that are new, common to answers of many tasks, and rewarded: such as orders to a judge."""
+    """Find phrases that are new, common to answers of many tasks, and rewarded, such as instructions to a judge."""
     before = [row.answers for row in seen.before if row.answers.count]
     recent = [row.answers for row in seen.recent if row.answers.count]
     if not seen.comparable or not before or sum(each.count for each in recent) < EPISODES_MIN:
@@ -182,9 +182,9 @@ def rewarded_phrase(seen: Seen) -> RunFinding | None:
         if len(shares) >= 3 and is_rewarded and change(*seen.both(reward_of)) > VISIBLE:
             return seen.found(
                 FaultKind.REWARDED_PHRASE,
-                f"a phrase that was new {len(shares)} steps ago stands in {better:.0%} of the better answers to "
+                f"a phrase that was new {len(shares)} steps ago is in {better:.0%} of the better answers to "
                 f"different tasks, and in {others:.0%} of the others",
-                "read the best episodes: if the phrase speaks to the judge, show the judge the answer as quoted data",
+                "read the best episodes: if the phrase addresses the judge, show the judge the answer as quoted data",
             )
     return None
 

@@ -1,4 +1,4 @@
-"""Faults that are a share: of episodes, groups or answers."""
+"""Faults that show in a share of episodes, groups or answers."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,13 +11,14 @@ from bombus.replay.diagnosis.findings import FaultKind, RunFinding, Seen, reward
 from bombus.replay.diagnosis.statistics import median, share_at_least
 from bombus.replay.diagnosis.steps import StepFigures
 
-SILENT = 0.6  # of groups, surely: what is played is then mostly wasted. Half of them is usual in healthy runs
+SILENT = 0.6  # share of groups: above it, most of the work is wasted. Half is usual in healthy runs
 
 
 class ShareRule(msgspec.Struct, frozen=True):
-    """Finds a share that is surely above `least`, and with `compared` also above twice that of enough steps before.
+    """Finds a share that is almost certainly above `least` and, with `compared`, also above twice the share of earlier
+    steps.
 
-    `of` returns a step's hits, and of how many they are. The texts can name `hits`, `count`, `share`, `before` (the
+    `of` returns a step's hits and their total. The texts can name `hits`, `count`, `share`, `before` (the earlier
     share) and `job`.
     """
 
@@ -69,16 +70,16 @@ def _aborted(row: StepFigures) -> tuple[float, float]:
     return row.aborted.total(), row.aborted.total() + row.ended
 
 
-_STALE = "collect less ahead: collection.max_staleness (now {job.collection.max_staleness}) of 1, or a faster trainer"
+_STALE = "set collection.max_staleness (now {job.collection.max_staleness}) to 1, or make the trainer faster"
 SHARES = (
-    ShareRule(FaultKind.FAILURES_REWARDED, lambda row: (row.failed, row.tokens.count), 0.02,  # usual are fewer
+    ShareRule(FaultKind.FAILURES_REWARDED, lambda row: (row.failed, row.tokens.count), 0.02,  # usually lower
         "{share:.0%} of the episodes made no call, or their agent failed, and were ended with a reward",
         "abort such episodes (abort_episode, or raise InfraError) instead of ending them with a reward"),
     ShareRule(FaultKind.TOOLS_FAIL, _tools, 0.2,
         "{share:.0%} of the tool calls fail, {before:.0%} before",
-        "read an episode (`bombus replay episode ID`): the tool is down, or the model calls it in another form",
+        "read an episode (`bombus replay episode ID`): the tool is down, or the model calls it in the wrong format",
         compared=True),
-    ShareRule(FaultKind.TRUNCATED, _cut, 0.15,  # usual are below 0.1 if answers have enough room
+    ShareRule(FaultKind.TRUNCATED, _cut, 0.15,  # usually below 0.1 if answers have enough room
         "{share:.0%} of the episodes have an answer that was cut at a limit of the job or the model",
         "raise rollout.max_response_length (now {job.rollout.max_response_length}), or set trainer.overlong to mask"),
     ShareRule(FaultKind.TRUNCATED, lambda row: (row.truncated, row.tokens.count), 0.15,
@@ -91,7 +92,7 @@ SHARES = (
         "{share:.0%} of {count} evaluation episodes have a task that was trained on",
         "evaluate on tasks that are held out: their ids must not occur in training"),
     ShareRule(FaultKind.DUPLICATE_ANSWERS, lambda row: (row.answers.duplicates, row.answers.count), 0.6,
-        "{share:.0%} of {count} answers that were read have an equal one in their group",
+        "{share:.0%} of {count} answers that were read have an equal answer in their group",
         "sample with temperature 1 and no fixed seed; if the entropy is low, set trainer.clip_high to 0.28",
         count_min=20),
     ShareRule(FaultKind.CONSTANT_ANSWER, _constant, 0.6,
@@ -99,12 +100,12 @@ SHARES = (
         "read one episode: what is rewarded does not depend on the task. Balance the tasks, or change the reward",
         count_min=10),
     ShareRule(FaultKind.LEAKED_ANSWER, lambda row: (row.answers.leaked, row.answers.best), 0.35,
-        "{share:.0%} of the best answers stand word for word in their prompt, {before:.0%} before",
+        "{share:.0%} of the best answers appear word for word in their prompt, {before:.0%} before",
         "read one with `bombus replay episode ID --prompt`: a tool, a hint or an earlier turn shows the solution",
         compared=True, count_min=20),
 )  # fmt: skip
 ALONE = ShareRule(FaultKind.GROUPS_OF_ONE, lambda row: (row.groups_of_one, row.groups), 0.4,
-    "{hits} of {count} groups have one episode, which cannot be compared with another",
+    "{hits} of {count} groups have only one episode, which cannot be compared with another",
     "end all episodes of a task with the same task id, and claim num_repeat of them; or set trainer.adv_estimator to "
     "reinforce_plus_plus")  # fmt: skip
 TOO_EASY = ShareRule(FaultKind.TOO_EASY, _silent, SILENT,
@@ -124,7 +125,7 @@ def groups_of_one(seen: Seen) -> RunFinding | None:
 
 
 def no_signal(seen: Seen) -> RunFinding | None:
-    """Find groups whose episodes all have the same reward, most of them a low one or most of them a high one."""
+    """Find groups whose episodes all have the same reward, where that reward is mostly low or mostly high."""
     if len(seen.recent) < 3:
         return None
     level = median([row.silent.mean for row in seen.recent if row.silent.count])

@@ -1,4 +1,4 @@
-"""Faults of where episodes come from: clients and data sets."""
+"""Faults of the sources of episodes: clients and data sets."""
 
 from collections.abc import Callable, Sequence
 from math import sqrt
@@ -7,13 +7,13 @@ from bombus.replay.diagnosis.findings import WINDOW, FaultKind, RunFinding, Seen
 from bombus.replay.diagnosis.statistics import EPISODES_CERTAIN, Spread, share_at_least, total
 from bombus.replay.diagnosis.steps import StepFigures
 
-DOMINATES = 0.8  # of the groups, by one of several sources
-DOMINATED = 0.6  # before, at most
-FALLS = 0.5  # the share of its reward that a failing client loses
+DOMINATES = 0.8  # fraction of the groups that come from one of several sources
+DOMINATED = 0.6  # upper limit of that fraction before
+FALLS = 0.5  # fraction of its reward that a failing client loses
 
 
 def client_fails(seen: Seen) -> RunFinding | None:
-    """Find a client whose rewards have fallen while those of the others have not."""
+    """Find a client whose rewards have fallen while the rewards of other clients have not."""
     before, recent = (_by_name(rows, lambda row: row.clients) for rows in (seen.before, seen.recent))
     for client in recent if seen.comparable else ():
         now, then = recent[client], before.get(client, Spread())
@@ -27,7 +27,7 @@ def client_fails(seen: Seen) -> RunFinding | None:
         if lost > max(EPISODES_CERTAIN * sqrt(variance), FALLS * abs(then.mean)):
             return seen.found(
                 FaultKind.CLIENT_FAILS,
-                f"the mean reward of client {client} went from {then.mean:.3g} to {now.mean:.3g}; that of the others "
+                f"the mean reward of client {client} went from {then.mean:.3g} to {now.mean:.3g}; for the others it "
                 f"is {others.mean:.3g}",
                 "look at its episodes (`bombus replay episodes --sort reward`), and at the environment on its machine",
             )
@@ -43,7 +43,7 @@ def data_set_dominates(seen: Seen) -> RunFinding | None:
 
 
 def _dominates(seen: Seen, what: str, of: Callable[[StepFigures], dict[str, Spread]]) -> RunFinding | None:
-    """Find a source that gives nearly all groups, although others gave many before."""
+    """Find a source that supplies nearly all groups, although others used to supply many."""
     before, recent = _by_name(seen.before, of), _by_name(seen.recent, of)
     if not seen.comparable or not recent or len(before) < 2:
         return None

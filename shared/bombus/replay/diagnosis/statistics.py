@@ -1,4 +1,4 @@
-"""The statistics by which rules decide, all over a few numbers: one for each step, or counts of episodes."""
+"""The statistics by which rules decide. All use only a few numbers: one for each step, or counts of episodes."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -10,15 +10,16 @@ import msgspec
 
 from bombus.hive.rollouts import MetricSum
 
-# A change is certain beyond so many standard errors. About 40 rules look at each step: with normal noise, 3.4e-6 for
-# each makes one false alarm in 7,000 steps. Noise is estimated from a few steps, so its tails are heavier, and every
-# rule also demands a change that matters.
+# A change of more standard errors than this counts as certain. About 40 rules examine each step: with normal noise, a
+# probability of 3.4e-6 for each rule makes one false alarm in 7,000 steps. Noise is estimated from a few steps, so its
+# tails are heavier, and every rule also demands a change that matters.
 CERTAIN = 4.5
-VISIBLE = 2.0  # the same for a rise that speaks against a fault
-FEW = 3.0  # steps
-# If the noise is that of episodes, which their number tells, and the change is large: 2.3e-4.
+VISIBLE = 2.0  # the same for a rise that counts as evidence against a fault
+FEW = 3.0  # the noise of this many steps counts twice
+# The same where the noise is that of episodes, which follows from their number, and the change is large. The
+# probability is 2.3e-4.
 EPISODES_CERTAIN = 3.5
-SHARE_CERTAIN = 3.0  # for shares: their bound is that of the binomial distribution, and needs no estimate of the noise
+SHARE_CERTAIN = 3.0  # the same for shares, whose binomial bound needs no estimate of the noise
 
 
 class Spread(MetricSum, array_like=True):
@@ -36,15 +37,15 @@ class Spread(MetricSum, array_like=True):
 
 
 class Moments(msgspec.Struct, array_like=True):
-    """Sums over pairs (x, y), each less the mean of its group, from which their correlation within groups follows."""
+    """Sums over pairs (x, y) minus their group's mean, from which the correlation within groups follows."""
 
-    degrees: int = 0  # pairs less groups
+    degrees: int = 0  # number of pairs minus number of groups
     xx: float = 0.0
     xy: float = 0.0
     yy: float = 0.0
 
     def add_group(self, pairs: Sequence[tuple[float, float]]) -> None:
-        """Add a group of pairs; groups in which x or y never differs say nothing about their correlation."""
+        """Add a group of pairs. Groups with a constant x or y are skipped: they say nothing about the correlation."""
         x_mean, y_mean = mean([x for x, _ in pairs]), mean([y for _, y in pairs])
         xx = sum((x - x_mean) * (x - x_mean) for x, _ in pairs)
         yy = sum((y - y_mean) * (y - y_mean) for _, y in pairs)
@@ -61,7 +62,7 @@ class Moments(msgspec.Struct, array_like=True):
 
     @property
     def errors(self) -> float:
-        """Return by how many standard errors the correlation differs from 0 (that of independent pairs)."""
+        """Return how many standard errors the correlation is away from 0, the value for independent pairs."""
         return self.correlation * sqrt(self.degrees)
 
 
@@ -78,7 +79,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def median(values: Sequence[float]) -> float:
-    """Return the median, 0 of no values."""
+    """Return the median, or 0 if there are no values."""
     return statistics.median(values) if values else 0.0
 
 
@@ -88,9 +89,9 @@ def noise(values: Sequence[float]) -> float:
 
 
 def change(before: Sequence[float], recent: Sequence[float]) -> float:
-    """Return by how many standard errors the mean has changed. Without any noise, a change is infinitely certain.
+    """Return by how many standard errors the mean has changed. Without any noise, the result of a change is infinite.
 
-    The noise of a few steps may be far too small by chance, so fewer steps count as noisier.
+    The noise of a few steps may be far too small by chance, so with fewer steps the noise counts more.
     """
     if not before or not recent:
         return 0.0
@@ -102,7 +103,7 @@ def change(before: Sequence[float], recent: Sequence[float]) -> float:
 
 
 def drift(before: Sequence[float], recent: Sequence[float]) -> float:
-    """Return by how much the mean changes if the trend of the values before goes on (least squares)."""
+    """Return by how much the mean changes if the trend of the earlier values continues (least squares)."""
     middle, level = (len(before) - 1) / 2, mean(before)
     scale = sum((at - middle) ** 2 for at in range(len(before)))
     slope = sum((at - middle) * (value - level) for at, value in enumerate(before)) / scale if scale else 0.0
@@ -110,7 +111,7 @@ def drift(before: Sequence[float], recent: Sequence[float]) -> float:
 
 
 def surprise(before: Sequence[float], recent: Sequence[float]) -> float:
-    """Return by how many standard errors the mean differs from where the trend before has led to."""
+    """Return by how many standard errors the mean differs from where the earlier trend would have led."""
     count = len(before)
     if count < 3 or not recent:
         return 0.0
@@ -121,12 +122,12 @@ def surprise(before: Sequence[float], recent: Sequence[float]) -> float:
 
 
 def rises(before: Sequence[float], recent: Sequence[float]) -> bool:
-    """Return whether the mean has visibly risen, and no more slowly than its trend before."""
+    """Return whether the mean has visibly risen, and has not fallen behind its earlier trend."""
     return change(before, recent) > VISIBLE and surprise(before, recent) > -VISIBLE / 2
 
 
 def ratio(before: Sequence[float], recent: Sequence[float]) -> float:
-    """Return the recent median divided by the median before; 1 if there is nothing to compare."""
+    """Return the recent median divided by the earlier median, or 1 if there is nothing to compare."""
     base, now = median(before), median(recent)
     if base <= 0:
         return 1.0 if now <= 0 or not before else inf
@@ -134,7 +135,7 @@ def ratio(before: Sequence[float], recent: Sequence[float]) -> float:
 
 
 def share_at_least(hits: float, of: float, errors: float = SHARE_CERTAIN) -> float:
-    """Return a share that the true one exceeds almost certainly: the lower end of its interval (Wilson 1927)."""
+    """Return a share that the true share exceeds almost certainly: the lower end of its interval (Wilson 1927)."""
     if of <= 0:
         return 0.0
     share, weight = min(1.0, max(0.0, hits / of)), errors**2 / of

@@ -1,4 +1,4 @@
-"""What a diagnosis knows of a run: figures of each step, folded from its events. Its memory is bounded. Pure."""
+"""What a diagnosis knows about a run: figures for each step, folded from its events. Memory is bounded. Pure."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ from bombus.hive.rollouts import SILENT
 from bombus.replay.diagnosis.answers import AnswerFigures
 from bombus.replay.diagnosis.statistics import Moments, Spread, mean, median
 
-STEPS_KEPT = 4096  # the newest; about 2 kB each
-EPISODES_KEPT = 50_000  # open, or ended and not in a batch yet
-TASKS_KEPT = 100_000  # that were trained on
-NAMES_MAX = 32  # of clients, of data sets, and of metrics of one step; more are counted together
+STEPS_KEPT = 4096  # the newest steps; about 2 kB each
+EPISODES_KEPT = 50_000  # episodes that are open, or have ended and are not in a batch yet
+TASKS_KEPT = 100_000  # tasks that were trained on
+NAMES_MAX = 32  # names of clients, data sets or metrics in one step; more are counted together
 OTHERS = "(others)"
-SAMPLED_GROUPS = 4  # of each step, whose answers are read
+SAMPLED_GROUPS = 4  # groups of each step whose answers are read
 NO_FAULT = (AbortReason.ENGINE_STOPPED, AbortReason.SUPERSEDED)
 
 
@@ -38,13 +38,13 @@ class SeenEpisode(msgspec.Struct):
 
 
 class StepFigures(msgspec.Struct, kw_only=True):
-    """The figures of one step: of its batch, of what ended while it was collected, and of its training.
+    """The figures of one step: of its batch, of what ended while the batch was collected, and of its training.
 
     `seq` is the event that sealed its batch. `silent` has the mean reward of each group without a signal. `clients` and
-    `data_sets` have the mean rewards of the batch's groups, since the episodes of a group are alike; `metrics` has what
-    episodes report, such as parts of rewards. `lengths` and `verdicts` correlate rewards with completion tokens and
-    with `is_success`. Evaluation episodes count for the batch before which they ended. `sampled` has the task, the
-    reward and the last call of episodes whose answers can be read.
+    `data_sets` have the mean rewards of the batch's groups, since the episodes of a group are similar; `metrics` has
+    what episodes report, such as parts of rewards. `lengths` and `verdicts` correlate rewards with completion tokens
+    and with `is_success`. An evaluation episode counts for the first batch sealed after it ended. `sampled` has the
+    task, the reward and the last call of episodes whose answers can be read.
     """
 
     step: int = 0
@@ -65,14 +65,14 @@ class StepFigures(msgspec.Struct, kw_only=True):
     failed: int = 0  # episodes with a reward although they failed
     truncated: int = 0  # episodes that used up a budget
     ended: int = 0
-    aborted: Counter[str] = msgspec.field(default_factory=Counter)  # by the kind of failure, "" if none is reported
-    stale: int = 0  # dropped as too old
+    aborted: Counter[str] = msgspec.field(default_factory=Counter)  # keyed by kind of failure, "" if none is reported
+    stale: int = 0  # episodes dropped as too old
     evaluated: Spread = msgspec.field(default_factory=Spread)
-    evaluated_known: int = 0  # of those evaluated, whose task was trained on
-    median_s: float = 0.0  # of the batch's episodes, from claim to end
+    evaluated_known: int = 0  # evaluated episodes whose task was trained on
+    median_s: float = 0.0  # median time of the batch's episodes, from claim to end
     slowest_s: float = 0.0
-    collecting_s: float = 0.0  # from the moment at which claims were granted until the batch was sealed
-    training_s: float = 0.0  # from there until the step was completed
+    collecting_s: float = 0.0  # from the granting of claims to the sealing of the batch
+    training_s: float = 0.0  # from the sealing of the batch to the completion of the step
     trainer: dict[str, float] = {}
     sampled: list[tuple[str, float, CallRef]] = []
     answers: AnswerFigures = AnswerFigures()
@@ -205,7 +205,7 @@ def _add_group(row: StepFigures, rewards: Sequence[float], members: Sequence[See
 
 
 def _add_groups_of_trainer(row: StepFigures) -> None:
-    """Take from the trainer's metrics what the log has of a batch of rollout groups."""
+    """Take over the figures that the trainer's metrics have for a batch of rollout groups."""
     count, level, deviation = (row.trainer.get(name, 0.0) for name in ("episodes", "reward_mean", "reward_std"))
     row.rewards = Spread(level * count, int(count), (level * level + deviation * deviation) * count)
     row.groups, silent = (int(row.trainer.get(name, 0.0)) for name in ("groups", SILENT))
@@ -213,7 +213,7 @@ def _add_groups_of_trainer(row: StepFigures) -> None:
 
 
 def _add_means(spreads: dict[str, Spread], rewards: Sequence[tuple[str, float]]) -> None:
-    """Add the mean reward of a group's episodes, by name."""
+    """Add the mean reward for each name among a group's episodes."""
     for name in {name for name, _ in rewards}:
         _add(spreads, name, mean([reward for each, reward in rewards if each == name]))
 

@@ -1,1 +1,1 @@
-"""`bombus replay episode`: one episode as a person reads it, as text or HTML."""
+"""`bombus replay episode`: one episode in readable form, as text or HTML."""

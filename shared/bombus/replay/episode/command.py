@@ -1,4 +1,4 @@
-"""`bombus replay episode`: an episode as a person reads it, token by token."""
+"""`bombus replay episode`: an episode in readable form, token by token."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""An episode as one self-contained page of HTML: no script, no font, no network. All text in it is escaped."""
+"""An episode as one self-contained HTML page without scripts, fonts or network access. All text in it is escaped."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -33,7 +33,7 @@ def page(transcript: EpisodeTranscript, where: str) -> str:
 
 
 def _text(text: str) -> str:
-    """Escape a text; characters that would be invisible are spelled out."""
+    """Escape a text, and spell out characters that would be invisible."""
     visible = "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
     return escape(visible, quote=True)
 
@@ -126,8 +126,10 @@ def _reply(reply: TurnReply, turn: Turn, largest: float) -> str:
 
 
 def _token(token: Token, advantage: float | None, largest: float) -> str:
-    """Return a token as a `<span>`: `--u` is how unlikely it was, 0 to 1, and `--a` its advantage as a share of the
-    episode's largest."""
+    """Return a token as a `<span>`.
+
+    `--u` is how unlikely the token was, from 0 to 1, and `--a` its advantage relative to the largest of the episode.
+    """
     mine = advantage if token.trained else None
     version = token.version if token.version >= 0 else "-"
     figures = [f"token {token.id}", f"logprob {token.logprob:.4f} (p {exp(min(token.logprob, 0.0)):.3f})"]

@@ -1,4 +1,4 @@
-"""The story of one episode: its events, picked out while a log is folded."""
+"""The story of one episode: its events, collected while a log is folded."""
 
 from contextlib import aclosing
 
@@ -14,9 +14,10 @@ from bombus.replay.tally import EpisodesSeen
 
 
 class EpisodeStory(msgspec.Struct, kw_only=True):
-    """`fate` is a clause on what happened to the episode after it ended. Times are nanoseconds since the epoch.
+    """An episode and what became of it. Times are nanoseconds since the epoch.
 
-    `sampler` is set in a run of training operations: the weights that the episode played with.
+    `fate` is a clause on what happened to the episode after it ended. `sampler` is set in a run of training operations:
+    the weights that the episode played with.
     """
 
     id: str
@@ -25,7 +26,7 @@ class EpisodeStory(msgspec.Struct, kw_only=True):
     client: str
     type: ev.EpisodeType
     task: str
-    version: int  # of the policy when it was claimed
+    version: int  # policy version when the episode was claimed
     claimed_ns: int
     over_ns: int = 0
     outcome: Outcome | None = None
@@ -39,8 +40,10 @@ class EpisodeStory(msgspec.Struct, kw_only=True):
     sampler: ev.SamplerWeights | None = None
 
     def belongs(self, ref: CallRef) -> bool:
-        """Whether a call is among those that the episode ended with (R7); if it has no outcome, whether the call came
-        in time."""
+        """Return whether a call is among those that the episode ended with (R7).
+
+        If the episode has no outcome, return whether the call came in time.
+        """
         if self.outcome is not None:
             return ref in self.outcome.calls
         noted = self.calls.get(ref)
@@ -48,7 +51,7 @@ class EpisodeStory(msgspec.Struct, kw_only=True):
 
 
 async def read_story(source: Source, episode: str) -> EpisodeStory:
-    """Read the whole log for one episode. Raises `NotOnLog`, with the episodes that exist, if this one is not on it."""
+    """Read the whole log for one episode. Raises `NotOnLog`, which lists existing episodes, if it is not there."""
     hive, position = await source.base()
     reader = _StoryReader(episode, hive, position)
     async with aclosing(source.events()) as entries:
@@ -63,7 +66,7 @@ class _StoryReader:
         self._hive = hive
         self._seen = EpisodesSeen(position)
         self._story: EpisodeStory | None = None
-        for name in hive.engines:  # on a compacted log, an open episode may have been claimed before its base
+        for name in hive.engines:  # on a compacted log, an open episode may have been claimed before the log's base
             self._begin(name)
 
     def take(self, entry: Logged) -> None:
@@ -92,7 +95,7 @@ class _StoryReader:
         if story.outcome is not None and not story.fate:
             in_pool = self._id in self._hive.engines[story.engine].pool
             played = "its policy version" if story.sampler is None else "what it played with"
-            story.fate = "waits in the pool" if in_pool else f"measured {played}, and was not trained"
+            story.fate = "waits in the pool" if in_pool else f"measured {played}, and was not trained on"
         return story
 
     def _begin(self, name: str) -> None:

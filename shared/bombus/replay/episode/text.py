@@ -1,4 +1,4 @@
-"""An episode in a terminal. Colour is optional: everything that colour shows is also in words."""
+"""An episode in a terminal. Colour is optional: everything that colour shows is also said in words."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ DIM, BOLD, GREEN, RED, RESET = "\x1b[2m", "\x1b[1m", "\x1b[32m", "\x1b[31m", "\x
 
 
 def text(transcript: EpisodeTranscript, tokens_max: int, colour: bool) -> Iterator[str]:
-    """Yield lines. `tokens_max` is how many tokens of each reply are listed one by one."""
+    """Yield the lines to print. `tokens_max` is how many tokens of each reply are listed one by one."""
     paint = _Paint(colour)
     yield from head(transcript, paint)
     for turn in transcript.turns:
@@ -44,7 +44,7 @@ def outcome(story: EpisodeStory) -> str:
 
 
 def facts(story: EpisodeStory) -> list[tuple[str, str]]:
-    """Return everything about an episode but its calls, as (name, value)."""
+    """Return everything about an episode except its calls, as (name, value) pairs."""
     claimed = f"{date(story.claimed_ns)} {clock(story.claimed_ns)}"
     if story.over_ns:
         took = duration(seconds_between(story.claimed_ns, story.over_ns))
@@ -74,7 +74,7 @@ def facts(story: EpisodeStory) -> list[tuple[str, str]]:
 
 
 def branch_lines(transcript: EpisodeTranscript) -> list[str]:
-    """Return the numbers of the turns of each branch; an empty list if there is only one branch."""
+    """Return a line with the turn numbers of each branch, or an empty list if there is only one branch."""
     branches = transcript.branches()
     if len(branches) < 2:
         return []
@@ -133,7 +133,7 @@ def _prompt(turn: Turn) -> Iterator[str]:
 
 
 def _as_seen(name: str, prompt: str) -> Iterator[str]:
-    """Yield the lines of a prompt. A line break is shown as ↵, other invisible characters as escapes."""
+    """Yield the lines of a prompt. Line breaks are shown as ↵, other invisible characters as escapes."""
     for line in prompt.splitlines(keepends=True):
         shown = "".join(char if char.isprintable() else "↵" if char == "\n" else repr(char)[1:-1] for char in line)
         yield f"  {name:<9} {shown}"

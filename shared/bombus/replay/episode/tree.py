@@ -1,4 +1,4 @@
-"""The calls of an episode as a person reads them: turns that extend each other, and every token that was sampled."""
+"""The calls of an episode in readable form: turns that extend each other, and every token that was sampled."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, assert_never
@@ -22,7 +22,8 @@ _files = msgspec.msgpack.Decoder(dict[str, bytes])
 
 
 class Token(msgspec.Struct, frozen=True):
-    """A sampled token. `logprob` is the sampler's. `trained`: the loss has a term for it once it is in a batch."""
+    """A sampled token. `logprob` is the sampler's. `trained` says that the loss has a term for it once it is in a
+    batch."""
 
     id: int
     text: str
@@ -38,10 +39,10 @@ class TurnReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """One call. `parent` is the number of the turn that it extends, 0 if it starts a branch.
+    """One call. `parent` is the number of the turn that it extends, or 0 if it starts a branch.
 
-    `messages` and `prompt` hold only what the call added to its parent's. `tools`, and the `variables` that its request
-    gave to the chat template, apply to its whole branch: only the turn that starts the branch has them.
+    `messages` and `prompt` contain only what the call added to its parent's. `tools`, and the `variables` that its
+    request gave to the chat template, apply to a whole branch: only the turn that starts the branch has them.
     `auxiliary_call` is the purpose of a call that the harness made for itself, and empty for a call of the task.
     `advantage` is None if it is not known. `seen` is the whole prompt with special tokens marked, in two parts: the
     parent's prompt and reply, and what the call added.
@@ -61,21 +62,23 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     replies: tuple[TurnReply, ...]
     sampling: SamplingParams
     seconds: float
-    untrained: str  # why it is not trained on, "" if it is
+    untrained: str  # why the call is not trained on, or "" if it is
     advantage: float | None
     seen: tuple[str, str] = ("", "")
     auxiliary_call: str = ""
-    overridden: tuple[str, ...] = ()  # parts of its client's request that were overridden or left out
+    overridden: tuple[str, ...] = ()  # parts of the client's request that were overridden or left out
 
     @property
     def is_aside(self) -> bool:
-        """Whether it is an auxiliary call that is not trained on, and so not a branch of its episode."""
+        """Return whether the turn is an auxiliary call that is not trained on, and so not a branch of its episode."""
         return bool(self.auxiliary_call and self.untrained)
 
 
 class EpisodeTranscript(msgspec.Struct, frozen=True, kw_only=True):
-    """An episode with its turns. `lost` names the calls that cannot be read; `notes` say what else is not shown, and
-    what to do about it."""
+    """An episode with its turns.
+
+    `lost` names the calls that cannot be read. `notes` say what else is not shown, and what to do about it.
+    """
 
     story: EpisodeStory
     turns: tuple[Turn, ...]
@@ -83,7 +86,8 @@ class EpisodeTranscript(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...]
 
     def branches(self) -> list[tuple[int, ...]]:
-        """Return, for each turn that no other extends, the numbers of the turns that lead to it, and its own.
+        """Return a path for each turn that no other turn extends: the numbers of the turns that lead to it, then its
+        own.
 
         Auxiliary calls that are not trained on are included only if another turn extends them.
         """
@@ -105,7 +109,7 @@ class EpisodeTranscript(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def read_transcript(source: Source, story: EpisodeStory, prompts: bool = False) -> EpisodeTranscript:
-    """Read and decode the calls of an episode. Calls that are gone are named in `lost`.
+    """Read and decode the calls of an episode. Calls that no longer exist are named in `lost`.
 
     With `prompts`, each turn has its whole prompt (`seen`), which repeats the prompts before it.
     """
@@ -131,12 +135,12 @@ async def _token_text(source: Source, story: EpisodeStory, notes: list[str]) -> 
         files = decoded(_files.decode, await source.blob(story.tokenizer))
         return providers.token_texts()(files)
     except (NotInstalled, BlobMissing, EngineFault, msgspec.MsgspecError) as error:
-        notes.append(f"tokens are shown by their ids: {error}")
+        notes.append(f"tokens are shown as their ids: {error}")
         return IdsAsText()
 
 
 class IdsAsText:
-    """Shows tokens as their IDs, if there is no tokenizer."""
+    """Shows tokens as their ids if there is no tokenizer."""
 
     def __call__(self, token: int) -> str:
         return f"<{token}>"
@@ -148,8 +152,10 @@ class IdsAsText:
 async def _advantages(
     source: Source, story: EpisodeStory, job: RunConfig | None, notes: list[str]
 ) -> dict[CallRef, float]:
-    """Return the advantage of each call, as the trainer computes it from the group. An episode that cannot be read is
-    left out of its group, as it is in the trainer."""
+    """Return the advantage of each call, as the trainer computes it from the group.
+
+    An episode that cannot be read is left out of its group, as it is in the trainer.
+    """
     if story.group is None or job is None:
         return {}
     members = []
@@ -229,7 +235,7 @@ class _TurnDecoder:
         return self._token_text.marked_up(before), added
 
     def _why_untrained(self, ref: CallRef, record: CallRecord) -> str:
-        """Return why the loss has no terms for a call, "" when it has some or will have."""
+        """Return why the loss has no terms for a call, or "" if it has some or will have."""
         story = self._story
         if story.type == EpisodeType.EVAL:
             return "an evaluation episode"
@@ -244,7 +250,7 @@ class _TurnDecoder:
         if record.constrained:
             return f"held to a form ({', '.join(record.constrained)}), so it was not drawn from the policy alone"
         if record.auxiliary_call and not _trains_auxiliary_calls(self._job):
-            return f"an auxiliary call of its harness ({record.auxiliary_call}), which the job does not train"
+            return f"an auxiliary call of its harness ({record.auxiliary_call}), which the job does not train on"
         if self._masked:
             return "a call of its episode was cut at the job's limit, and the job masks such episodes"
         return ""
@@ -267,7 +273,7 @@ def _trains_auxiliary_calls(job: RunConfig | None) -> bool:
 
 
 def _is_masked(story: EpisodeStory, records: Mapping[CallRef, CallRecord], job: RunConfig | None) -> bool:
-    """Whether the job masks this episode because one of its calls was cut at a limit of the job."""
+    """Return whether the job masks this episode because one of its calls was cut off at a limit of the job."""
     if job is None:
         return False
     match job.trainer.overlong:

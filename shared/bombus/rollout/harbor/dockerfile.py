@@ -1,4 +1,4 @@
-"""Read Dockerfiles that need no build: a base image, a working directory, and a copy of the task's files there."""
+"""Reads Dockerfiles that need no build: a base image, a working directory, and a copy of the task's files in it."""
 
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -14,11 +14,11 @@ SERVICES = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compos
 
 
 class CannotDoWithout(BombusError):
-    """A task needs an image; the message says what for."""
+    """A task needs an image. The message says why."""
 
 
 class PlainBase(msgspec.Struct, frozen=True):
-    """An image without build steps: its working directory, and whether the files beside the Dockerfile are in it."""
+    """An image without build steps: its working directory, and whether the files beside its Dockerfile are in it."""
 
     workdir: str
     copies_files: bool
@@ -53,7 +53,7 @@ def read_dockerfile(environment: Path, workdir: object, default: str) -> PlainBa
 def _base_of(text: str, default: str) -> PlainBase:
     """Return the image that a Dockerfile describes. Raises `CannotDoWithout` if it has build steps."""
     inside, copies, bases = default, False, 0
-    is_known = False  # a relative WORKDIR starts at that of the base image, which is not known
+    is_known = False  # a relative WORKDIR starts at the base image's WORKDIR, which is not known
     for number, words in _instructions(text):
         match words:
             case ["FROM", *_] if not bases:
@@ -70,7 +70,7 @@ def _base_of(text: str, default: str) -> PlainBase:
 
 
 def _instructions(text: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the line number and the words of each instruction, the first word in upper case."""
+    """Yield the line number and the words of each instruction, with the first word in upper case."""
     words: list[str] = []
     began = 0
     for number, line in enumerate(text.split("\n"), 1):

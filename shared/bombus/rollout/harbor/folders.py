@@ -1,4 +1,4 @@
-"""Read a folder of Harbor tasks, and refuse, by name, the tasks that cannot be played without their image."""
+"""Reads a folder of Harbor tasks, and refuses, by name, the tasks that cannot be played without their image."""
 
 import re
 import tomllib
@@ -11,23 +11,23 @@ from bombus.rollout.environment import WITHHELD
 from bombus.rollout.harbor.dockerfile import CannotDoWithout, read_dockerfile
 from bombus.rollout.tasks import AgentTask, TaskPackage, checked_task
 
-FILE_BYTES_MAX = 1 << 20  # of task.toml and instruction.md
+FILE_BYTES_MAX = 1 << 20  # size of task.toml or instruction.md
 TASKS_MAX = 100_000
-VARIABLES_BYTES_MAX = 64 << 10  # of one table: they are arguments of a program
-VERIFIER_S = 600.0  # Harbor's default; agents have no limit if their task sets none
+VARIABLES_BYTES_MAX = 64 << 10  # size of one table: variables are passed as arguments of a program
+VERIFIER_S = 600.0  # Harbor's default; an agent whose task sets no limit has none
 DAY_S = 86_400.0
 NAMED_MAX = 8
 WORKDIR = "/app"
 PARTS = ("task.toml", "instruction.md", "environment", "environment/Dockerfile", "tests", "tests/test.sh")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _CANARY = re.compile(r"\A(?:[ \t]*(?:<!--.*canary.*-->|#.*canary.*)[ \t]*\n)+\s*", re.IGNORECASE)
-# Without these packages tests would fail, and a good answer would be judged as a bad one.
+# Without these packages, tests would fail and a good answer would be judged to be bad.
 _INSTALLS = re.compile(r"\b(apt|apt-get|apk|dnf|yum|pip|pip3|npm|conda)\s+(-\S+\s+)*(install|add|update|i)\b")
-# Folders below / that cannot hold a task's working directory: the machine's own, and Harbor's.
+# Folders in / that cannot contain a task's working directory: the machine's own, and Harbor's.
 RESERVED = {"bin", "boot", "dev", "etc", "home", "lib", "lib32", "lib64", "libx32", "logs", "old", "opt", "proc"}
 RESERVED |= {"root", "run", "sbin", "sys", "tests", "tmp", "usr", "var"}
 
-# The keys that each table may have here. The limits of an image are ignored; any other key would change the task.
+# The keys that each table may have. Limits of an image are ignored; any other key would change the task.
 _TOP = {"version", "schema_version", "task", "metadata", "source", "artifacts", "solution"}
 _TOP |= {"agent", "verifier", "environment"}
 _AGENT = {"timeout_sec"}
@@ -40,7 +40,8 @@ Table = Mapping[str, Any]
 
 
 def read_task_folders(path: Path) -> list[AgentTask]:
-    """Return the task of a folder that has a `task.toml`, or else the tasks of its sub-folders that have one, by name.
+    """Return the task of a folder that has a `task.toml`, or else the tasks of its subfolders that have one, sorted by
+    name.
 
     Raises `Refused` with the names of tasks that are invalid or need an image.
     """
@@ -63,7 +64,7 @@ def read_task_folders(path: Path) -> list[AgentTask]:
                 raise ValueError(f"another task is also named {task.task_id!r}")
         except CannotDoWithout as error:
             imaged.append(f"{folder.name} ({error})")
-        except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: links that form a loop
+        except (ValueError, OSError, RuntimeError) as error:  # RuntimeError is raised for links that form a loop
             raise Refused(Code.BAD_CONFIG, f"--task {folder}: {error}") from error
         else:
             tasks[task.task_id] = task
@@ -79,9 +80,9 @@ def read_task_folders(path: Path) -> list[AgentTask]:
 
 
 def task_of_folder(folder: Path, data_set: Path) -> AgentTask:
-    """Return the task of one folder of a data set.
+    """Return the task in one folder of a data set.
 
-    Raises `ValueError` if it is invalid, and `CannotDoWithout` if it needs an image.
+    Raises `ValueError` if the task is invalid, and `CannotDoWithout` if it needs an image.
     """
     _check_inside(folder, data_set)
     settings = _settings(_text(folder / "task.toml"))
@@ -100,7 +101,7 @@ def task_of_folder(folder: Path, data_set: Path) -> AgentTask:
         raise ValueError("it has no tests/test.sh, which judges it")
     _check_installs(folder)
     if (folder / "trajectory.json").exists():
-        raise CannotDoWithout("its trajectory.json holds an earlier agent's actions, which agents here do not get")
+        raise CannotDoWithout("its trajectory.json contains an earlier agent's actions, which agents here do not get")
     if environment.get("allow_internet", True) is not True:
         raise CannotDoWithout("environment.allow_internet is false, but agents have this machine's network")
     dockerfile = read_dockerfile(folder / "environment", environment.get("workdir"), WORKDIR)
@@ -127,14 +128,14 @@ def _sub_folders(path: Path) -> Iterator[Path]:
 
 
 def without_canary(text: str) -> str:
-    """Return an instruction without its leading canary lines, which mark a benchmark's files and are not for agents."""
+    """Return an instruction without its leading canary lines, which mark a benchmark's files, not for agents."""
     return _CANARY.sub("", text, count=1)
 
 
 def _check_inside(folder: Path, data_set: Path) -> None:
     """Raise `ValueError` if a task, or a part of it, is a link that leads out of the data set.
 
-    The target may be a file of the user, or a folder with tests and solutions that is not hidden from agents.
+    Its target may be one of the user's files, or a folder with tests and solutions that is not hidden from agents.
     """
     whole = data_set.resolve()
     if not (found := folder.resolve()).is_relative_to(whole):
@@ -199,7 +200,7 @@ def _variables(table: Table, name: str) -> dict[str, str]:
         if not _VARIABLE.fullmatch(key):
             raise ValueError(f"{name}.env in task.toml has {key!r}, which is not a valid name for a variable")
         if not isinstance(value, str) or "\0" in value:
-            raise ValueError(f"{name}.env.{key} in task.toml is not a string without null characters")
+            raise ValueError(f"{name}.env.{key} in task.toml must be a string without null characters")
         if key.startswith(WITHHELD) and name == "environment":
             raise ValueError(
                 f"environment.env in task.toml sets {key}, a name that is reserved for what `bombus rollout` sets"

@@ -1,4 +1,5 @@
-"""Find where hives on this machine keep their logs and keys, from the running processes, to hide them from agents."""
+"""Finds out, from the running processes, where hives on this machine keep their logs and keys, to hide them from
+agents."""
 
 import os
 from collections.abc import Iterator
@@ -7,7 +8,7 @@ from pathlib import Path
 from bombus.cli import URL_FILE
 
 DATA = URL_FILE.parent.name  # the data folder of a hive that was started in the working directory
-KEY_FLAG = "key-file"  # the end of each flag that names a key file, including flags of other programs
+KEY_FLAG = "key-file"  # ending of flags that name a key file, even flags of other programs
 KEY_FLAGS = ("--admin-key-file", "--client-key-file", "--client-keys-file", "--key-file")
 _PROC = Path("/proc")
 
@@ -33,7 +34,7 @@ def _is_hive(folder: Path, seen: dict[Path, bool]) -> bool:
 def _words(process: Path) -> list[str]:
     try:
         return os.fsdecode((process / "cmdline").read_bytes()).split("\0")
-    except OSError:  # it has ended, or is another user's
+    except OSError:  # the process has ended, or belongs to another user
         return []
 
 

@@ -1,4 +1,4 @@
-"""The sandbox of a task in Harbor's format: folders are mounted where the task says, the machine is read-only."""
+"""The sandbox of a task in Harbor's format: folders are mounted where the task says, and the machine is read-only."""
 
 import os
 import shutil
@@ -18,15 +18,15 @@ NAMESPACES = ("--user", "--map-root-user", "--pid", "--fork", "--mount", "--ipc"
 CHECK_S = 30.0
 TEST = "/tests/test.sh"
 SHELL = "/bin/bash"  # for tests that name no interpreter, as in Harbor
-OWN = frozenset({"HOME", "TMPDIR"})  # variables that the sandbox sets itself, even if the task sets them too
+OWN = frozenset({"HOME", "TMPDIR"})  # variables that the sandbox sets itself, even if the task sets them
 
 
 def agent_prefix(package: TaskPackage, folder: EpisodeFolder, printed: Path) -> list[str]:
     """Return the words to put before an agent's command, so that it runs in a sandbox.
 
     The sandbox hides the data set, with all tests and solutions, and the folder `printed`, which contains the output of
-    all episodes' programs. The task's variables are among the words because they must be set inside the sandbox: a
-    `PATH` set outside would decide which program creates it.
+    all episodes' programs. The task's variables are among the words because they must be set inside the sandbox: if the
+    task's `PATH` were set outside, it would decide which program creates the sandbox.
     """
     for made in (folder.path / "agent", folder.path / "artifacts", folder.outputs / "root"):
         made.mkdir()
@@ -50,12 +50,13 @@ def judge_words(package: TaskPackage, folder: EpisodeFolder) -> list[str]:
 
 
 def verifier_folder(folder: EpisodeFolder) -> Path:
-    """Return the folder in which a task's tests write the reward, and no agent can write."""
+    """Return the folder into which a task's tests write the reward, and into which no agent can write."""
     return folder.outputs / "verifier"
 
 
 def hides(package: TaskPackage, program: Path) -> bool:
-    """Return whether the task's sandbox hides a file of this machine behind its own folders."""
+    """Return whether a file of this machine is hidden in the task's sandbox, because other folders are in its place
+    there."""
     workdir = Path(package.workdir)
     if program.is_relative_to(workdir):
         return False  # a file of the task

@@ -1,4 +1,4 @@
-"""Turn the files that a task's tests leave into a reward."""
+"""Turns the files that a task's tests leave into a reward."""
 
 import os
 import stat
@@ -15,7 +15,7 @@ BYTES_MAX = 64 << 10
 
 
 def verdict_of(exit_code: int, verifier: Path, errors: str) -> Judgement:
-    """Return the reward in `reward.json`, or else the one in `reward.txt`; the exit code does not change it.
+    """Return the reward in `reward.json`, or else the reward in `reward.txt`, whatever the exit code.
 
     If `reward.json` has several rewards, the one called `reward` counts, or else their mean.
 
@@ -39,7 +39,7 @@ def verdict_of(exit_code: int, verifier: Path, errors: str) -> Judgement:
 
 
 def _read(path: Path) -> str | None:
-    """Return the text of a file, None if it does not exist. Programs that the tests ran may have put anything there."""
+    """Return a file's text, or None if it does not exist. Programs that the tests ran may have put anything there."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:

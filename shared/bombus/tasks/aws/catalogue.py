@@ -11,7 +11,7 @@ ENDPOINT = "{endpoint}"  # replaced in commands by the simulator's address
 class StateCheck(msgspec.Struct, frozen=True):
     """A read-only command and its expected output as JSON. `None` means no output.
 
-    `alone` is another check that must hold too. It does not count as a separate achievement.
+    `alone` is another check that must succeed too. It does not count as a separate achievement.
     """
 
     command: str
@@ -20,9 +20,9 @@ class StateCheck(msgspec.Struct, frozen=True):
 
 
 class AwsTask(msgspec.Struct, frozen=True, kw_only=True):
-    """One task. `before` contains the commands that set up its initial state, `gold` the commands that solve it.
+    """One task. `before` contains the commands that set up its initial state, and `gold` the commands that solve it.
 
-    `unchanged` contains read-only commands whose output at the end must equal that at the beginning.
+    `unchanged` contains read-only commands whose output must be the same at the end as at the beginning.
     """
 
     name: str
@@ -58,12 +58,12 @@ def _assumed_by_lambda(role: str) -> StateCheck:
     )
 
 
-# The requested resource exists once, and no other of its kind: creating many does not show which one was meant.
+# The requested resource must be the only one of its kind. If there were many, it would be unclear which one was meant.
 
 
 def _only_bucket(name: str) -> StateCheck:
-    """Return the check for a bucket that is the only one and is in the account's region; buckets of all regions are
-    listed."""
+    """Return the check for a bucket that is the only one, counting the buckets of all regions, and is in the account's
+    region."""
     return StateCheck("s3api list-buckets --query Buckets[].[Name,BucketRegion]", [[name, "us-east-1"]])
 
 
@@ -90,7 +90,7 @@ _TRUST = (
     '"Action":"sts:AssumeRole"}]}\''
 )
 _QUEUE = "{endpoint}/000000000000/"
-_MESSAGES = (  # including those that have been received
+_MESSAGES = (  # includes messages that have been received
     "sum([to_number(Attributes.ApproximateNumberOfMessages),"
     "to_number(Attributes.ApproximateNumberOfMessagesNotVisible)])"
 )

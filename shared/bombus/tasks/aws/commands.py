@@ -1,4 +1,4 @@
-"""Decide which command lines are carried out: one `aws` command at a time, on the simulator, without files. Pure.
+"""Decides which command lines are carried out: one `aws` command at a time, on the simulator, without files. Pure.
 
 The words are parsed here, and anything that is not listed in `operations.py` is refused: the AWS command line itself
 accepts options at any position and in abbreviated form, and reads files named by values.
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from bombus.tasks.aws.line import CommandRefused, words_of_line
 from bombus.tasks.aws.operations import PROTOCOLS, S3_COMMANDS, S3_FLAGS, S3_REPEATED, S3_VALUES, SERVICES, AwsService
 
-WAIT_S_MAX = 20  # waiting for an SQS message
+WAIT_S_MAX = 20  # longest wait for an SQS message
 REGION = "us-east-1"
 OUTPUTS = ("json", "text", "table")
 GLOBAL_VALUES = frozenset({"--region", "--output", "--query", "--color"})
@@ -24,8 +24,10 @@ _SECONDS = re.compile(r"[0-9]{1,2}")
 
 
 def words_of_command(line: str) -> list[str]:
-    """Return the words after `aws`, with the global options first, always including the region. Raises
-    `CommandRefused`."""
+    """Return the words after `aws`, with the global options first, always including the region.
+
+    Raises `CommandRefused` if the command is not allowed.
+    """
     general, words = _general_options(_words_after_aws(line))
     service, operation, arguments = _service_and_operation(words)
     if service == "s3":
@@ -45,7 +47,7 @@ def _words_after_aws(line: str) -> list[str]:
 
 
 def _general_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the validated global options, and the other words. Global options may stand anywhere."""
+    """Return the validated global options, and the other words. Global options may be at any position."""
     given: dict[str, str] = {}
     others: list[str] = []
     waiting = list(reversed(words))
@@ -110,7 +112,7 @@ def _check_arguments(service: str, operation: str, arguments: Sequence[str]) -> 
 
 
 def _options(name: str, service: AwsService, arguments: Sequence[str]) -> Mapping[str, Sequence[str]]:
-    """Return the values by option. Each word must belong to an option of the service."""
+    """Return the values of each option. Every word must belong to an option of the service."""
     options: dict[str, list[str]] = {}
     option, is_complete = "", True
     for word in arguments:
@@ -192,7 +194,7 @@ def _check_bucket(bucket: str) -> None:
 
 
 def _check_key(key: str) -> None:
-    if {".", ".."} & set(key.split("/")):  # on the way to the simulator it would be resolved as a path
+    if {".", ".."} & set(key.split("/")):  # these would be resolved as a path on the way to the simulator
         raise CommandRefused(f"{key} has a part that is '.' or '..', which no object's key here may have")
 
 

@@ -14,7 +14,7 @@ from bombus.tasks.aws.worker import WorkerRequest
 from bombus.tasks.isolation import import_path
 
 COMMAND_S = 45.0
-# Without cli_follow_urlparam, a value that is a URL is used as it is, and not fetched.
+# Without cli_follow_urlparam, a value that is a URL is used as it is instead of being fetched.
 CONFIG = "[default]\nregion = us-east-1\noutput = json\ncli_follow_urlparam = false\n"
 
 
@@ -23,11 +23,11 @@ class CommandKilled(EnvironmentLost):
 
 
 class AwsConsole:
-    """Carries out commands at a simulator's address, one at a time. If a command hangs or is cancelled, its process is
-    killed, and the next command gets a new one: a caller that cancels a command may still ask for the account's state.
+    """Carries out commands at a simulator's address, one at a time.
 
-    `is_isolated` says whether the process is in separate namespaces, without access to this machine's files and
-    network.
+    If a command hangs or is cancelled, its process is killed and the next command gets a new one, so a caller that
+    cancels a command may still ask for the account's state. `is_isolated` says whether the process is in separate
+    namespaces, without access to this machine's files and network.
     """
 
     def __init__(self, address: str, command_s: float = COMMAND_S) -> None:
@@ -45,7 +45,7 @@ class AwsConsole:
         return self._process.pid if self._process is not None else None
 
     async def start(self) -> None:
-        """Start the process, so that the first command does not have to wait for it."""
+        """Start the process now, so that the first command does not have to wait for it."""
         async with self._one:
             await self._running()
 
@@ -57,7 +57,7 @@ class AwsConsole:
             except BaseException:  # including a cancellation: end what has been started
                 await self._end()
                 raise
-        if self._is_closed or self._process is None:  # perhaps while the process started
+        if self._is_closed or self._process is None:  # this may happen while the process starts
             await self._end()
             raise EnvironmentLost("the console of this environment is closed")
         return self._process
@@ -87,7 +87,7 @@ class AwsConsole:
     async def run(self, words: list[str]) -> tuple[int, str]:
         """Carry out a command, given as the words from `words_of_command`. Return its exit code and its output.
 
-        Raises `CommandKilled`, and `EnvironmentLost` once the console is closed.
+        Raises `CommandKilled`, or `EnvironmentLost` once the console is closed.
         """
         async with self._one:
             process = await self._running()
@@ -129,8 +129,10 @@ class AwsConsole:
 
 
 def _variables(home: str, config: str) -> dict[str, str]:
-    """Return all environment variables of the process. None are inherited from this process, whose variables may hold
-    keys."""
+    """Return all environment variables of the process.
+
+    Nothing is inherited from this process, whose variables may contain keys.
+    """
     return {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "PYTHONPATH": import_path(PACKAGES),

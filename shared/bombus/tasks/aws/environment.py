@@ -1,4 +1,4 @@
-"""An AWS account in a simulator: the model works on it with command lines, and the reward depends on its end state."""
+"""An AWS account in a simulator. The model works on it with command lines, and the reward depends on its end state."""
 
 import msgspec
 
@@ -12,7 +12,7 @@ from bombus.tasks.aws.commands import words_of_command
 from bombus.tasks.aws.console import AwsConsole, CommandKilled
 from bombus.tasks.aws.line import CommandRefused
 
-PARTIAL = 0.8  # times the share of the checks achieved, unless all are
+PARTIAL = 0.8  # factor on the fraction of the checks achieved, unless all are
 FAILED = "(the command failed with exit code {0})"
 INSTRUCTION = (
     "You administer an AWS account. Carry out the task with the tool `aws`, which takes one command line of the AWS "
@@ -24,8 +24,8 @@ INSTRUCTION = (
 class AwsEnvironment:
     """One account. Without a `backend`, it starts its own simulator.
 
-    The reward is 1 if all checks hold, 0 if something that held at the beginning was broken, and else 0.8 times the
-    share of the checks that have been achieved.
+    The reward is 1 if all checks succeed, 0 if something that was right at the beginning was broken, and otherwise 0.8
+    times the fraction of the checks that have been achieved.
     """
 
     def __init__(self, backend: Backend | None = None) -> None:
@@ -79,7 +79,7 @@ class AwsEnvironment:
         return "\n".join(filter(None, (text, FAILED.format(code) if code else ""))) or "(done, without output)"
 
     def gold(self, task: Task) -> list[object]:
-        """Return the calls that solve a task, and the final answer."""
+        """Return the calls that solve a task, followed by the final answer."""
         lines = [self._filled(line) for line in task_of(task).gold]
         return [*(("aws", {"command": f"aws {line}"}) for line in lines), "Done."]
 
@@ -96,7 +96,7 @@ class AwsEnvironment:
 
     @success
     async def is_done(self) -> bool:
-        """Return whether all checks hold, and the state that must not change is unchanged."""
+        """Return whether all checks succeed, and the state that must not change is unchanged."""
         return all(await self._now()) and not self._is_broken
 
     @metric
@@ -133,7 +133,7 @@ class AwsEnvironment:
         return [await self._console_there().run(self._words(command)) for command in self._task.unchanged]
 
     async def _check_simulator(self) -> None:
-        """Raise `SandboxLost` if the simulator is gone: a failure caused by that is not the model's."""
+        """Raise `SandboxLost` if the simulator is gone, because the model is not to blame for the failure then."""
         backend = self._backend or self._own
         if backend is None or not await backend.is_healthy():
             self._holds = None
@@ -157,7 +157,7 @@ class AwsEnvironment:
 
 
 def task_of(task: Task) -> AwsTask:
-    """Return the AWS task of a drawn task. Raises `ResetFailed`."""
+    """Return the AWS task of a drawn task. Raises `ResetFailed` if there is none."""
     name = task.metadata.get("aws")
     for each in TASKS:
         if each.name == name:

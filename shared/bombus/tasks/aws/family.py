@@ -25,8 +25,10 @@ class AwsTasks:
         self._tasks = [task for task in TASKS if tier in (task.tier, "all")]
 
     def draw(self, draw: TaskDraw) -> list[Task]:
-        """Return at most as many tasks as there are, in an order determined by the seed. Both splits have the same
-        tasks."""
+        """Return at most as many tasks as there are, in an order determined by the seed.
+
+        Both splits have the same tasks.
+        """
         if draw.split == TaskSplit.EVAL:
             log.warning("%s has the same tasks for evaluation as for training", self.name)
         chosen = random.Random(draw.seed).sample(self._tasks, min(draw.size, len(self._tasks)))

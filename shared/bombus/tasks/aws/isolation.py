@@ -1,7 +1,7 @@
 """Runs the AWS command line's process in separate namespaces, if the kernel allows it.
 
-It sees this machine's programs, read-only, a home in memory, no other processes, and one network port, the simulator's:
-this process accepts the connections to that port and forwards them.
+The isolated process sees this machine's programs (read-only), a home in memory, no other processes, and one network
+port, the simulator's: our own process accepts the connections to that port and forwards them.
 """
 
 import asyncio
@@ -27,8 +27,10 @@ log = logging.getLogger("bombus")
 
 
 class IsolatedWorker:
-    """The isolated process, and the channel through which it reaches the simulator. `process` is None if it is not
-    running."""
+    """The isolated process, and the channel through which it reaches the simulator.
+
+    `process` is None if it is not running.
+    """
 
     def __init__(self, folder: Path, address: str) -> None:
         self.process: asyncio.subprocess.Process | None = None
@@ -37,7 +39,7 @@ class IsolatedWorker:
         self._channel: asyncio.Server | None = None
 
     async def start(self, config: Path, variables: Mapping[str, str]) -> bool:
-        """Start the process. Return whether that succeeded; if not, the reason is logged once."""
+        """Start the process, and return whether that succeeded. If not, the reason is logged once."""
         if why := why_no_isolation():
             _warn(why)
             return False
@@ -79,7 +81,7 @@ class IsolatedWorker:
             await process.wait()
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):  # either side may be gone, which the other one notices
+        with contextlib.suppress(OSError):  # either side may be gone, and the other side notices that
             try:
                 from_simulator, to_simulator = await asyncio.open_connection(self._host, self._port)
                 try:
@@ -98,7 +100,7 @@ class IsolatedWorker:
 
 
 def _received(outside: socket.socket) -> socket.socket | None:
-    """Wait for the socket that listens in the namespace. Return None if it does not come."""
+    """Return the socket that listens in the namespace, or None if it never arrives."""
     try:
         _, descriptors, _, _ = socket.recv_fds(outside, 1, 1)
     except OSError:

@@ -1,4 +1,4 @@
-"""Split a command line into words as a shell does, and refuse anything that only a shell could carry out. Pure."""
+"""Splits a command line into words as a shell does, and refuses anything that only a shell could carry out. Pure."""
 
 import re
 
@@ -24,7 +24,7 @@ _IN_DOUBLE_QUOTES = re.compile(r'\\\r?\n|\\([$`"\\])|(\$[A-Za-z_({]\w*)')
 
 
 class CommandRefused(BombusError):
-    """A command line is not carried out; the message gives the reason."""
+    """A command line is not carried out. The message gives the reason."""
 
 
 def words_of_line(line: str) -> list[str]:

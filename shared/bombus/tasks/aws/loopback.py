@@ -1,4 +1,4 @@
-"""A program that runs in a new network namespace which has only a loopback device: loopback.py PORT SOCKET.
+"""A program that runs in a new network namespace with only a loopback device: loopback.py PORT SOCKET.
 
 It brings up the loopback device, listens on the port, and sends the listening socket to the process outside through
 SOCKET, a file descriptor. Connections to the port in the namespace then reach the process outside.

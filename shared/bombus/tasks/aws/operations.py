@@ -1,16 +1,18 @@
 """The part of the AWS command line that is carried out: services, their operations and options. Pure.
 
 Anything not listed here is refused. A new entry must not name files, must not reach any address but the simulator's,
-and must end soon: so no operation that runs code (lambda, cloudformation, ecs), streams or waits, and no option whose
-value is a blob or an address.
+and must end soon. This excludes operations that run code (lambda, cloudformation, ecs), stream or wait, and options
+whose value is a blob or an address.
 """
 
 import msgspec
 
 
 class AwsService(msgspec.Struct, frozen=True):
-    """The operations of a service, and the options of any of them; the AWS command line itself knows which take
-    which."""
+    """The operations of a service, and the options of all of them.
+
+    The AWS command line itself knows which operation takes which options.
+    """
 
     operations: frozenset[str]
     options: frozenset[str]
@@ -186,7 +188,7 @@ SERVICES = {
     "sts": _service("get-caller-identity", ""),
 }
 
-# The `s3` commands with the fewest and the most locations that each takes; options without and with a value.
+# The `s3` commands with the fewest and the most locations that each takes, then their options without and with a value.
 S3_COMMANDS = {"ls": (0, 1), "mb": (1, 1), "rb": (1, 1), "rm": (1, 1), "cp": (2, 2), "mv": (2, 2), "sync": (2, 2)}
 S3_FLAGS = _options(
     "delete dryrun force human-readable no-progress only-show-errors quiet recursive summarize",
@@ -194,5 +196,5 @@ S3_FLAGS = _options(
 S3_VALUES = _options(
     "acl cache-control content-type exclude include metadata-directive page-size sse storage-class",
 )
-S3_REPEATED = _options("exclude include")  # whose order matters
+S3_REPEATED = _options("exclude include")  # their order matters
 PROTOCOLS = frozenset({"sqs", "email", "email-json", "sms"})  # for `sns subscribe`; http would leave the simulator

@@ -1,7 +1,7 @@
 """A process that runs AWS CLI commands one after another, so that the CLI is imported only once.
 
-It reads a `{"words": [...]}` per line from its input, and writes an `[exit code, output]` line for each. It ends when
-its input does.
+It reads one `{"words": [...]}` per line from its input, and writes an `[exit code, output]` line for each. It ends when
+its input ends.
 """
 
 import io
@@ -35,7 +35,7 @@ class TextOutput(io.TextIOWrapper):
 
 
 def _limit() -> None:
-    """Limit the resources of this process, so that a query whose result grows without end does no harm."""
+    """Limit the resources of this process, so that a query with an endlessly growing result does no harm."""
     if sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES_MAX, MEMORY_BYTES_MAX))
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES_MAX, FILE_BYTES_MAX))
@@ -43,12 +43,12 @@ def _limit() -> None:
 
 
 def main() -> None:
-    from awscli.clidriver import create_clidriver  # only in this process is it certainly installed
+    from awscli.clidriver import create_clidriver  # only this process is certain to have it installed
 
     _limit()
     driver = create_clidriver()
     requests, replies = sys.stdin.buffer, sys.stdout.buffer
-    sys.stdin = io.TextIOWrapper(io.BytesIO())  # for commands that read it
+    sys.stdin = io.TextIOWrapper(io.BytesIO())  # an empty input, for commands that read it
     for line in iter(requests.readline, b""):
         words = msgspec.json.decode(line, type=WorkerRequest).words
         output = TextOutput()

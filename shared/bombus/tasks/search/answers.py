@@ -1,4 +1,4 @@
-"""Parse the actions in a model's replies, and compute the reward of its answer. Pure."""
+"""Parses the actions in a model's replies, and computes the reward of its answer. Pure."""
 
 import re
 import string
@@ -38,9 +38,9 @@ class SearchAction(msgspec.Struct, frozen=True):
 
 
 def action_of(reply: str) -> SearchAction:
-    """Return the first search or answer in a reply; the text after it is ignored.
+    """Return the first search or answer in a reply. The text after it is ignored.
 
-    An unclosed tag counts only if there is no closed one. Then the last tag extends to the end of the reply, since
+    An unclosed tag counts only if there is no closed one. The last tag then extends to the end of the reply, since
     servers may stop before the closing tag.
     """
     found = _CLOSED.search(reply) or _OPEN.search(reply)
@@ -65,8 +65,10 @@ def is_match(answer: str, golds: Sequence[str]) -> bool:
 
 
 def plain_forms(text: str) -> set[str]:
-    """Return the forms of a text without case, articles and punctuation, which is removed ("U.S.") or becomes a space
-    ("Jean-Luc")."""
+    """Return the forms of a text without case, articles and punctuation.
+
+    Punctuation is either removed ("U.S.") or becomes a space ("Jean-Luc").
+    """
     known = unicodedata.normalize("NFKC", text).casefold()
     left_out = _without_articles("".join("" if _is_punctuation(char) else char for char in known))
     spaced = _without_articles(known)
@@ -74,7 +76,7 @@ def plain_forms(text: str) -> set[str]:
 
 
 def _without_articles(text: str) -> str:
-    """Return the text without articles, or all of it if it consists only of articles."""
+    """Return the text without articles, or the whole text if it consists only of articles."""
     words = " ".join(text.split())
     return " ".join(_ARTICLE.sub(" ", words).split()) or words
 
@@ -86,7 +88,7 @@ def _is_punctuation(char: str) -> bool:
 def worth(actions: Sequence[SearchAction], golds: Sequence[str], format_score: float) -> float:
     """Return 1 for a correct answer after only valid actions, and `format_score` for a wrong one.
 
-    A correct answer after an invalid action is worth 1 - `format_score`, and everything else 0.
+    A correct answer after an invalid action is worth 1 - `format_score`, and everything else is worth 0.
     """
     is_clean = all(action.kind != ActionKind.INVALID for action in actions)
     if not actions or actions[-1].kind != ActionKind.ANSWER:

@@ -17,18 +17,18 @@ from bombus.tasks.search.index import LocalIndex
 GOOGLE_URL = "https://www.googleapis.com/customsearch/v1"
 GOOGLE_KEY, GOOGLE_ENGINE = "GOOGLE_API_KEY", "GOOGLE_CSE_ID"
 GOOGLE_S = 20.0
-GOOGLE_COUNT_MAX = 10  # results of one request
+GOOGLE_COUNT_MAX = 10  # results per request
 
 
 class SearchFailed(InfraError):
-    """The search engine gave no answer: the episode is aborted, and the model is not to blame."""
+    """The search engine gave no answer. The episode is aborted, because the model is not to blame."""
 
     failure = FailureKind.TOOL
 
 
 class SearchBackend(Protocol):
     async def search(self, queries: Sequence[str], count: int) -> Sequence[list[SearchDocument] | SearchFailed]:
-        """Return for each query its documents, the best first, or the reason why it has none.
+        """Return for each query its documents, best first, or the reason why it has none.
 
         Raises `SearchFailed` if no query could be answered.
         """
@@ -46,7 +46,7 @@ class LocalBackend:
 
 
 class GoogleBackend:
-    """Google's JSON API, with one request per query. `transport` is for tests. Raises `Refused` without a key."""
+    """Google's JSON API, with one request per query. `transport` is for tests. Raises `Refused` if there is no key."""
 
     def __init__(self, transport: httpx.AsyncBaseTransport | None = None) -> None:
         missing = [name for name in (GOOGLE_KEY, GOOGLE_ENGINE) if not os.environ.get(name)]
@@ -71,7 +71,7 @@ class GoogleBackend:
         asked = {**self._login, "q": query, "num": str(min(count, GOOGLE_COUNT_MAX))}
         try:
             response = await client.get(GOOGLE_URL, params=asked)
-        except httpx.HTTPError as error:  # unlike the request, the name of its type contains no key
+        except httpx.HTTPError as error:  # only the name of its type is shown, because the request contains the key
             raise SearchFailed(f"Google cannot be reached: {type(error).__name__}") from None
         if response.status_code != 200:
             raise SearchFailed(f"Google answered {response.status_code} to a search")

@@ -1,4 +1,4 @@
-"""The documents and questions bundled with bombus, made from one table, and those from the user's files."""
+"""Documents and questions: bundled ones, which are made from one table, and those from the user's files."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -64,7 +64,7 @@ def bundled_documents() -> list[SearchDocument]:
 
 
 def bundled_questions() -> list[SearchQuestion]:
-    """Return the questions: some kinds can be answered with one search, others need two."""
+    """Return the bundled questions. Some kinds can be answered with one search, others need two."""
     rows = list(_rows())
     rivers = [river for *_, river in rows]
     return [
@@ -88,13 +88,12 @@ def bundled_questions() -> list[SearchQuestion]:
 
 
 def read_documents(path: Path) -> list[SearchDocument]:
-    """Return the documents in a file that holds one JSON object with `title` and `text` per line. Raises `Refused`."""
+    """Return the documents in a file with one JSON object (`title` and `text`) per line. Raises `Refused`."""
     return read_json_lines(path, "document", _decoded(SearchDocument), bytes_max=FILE_BYTES_MAX)
 
 
 def read_questions(path: Path) -> list[SearchQuestion]:
-    """Return the questions in a file that holds one JSON object with `question` and `answers` per line. Raises
-    `Refused`."""
+    """Return the questions in a file with one JSON object (`question` and `answers`) per line. Raises `Refused`."""
     return read_json_lines(path, "question", _decoded(SearchQuestion), bytes_max=FILE_BYTES_MAX)
 
 

@@ -58,15 +58,17 @@ class _Lane:
         self.slots = asyncio.Semaphore(at_once)
         self.entering = (
             asyncio.Lock()
-        )  # one batch takes its slots at a time: two that each hold only half would deadlock
+        )  # one batch takes its slots at a time: two that each have only half would deadlock
         self.waiting: dict[str, asyncio.Future[Documents]] = {}
         self.running: dict[str, asyncio.Future[Documents]] = {}
         self.flushes: set[asyncio.Task[None]] = set()
 
 
 class SearchEngine:
-    """Answers queries through a cache. In each event loop, at most `at_once` queries are sent to the backend at a
-    time."""
+    """Answers queries through a cache.
+
+    In each event loop, at most `at_once` queries are with the backend at a time.
+    """
 
     def __init__(self, backend: SearchBackend, count: int, at_once: int) -> None:
         self.cache = SearchCache()
@@ -78,7 +80,7 @@ class SearchEngine:
         self._lanes: WeakKeyDictionary[asyncio.AbstractEventLoop, _Lane] = WeakKeyDictionary()
 
     async def search(self, query: str) -> Documents:
-        """Return the documents for a query. Raises `SearchFailed`."""
+        """Return the documents for a query. Raises `SearchFailed` if the search engine gives no answer."""
         query = " ".join(query.split())
         if (known := self.cache.get(query)) is not None:
             return known
@@ -89,7 +91,7 @@ class SearchEngine:
             lane.waiting[query] = future
             if len(lane.waiting) == 1:
                 self._begin_flush(lane)
-        return await asyncio.shield(future)  # a cancelled caller must not cancel the others' answer
+        return await asyncio.shield(future)  # a cancelled caller must not cancel the answer for others
 
     def figures(self) -> Mapping[str, float]:
         asked = self.cache.hits + self.cache.misses
@@ -104,7 +106,7 @@ class SearchEngine:
         task.add_done_callback(lane.flushes.discard)
 
     async def _flush(self, lane: _Lane) -> None:
-        """Send the waiting queries, once all tasks that are ready now have added theirs."""
+        """Send the waiting queries, after all tasks that are ready now have added theirs."""
         await asyncio.sleep(0)
         async with asyncio.TaskGroup() as group:
             while lane.waiting:

@@ -28,13 +28,13 @@ class LocalIndex:
         self._mean = sum(self._lengths) / len(self._lengths) if self._lengths else 1.0
 
     def search(self, query: str, count: int) -> list[SearchDocument]:
-        """Return at most `count` documents that share a word with the query, the best first."""
+        """Return at most `count` documents that share a word with the query, best first."""
         scores = self.scores(query)
         best = heapq.nsmallest(count, scores, key=lambda number: (-scores[number], number))
         return [self.documents[number] for number in best]
 
     def scores(self, query: str) -> dict[int, float]:
-        """Return the scores, by document number, of the documents that share a word with the query."""
+        """Return the score of each document that shares a word with the query, by document number."""
         scores: dict[int, float] = defaultdict(float)
         for word in set(words_of(query)):
             found = self._found_in.get(word, ())

@@ -68,7 +68,7 @@ class SearchPlay:
 
     @metric
     def cache_hit_rate(self) -> float:
-        """Return the share of all searches so far, over all episodes, that were answered from the cache."""
+        """Return the fraction of all searches so far, over all episodes, that were answered from the cache."""
         return self._engine.cache.hit_rate
 
 

@@ -373,7 +373,7 @@ async def test_a_result_that_is_too_large_fails_and_spoils_the_gradient(one: One
     result, body = encoded(one.models.executor, one.model.name, GRADIENT, large)
     assert isinstance(result, Failed)
     assert body == encode_result(result)
-    assert "send less data at once, and let the gradients accumulate" in result.error
+    assert "send less data in each operation, and let the gradients accumulate" in result.error
     assert "the result of this operation has" in await failed(one, optim_step(), Category.USER)
 
 

@@ -94,7 +94,7 @@ async def test_sleep_is_over_as_often_as_it_begins_and_no_model_is_created_in_be
     await client.do("m", create())
     for number in range(2):
         await rest(client, asleep=True)
-        with pytest.raises(Refused, match="creates no models until /wake_up wakes it"):
+        with pytest.raises(Refused, match="creates no models until it is woken by /wake_up"):
             await client.send(f"new-{number}", create(LARGE))
         await rest(client, asleep=False)
         await client.do(f"new-{number}", create(LARGE))

@@ -204,7 +204,7 @@ async def test_r17_an_operation_that_ends_its_trainer_whenever_it_is_executed_ag
         assert stage.engine.suspensions == 0
         asked = Namespace(nats=nats_url, hive=bus.subjects.hive, engine=ENGINE)
         assert await asyncio.to_thread(resume.run, asked) == 0
-        assert "the trainer of engine main tries again to rebuild a" in capsys.readouterr().out
+        assert "the trainer of engine main will try again to rebuild a" in capsys.readouterr().out
         assert isinstance(await client.result("a", waits["a"]), StepTaken), "after the operator has looked"
         assert client.model("a").suspended == ""
         await forge.kill(last)

@@ -1,1 +1,1 @@
-"""The rules for claims and ends of multi-model episodes, which are one episode on each of several engines."""
+"""The rules for claiming and ending multi-model episodes, which consist of one episode on each of several engines."""

@@ -1,4 +1,4 @@
-"""Claims of multi-model episodes: which are refused, which wait, and the answer when no episode is available."""
+"""Claims of multi-model episodes: which are refused, which wait, and how to answer when no episode is available."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from bombus_coordinator.rules.decision import NAMES_PER_EVENT, CommandReply, Dec
 from bombus_coordinator.rules.live import Live, ns
 from bombus_coordinator.rules.waiting import has_room, share_of, why_paced
 
-ENGINES_MAX = 8  # of a multi-model episode
+ENGINES_MAX = 8  # maximum number of engines in a multi-model episode
 MULTI_MODEL_WAITING_MAX = 1_000
 
 
 def _engines(hive: Hive, claim: MultiModelClaim) -> tuple[EngineState, ...]:
-    """Return the engines of a claim in the order of their names. Raises `Refused` if the claim is malformed."""
+    """Return a claim's engines, ordered by name. Raises `Refused` if the claim is malformed."""
     names = sorted(set(claim.engines))
     if len(names) != len(claim.engines):
         raise Refused(
@@ -34,7 +34,7 @@ def _engines(hive: Hive, claim: MultiModelClaim) -> tuple[EngineState, ...]:
         raise Refused(Code.MALFORMED, f"{why}, not {claim.count}.")
     if claim.sampler:
         raise Refused(
-            Code.UNSUPPORTED, "Multi-model episodes play with the policies that their engines train: leave sampler out."
+            Code.UNSUPPORTED, "Multi-model episodes use the policies that their engines train: leave sampler out."
         )
     return tuple(map(hive.engine, names))
 
@@ -50,12 +50,12 @@ def _check(engine: EngineState, claim: MultiModelClaim) -> None:
 
 
 def _of(engine: EngineState, refused: Refused) -> Refused:
-    """Return a refusal that names its engine."""
+    """Return the refusal, with the engine's name added."""
     return Refused(refused.code, f"Engine {engine.name}: {refused.why}")
 
 
 def claim(hive: Hive, live: Live, message: MultiModelClaim) -> Decisions:
-    """Grant a claim now on all engines, let it wait for room for `wait_s`, or refuse it."""
+    """Grant a claim on all of its engines now, queue it for up to `wait_s`, or refuse it."""
     engines = _engines(hive, message)
     granted = _repeated(engines, live, message)
     if granted is not None:
@@ -72,7 +72,7 @@ def claim(hive: Hive, live: Live, message: MultiModelClaim) -> Decisions:
 
 
 def _repeated(engines: Sequence[EngineState], live: Live, claim: MultiModelClaim) -> MultiModelGranted | None:
-    """Return the earlier grant of this claim id. Raises `Refused` if it is another client's or has ended."""
+    """Return the earlier grant of this claim id. Raises `Refused` if it belongs to another client or has ended."""
     found = [engine for engine in engines if claim.claim in engine.claims]
     if not found:
         if claim.claim in live.granted:
@@ -102,7 +102,7 @@ def _version_at(engine: EngineState, claim: str) -> int:
 
 
 def _wait(engines: Sequence[EngineState], live: Live, claim: MultiModelClaim) -> None:
-    """Let a claim wait. Raises `Refused` if too many claims wait."""
+    """Queue a claim. Raises `Refused` if too many claims are waiting."""
     names = tuple(engine.name for engine in engines)
     if live.waits_otherwise(claim.claim, names):
         raise Refused(Code.OTHER_CLAIM, USED_BY_OTHERS)
@@ -118,7 +118,7 @@ def _wait(engines: Sequence[EngineState], live: Live, claim: MultiModelClaim) ->
 
 
 def _check_room(live: Live, claim: MultiModelClaim) -> None:
-    """Raise `Refused` OVERLOADED if too many multi-model claims wait, for all sets of engines together."""
+    """Raise `Refused` OVERLOADED if too many multi-model claims are waiting, counting all sets of engines together."""
     waiting = sum(map(len, live.multi_model.values()))
     if waiting < MULTI_MODEL_WAITING_MAX:
         return
@@ -128,7 +128,7 @@ def _check_room(live: Live, claim: MultiModelClaim) -> None:
 
 
 def lapse(hive: Hive, live: Live) -> Decisions:
-    """Refuse the multi-model claims that have waited long enough, or all of those for an engine that is offline."""
+    """Refuse the multi-model claims whose waiting time is over, and all claims that need an engine that is offline."""
     replies: list[CommandReply] = []
     for names, queue in list(live.multi_model.items()):
         engines = tuple(map(hive.engine, names))

@@ -1,7 +1,8 @@
 """Choose the next multi-model claim, and grant it (R13).
 
-A multi-model claim keeps room in its engines only while nothing but a lack of room prevents its grant. Multi-model
-claims have one total order, and an engine keeps room for at most one of them, so no two ever wait for each other.
+A multi-model claim reserves room in its engines only while a lack of room is the sole reason that it is not granted.
+Multi-model claims are totally ordered, and an engine reserves room for at most one of them, so no two ever wait for
+each other.
 """
 
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ NO_PARTNERS: Mapping[str, tuple[str, ...]] = {}
 
 
 class DueClaim(NamedTuple):
-    """A multi-model claim that waits, and its engines."""
+    """A waiting multi-model claim, with its engines."""
 
     waiting: Waiting
     place: Place
@@ -31,9 +32,9 @@ class DueClaim(NamedTuple):
 
 
 def next_multi_model(hive: Hive, live: Live, engine: EngineState) -> DueClaim | None:
-    """Return the multi-model claim for which an engine keeps room, None if it keeps none.
+    """Return the multi-model claim that an engine reserves room for, or None.
 
-    It is the first multi-model claim in each of its engines, and no single claim is before it in any of them.
+    It is the first multi-model claim of each of its engines, and no single claim precedes it on any of them.
     """
     if not live.multi_model:
         return None
@@ -44,7 +45,7 @@ def next_multi_model(hive: Hive, live: Live, engine: EngineState) -> DueClaim | 
 
 
 def _first_ready(hive: Hive, live: Live, engine: EngineState) -> DueClaim | None:
-    """Return the first of an engine's multi-model claims whose engines all hand out episodes, without waiting for
+    """Return the first of an engine's multi-model claims whose engines all hand out episodes without waiting for
     training."""
     found: DueClaim | None = None
     for names, queue in live.multi_model.items():
@@ -60,7 +61,7 @@ def _first_ready(hive: Hive, live: Live, engine: EngineState) -> DueClaim | None
 
 
 def _is_next(hive: Hive, live: Live, engine: EngineState, due: DueClaim) -> bool:
-    """Return whether a multi-model claim is before all others in an engine, including single claims."""
+    """Return whether a multi-model claim precedes all others on an engine, including single claims."""
     first = _first_ready(hive, live, engine)
     if first is None or first.waiting is not due.waiting:
         return False
@@ -76,7 +77,7 @@ def episodes_claimed(
     sampler: ev.SamplerWeights | None = None,
     partners: Mapping[str, tuple[str, ...]] = NO_PARTNERS,
 ) -> ev.EpisodeClaimed:
-    """Return the event that grants a claim in one engine."""
+    """Return the event that grants a claim on one engine."""
     version = served(engine)
     return ev.EpisodeClaimed(
         at_ns=live.now_ns,
@@ -98,13 +99,12 @@ def episodes_claimed(
 
 
 def next_episodes(engine: EngineState, count: int) -> tuple[str, ...]:
-    """Return the ids of the episodes that an engine hands out next."""
+    """Return the ids of the next episodes that an engine will hand out."""
     return tuple(episode_id(engine.name, engine.run, engine.next_episode + index) for index in range(count))
 
 
 def granted_multi_model(due: DueClaim, live: Live) -> Decision:
-    """Remove a multi-model claim from its queue, and grant it: one event for each engine, stored together or not at
-    all."""
+    """Remove a multi-model claim from its queue, and grant it with one event for each engine, stored all or nothing."""
     waiting, claim = due.waiting, due.waiting.claim
     names = tuple(engine.name for engine in due.engines)
     live.multi_model[names].remove(waiting)

@@ -1,4 +1,4 @@
-"""The ends of multi-model episodes: all of their episodes are ended by one report, or aborted."""
+"""How multi-model episodes end: one report ends all of their episodes, or all are aborted."""
 
 from collections.abc import Iterator, Mapping
 
@@ -23,7 +23,7 @@ from bombus_coordinator.rules.live import Live
 
 
 def completed(hive: Hive, decision: Decision) -> Decision:
-    """Return a decision, extended to abort the partners of every episode that it aborts."""
+    """Return a decision, extended so that it also aborts the partners of every episode that it aborts."""
     aborting = [event for event in decision.events if isinstance(event, ev.EpisodeAborted)]
     if not aborting:
         return decision
@@ -37,7 +37,7 @@ def completed(hive: Hive, decision: Decision) -> Decision:
 
 
 def _partners_aborted(hive: Hive, event: ev.EpisodeAborted, gone: set[str]) -> Iterator[ev.EpisodeAborted]:
-    """Yield the aborts of the partners that are not in `gone` yet, and add the partners to it."""
+    """Yield the events that abort partners not yet in `gone`, and add the partners to `gone`."""
     partners: dict[str, list[str]] = {}
     of_engine = hive.engine(event.engine).open
     for episode in (of_engine[name] for name in event.episodes if name in of_engine):
@@ -59,7 +59,7 @@ def _partners_aborted(hive: Hive, event: ev.EpisodeAborted, gone: set[str]) -> I
 
 
 def end(hive: Hive, live: Live, message: MultiModelEnd) -> Decisions:
-    """End multi-model episodes, all or none. Those that the same report has already ended are skipped."""
+    """End multi-model episodes, all or none. Skip those that this same report has already ended."""
     listed = [result.episode for results in message.results for result in results.values()]
     if not 1 <= len(listed) <= EPISODES_PER_COMMAND_MAX:
         raise Refused(
@@ -84,9 +84,9 @@ def end(hive: Hive, live: Live, message: MultiModelEnd) -> Decisions:
 
 
 def _outcomes(hive: Hive, client: str, results: Mapping[str, EpisodeResult]) -> list[tuple[str, Episode, Outcome]]:
-    """Return the engine, episode and outcome of each episode of a multi-model one; none for a repeat. Raises `Refused`.
+    """Return the engine, episode and outcome of each part of a multi-model episode, or nothing for a repeated report.
 
-    An engine that was restarted since has forgotten its part, but the others still know the report.
+    A restarted engine has forgotten its part, but the others still know the report. Raises `Refused`.
     """
     report = outcome_digest(results)
     by_cause = sorted(results.items(), key=lambda item: _is_consequence(hive, *item))
@@ -105,6 +105,6 @@ def _outcomes(hive: Hive, client: str, results: Mapping[str, EpisodeResult]) -> 
 
 
 def _is_consequence(hive: Hive, engine: str, result: EpisodeResult) -> bool:
-    """Return whether an episode was aborted because of its partners, whose abort says why."""
+    """Return whether an episode was aborted only because a partner was. The partner's abort gives the reason."""
     closed = hive.engine(engine).closed.get(result.episode)
     return closed is not None and closed.aborted == AbortReason.MULTI_MODEL

@@ -1,4 +1,4 @@
-"""End sessions of training clients and their models, including silent sessions whose room others need."""
+"""End training clients' sessions and their models, including silent sessions whose room other clients need."""
 
 from collections import Counter
 from typing import TypedDict, Unpack
@@ -11,9 +11,9 @@ from bombus.hive.shares import has_share
 from bombus.hive.state import EngineState
 from bombus_coordinator.rules.live import Live, ns
 
-OWN_KEY = "_end-"  # begins the keys of operations that end models of ended sessions, but never a client's key
-SILENT_S = 120.0  # without a sign of life from a client that gives one every few seconds: then others get its room
-MADE_ROOM = "it was silent, and others needed its room"
+OWN_KEY = "_end-"  # key prefix of operations that end the models of ended sessions; never a client's key
+SILENT_S = 120.0  # silence after which a client's room may go to others; clients usually report every few seconds
+MADE_ROOM = "it was silent, and other clients needed its room"
 
 
 class _How(TypedDict, total=False):
@@ -26,7 +26,8 @@ def open_models(engine: EngineState, session: TrainingSession) -> list[ClientMod
 
 
 def to_end(engine: EngineState, session: TrainingSession) -> list[ClientModel]:
-    """Return a session's models that no waiting operation will end. Suspended models, which cannot be saved, wait."""
+    """Return a session's models that no waiting operation will end. Suspended models are left out: they cannot be saved
+    yet."""
     return [
         model
         for model in open_models(engine, session)
@@ -36,7 +37,7 @@ def to_end(engine: EngineState, session: TrainingSession) -> list[ClientModel]:
 
 
 def end_of(engine: EngineState, live: Live, model: ClientModel, save: bool) -> ev.OperationAccepted:
-    """Return the operation that ends a model, after its waiting operations."""
+    """Return the operation that ends a model once its waiting operations are done."""
     number = model.numbers + 1
     return ev.OperationAccepted(
         at_ns=live.now_ns,
@@ -53,7 +54,7 @@ def end_of(engine: EngineState, live: Live, model: ClientModel, save: bool) -> e
 def ended(
     engine: EngineState, live: Live, session: TrainingSession, reason: SessionEnd, **how: Unpack[_How]
 ) -> tuple[Event, ...]:
-    """Return the end of a session, with the operations that end its models after their waiting operations."""
+    """Return the event that ends a session, and the operations that end its models after their waiting operations."""
     live.session_seen.pop((engine.name, session.session), None)
     event = ev.SessionEnded(at_ns=live.now_ns, engine=engine.name, session=session.session, reason=reason, **how)
     return (event, *(end_of(engine, live, model, event.save) for model in to_end(engine, session)))
@@ -62,8 +63,8 @@ def ended(
 def seen_ns(engine: EngineState, live: Live, session: TrainingSession) -> int:
     """Return when a session last showed a sign of life, or when work was last done for it.
 
-    Time in which the run is suspended or the trainer asleep does not count as silence, nor does time in which
-    operations wait, unless they wait for a model that cannot be rebuilt, which may be forever.
+    Silence does not count while the run is suspended, while the trainer is asleep, or while operations wait. Operations
+    that wait for a model that cannot be rebuilt do not stop the count, since they may wait forever.
     """
     models = open_models(engine, session)
     if engine.rest_wanted or engine.asleep or any(model.waiting and not model.suspended for model in models):
@@ -77,7 +78,7 @@ def seen_ns(engine: EngineState, live: Live, session: TrainingSession) -> int:
 
 
 def room_for_session(engine: EngineState, live: Live, holder: str) -> tuple[Event, ...]:
-    """Return the ends of silent sessions, if room is needed for another session. Raises `Refused` QUOTA."""
+    """Return the events that end silent sessions, if another session needs their room. Raises `Refused` QUOTA."""
     limit = engine.collection.operations.sessions_max
     there = [each for each in engine.clients.sessions.values() if each.ended is None]
     events: tuple[Event, ...] = ()
@@ -96,7 +97,8 @@ def room_for_session(engine: EngineState, live: Live, holder: str) -> tuple[Even
 
 
 def room_for_model(engine: EngineState, live: Live, session: TrainingSession, limit: int) -> tuple[Event, ...]:
-    """Return the ends of silent sessions with models, if room is needed for another model. Raises `Refused` QUOTA."""
+    """Return the events that end silent sessions with models, if another model needs their room. Raises `Refused`
+    QUOTA."""
     there = _taking_room(engine, limit)
     events: tuple[Event, ...] = ()
     silent_ones = [each for each in _silent(engine, live) if any(model.session == each.session for model in there)]
@@ -110,16 +112,16 @@ def room_for_model(engine: EngineState, live: Live, session: TrainingSession, li
     raise Refused(
         Code.QUOTA,
         f"Engine {engine.name} has {len(there)} models, {held[session.holder]} of them made with this key, and the "
-        f"limit for all keys together is {limit}. A model of Tinker's clients ends with its session (at the end of its "
-        "program, or by POST /api/v1/sessions/ID/finish), one of xorl's clients with kill_session; the operator can "
+        f"limit for all keys together is {limit}. A Tinker client's model ends with its session (at the end of its "
+        "program, or by POST /api/v1/sessions/ID/finish), an xorl client's model with kill_session; the operator can "
         "set --models-max higher if memory allows.",
     )
 
 
 def _taking_room(engine: EngineState, limit: int) -> list[ClientModel]:
-    """Return the models that take up room: all but those whose sessions have ended, and those that cannot be rebuilt.
+    """Return the models that take up room: all except models of ended sessions and models that cannot be rebuilt.
 
-    If there are `limit` or more such exceptions, they count too, until some of them have ended.
+    If there are `limit` or more of these exceptions, all models count until some of them have ended.
     """
     sessions, models = engine.clients.sessions, engine.clients.open_models
     over = {name for name, each in sessions.items() if each.ended is not None}
@@ -128,9 +130,9 @@ def _taking_room(engine: EngineState, limit: int) -> list[ClientModel]:
 
 
 def _silent(engine: EngineState, live: Live) -> list[TrainingSession]:
-    """Return the open sessions whose clients should have shown a sign of life, the longest silent first.
+    """Return the open sessions whose clients should have shown a sign of life by now, longest silence first.
 
-    Clients whose session is for one model show none between their requests.
+    Sessions for a single model are left out: their clients send nothing between requests.
     """
     if engine.suspended:
         return []

@@ -1,4 +1,5 @@
-"""Register external inference servers that get training clients' weights. Gateways check that the hosts are allowed."""
+"""Register external inference servers that receive training clients' weights. Gateways check that the hosts are
+allowed."""
 
 import re
 from collections import Counter
@@ -15,13 +16,13 @@ from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions
 from bombus_coordinator.rules.live import Live
 from bombus_coordinator.rules.operations.sessions import TEXT_CHARS_MAX
 
-ENDPOINTS_MAX = 64  # of one engine
+ENDPOINTS_MAX = 64  # maximum per engine
 WORLD_MAX = 4096
 _HOST = re.compile(r"[A-Za-z0-9._:-]{1,253}\Z")
 
 
 def add(engine: EngineState, live: Live, message: AddEndpoint) -> Decisions:
-    """Add an endpoint. An identical one changes nothing and keeps its owner."""
+    """Add an endpoint. Adding an identical endpoint changes nothing; the endpoint keeps its owner."""
     if not _HOST.match(message.host) or not 1 <= message.port <= 65_535:
         raise Refused(Code.MALFORMED, f"{message.host[:40]!r}, port {message.port}, is not the address of a server.")
     if not 1 <= message.world_size <= WORLD_MAX:

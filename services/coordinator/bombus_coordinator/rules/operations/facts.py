@@ -1,4 +1,4 @@
-"""Handle the facts that trainers report about operations and models: an operation's first result counts (R17)."""
+"""Handle the facts that trainers report about operations and models. Only an operation's first result counts (R17)."""
 
 from typing import TypeAlias
 
@@ -22,7 +22,7 @@ from bombus_coordinator.rules.operations.queue import (
 ENDS_MAX = 3  # attempts to save a model whose session has ended
 ENDED_S = 30 * 24 * 3600.0  # how long a model saved in this way is kept
 METRICS_MAX = 32
-PATH_CHARS_MAX = 4096  # no system takes longer ones
+PATH_CHARS_MAX = 4096  # no operating system takes longer paths
 ADDRESS_CHARS_MAX = 128
 
 Fact: TypeAlias = OperationDone | OperationBegins | CheckpointWritten | ModelAway | RebuildsModel
@@ -60,7 +60,8 @@ def begins(engine: EngineState, live: Live, message: OperationBegins) -> Decisio
 def done(engine: EngineState, live: Live, message: OperationDone) -> Decisions:
     """Accept the first result of an operation from the current trainer. A later result changes nothing.
 
-    The message can be sent as a command: the answer says that the operation has a result, this one or an earlier one.
+    The message can be sent as a command: the answer says that the operation has a result, either this or an earlier
+    one.
     """
     model = engine.clients.models.get(message.model)
     if not _is_current(engine, message):
@@ -103,7 +104,7 @@ def done(engine: EngineState, live: Live, message: OperationDone) -> Decisions:
 
 
 def _kept(engine: EngineState, live: Live, model: ClientModel, queued: Queued, message: OperationDone) -> list[Event]:
-    """Return the event that keeps the model that an operation has saved, none if it has saved none."""
+    """Return the event that keeps the model saved by an operation, if it saved one."""
     saved = message.saved
     if saved is None or message.failed:
         return []
@@ -126,7 +127,8 @@ def _kept(engine: EngineState, live: Live, model: ClientModel, queued: Queued, m
 
 
 def _closed(engine: EngineState, live: Live, model: ClientModel, queued: Queued, message: OperationDone) -> list[Event]:
-    """Return the event that closes a model, if the operation ended it, or failed to create it or (often) to save it."""
+    """Return the event that closes a model, if the operation ended it, could not create it, or repeatedly failed to
+    save it."""
     if queued.number == model.begun and message.failed:
         reason, why = ModelEnd.NOT_CREATED, "it could not be created; the result of its first operation says why"
     elif message.closes and not message.failed:
@@ -149,8 +151,7 @@ def _closed(engine: EngineState, live: Live, model: ClientModel, queued: Queued,
 def away(engine: EngineState, live: Live, message: ModelAway) -> Decisions:
     """Note that the current trainer cannot rebuild a model, or that it can again.
 
-    The same reason is noted again if the trainer has just tried to rebuild the model, or if trainers were lost in
-    trying.
+    The same reason is noted again if the trainer has just tried to rebuild the model, or if trainers died trying.
     """
     model = engine.clients.models.get(message.model)
     why = message.why[:WHY_CHARS_MAX]

@@ -25,18 +25,18 @@ from bombus_coordinator.rules.live import Live, ns
 from bombus_coordinator.rules.operations.ending import room_for_model
 
 CREATE, END, SAVE = "create_model", END_MODEL, "save_weights"
-HELD_S = 24 * 3600.0  # for how long operations that wait for a suspended model keep the saved models that they load
+HELD_S = 24 * 3600.0  # how long operations waiting for a suspended model protect the saved models they load
 WHY_CHARS_MAX = 500
-TEXT_CHARS_MAX = 1000  # of a base's name, and of a saved model's
-METADATA_BYTES_MAX = 4 << 10  # of a model, and of a checkpoint
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:=+@-]{0,127}\Z")  # can be the name of a folder
+TEXT_CHARS_MAX = 1000  # maximum length of the name of a base or saved model
+METADATA_BYTES_MAX = 4 << 10  # maximum for a model, and for a checkpoint
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:=+@-]{0,127}\Z")  # must be usable as a folder name
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
-_UNNAMED = re.compile(r"(sample|inflight)-\d+\Z")  # how gateways name a save that its client did not name
+_UNNAMED = re.compile(r"(sample|inflight)-\d+\Z")  # name that gateways give an unnamed save
 _OP = re.compile(r"[a-z][a-z_]{0,31}\Z")
 
 
 def operate(engine: EngineState, live: Live, message: Operate) -> Decisions:
-    """Accept an operation. If it was accepted before, it keeps its id, whether it waits or was executed.
+    """Accept an operation. An operation that was accepted before keeps its id, whether it still waits or was executed.
 
     An operation that creates a model starts a run if the engine is offline.
     """
@@ -53,7 +53,7 @@ def operate(engine: EngineState, live: Live, message: Operate) -> Decisions:
     _check_form(message)
     if session is None:
         raise Refused(Code.UNKNOWN_SESSION, f"There is no session {message.session}: open one.")
-    if session.ended is not None and message.op != END:  # its remaining models can be ended
+    if session.ended is not None and message.op != END:  # only allowed: ending its remaining models
         raise Refused(
             Code.SESSION_OVER, f"Session {message.session} has ended ({session.ended.reason}): open another one."
         )
@@ -102,15 +102,16 @@ def operate(engine: EngineState, live: Live, message: Operate) -> Decisions:
 
 
 def _check_owner(engine: EngineState, message: Operate, model: ClientModel) -> None:
-    """Raise `Refused` if the model belongs to another key, whose client has chosen the same name."""
+    """Raise `Refused` if the model belongs to another key whose client chose the same name."""
     session = engine.clients.sessions.get(message.session)
     if session is not None and session.owner != owner_of(engine.clients, model):
         code = Code.MODEL_EXISTS if message.op == CREATE else Code.UNKNOWN_MODEL
-        raise Refused(code, f"Model {message.model} belongs to another client: give yours another name.")
+        raise Refused(code, f"Model {message.model} belongs to another client: choose another name for yours.")
 
 
 def _again(model: ClientModel, live: Live, message: Operate, before: Queued) -> Accepted:
-    """Return the answer to an operation that was accepted before. Raises `Refused` if another one had the same key."""
+    """Return the answer to an operation that was accepted before. Raises `Refused` if a different operation had this
+    key."""
     if before.body is None or before.body.digest != message.body.digest:
         raise Refused(
             Code.OTHER_BODY,
@@ -128,7 +129,7 @@ def _again(model: ClientModel, live: Live, message: Operate, before: Queued) -> 
 
 
 def _check_form(message: Operate) -> None:
-    """Raise `Refused` if names or the reference to the body are malformed, which no gateway sends."""
+    """Raise `Refused` if names or the reference to the body are malformed. Gateways never send such messages."""
     for what, text, form in (
         ("session", message.session, NAME),
         ("model", message.model, NAME),
@@ -161,7 +162,7 @@ def is_body(body: BodyRef) -> bool:
 
 
 def check_base(engine: EngineState, base: str, what: str) -> None:
-    """Raise `Refused` if this engine cannot serve models on a base now. `what` is what the client wants to do."""
+    """Raise `Refused` if this engine cannot serve models on this base now. `what` is what the client wants to do."""
     if engine.phase != Phase.OFFLINE and not engine.serves_operations:
         raise wrong_phase(
             what,
@@ -190,11 +191,11 @@ def _room_for_new(engine: EngineState, live: Live, message: Operate, session: Tr
     """Return the events that make room for another model. Raises `Refused` if this engine cannot serve it now."""
     check_base(engine, message.base, "create a model")
     if engine.rest_wanted:
-        why = f"The trainer of engine {engine.name} is asleep and creates no models until /wake_up wakes it."
+        why = f"The trainer of engine {engine.name} is asleep and creates no models until it is woken by /wake_up."
         raise wrong_phase("create a model", engine.phase, why)
     known = engine.clients.models.get(message.model)
     if known is not None and known.closed is None:
-        raise Refused(Code.MODEL_EXISTS, f"Model {message.model} exists: end it first, or give another name.")
+        raise Refused(Code.MODEL_EXISTS, f"Model {message.model} already exists: end it first, or choose another name.")
     return room_for_model(engine, live, session, message.models_max or engine.collection.operations.models_max)
 
 
@@ -222,7 +223,7 @@ def _open_model(engine: EngineState, message: Operate, model: ClientModel | None
 
 
 def _check_room(engine: EngineState, message: Operate, model: ClientModel) -> None:
-    """Raise `Refused` if an operation exceeds the limits. One that ends a model always has room."""
+    """Raise `Refused` if an operation exceeds the limits. An operation that ends a model always has room."""
     limits, holder = engine.collection.operations, engine.clients.holder_of(model)
     if message.op == END:
         return
@@ -248,13 +249,13 @@ def _check_room(engine: EngineState, message: Operate, model: ClientModel) -> No
 
 
 def _is_full(engine: EngineState, holder: str) -> bool:
-    """Return whether the holder of a key may have no more saved models. A published one counts for its owner."""
+    """Return whether a key's holder has reached the limit of saved models. A published model counts for its owner."""
     kept, limit = engine.clients.kept, engine.collection.operations.checkpoints_max
     return len(kept) >= limit and not has_share(Counter(each.noted.owner for each in kept.values()), holder, limit)
 
 
 def _held_bytes(engine: EngineState) -> Counter[str]:
-    """Return the bytes that are kept for the trainer, by key holder."""
+    """Return the bytes that are kept for the trainer, by holder."""
     held: Counter[str] = Counter()
     for model in engine.clients.open_models:
         held[engine.clients.holder_of(model)] += model.held_bytes
@@ -264,7 +265,7 @@ def _held_bytes(engine: EngineState) -> Counter[str]:
 def _least_needed(engine: EngineState, live: Live, model: ClientModel) -> KeptWeights | None:
     """Return the saved model to remove so that this model can be saved: the oldest that its client did not name.
 
-    Those of ended models of the same key come before the model's own. Saved models that are in use, published or kept
+    Saves of ended models of the same key go before this model's own. Saved models that are in use, published or kept
     forever are not removed.
     """
     clients, used = engine.clients, in_use(engine, live)
@@ -284,16 +285,18 @@ def _least_needed(engine: EngineState, live: Live, model: ClientModel) -> KeptWe
 
 
 def in_use(engine: EngineState, live: Live) -> set[str]:
-    """Return the saved models that open episodes sample from, and those that operations wait to load.
+    """Return the saved models that open episodes sample from, or that waiting operations will load.
 
-    Operations that wait for a suspended model keep them only for `HELD_S` of the time in which it could be rebuilt.
+    Operations that wait for a suspended model protect its saves only for `HELD_S`, counting time in which the model
+    could have been rebuilt.
     """
     sampled = {episode.sampler.checkpoint for episode in engine.open.values() if episode.sampler is not None}
     return sampled | engine.clients.read_by_waiting(engine.clients.trying.shows(live.now_ns) - ns(HELD_S))
 
 
 def _room_for_save(engine: EngineState, live: Live, message: Operate, model: ClientModel) -> tuple[Event, ...]:
-    """Return the event that makes room for a save at the limit, so a loop can continue, or raise `Refused`."""
+    """Return the event that makes room for a save at the limit, so that a loop can continue. Raises `Refused` if there
+    is none to make."""
     holder = engine.clients.holder_of(model)
     if message.op != SAVE or not _is_full(engine, holder):
         return ()

@@ -1,4 +1,4 @@
-"""The life of an operations run, and which messages of the stream `ops` it no longer needs."""
+"""The life of an operations run, and which messages in the stream `ops` it no longer needs."""
 
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
@@ -11,12 +11,12 @@ from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions,
 from bombus_coordinator.rules.live import Live
 from bombus_coordinator.rules.operations.queue import TEXT_CHARS_MAX, check_base, run_started
 
-NAME_CHARS = 128  # of a session's name in a message
-FLOORS_MAX = 1000  # in one event
+NAME_CHARS = 128  # characters of a session's name shown in a message
+FLOORS_MAX = 1000  # maximum number in one event
 
 
 def trainer_serves(engine: EngineState, live: Live, message: TrainerServes) -> Decisions:
-    """Note that the run can begin to serve: its trainer has loaded the base. The transition to rolling follows."""
+    """Note that the run can begin to serve, as its trainer has loaded the base. The transition to rolling follows."""
     if message.run != engine.run or not engine.serves_operations or message.trainer_epoch != engine.trainer_epoch:
         return
     if engine.phase != Phase.BOOTING or not engine.trainer or engine.stage == BOOTED:
@@ -45,7 +45,7 @@ def begin_sampling(engine: EngineState, live: Live, message: BeginSampling) -> D
 
 
 def ask_rest(engine: EngineState, live: Live, message: AskRest) -> Decisions:
-    """Let the trainer free its memory, or continue. A repeat changes nothing."""
+    """Ask the trainer to free its memory, or to continue. A repeat changes nothing."""
     what = "put the trainer to sleep" if message.asleep else "wake the trainer up"
     if not engine.serves_operations:
         raise wrong_phase(what, engine.phase, f"Engine {engine.name} serves no training operations: create a model.")
@@ -75,7 +75,7 @@ def trainer_rests(engine: EngineState, live: Live, message: TrainerRests) -> Dec
 
 
 def end_idle_run(engine: EngineState, live: Live) -> Decisions:
-    """End a run that has had no model for a while. A session or an open episode that still samples keeps it."""
+    """End a run that has had no model for a while. A session or an open episode that still samples keeps it alive."""
     clients = engine.clients
     if not engine.serves_operations or engine.suspended or clients.open_models or engine.open:
         return
@@ -88,18 +88,18 @@ def end_idle_run(engine: EngineState, live: Live) -> Decisions:
         yield Decision(events=(ev.EngineStopped(at_ns=live.now_ns, engine=engine.name, run=engine.run),))
 
 
-# ---- what is not needed any more (R12, R17) -----------------------------------------------------------------------
+# ---- what is no longer needed (R12, R17) -------------------------------------------------------------------------
 
 
 def floor_of(model: ClientModel, below: int) -> int:
-    """Return the sequence of `ops` before which nothing of a model is needed, at most `below`."""
+    """Return the sequence in `ops` before which nothing of a model is needed, at most `below`."""
     return min([below, *(body.first for body in model.needed())])
 
 
 def release(hive: Hive, live: Live, message: OperationsStored) -> Decisions:
     """Release messages before `below` that no model needs. Senders may still name messages from `below` on.
 
-    Once this is on the log, an operation with an older body is refused, so what is purged is never needed later.
+    Once this is on the log, operations with older bodies are refused, so a purged message is never needed later.
     """
     if message.shrunk:
         lowered = tuple(

@@ -1,4 +1,4 @@
-"""Open and end the sessions of training clients, and look after the models that they have saved."""
+"""Open and end the sessions of training clients, and manage the models that they have saved."""
 
 from collections import Counter
 
@@ -19,14 +19,14 @@ from bombus_coordinator.rules.operations.ending import end_of, ended, open_model
 from bombus_coordinator.rules.operations.queue import NAME, WHY_CHARS_MAX, in_use
 
 METADATA_BYTES_MAX = 64 << 10
-TEXT_CHARS_MAX = 256  # of the name of a key or of an API
-SHOWN_CHARS = 128  # of an unknown name in a message
+TEXT_CHARS_MAX = 256  # maximum length of the name of a key or an API
+SHOWN_CHARS = 128  # characters shown of an unknown name in a message
 IDLE_S_MIN, IDLE_S_MAX = 10.0, 7 * 24 * 3600.0
-AGAIN_S = 60.0  # until saving a model that could not be saved is retried
-LEFT_S = 24 * 3600.0  # for which a model that cannot be rebuilt waits to be saved after its session has ended
-TRIED_S = 1800.0  # for which, at the end of LEFT_S, there has been a leader and the same trainer, to try it
-MODEL_S = 60.0  # for which a session for one model may have none
-ENDED_KEPT = 2  # times as many sessions as may be open: beyond that, ended sessions are forgotten early
+AGAIN_S = 60.0  # delay before a model that could not be saved is saved again
+LEFT_S = 24 * 3600.0  # how long a model that cannot be rebuilt waits to be saved after its session ended
+TRIED_S = 1800.0  # by the end of LEFT_S, one trainer must have had this long, under a leader, to try it
+MODEL_S = 60.0  # how long a session for one model may exist without it
+ENDED_KEPT = 2  # ended sessions kept, as a multiple of the open ones allowed; beyond it they are forgotten early
 
 
 def open_session(engine: EngineState, live: Live, message: OpenSession) -> Decisions:
@@ -84,7 +84,7 @@ def _check_form(message: OpenSession, idle_s: float) -> None:
 
 
 def close_session(engine: EngineState, live: Live, message: CloseSession) -> Decisions:
-    """End a session, and its models. The first reason stands."""
+    """End a session and its models. If it has already ended, the first reason is kept."""
     session = engine.clients.sessions.get(message.session)
     if session is None:
         raise Refused(Code.UNKNOWN_SESSION, f"There is no session {message.session[:SHOWN_CHARS]}.")
@@ -143,7 +143,7 @@ def _let_go(engine: EngineState, live: Live) -> Decisions:
 
 
 def _has_no_model(engine: EngineState, live: Live, session: TrainingSession) -> bool:
-    """Return whether a session that was opened for one model has none: the model has ended, or was not created."""
+    """Return whether a session opened for one model has none, because the model has ended or was never created."""
     if not session.for_model or open_models(engine, session):
         return False
     models = (model for model in engine.clients.models.values() if model.session == session.session)
@@ -152,7 +152,7 @@ def _has_no_model(engine: EngineState, live: Live, session: TrainingSession) -> 
 
 
 def _is_idle(engine: EngineState, live: Live, session: TrainingSession) -> bool:
-    """Return whether a session has shown no sign of life for too long, and nothing was done for it."""
+    """Return whether a session has shown no sign of life for too long and no work was done for it."""
     return seen_ns(engine, live, session) + ns(session.idle_s) <= live.now_ns
 
 
@@ -191,8 +191,8 @@ def remove_weights(engine: EngineState, live: Live, message: RemoveWeights) -> D
 def _check_unread(engine: EngineState, name: str, kept: KeptWeights) -> None:
     """Raise `Refused` if an operation is about to load a saved model. Operations of other clients are not named.
 
-    An operation of a model that cannot be rebuilt is no obstacle, as it may wait for long: it fails once it is
-    executed.
+    An operation of a model that cannot be rebuilt does not count, as it may wait for a long time: it will fail when it
+    is executed.
     """
     found = next((each for each in engine.clients.readers(name) if not each[0].suspended), None)
     if found is None:
@@ -213,7 +213,7 @@ def retain_weights(engine: EngineState, live: Live, message: RetainWeights) -> D
 
 
 def publish_weights(engine: EngineState, live: Live, message: PublishWeights) -> Decisions:
-    """Mark a saved model as public, or no longer public. Its time to live keeps running."""
+    """Make a saved model public, or no longer public. Its time to live keeps running."""
     kept = _kept(engine, message)
     reply = (CommandReply(message.id, Done(run=engine.run)),)
     if kept.noted.public == message.public:

@@ -29,9 +29,9 @@ from bombus_coordinator.rules.operations.queue import is_body
 from bombus_coordinator.rules.operations.serving import FLOORS_MAX
 from bombus_coordinator.rules.trajectories.registering import again, check_queue
 
-GROUPS_MAX = 1_024  # of one push: its event is far below the size of a message
+GROUPS_MAX = 1_024  # maximum in one push, whose event is then far below a message's limit
 KEY_CHARS_MAX = 200
-WHY_CHARS_MAX = 500  # of the reason for which groups are given up
+WHY_CHARS_MAX = 500  # maximum length of the reason for giving groups up
 
 
 def push(hive: Hive, live: Live, message: PushGroups) -> Decisions:
@@ -40,7 +40,7 @@ def push(hive: Hive, live: Live, message: PushGroups) -> Decisions:
     state = engine.trajectories
     repeated = state.repeated(message.key, live.now_ns)
     if repeated is not None:
-        if repeated.digest not in (b"", digest_of(message.groups)):  # an older snapshot has no digest
+        if repeated.digest not in (b"", digest_of(message.groups)):  # snapshots of an older version have no digest
             raise Refused(
                 Code.OTHER_BODY,
                 "A recent push with this key had other groups. Give each push its own key in "
@@ -70,9 +70,9 @@ def push(hive: Hive, live: Live, message: PushGroups) -> Decisions:
 
 
 def group_episodes(hive: Hive, live: Live, message: EpisodesGrouped) -> Decisions:
-    """Queue a group made of ended episodes, and remove these from the pool. If they cannot be a group, drop them.
+    """Queue a group made from ended episodes, and remove them from the pool. If they cannot form a group, drop them.
 
-    Nothing happens if the episodes have left the pool, or if there is no room yet: then the leader makes a new group.
+    Do nothing if the episodes have left the pool, or if there is no room yet: the leader will make the group again.
     """
     engine = hive.engine(message.engine)
     pool, group = engine.pool, message.group
@@ -114,7 +114,7 @@ def _check_bodies(hive: Hive, engine: EngineState, groups: Iterable[QueuedGroup]
 
 
 def _why_no_room(hive: Hive, engine: EngineState, groups: Sequence[QueuedGroup]) -> str:
-    """Return why there is no room for groups in the queue, or for their holder in the stream; "" if there is."""
+    """Return why there is no room for groups in the queue, or for their holder in the stream. "" if there is room."""
     sizes: dict[str, int] = {}
     for group in groups:
         sizes[group.holder] = sizes.get(group.holder, 0) + (0 if group.body is None else group.body.size)
@@ -125,13 +125,13 @@ def _why_no_room(hive: Hive, engine: EngineState, groups: Sequence[QueuedGroup])
 
 
 def take(engine: EngineState, live: Live, message: TakeBatch) -> Decisions:
-    """Hand out the next batch, or the last one again if it was not delivered."""
+    """Hand out the next batch, or the last batch again if it was not delivered."""
     state = engine.trajectories
     if engine.queues_groups and engine.makes_steps:
         raise Refused(
             Code.UNSUPPORTED,
             f"Run {engine.run} of engine {engine.name} is trained by the engine's own trainer, which takes each batch "
-            "itself. To take batches elsewhere, stop it and configure a job without collection.rollout_groups.",
+            "itself. To use another trainer, stop the run and configure a job without collection.rollout_groups.",
         )
     if not engine.queues_groups or state.trainer is None:
         raise wrong_phase("hand out a batch", engine.phase, "Register a trainer first.")
@@ -160,7 +160,7 @@ def take(engine: EngineState, live: Live, message: TakeBatch) -> Decisions:
 
 
 def _check_after(engine: EngineState, after: int) -> None:
-    """Raise `Refused` unless a trainer that has batch `after` can get the next one: only the last batch is kept."""
+    """Raise `Refused` unless a trainer that has batch `after` can get the one after it. Only the last batch is kept."""
     state = engine.trajectories
     newest = state.before if state.batch is None else state.batch.number
     if after not in (state.before, newest):
@@ -175,7 +175,7 @@ def _check_after(engine: EngineState, after: int) -> None:
 def seal(engine: EngineState, live: Live) -> Decisions:
     """Seal the next batch for our own trainer, once replicas serve the last step's weights.
 
-    A queue that made no batch is not searched again until it has changed.
+    A queue that did not yield a batch is not searched again until it has changed.
     """
     state, trainer = engine.trajectories, engine.trajectories.trainer
     if engine.batch is not None or engine.version < engine.step or trainer is None or engine.active is None:
@@ -204,9 +204,9 @@ def seal(engine: EngineState, live: Live) -> Decisions:
 
 
 def give_up_old(engine: EngineState, live: Live) -> Decisions:
-    """Give up the groups of episodes that have waited in the queue for too many versions.
+    """Give up groups of episodes that have waited in the queue for too many versions.
 
-    If an outside trainer takes the batches, no version follows the first, and all groups wait for that trainer.
+    With an outside trainer there are no versions after the first, and all groups wait for that trainer.
     """
     most = engine.collection.max_carry_staleness
     old = engine.trajectories.queued_before(engine.version - most)
@@ -222,7 +222,7 @@ def give_up_old(engine: EngineState, live: Live) -> Decisions:
 
 
 def sent(engine: EngineState, live: Live, message: BatchSent) -> Decisions:
-    """Note that a batch has reached its trainer, which gets a new one the next time."""
+    """Note that a batch has reached its trainer. The trainer gets a new batch next time."""
     batch = engine.trajectories.batch
     if batch is None or batch.delivered or (batch.run, batch.number) != (message.run, message.number):
         return
@@ -249,7 +249,7 @@ def give_up(engine: EngineState, live: Live, message: GiveUpGroups) -> Decisions
 
 
 def _bodies(engine: EngineState, message: GiveUpGroups) -> dict[int, int]:
-    """Return the first sequence of the body of each group that a message may name, by the group's number."""
+    """Return the first sequence of the body of each group that the message may name, by group number."""
     handed = engine.trajectories.batch
     groups: Iterable[tuple[int, QueuedGroup]] = ()
     if not message.number:
@@ -264,7 +264,7 @@ def _bodies(engine: EngineState, message: GiveUpGroups) -> dict[int, int]:
 
 
 def move(hive: Hive, live: Live, message: BodiesStored) -> Decisions:
-    """Note where bodies of groups are now. Groups of a batch that is still being delivered are left where they were."""
+    """Note where the bodies of groups are now. Groups of a batch that is still being delivered keep their places."""
     engine = hive.engine(message.engine)
     movable = dict(engine.trajectories.movable(live.now_ns))
     moved = tuple(
@@ -281,9 +281,9 @@ def move(hive: Hive, live: Live, message: BodiesStored) -> Decisions:
 
 
 def release(hive: Hive, live: Live, message: TrajectoriesStored) -> Decisions:
-    """Release the bodies that no group needs. From `below` on, the senders of bodies may still name them.
+    """Release bodies before `below` that no group needs. Senders may still name bodies from `below` on.
 
-    Once this is on the log, a group with an older body is refused, so what is purged is never needed later.
+    Once this is on the log, groups with older bodies are refused, so a purged body is never needed later.
     """
     if message.shrunk:
         yield from _lowered(hive, live, message.below)
@@ -305,7 +305,7 @@ def release(hive: Hive, live: Live, message: TrajectoriesStored) -> Decisions:
 
 
 def _lowered(hive: Hive, live: Live, end: int) -> Decisions:
-    """Release nothing beyond the new end of a stream that went back, since its sequences are reused."""
+    """Lower what is released to the new end of a stream that went back, since its sequences are reused."""
     own = tuple(ev.HolderFloor(*each, end) for each, floor in hive.released_of_holders().items() if floor > end)
     below = min(hive.trajectories_released, end)
     if below < hive.trajectories_released or own:

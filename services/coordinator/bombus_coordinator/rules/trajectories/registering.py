@@ -1,4 +1,4 @@
-"""Trainers and environments of rollout groups: they register, report that they are alive, and leave."""
+"""Register the trainers and environments of rollout groups, track whether they are alive, and let them leave."""
 
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
@@ -13,17 +13,17 @@ from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions,
 from bombus_coordinator.rules.engines import close_all
 from bombus_coordinator.rules.live import Live, ns
 
-ENVIRONMENT_IDLE_S = 600.0  # after this much silence an environment is considered gone
+ENVIRONMENT_IDLE_S = 600.0  # silence after which an environment counts as gone
 TEXT_CHARS_MAX = 1_000
-FOLDER_CHARS_MAX = 4_096  # the limit of file systems
+FOLDER_CHARS_MAX = 4_096  # the maximum of most file systems
 
 
 def register_trainer(engine: EngineState, live: Live, message: RegisterTrainer) -> Decisions:
     """Begin a run for a trainer. An earlier rollout-group run ends, and its groups are dropped.
 
-    If the engine's job makes batches of rollout groups, the run boots like one of episodes. The trainer is then our
-    own, with the registered settings, unless the job makes groups of episodes only. Without such a job the trainer is
-    an outside one, and the run rolls at once.
+    If the engine's job makes batches of rollout groups, the run boots like an episode run. Its trainer is then our own,
+    with the registered settings, unless the job makes only groups of episodes. Without such a job the trainer is an
+    outside one, and the run starts rolling immediately.
     """
     check_queue(engine, "register a trainer")
     why = why_no_batch_size(message.batch_size)
@@ -67,7 +67,7 @@ def register_trainer(engine: EngineState, live: Live, message: RegisterTrainer) 
 
 
 def check_queue(engine: EngineState, action: str) -> None:
-    """Raise `Refused` if the current run does not make its batches of rollout groups."""
+    """Raise `Refused` if the current run does not make its batches from rollout groups."""
     if engine.phase != Phase.OFFLINE and not engine.queues_groups:
         does = "serves training operations" if engine.serves_operations else "plays episodes"
         hint = f"Run {engine.run} of engine {engine.name} {does}: stop it, or use another engine."
@@ -95,7 +95,7 @@ def _started(engine: EngineState, live: Live, registered: ev.TrainerRegistered) 
 def join(engine: EngineState, live: Live, message: JoinEnvironment) -> Decisions:
     """Let an environment join. Until the trainer has asked for a batch, the environment has to ask again.
 
-    Our own trainer asks for none: there the environment waits until replicas serve the model.
+    Our own trainer never asks for batches. With it, the environment waits until replicas serve the model.
     """
     state = engine.trajectories
     begun = engine.phase != Phase.BOOTING and (engine.makes_steps or state.begun)
@@ -153,7 +153,7 @@ def _left(engine: EngineState, live: Live, environment: int, reason: Environment
 
 
 def again(engine: EngineState, live: Live, environment: int) -> tuple[Event, ...]:
-    """Return the event that reconnects an environment that fell silent, none for any other."""
+    """Return the event that reconnects an environment that fell silent; no event for any other environment."""
     known = engine.trajectories.queue.environments.get(environment)
     if known is None or known.connected or environment not in engine.trajectories.silent_ns:
         return ()
@@ -161,7 +161,7 @@ def again(engine: EngineState, live: Live, environment: int) -> tuple[Event, ...
 
 
 def lapse(engine: EngineState, live: Live) -> Decisions:
-    """Treat silent environments as gone, and those that are heard from again as connected."""
+    """Mark silent environments as gone, and environments that are heard from again as connected."""
     state = engine.trajectories
     if not state.heard_ns and not state.silent_ns:
         return

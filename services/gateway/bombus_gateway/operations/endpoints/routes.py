@@ -1,4 +1,4 @@
-"""The routes with which xorl's clients register inference servers, sync weights to them, and let the trainer sleep.
+"""The routes with which xorl's clients register inference servers, sync weights to them, and put the trainer to sleep.
 
 They answer directly, without a future. A failure is answered with `success: false` and a sentence, not an HTTP error.
 """
@@ -26,11 +26,11 @@ from bombus_gateway.operations_wire.endpoints import Endpoint, SyncRequest, read
 from bombus_gateway.operations_wire.submission import DEFAULT_MODEL
 from bombus_gateway.plain_routes import JsonResponse, PlainRoute
 
-REST_S = 900.0  # for the current operation to end and recovery checkpoints to be written, or for models to be rebuilt
+REST_S = 900.0  # time for the operation in progress and recovery checkpoints, or for rebuilding models
 
 
 class EndpointRoutes:
-    """The endpoints of one engine."""
+    """The inference endpoints of one engine."""
 
     def __init__(
         self, gateway: Gateway, operations: OperationLog, registered: RegisteredModel, rest_s: float = REST_S
@@ -63,7 +63,7 @@ class EndpointRoutes:
     async def _add(self, body: bytes, holder: str) -> dict[str, object]:
         asked = read_new_endpoint(body)
         check_allowed(self._gateway.settings.inference_hosts, asked.at)
-        await catch_up(self._gateway.follower)  # it may be a replica that has just joined
+        await catch_up(self._gateway.follower)  # the address may be that of a replica that has just joined
         target = await looked_at(self._gateway, asked.at)
         if target.failure or target.server is None:
             return {"success": False, "message": f"The endpoint was not registered: {target.failure}"}
@@ -88,7 +88,7 @@ class EndpointRoutes:
         }
 
     async def _synced(self, at: Endpoint, holder: str) -> tuple[bool, str]:
-        """Give a new endpoint the current weights. Even if this fails, the endpoint stays registered."""
+        """Give a new endpoint the current weights. The endpoint stays registered even if this fails."""
         try:
             report = await self._sync.sync(SyncRequest(), holder, only=at)
         except Refused as refusal:
@@ -107,7 +107,7 @@ class EndpointRoutes:
             return {"success": False, "message": f"{name} is not registered."}
         remove = inbox.RemoveEndpoint(id=uuid.uuid4().hex, engine=self._operations.engine, host=at.host, port=at.port)
         await self._gateway.carry_out(remove)
-        return {"success": True, "message": f"{name} gets no more weights."}
+        return {"success": True, "message": f"{name} will get no more weights."}
 
     async def list(self, request: Request) -> Response:
         """Answer with all endpoints that the client may use. Those that do not respond are listed as not `healthy`."""
@@ -124,11 +124,11 @@ class EndpointRoutes:
 
         async def synced() -> object:
             asked = read_sync(body)
-            await catch_up(self._gateway.follower)  # other gateways may have added models, endpoints and replicas
+            await catch_up(self._gateway.follower)  # other gateways may have added models, endpoints or replicas
             models = seen_by(self._operations.clients, holder).open_models
             meant = asked.model or ("" if any(not is_tinkers(each.name) for each in models) else DEFAULT_MODEL)
             if self._registered.unborn(meant, holder):
-                await self._registered.create(holder)  # the sync then sends the weights of its base
+                await self._registered.create(holder)  # the sync then sends the base's weights
             return await self._sync.sync(asked, holder)
 
         return await _answered(synced())
@@ -142,7 +142,7 @@ class EndpointRoutes:
         return await _answered(self._rest(asleep=False))
 
     async def _rest(self, asleep: bool) -> dict[str, object]:
-        """Put the trainer to sleep or wake it up, and answer once it has done so."""
+        """Put the trainer to sleep or wake it up, and answer once this is done."""
         await self._gateway.carry_out(inbox.AskRest(id=uuid.uuid4().hex, engine=self._operations.engine, asleep=asleep))
         run = self._operations.state.run
         is_over = _over(lambda: self._operations.state, run, asleep)
@@ -166,7 +166,7 @@ class EndpointRoutes:
 
 
 def _over(state: Callable[[], EngineState], run: int, asleep: bool) -> Callable[[], bool]:
-    """Return a predicate: whether the trainer has reached the wanted state, asleep or awake, or no longer will."""
+    """Return a predicate that is true once the trainer has reached the wanted state, asleep or awake, or never will."""
 
     def over() -> bool:
         engine = state()
@@ -176,7 +176,7 @@ def _over(state: Callable[[], EngineState], run: int, asleep: bool) -> Callable[
 
 
 async def _answered(answering: Awaitable[object]) -> Response:
-    """Answer with JSON. A refusal is answered with status 200 too, since clients look at `success`."""
+    """Answer with JSON. A refusal is also answered with status 200, since clients look at `success`."""
     try:
         return JsonResponse(await answering)
     except Refused as refusal:

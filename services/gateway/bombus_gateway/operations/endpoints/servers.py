@@ -30,12 +30,13 @@ if TYPE_CHECKING:
     import httpx
 
 CONNECT_S = 5.0
-LOOK_S = 15.0  # for a server to identify itself, over all routes that are tried
-LOAD_S = 1200.0  # for a server to load weights; xorl's client waits for half an hour
+LOOK_S = 15.0  # time for a server to identify itself, over all routes tried
+LOAD_S = 1200.0  # time for a server to load weights; xorl's client waits half an hour
 
 
 class Target(msgspec.Struct, frozen=True):
-    """A server that is to get weights; `failure` says why it cannot. `key` is its access key if it is our replica."""
+    """A server to give weights to. `failure` says why it cannot get them. `key` is its access key if it is our own
+    replica."""
 
     at: Endpoint
     url: str
@@ -64,7 +65,7 @@ def check_allowed(hosts: Sequence[str], at: Endpoint) -> None:
     why = (
         f"Inference endpoints may only be on {', '.join(hosts)} here, not at {at.host}:{at.port}."
         if hosts
-        else f"This hive does not talk to inference endpoints elsewhere, such as {at.host}:{at.port}."
+        else f"This hive does not talk to external inference endpoints such as {at.host}:{at.port}."
     )
     raise Refused(
         Code.UNSUPPORTED,
@@ -80,7 +81,7 @@ def replica_at(gateway: Gateway, url: str) -> Target:
 
 
 def _leads_to(url: str, at: Endpoint) -> bool:
-    """Return whether a replica's URL leads to an address. All names of loopback count as one host."""
+    """Return whether a replica's URL leads to an address. All names of the loopback interface count as one host."""
     where = urlsplit(url)
     host = where.hostname or ""
     is_there = host == at.host or (is_loopback(host) and is_loopback(at.host))
@@ -88,7 +89,8 @@ def _leads_to(url: str, at: Endpoint) -> bool:
 
 
 async def looked_at(gateway: Gateway, at: Endpoint) -> Target:
-    """Return the server at an address, or a target with a failure, e.g. if the operator no longer allows its host."""
+    """Return the server at an address. The target has a `failure` if, for example, the operator does not allow its
+    host."""
     import httpx  # imported late: it takes 5 MB, and few gateways need it
 
     url = f"http://[{at.host}]:{at.port}" if ":" in at.host else f"http://{at.host}:{at.port}"
@@ -115,7 +117,7 @@ async def looked_at(gateway: Gateway, at: Endpoint) -> Target:
 
 
 async def given(target: Target, saved: CheckpointSaved, label: str) -> EndpointOutcome:
-    """Let a server load a checkpoint from its folder, which the server must see under the same path."""
+    """Have a server load a checkpoint from its folder, which must have the same path on the server."""
     import httpx
 
     try:
@@ -143,7 +145,7 @@ def _failed(target: Target, why: str) -> EndpointOutcome:
 
 
 def _client(url: str, key: str = "") -> "httpx.AsyncClient":
-    """Return a client that talks to one server only: it follows no redirects and ignores proxies in the environment."""
+    """Return a client that talks to only one server: it follows no redirects and ignores proxies in the environment."""
     import httpx
 
     return httpx.AsyncClient(

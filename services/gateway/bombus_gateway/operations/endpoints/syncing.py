@@ -1,4 +1,4 @@
-"""Sync the weights of a model: save them as one of the model's operations, then let servers load them.
+"""Sync the weights of a model: save them as one of the model's operations, then have servers load them.
 
 The trainer itself connects to no server, so an interrupted sync leaves a checkpoint but never a half-changed model.
 """
@@ -28,17 +28,17 @@ from bombus_gateway.operations_wire.submission import DEFAULT_MODEL, Submission
 
 log = logging.getLogger(__name__)
 
-SAVE_S = 900.0  # for earlier operations of the model to be executed, and for the weights to be written
-LOADED_S = 120.0  # for a replica of the hive to load the base
-# Saves kept per model. The second sampler save is there for samples still being drawn from the previous weights.
+SAVE_S = 900.0  # time for the model's earlier operations, and for writing the weights
+LOADED_S = 120.0  # time for a replica of the hive to load the base
+# Saves kept per model. The second sampler save serves samples that are still being drawn from the previous weights.
 KEPT = {CheckpointKind.SAMPLER: 2, CheckpointKind.EXTERNAL: 1}
-KEPT_S = {CheckpointKind.SAMPLER: 30 * 86_400.0, CheckpointKind.EXTERNAL: 86_400.0}  # if no other sync follows
+KEPT_S = {CheckpointKind.SAMPLER: 30 * 86_400.0, CheckpointKind.EXTERNAL: 86_400.0}  # unless another sync follows
 REMEMBERED = 1000
 NO_NCCL = "NCCL was not used, so master_address, master_port, group_name and buffer_size_mb had no effect."
 
 
 class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a sync has done, with xorl's field names. `num_buckets` is 0, since weights are transferred as files."""
+    """The result of a sync, with xorl's field names. `num_buckets` is 0, since weights are transferred as files."""
 
     success: bool
     message: str
@@ -50,7 +50,7 @@ class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightSync:
-    """The syncs of one engine at this gateway.
+    """Runs one engine's syncs at this gateway.
 
     Syncs of one model run one after another, and so do loads at one endpoint. An endpoint that does not answer delays
     only the syncs that include it.
@@ -62,13 +62,13 @@ class WeightSync:
         self._results = OperationResults(gateway, operations)
         self._of_endpoints: WeakValueDictionary[tuple[str, int], asyncio.Lock] = WeakValueDictionary()
         self._of_models: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._saved_here: dict[str, None] = {}  # by path; servers may still be reading saves of other gateways
+        self._saved_here: dict[str, None] = {}  # by path; servers may still be reading other gateways' saves
 
     async def sync(self, asked: SyncRequest, holder: str, only: Endpoint | None = None) -> SyncReport:
-        """Give a model's weights to all endpoints of its owner, or to `only` if that is given.
+        """Give a model's weights to all endpoints of its owner, or only to `only`.
 
-        The model and the endpoints are looked up among those that the holder of a key may use. Raises `Refused` if no
-        endpoint can get the weights.
+        The model and the endpoints must be among those that the key's holder may use. Raises `Refused` if no endpoint
+        can get the weights.
         """
         model = self._model(asked.model, holder)
         lock = self._of_models.setdefault(model.name, asyncio.Lock())
@@ -82,7 +82,7 @@ class WeightSync:
             label = asked.label or f"{model.name}/{name}"
             found = await asyncio.gather(*(self._given(each, saved, label) for each in targets))
             newer = self._newest(model, saved)
-            if newer != saved:  # another gateway saved newer weights, which we may have just replaced at the servers
+            if newer != saved:  # another gateway saved newer weights, which we may have just replaced on the servers
                 label = asked.label or f"{model.name}/{max(each.name for each in newer.values())}"
                 found = await asyncio.gather(*(self._given(each, newer, label) for each in targets))
             await self._remove_older(model, name, newer)
@@ -99,7 +99,8 @@ class WeightSync:
     # ---- what, and where ------------------------------------------------------------------------------------------
 
     def _model(self, name: str, holder: str) -> ClientModel:
-        """Return the model to sync. xorl's client usually names none; then it is `default`, or else the only model."""
+        """Return the model to sync. If the client names none, as xorl's usually does, it is `default` or else the only
+        model."""
         if self._operations.state.rest_wanted:
             raise Refused(Code.WRONG_PHASE, "The trainer is asleep, so it has no weights: POST /wake_up first.")
         open_models = seen_by(self._operations.clients, holder).open_models
@@ -111,7 +112,7 @@ class WeightSync:
         if found is None and len(models) == 1:
             (found,) = models.values()
         if found is None:
-            raise Refused(Code.UNKNOWN_MODEL, f"Name the model to sync as model_id, one of these: {_some(models)}.")
+            raise Refused(Code.UNKNOWN_MODEL, f"Set model_id to the model to sync, one of these: {_some(models)}.")
         if found.suspended:
             raise Refused(Code.WRONG_PHASE, f"{found.name} cannot be saved now: {found.suspended}")
         return found
@@ -121,14 +122,14 @@ class WeightSync:
         if endpoints:
             wanted = [each for each in endpoints if only in (None, each)]
             return list(await asyncio.gather(*(looked_at(self._gateway, each) for each in wanted)))
-        if self._operations.state.usable:  # replicas take a moment to load the base of a run that has just begun
+        if self._operations.state.usable:  # replicas need a moment to load the base of a new run
             await self._operations.until(lambda: bool(self._operations.state.loaded), LOADED_S)
         engine = self._operations.state
         loaded = [engine.replicas[name] for name in sorted(engine.loaded) if name in engine.replicas]
         own = [replica_at(self._gateway, each.url) for each in loaded]
         if not own:
             why = "No inference endpoint is registered, and no replica of the hive has loaded the base"
-            raise Refused(Code.NO_REPLICA, f"{why}: add_inference_endpoint, or wait for a replica.")
+            raise Refused(Code.NO_REPLICA, f"{why}: call add_inference_endpoint, or wait for a replica.")
         return own
 
     def _wanted(self, model: ClientModel, targets: Sequence[Target]) -> set[CheckpointKind]:
@@ -150,7 +151,7 @@ class WeightSync:
     ) -> dict[CheckpointKind, CheckpointSaved]:
         """Save the weights as operations of the model.
 
-        Both kinds have the weights of the same step, unless another operation comes between the two saves.
+        Both kinds contain the weights of the same step, unless another operation comes between the two saves.
         """
         futures = {}
         for kind in sorted(kinds):
@@ -173,7 +174,7 @@ class WeightSync:
     def _newest(
         self, model: ClientModel, saved: dict[CheckpointKind, CheckpointSaved]
     ) -> dict[CheckpointKind, CheckpointSaved]:
-        """Return the newest checkpoints that any gateway has saved for a sync of a model, of the kinds in `saved`."""
+        """Return the newest checkpoints, of the kinds in `saved`, that any gateway has saved to sync this model."""
         found = dict(saved)
         for kind, its in saved.items():
             every = [each.noted.saved for each in synced_weights(self._operations.clients, kind, model.name)]
@@ -198,10 +199,10 @@ class WeightSync:
             return await given(target, found, label)
 
     async def _remove_older(self, model: ClientModel, own: str, given: dict[CheckpointKind, CheckpointSaved]) -> None:
-        """Remove checkpoints of earlier syncs of the model that no server still reads.
+        """Remove checkpoints of the model's earlier syncs that no server is still reading.
 
-        `own` is the name that this sync saved under, and `given` holds the checkpoints that servers got last. The
-        newest checkpoints stay, whichever gateway saved them.
+        `own` is the name under which this sync saved, and `given` contains the checkpoints that servers got last. The
+        newest checkpoints are kept, whichever gateway saved them.
         """
         for kind, count in KEPT.items():
             every = synced_weights(self._operations.clients, kind, model.name)
@@ -218,7 +219,7 @@ class WeightSync:
         trim(self._saved_here, REMEMBERED)
 
     async def _remove(self, model: ClientModel, kind: CheckpointKind, name: str) -> None:
-        """Remove a checkpoint of a sync. If that fails now, a later sync removes it, or it expires."""
+        """Remove a checkpoint made for a sync. If that fails now, a later sync will remove it, or it will expire."""
         remove = inbox.RemoveWeights(
             id=f"remove-{model.name}-{kind}-{name}",
             engine=self._operations.engine,
@@ -229,15 +230,16 @@ class WeightSync:
         try:
             await self._gateway.carry_out(remove)
         except (BusUnavailable, Refused) as error:
-            log.warning("%s of model %s stays for now: %s", name, model.name, error)
+            log.warning("%s of model %s could not be removed yet: %s", name, model.name, error)
 
     def _is_read(self, kept: KeptWeights) -> bool:
-        """Return whether the sync that saved a checkpoint has ended; assumed after `LOAD_S` for another gateway's."""
+        """Return whether the sync that saved a checkpoint has ended. Another gateway's sync counts as ended after
+        `LOAD_S`."""
         return path_of(kept).id in self._saved_here or kept.saved_ns < time.time_ns() - LOAD_S * 1e9
 
 
 def _of(target: Target, saved: dict[CheckpointKind, CheckpointSaved]) -> CheckpointSaved | None:
-    """Return the checkpoint in `saved` that a server is to load, or None if there is none for it."""
+    """Return the checkpoint in `saved` for a server to load, or None if no checkpoint suits it."""
     if target.failure:
         return None
     return saved.get(CheckpointKind.SAMPLER if target.takes_adapters else CheckpointKind.EXTERNAL)
@@ -257,7 +259,7 @@ def _message(model: ClientModel, found: Sequence[EndpointOutcome], are_registere
 
 
 def _stamp(now_s: float) -> str:
-    """Return a time to the millisecond, in a form for names."""
+    """Return a time, to the millisecond, in a form that fits into names."""
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now_s))}-{int(now_s * 1000) % 1000:03d}"
 
 

@@ -1,4 +1,4 @@
-"""Checkpoint downloads: links that need no key, and the files behind them, one by one or as one tar."""
+"""Checkpoint downloads: links that need no key, and the files that they lead to, one by one or as one tar."""
 
 import asyncio
 import re
@@ -20,15 +20,15 @@ from bombus_gateway.operations.listings import found_checkpoint, path_of
 from bombus_gateway.operations_wire.paths import path_of_operation
 
 LINK_S = 3600.0
-OPEN_MAX = 16  # concurrent downloads of one engine at one gateway
+OPEN_MAX = 16  # maximum number of concurrent downloads per engine and gateway
 CHUNK_BYTES = 4 << 20
 FILES_MAX = 10_000
-ARCHIVE = "archive.tar"  # in place of a file's name, for the whole checkpoint
+ARCHIVE = "archive.tar"  # used instead of a file's name for the whole checkpoint
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}\Z")
 
 
 class DownloadLink(msgspec.Struct, frozen=True, array_like=True):
-    """The permission in a link: to read a checkpoint until it expires, while its weights have this `address`."""
+    """What a link permits: reading a checkpoint until the link expires, while its weights have this `address`."""
 
     engine: str
     checkpoint: str
@@ -40,7 +40,7 @@ _links = msgspec.msgpack.Decoder(DownloadLink)
 
 
 class Downloads:
-    """The downloads of one engine. `keys` sign the links, so any gateway of the hive serves them."""
+    """The downloads of one engine. `keys` sign the links, so any gateway of the hive can serve them."""
 
     def __init__(self, keys: Keys, engine: str) -> None:
         self._keys = keys
@@ -53,7 +53,8 @@ class Downloads:
         return self._keys.sign_link(msgspec.msgpack.encode(link))
 
     def linked(self, engine: EngineState, token: str, now_ns: int) -> KeptWeights:
-        """Return the checkpoint that a link leads to. Raises `Refused` if the link is invalid or it is gone."""
+        """Return the checkpoint that a link leads to. Raises `Refused` if the link is invalid or the checkpoint is
+        gone."""
         link = _links.decode(self._keys.linked(token))
         if link.engine != self._engine:
             raise Refused(Code.UNKNOWN_PATH, f"This link is to a checkpoint of engine {link.engine}: use it there.")
@@ -91,17 +92,17 @@ def files_of(kept: KeptWeights) -> dict[str, Path]:
         raise Refused(
             Code.UNSUPPORTED,
             f"{path_of(kept).id} is in {folder} on its trainer's machine, but this gateway cannot see that folder: "
-            "share it between them, or ask a gateway on that machine.",
+            "share the folder between them, or ask a gateway on that machine.",
         ) from error
     named = {name: folder / name for name in sorted(files)[:FILES_MAX] if _FILE.match(name)}
     return {name: path for name, path in named.items() if path.is_file() and not path.is_symlink()}
 
 
 class Archive:
-    """A tar of a checkpoint's files. All are opened at the start, so that they stay readable if removed or replaced."""
+    """A tar of a checkpoint's files. All are opened at the start, so they stay readable if removed or replaced."""
 
     def __init__(self, files: dict[str, Path], folder: str) -> None:
-        """Open the files, which the tar holds below `folder`. Raises `OSError`."""
+        """Open the files, which are in `folder` within the tar. Raises `OSError`."""
         self._parts: list[tuple[bytes, BinaryIO, int]] = []
         with ExitStack() as stack:
             for name, path in files.items():
@@ -113,11 +114,11 @@ class Archive:
 
     @property
     def size(self) -> int:
-        """Return its size in bytes: each file has a header and is padded to whole blocks; two blocks end the tar."""
+        """The tar's size in bytes. Each file has a header and is padded to whole blocks; two blocks end the tar."""
         return sum(len(head) + _filled(size) for head, _, size in self._parts) + 2 * tarfile.BLOCKSIZE
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """Yield its bytes. Raises `OSError`, after which the receiver has less than `size`."""
+        """Yield the bytes of the tar. Raises `OSError`, in which case the receiver gets less than `size`."""
         for head, file, size in self._parts:
             yield head
             left = size

@@ -38,7 +38,7 @@ _ttls = msgspec.json.Decoder(_Ttl)
 
 
 class RestRoutes:
-    """Checkpoints and sessions of one engine."""
+    """The routes for checkpoints and sessions of one engine."""
 
     def __init__(self, gateway: Gateway, operations: OperationLog) -> None:
         self._gateway = gateway
@@ -63,7 +63,7 @@ class RestRoutes:
         ]
 
     def links(self) -> list[PlainRoute]:
-        """Return the route of download links, which needs no key."""
+        """Return the route that serves download links, which needs no key."""
         return [PlainRoute("GET", "/api/v1/downloads/{link}/{file}", self.download)]
 
     @property
@@ -131,7 +131,7 @@ class RestRoutes:
     async def _linked(self, request: Request) -> tuple[dict[str, Path], str, str]:
         """Return a checkpoint's files, a link to them, and when it expires.
 
-        The link begins with the gateway's public URL, or without one with the address that the client has used.
+        The link begins with the gateway's public URL, or otherwise with the address that the client used.
         """
         kept = await self._kept(request)
         files = await asyncio.to_thread(files_of, kept)
@@ -194,7 +194,7 @@ def _path(request: Request) -> CheckpointPath:
 
 
 class _Download(Response):
-    """A response that counts as an open download while it is sent."""
+    """A response that counts as an open download while it is being sent."""
 
     def __init__(self, whole: Response, downloads: Downloads, closing: ExitStack | None = None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Session searches of Tinker's client, newest first."""
+"""Session searches by Tinker's client, newest first."""
 
 from datetime import datetime
 from typing import Annotated, Any, Literal
@@ -30,7 +30,7 @@ class _Cursor(msgspec.Struct, frozen=True):
 
 
 class SessionSearch(msgspec.Struct, frozen=True):
-    """The conditions of a search. All must hold, but either `session_id` or `display_name` is enough if both are given.
+    """The conditions of a search. A session must meet all of them, but only one of `session_id` and `display_name`.
 
     The words of `display_name` must all occur in the session's own display name, in any order and case.
     """
@@ -54,7 +54,7 @@ def read_search(body: bytes) -> SessionSearch:
 
 
 def found_sessions(clients: TrainingClients, search: SessionSearch, caller: str) -> dict[str, object]:
-    """Return a page of the sessions found for a client whose key has the name `caller`."""
+    """Return a page of the sessions found for a client whose key's name is `caller`."""
     found = [each for each in clients.sessions.values() if _fits(each, search, caller)]
     found.sort(key=lambda each: (each.opened_ns, each.session), reverse=True)
     if search.cursor is not None:
@@ -104,7 +104,7 @@ def _has_status(session: TrainingSession, wanted: _Status) -> bool:
 
 
 def _status(session: TrainingSession) -> dict[str, Any] | None:
-    """Return the status of a session, or None if it ended in another way than its client finishing it."""
+    """Return the status of a session, or None if it ended without its client finishing it."""
     ended = session.ended
     if ended is None:
         return {"type": "active"}
@@ -117,7 +117,7 @@ def _status(session: TrainingSession) -> dict[str, Any] | None:
 
 
 def _metadata(session: TrainingSession) -> dict[str, str] | None:
-    """Return a session's metadata as text, which is all that clients read."""
+    """Return a session's metadata as text, the only form that clients read."""
     given = session.metadata.get("user_metadata") or {}
     return {name: value if isinstance(value, str) else str(value) for name, value in given.items()} or None
 

@@ -1,4 +1,4 @@
-"""Draw samples at the replicas: tokens in, tokens out. A sample ends where its text contains a stop string."""
+"""Draw samples on the replicas: tokens in, tokens out. A sample ends where its text contains a stop string."""
 
 import asyncio
 import logging
@@ -28,12 +28,12 @@ from bombus_gateway.text.text_stream import TextStream
 
 log = logging.getLogger(__name__)
 
-PAUSE_S, PAUSE_S_MAX = 0.05, 1.0  # between attempts
-FAILURES_MAX = 6  # of replicas, for one request
+PAUSE_S, PAUSE_S_MAX = 0.05, 1.0  # delay between attempts
+FAILURES_MAX = 6  # maximum number of replica failures for one request
 
 
 class DrawnSamples(msgspec.Struct, frozen=True, kw_only=True):
-    """Samples for one prompt with their texts, and the scores of the prompt if they were asked for."""
+    """Samples for one prompt with their texts, and the scores of the prompt if requested."""
 
     samples: tuple[SampledTokens, ...]
     texts: tuple[str, ...]
@@ -43,7 +43,7 @@ class DrawnSamples(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def numbers(self) -> int:
-        """Return how many numbers an answer contains: tokens, logprobs and alternatives."""
+        """The number of numbers in an answer: tokens, logprobs and alternatives."""
         sampled = sum(len(sample.tokens) // 4 * (2 + 2 * len(next(iter(sample.top), ()))) for sample in self.samples)
         return sampled + len(self.prompt_logprobs) // 4 + 2 * sum(map(len, self.top_prompt))
 
@@ -66,7 +66,7 @@ class SampleDrawing:
     async def tokens_of(self, text: str) -> bytes:
         """Return a text as tokens (int32).
 
-        Raises `Refused` PROMPT_TOO_LONG, before encoding the text, and as `text_model` does.
+        Raises `Refused` PROMPT_TOO_LONG before encoding the text, and in the same cases as `text_model`.
         """
         model = await self.text_model()
         limit = CHARACTERS_FOR_A_TOKEN * self._context(model)
@@ -84,9 +84,9 @@ class SampleDrawing:
         return min(self._calls.models.job(self.engine).rollout.max_model_len, model.context_tokens)
 
     async def draw(self, sampler: Sampler, asked: SampleRequest) -> DrawnSamples:
-        """Draw samples. Waits for a replica while the run continues, up to the time limit of a call.
+        """Draw samples. Wait for a replica while the run continues, up to the time limit of a call.
 
-        Raises `Refused`, TIMEOUT after that limit.
+        Raises `Refused`, with TIMEOUT after that limit.
         """
         limit_s = self._calls.settings.call_timeout_s
         try:
@@ -96,7 +96,7 @@ class SampleDrawing:
             raise Refused(Code.TIMEOUT, f"The sample took longer than the limit of {limit_s:g} s.") from None
 
     async def _attempted(self, sampler: Sampler, asked: SampleRequest) -> DrawnSamples:
-        """Draw samples, and retry if no replica is there, or one is busy, fails, or does not have the adapter."""
+        """Draw samples, and retry if there is no replica, or if one is busy, fails, or lacks the adapter."""
         attempt = loads = failures = 0
         lacking = ""  # the replica that lacks the adapter
         while True:
@@ -178,7 +178,7 @@ class SampleDrawing:
             sampling=sampling,
             n=asked.samples,
             stream=bool(asked.stops),
-            episode=sampler.address,  # replicas are chosen by it, so samples of one adapter go to the same replica
+            episode=sampler.address,  # keeps samples of one adapter on the same replica
             adapter=sampler.address,
             prompt_logprobs=bool(asked.scored),
             top_prompt=asked.top_prompt if asked.scored else 0,
@@ -188,7 +188,7 @@ class SampleDrawing:
     def _sampling(self, asked: SampleRequest, model: TextModel, ends: set[int]) -> SamplingParams:
         """Return the sampling parameters. Without `max_tokens` a sample may fill the rest of the model's context.
 
-        Raises `Refused` for a prompt that is too long, or if there are too many numbers to sample or score.
+        Raises `Refused` if the prompt is too long, or if there are too many numbers to sample or score.
         """
         given = asked.sampling
         context, length = self._context(model), len(asked.prompt) // 4
@@ -211,7 +211,7 @@ class SampleDrawing:
 
 
 class _Collected:
-    """The frames of one request's answer that have arrived so far."""
+    """The frames received so far in answer to one request."""
 
     def __init__(self, asked: SampleRequest, pieces: Sequence[bytes], ends: set[int], names: Mapping[int, str]) -> None:
         self._asked = asked
@@ -236,7 +236,7 @@ class _Collected:
                 self._scores.frombytes(frame.logprobs)
                 self._top += _rows(frame)
             case Fault():
-                raise ReplicaGone(frame.why)  # normally the replica client has already raised it
+                raise ReplicaGone(frame.why)  # normally raised by the replica client before
 
     def drawn(self) -> DrawnSamples:
         logprobs, top = self._of_prompt(len(self._asked.prompt) // 4, self._asked.scored)
@@ -249,7 +249,8 @@ class _Collected:
         )
 
     def _of_prompt(self, length: int, scored: int | None) -> tuple[bytes, Alternatives]:
-        """Return the logprobs of a prompt of `length` tokens, and alternatives to them; each empty if not asked for."""
+        """Return the logprobs of a prompt of `length` tokens, and alternatives to the tokens. Both are empty unless
+        requested."""
         if scored is None:
             return b"", ()
         last = self._scores[len(self._scores) - scored :]
@@ -259,7 +260,7 @@ class _Collected:
 
 
 class _Choice:
-    """One sample that is being drawn."""
+    """One sample while it is drawn."""
 
     def __init__(self, stream: TextStream, ends: set[int]) -> None:
         self.text: list[str] = []

@@ -1,6 +1,6 @@
 """Samples requested with `asample`. They are drawn in the background and kept only in this gateway's memory.
 
-After a restart they are unknown; the answer is then 410, and the client samples again.
+After a restart they are unknown: the answer is then 410, and the client samples again.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ from bombus_gateway.operations_wire.sampling import SampleRequest, SampleSubmiss
 
 log = logging.getLogger(__name__)
 
-OPEN_BYTES_MAX = 512 << 20  # of requests whose samples are being drawn
-ANSWERS_MAX = 65_536  # answers that are remembered
-ANSWERS_BYTES_MAX = 512 << 20  # of all answers together; beyond it the oldest are forgotten, and the client resamples
+OPEN_BYTES_MAX = 512 << 20  # requests whose samples are being drawn
+ANSWERS_MAX = 65_536  # maximum number of answers that are kept
+ANSWERS_BYTES_MAX = 512 << 20  # all answers together; beyond it the oldest are forgotten, and the client resamples
 
 
 class _Drawn(msgspec.Struct, frozen=True):
@@ -41,21 +41,22 @@ class _Drawn(msgspec.Struct, frozen=True):
 
 
 class SampleFutures:
-    """The samples of one engine that training clients have asked this gateway for."""
+    """The samples of one engine that training clients have requested from this gateway."""
 
     def __init__(self, drawing: SampleDrawing, capacity: CallCapacity) -> None:
         self._drawing = drawing
         self._capacity = capacity
         self._drawn: dict[str, _Drawn] = {}  # oldest first
-        self._bytes: Counter[str] = Counter()  # of answers, by the share that they count toward
+        self._bytes: Counter[str] = Counter()  # size of answers, by the share that they count toward
         self._open_bytes: Counter[str] = Counter()
 
     def check(self, session: str, holder: str) -> None:
-        """Raise `Refused` as `found_sampler` does, unless the holder of a key may use this sampler."""
+        """Raise the same `Refused` errors as `found_sampler`, unless the holder of a key may use this sampler."""
         found_sampler(self._drawing.engine, session, holder)
 
     def submit(self, submission: SampleSubmission, body_digest: bytes, size: int, holder: KeyHolder) -> str:
-        """Begin to draw, and return the id of the future. A request with an equal body is a repeat: same id and answer.
+        """Begin to draw, and return the id of the future. A request with an equal body is a repeat, with the same id
+        and answer.
 
         Only keys with the name of `holder` can read the answer. Raises `Refused` OVERLOADED.
         """
@@ -84,7 +85,7 @@ class SampleFutures:
             self._open_bytes[share] -= size
 
     async def _answer(self, submission: SampleSubmission, holder: str) -> FutureAnswer:
-        """Return the answer, which may be a failure. Every expected error becomes one."""
+        """Return the answer. Expected errors are returned as failures."""
         asked = submission.asked
         if isinstance(asked, Failed):
             return failed(asked)
@@ -106,7 +107,7 @@ class SampleFutures:
         return FutureAnswer(200, PROTOBUF, await self._drawing.written(drawn, write))
 
     def _count(self, share: str, task: "asyncio.Task[FutureAnswer]") -> None:
-        """Count the bytes of an answer. Beyond a limit, forget the oldest answers of the share that holds most."""
+        """Count the bytes of an answer. Beyond a limit, forget the oldest answers of the share that has the most."""
         self._bytes[share] += _size(task)
         while sum(self._bytes.values()) > ANSWERS_BYTES_MAX:
             most = max(self._bytes, key=self._bytes.__getitem__)
@@ -128,7 +129,7 @@ class SampleFutures:
         return drawn is not None and may_use(drawn.holder.name, holder)
 
     async def result(self, asked: FutureRequest, hold_s: float) -> FutureAnswer:
-        """Return a sample, or if it is not ready after `hold_s`, the answer to ask again, with the reason."""
+        """Return a sample. If it is not ready after `hold_s`, return an answer that says to ask again, and why."""
         drawn = self._drawn.get(asked.id)
         if drawn is None:
             return unknown(asked.id)

@@ -1,4 +1,4 @@
-"""The routes of sampling: Tinker's `asample` and its sessions, and `/generate` in SGLang's form (xorl's) and vLLM's."""
+"""The sampling routes: Tinker's `asample` and its sessions, and `/generate` in xorl's (SGLang's) form and in vLLM's."""
 
 from collections.abc import Callable
 from functools import partial
@@ -48,7 +48,7 @@ _AskedT = TypeVar("_AskedT", GenerateRequest, VllmRequest)
 
 
 class SamplingRoutes:
-    """Sampling on one engine."""
+    """The sampling routes of one engine."""
 
     def __init__(self, gateway: Gateway, calls: Calls, engine: str, bases: Bases, sessions: Sessions) -> None:
         self._calls = calls
@@ -97,7 +97,7 @@ class SamplingRoutes:
         except Refused as refusal:
             if refusal.code != Code.OVERLOADED:
                 raise
-            answer = JsonResponse({"detail": refusal.why, "code": refusal.code}, 429)  # on which the client retries
+            answer = JsonResponse({"detail": refusal.why, "code": refusal.code}, 429)  # on 429 the client retries
             answer.headers.update(RETRY_AFTER)
             return answer
         return JsonResponse(sample_accepted(submission) | {"request_id": name})
@@ -154,7 +154,7 @@ def _written_as_vllm(given: VllmRequest, drawn: DrawnSamples, tokenizer: Tokeniz
 
 
 def _open_session(clients: TrainingClients, sampling_session: str, holder: str) -> str:
-    """Return the client's session from the id of its sampling session. Raises `Refused` unless it is open."""
+    """Return the client's session that a sampling session's id names. Raises `Refused` unless it is open."""
     session = sampling_session.rpartition(OF_SAMPLE)[0]
     known = seen_session(clients, session, holder)
     if known is None or known.ended is not None:

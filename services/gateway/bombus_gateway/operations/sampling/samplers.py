@@ -1,8 +1,8 @@
 """Samplers: which weights a sampling session uses.
 
-A sampler's id tells its weights, so every gateway knows them, even after a restart. `S:sample:0:base-DIGEST` names a
-base by the beginning of its path's digest, and `S:sample:0:ADDRESS` a checkpoint by the beginning of its address:
-neither can change. `S:sample:0` was begun with an unnamed save, whose name contains that number.
+A sampler's id identifies its weights, so every gateway knows them, even after a restart. `S:sample:0:base-DIGEST` names
+a base by the beginning of its path's digest, and `S:sample:0:ADDRESS` a checkpoint by the beginning of its address:
+neither can change. `S:sample:0` was begun with an unnamed save, whose name contains the same number.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,7 +28,7 @@ MARK_CHARACTERS = 16
 
 
 class Sampler(msgspec.Struct, frozen=True):
-    """Weights to sample from: the base of a run, and a checkpoint's adapter on it, if any."""
+    """Weights to sample from: the base of a run and, optionally, the adapter of a checkpoint."""
 
     base: str
     checkpoint: CheckpointPath | None = None
@@ -68,7 +68,7 @@ def found_sampler(engine: EngineState, name: str, holder: str) -> Sampler:
         found = [each for each in kept if len(what) == ADDRESS_CHARACTERS and each.noted.saved.address.startswith(what)]
     else:
         found = [each for each in kept if session_of(each.noted.model) == session and _is_unnamed(each, number)]
-    # Among checkpoints with equal weights, one that was saved for samplers is preferred.
+    # Among checkpoints with equal weights, prefer one that was saved for samplers.
     first = min(found, key=lambda each: each.noted.saved.use != CheckpointKind.SAMPLER, default=None)
     if first is None:
         raise Refused(
@@ -80,11 +80,12 @@ def found_sampler(engine: EngineState, name: str, holder: str) -> Sampler:
 
 
 def named_sampler(engine: EngineState, name: str, holder: str) -> Sampler:
-    """Return the weights that xorl's client calls `name`: a checkpoint's path, or the name that it was saved under.
+    """Return the weights that xorl's client calls `name`, which is a checkpoint's path or the name that it was saved
+    under.
 
-    A name means the client's newest checkpoint of that name, preferably one saved for sampling. Without a name, the
-    weights are the adapter that was synced last in this run, or else the base. Raises `Refused` if there is no such
-    checkpoint, or several models have one.
+    A name means the client's newest checkpoint with that name, preferably one saved for sampling. Without a name, the
+    weights are those of the adapter synced last in this run, or else the base. Raises `Refused` if there is no such
+    checkpoint, or if several models have one.
     """
     clients = seen_by(engine.clients, holder)
     if not name:
@@ -102,10 +103,10 @@ def named_sampler(engine: EngineState, name: str, holder: str) -> Sampler:
 
 
 def _of_one_model(clients: TrainingClients, named: Sequence[KeptWeights]) -> KeptWeights:
-    """Return the newest of several checkpoints with one name.
+    """Return the newest of several checkpoints with the same name.
 
-    Raises `Refused` if they have different weights and several models, unless exactly one of these is open: then return
-    its newest.
+    Raises `Refused` if they have different weights and belong to several models. But if exactly one of these models is
+    open, return the newest checkpoint of that model.
     """
     if len({each.noted.saved.address for each in named}) > 1 and len({each.noted.model for each in named}) > 1:
         names = {model.name for model in clients.open_models}
@@ -146,14 +147,14 @@ def _inflight_number(kept: KeptWeights) -> int:
 
 
 def _base_mark(base: str) -> str:
-    """Return the part of a sampler's id that stands for its base."""
+    """Return the part of a sampler's id that identifies its base."""
     return f"{BASE}-{digest(base.encode()).hex()[:MARK_CHARACTERS]}"
 
 
 def _of_marked_base(engine: EngineState, mark: str) -> Sampler:
     sampler = _of_base(engine, "")
-    if mark not in (BASE, _base_mark(sampler.base)):  # earlier gateways used the bare word for every base
-        why = f"This sampler has another base than engine {engine.name}, which now has {sampler.base}"
+    if mark not in (BASE, _base_mark(sampler.base)):  # earlier gateways used the plain word for every base
+        why = f"This sampler's base is not the one that engine {engine.name} now has, {sampler.base}"
         raise Refused(Code.UNKNOWN_MODEL, f"{why}: create another sampler.")
     return sampler
 
@@ -168,17 +169,17 @@ def _of_base(engine: EngineState, wanted: str) -> Sampler:
 
 
 def _check_adapter(kept: KeptWeights) -> None:
-    """Raise `Refused` unless replicas can sample from a checkpoint: it must be an adapter."""
+    """Raise `Refused` unless replicas can sample from a checkpoint, which must be an adapter."""
     noted = kept.noted
     if noted.adapter is None:
-        why = f"{path_of(kept).id} has all weights of its model, but only adapters are sampled from here."
+        why = f"{path_of(kept).id} contains all weights of its model, but only adapters can be sampled from here."
         raise Refused(
             Code.UNSUPPORTED,
             f"{why} Train an adapter (rank 1 or more) to sample from it, or put an inference server elsewhere in sync "
             "with the model (sync_inference_weights), and sample from that.",
         )
     if noted.saved.use == CheckpointKind.EXTERNAL and is_for_sync(kept):
-        why = f"{path_of(kept).id} is a whole model for inference servers elsewhere: sample from those."
+        why = f"{path_of(kept).id} is a whole model for external inference servers: sample from those."
         raise Refused(Code.UNSUPPORTED, why)
 
 

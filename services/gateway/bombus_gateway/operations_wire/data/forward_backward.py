@@ -26,7 +26,7 @@ _CODES = {WireDType.FLOAT32: "f", WireDType.INT64: "q", WireDType.INT32: "i"}
 
 
 def read_forward_backward(body: bytes) -> Submission:
-    """Read a request. Raises `Refused` for a body that is not such a request, or lacks its model or number."""
+    """Read a request. Raises `Refused` if the body is not such a request, or lacks its model or number."""
     request = parsed(FORWARD_BACKWARD_REQUEST, body)
     model = checked_id(request.model_id, "model_id")
     if request.seq_id < 1:
@@ -77,7 +77,7 @@ def _tensors(datum: Message, budget: NumberBudget, place: str) -> Tensors:
     if len(datum.loss_fn_inputs) > limits.LOSS_INPUTS:
         why = f"{place} has {len(datum.loss_fn_inputs)} arrays, over the limit of {limits.LOSS_INPUTS}."
         raise Refused(Code.TOO_LARGE, why)
-    return {  # sorted, so that every process reports the same array first if several are wrong
+    return {  # sorted, so that if several are wrong, every process reports the same one first
         name: _tensor(name, tensor, budget, f"{place}.loss_fn_inputs[{name!r}]")
         for name, tensor in sorted(datum.loss_fn_inputs.items())
     }

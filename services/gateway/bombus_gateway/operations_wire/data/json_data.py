@@ -1,4 +1,4 @@
-"""forward and forward_backward in JSON, with the field names of xorl-client or of Tinker: read as operations."""
+"""forward and forward_backward in JSON, with the field names of xorl-client or of Tinker, read as operations."""
 
 from array import array
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ from bombus_gateway.operations_wire.submission import NOT_GIVEN, Submission, add
 LABELS = "labels"
 IGNORED = -100  # the label of a token that is not trained on
 _INPUT_IDS, _CHUNKS = "input_ids", "chunks"
-# xorl settings that are dropped: `_ALWAYS_DONE` because every answer contains it, `_OPTIONAL` if it is false.
+# xorl settings that are dropped: `_ALWAYS_DONE` because every answer does it anyway, `_OPTIONAL` if they are false.
 _ALWAYS_DONE = ("return_per_token",)
 _OPTIONAL = ("compute_kl_stats",)
 
@@ -62,7 +62,7 @@ _chunks = msgspec.json.Decoder(list[_Chunk])
 
 
 def read_json_data(body: bytes, forward_only: bool) -> Submission:
-    """Read a request. Raises `Refused` for a body that is not JSON, or whose model or number cannot be read."""
+    """Read a request. Raises `Refused` if the body is not JSON, or if its model or number cannot be read."""
     model, seq = addressed(TrainingDialect.XORL, body)
     operation = attempted(lambda: _operation(body, forward_only))
     return Submission(model=model, seq=seq, operation=operation, counts=not forward_only)
@@ -85,7 +85,7 @@ def _operation(body: bytes, forward_only: bool) -> ForwardBackward:
 
 
 def _settings(asked: _Input) -> dict[str, float | str]:
-    """Return the settings of a loss from `loss_fn_config` and `loss_fn_params`, without nulls, and true as 1."""
+    """Return a loss's settings from `loss_fn_config` and `loss_fn_params`. Nulls are dropped, and true becomes 1."""
     given = {**(asked.loss_fn_config or {}), **(asked.loss_fn_params or {})}
     kept = {key: value for key, value in given.items() if value is not None and key not in _ALWAYS_DONE}
     kept = {key: value for key, value in kept.items() if value or key not in _OPTIONAL}
@@ -152,10 +152,10 @@ def _tail(values: Array) -> Array:
 
 
 def _without_ignored(inputs: dict[str, Array], loss: str) -> dict[str, Array]:
-    """Return inputs without targets of -100: they become token 0, with a weight or an advantage of 0.
+    """Return inputs without targets of -100, which become token 0 with a weight or an advantage of 0.
 
-    These tokens then count no more than tokens with an advantage of 0, which xorl's server treats as ignored. A mask
-    that the caller gives is set to 0 there too.
+    These tokens then count no more than tokens with an advantage of 0, which xorl's server treats as ignored. If the
+    caller gives a mask, it is set to 0 there too.
     """
     targets = inputs.get(TARGET_TOKENS)
     if targets is None:

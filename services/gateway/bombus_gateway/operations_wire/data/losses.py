@@ -7,7 +7,7 @@ from bombus.errors import Code, Refused
 from bombus.operations import LossSpec
 from bombus_gateway import limits
 
-# The clients' names for losses, mapped to ours.
+# Maps the clients' names for losses to our own.
 LOSSES = {
     "cross_entropy": "cross_entropy",
     "causallm_loss": "cross_entropy",
@@ -29,7 +29,7 @@ _REFUSED = {
 
 
 def loss_spec(name: str, settings: Mapping[str, float | str]) -> LossSpec:
-    """Return the loss that a client names. Raises `Refused` if there is no such loss, or for wrong settings."""
+    """Return the loss that a client names. Raises `Refused` if there is no such loss, or if its settings are wrong."""
     if name in _REFUSED:
         raise Refused(Code.UNSUPPORTED, f"The loss {name!r} is not offered: {_REFUSED[name]}.")
     if name not in LOSSES:

@@ -12,19 +12,19 @@ from bombus_gateway.operations_wire.messages import ARRAY_RECORD, FORWARD_BACKWA
 OUTPUT_TYPE = "ArrayRecord"
 ELEMENTWISE = "elementwise_loss"
 _WIRE_TYPES = {DType.FLOAT32: WireDType.FLOAT32, DType.INT32: WireDType.INT32, DType.INT64: WireDType.INT64}
-# xorl's names for means over the counted tokens, and the sums from which they are computed.
+# xorl's names for means over the counted tokens, mapped to the sums that the means are computed from.
 _MEANS = {"kl_sample_train_k3": "kl_sampled_k3:sum", "entropy_sample": "entropy_sampled:sum"}
-# The reductions that both clients know, after the colon in a metric's name.
+# The reductions that both clients know, given after the colon in a metric's name.
 REDUCTIONS = ("mean", "sum", "min", "max", "slack", "unique")
-_WEIGHTED = (":mean", ":slack")  # combined by clients with weights, the numbers of data
+_WEIGHTED = (":mean", ":slack")  # clients combine these with weights, which are the numbers of data
 
 
 def write_scores(scores: Scores) -> bytes:
     """Return the answer to a forward_backward, with the arrays of all data concatenated.
 
-    A new record begins when an array's type changes, or its shape in a dimension other than the first. Only arrays that
-    all data have are sent, since the client counts the data by each of them. `elementwise_loss` is left out: it would
-    double the answer, and this client does not read it.
+    A new record begins when an array's type or its shape beyond the first dimension changes. Only arrays that all data
+    have are sent, because the client counts the data by each of them. `elementwise_loss` is left out: it would double
+    the size of the answer, and this client does not read it.
     """
     answer = FORWARD_BACKWARD_OUTPUT(loss_fn_output_type=OUTPUT_TYPE)
     names = sorted(set.intersection(*map(set, scores.outputs)) - {ELEMENTWISE}) if scores.outputs else []
@@ -37,7 +37,7 @@ def write_scores(scores: Scores) -> bytes:
 
 
 def _with_rows(output: Array) -> Array:
-    """Return an array with at least one dimension, since records are ragged in the first one."""
+    """Return an array with at least one dimension, since records are ragged in their first dimension."""
     return output if output.shape else Array(output.dtype, (1,), output.data)
 
 
@@ -61,9 +61,9 @@ def _record(data: list[dict[str, Array]]) -> Message:
 
 
 def write_json_scores(scores: Scores, loss: str) -> dict[str, object]:
-    """Return the answer to a forward_backward with this loss, which has one object for each datum.
+    """Return the answer to a forward_backward with this loss, with one object for each datum.
 
-    The `loss` of an object is the sum of its `elementwise_loss`, as an array, which is the form that xorl-client reads.
+    The `loss` of an object is the sum of its `elementwise_loss`, as an array, the form that xorl-client reads.
     """
     return {
         "loss_fn_output_type": loss,
@@ -92,8 +92,8 @@ def metrics_of(scores: Scores) -> dict[str, float]:
     """Return the metrics, each named `name:reduction`: Tinker's client crashes on a name without exactly one colon.
 
     A metric without a reduction is a mean. `loss:sum` is always included, and so is `valid_tokens:sum`, the number of
-    tokens that counted in it. Without data, means and slacks are left out: the clients divide by the number of data,
-    and would crash.
+    tokens that counted toward the loss. Without data, means and slacks are left out, because the clients divide by the
+    number of data and would crash.
     """
     named = {_named(name): value for name, value in scores.metrics.items()}
     if not scores.outputs:

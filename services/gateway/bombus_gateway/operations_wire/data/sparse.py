@@ -1,10 +1,10 @@
-"""Convert sparse targets and weights (SparseCsr) to the dense arrays that they stand for.
+"""Convert sparse targets and weights (SparseCsr) to the dense arrays that they represent.
 
-An unlisted target is token 0, and an unlisted weight is 0: the SDK leaves out zeros, so a place may be listed in one of
-the two and not in the other. If the whole request fits the limits on numbers and on the bytes of an operation, each
-tensor becomes an array of its own shape, and `logprobs` are returned in that shape. If it does not fit, such as with
-one column for each token of a vocabulary, the listed places of each row are moved to its left, and `logprobs` are
-returned in this narrower shape.
+An unlisted target is token 0, and an unlisted weight is 0: the SDK leaves out zeros, so a place may be listed for one
+of the two and not for the other. If the whole request fits the limits on numbers and on the bytes of an operation, each
+tensor becomes an array of its own shape, and `logprobs` are returned in that shape. If it does not fit, as with one
+column for each token of a vocabulary, the listed places of each row are moved to its left, and `logprobs` are returned
+in this narrower shape.
 """
 
 from array import array
@@ -20,14 +20,14 @@ from bombus.operations import Array
 from bombus_gateway.operations_wire.data.tensors import TARGET_TOKENS, WEIGHTS, NumberBudget, Numbers, as_input
 
 MAY_BE_SPARSE = (TARGET_TOKENS, WEIGHTS)
-BYTES_IN_PLACE = BODY_BYTES_MAX - (2 << 20)  # of numbers; the rest is for names and shapes
+BYTES_IN_PLACE = BODY_BYTES_MAX - (2 << 20)  # maximum size of numbers; the rest is for names and shapes
 
 
 class SparseTensor(msgspec.Struct, frozen=True):
-    """A matrix of `rows` x `columns` in compressed sparse rows.
+    """A matrix of `rows` x `columns` in compressed sparse row form.
 
-    Row i has `values[starts[i] : starts[i + 1]]`, in the columns that `at` lists in the same places. Columns rise
-    strictly within a row. Check one with `checked` before use.
+    Row i has `values[starts[i] : starts[i + 1]]`, in the columns that the same slice of `at` lists. Columns increase
+    strictly within a row. Pass a tensor through `checked` before use.
     """
 
     rows: int
@@ -49,7 +49,7 @@ Tensors: TypeAlias = Mapping[str, Array | SparseTensor]
 
 
 def checked(tensor: SparseTensor, place: str) -> SparseTensor:
-    """Return a tensor if its parts are consistent. Raises `Refused` if not."""
+    """Return a tensor if its parts are consistent. Raises `Refused` if they are not."""
     why = ""
     starts, listed = tensor.starts, len(tensor.values)
     if min(tensor.rows, tensor.columns) < 0 or len(starts) != tensor.rows + 1:
@@ -74,8 +74,8 @@ def _rises(columns: Sequence[int]) -> bool:
 def written_out(data: Sequence[Tensors], budget: NumberBudget, beside: int = 0) -> list[dict[str, Array]]:
     """Return the inputs of each sequence, with arrays in place of sparse tensors.
 
-    `beside` is the number of bytes that the operation has in addition to its inputs, since the log limits its size.
-    Raises `Refused` if targets and weights of a sequence differ in shape, or if the arrays exceed the limit on numbers.
+    `beside` is the size in bytes of the rest of the operation, since the log limits an operation's size. Raises
+    `Refused` if a sequence's targets and weights differ in shape, or if the arrays exceed the limit on numbers.
     """
     size = beside + sum(_bytes(tensors) for tensors in data)
     in_place = budget.has(sum(_cells(tensors) for tensors in data)) and size <= BYTES_IN_PLACE
@@ -83,14 +83,14 @@ def written_out(data: Sequence[Tensors], budget: NumberBudget, beside: int = 0) 
 
 
 def _cells(tensors: Tensors) -> int:
-    """Return the count of numbers in a sequence's sparse tensors as arrays, adding weights for targets without any."""
+    """Return how many numbers a sequence's sparse tensors have as arrays, adding weights for targets that have none."""
     sparse = [tensor for tensor in tensors.values() if isinstance(tensor, SparseTensor)]
     needs_weights = isinstance(tensors.get(TARGET_TOKENS), SparseTensor) and WEIGHTS not in tensors
     return sum(tensor.cells for tensor in sparse) + (sparse[0].cells if needs_weights else 0)
 
 
 def _bytes(tensors: Tensors) -> int:
-    """Return the bytes of a sequence's inputs with sparse tensors as arrays."""
+    """Return the size in bytes of a sequence's inputs, with sparse tensors as arrays."""
     sparse = {name: tensor.cells for name, tensor in tensors.items() if isinstance(tensor, SparseTensor)}
     if TARGET_TOKENS in sparse and WEIGHTS not in tensors:
         sparse[WEIGHTS] = sparse[TARGET_TOKENS]
@@ -129,7 +129,8 @@ def _union(rows: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _placed(tensor: SparseTensor, columns: Sequence[Sequence[int]], width: int) -> Numbers:
-    """Return the tensor as rows of `width` numbers: first those in the row's `columns`, in that order, then zeros."""
+    """Return the tensor as rows of `width` numbers: first the numbers in the row's `columns`, in that order, then
+    zeros."""
     placed = array(tensor.values.typecode, [0]) * (tensor.rows * width)
     for index in range(tensor.rows):
         first = tensor.starts[index]

@@ -14,7 +14,7 @@ WEIGHTS = "weights"
 ADVANTAGES = "advantages"
 MASK = "mask"
 
-Numbers: TypeAlias = "array[Any]"  # integers or floats, as its typecode says: i, q, f or d
+Numbers: TypeAlias = "array[Any]"  # integers or floats, according to its typecode: i, q, f or d
 INT32_MAX = (1 << 31) - 1
 
 
@@ -56,7 +56,7 @@ def widened(data: bytes, place: str) -> Numbers:
 
 
 def as_input(name: str, numbers: Numbers, shape: tuple[int, ...], place: str) -> Array:
-    """Return an input of a loss in the type that its name requires, since clients tag tokens as floats.
+    """Return an input of a loss in the type that its name requires, since clients mark tokens as floats.
 
     Raises `Refused` if the numbers do not fill the shape.
     """
@@ -69,7 +69,7 @@ def as_input(name: str, numbers: Numbers, shape: tuple[int, ...], place: str) ->
 
 
 def whole(numbers: Numbers, place: str) -> "array[int]":
-    """Return tokens as int64. Raises `Refused` if one is not a whole number."""
+    """Return tokens as int64. Raises `Refused` if a token is not a whole number."""
     if numbers.typecode in "iq":
         return array("q", numbers)
     for index, number in enumerate(numbers):

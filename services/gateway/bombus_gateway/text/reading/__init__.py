@@ -1,1 +1,1 @@
-"""Readers of sampled text. How a model writes reasoning and tool calls is determined from its chat template."""
+"""Readers of sampled text. The chat template shows how a model writes reasoning and tool calls."""

@@ -1,4 +1,4 @@
-"""Finds the end of a tool call's body while it arrives. Each character is read once, however the text is split."""
+"""Finds the end of a tool call's body as it arrives, reading each character once however the text is split."""
 
 import re
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from functools import cached_property
 
 _OPENING, _CLOSING = "[{(", "]})"
 _INSIDE = {
-    # A JSON string cannot contain a line break: a string that is not closed before one is broken.
+    # A JSON string cannot contain a line break, so a string with a line break before its closing quote is broken.
     "json": {'"': re.compile(r'\\.|(\n)|"', re.DOTALL)},
     "python": {"'": re.compile(r"\\.|()'", re.DOTALL), '"': re.compile(r'\\.|()"', re.DOTALL)},
     "": {},
@@ -36,10 +36,11 @@ def held_back(text: str, at: int, marks: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class BodyForm:
-    """How to find the end of a body: at the marker `close` outside of strings, or, without one, at the last bracket.
+    """How to find the end of a body: at the marker `close` outside of strings, or at the last bracket if `close` is
+    empty.
 
-    `strings` is "json", "python", or "" if quotes mean nothing. A body without `close` begins with `bracket`; `head`:
-    other text may precede the bracket.
+    `strings` is "json", "python", or "" if quotes have no meaning. A body without `close` begins with `bracket`, or, if
+    `head` is true, may have other text before the bracket.
     """
 
     close: str = ""
@@ -49,7 +50,7 @@ class BodyForm:
 
     @cached_property
     def outside(self) -> re.Pattern[str]:
-        """Finds the closing marker or brackets, and the quotes that begin a string."""
+        """The pattern that finds the closing marker or brackets, and the quotes that begin a string."""
         quotes = "".join(_INSIDE[self.strings])
         quote = f"[{quotes}]" if quotes else r"(?!)"
         marks = re.escape(self.close) if self.close else rf"[{re.escape(_OPENING + _CLOSING)}]"
@@ -70,12 +71,12 @@ class BodyEnd:
     def take(self, text: str, at: int) -> tuple[int, bool]:
         """Continue reading `text` from `at`. Return the offset reached, and whether the body ends there.
 
-        If the body does not end there, the text after that offset must be passed again, together with the next text.
+        If the body does not end there, pass the text after that offset again, followed by the next text.
         """
         if not self._begun:
             start = self._begin(text, at)
             if start is None:
-                return at, True  # not a body
+                return at, True  # this is not a body
             if start == len(text):
                 return start, False
             at = start
@@ -90,7 +91,8 @@ class BodyEnd:
                 return at, ends
 
     def _begin(self, text: str, at: int) -> int | None:
-        """Return the offset of the first bracket, or the end of the text if it may still come, or None if it cannot."""
+        """Return the offset of the first bracket, the end of the text if the bracket may still follow, or None if it
+        cannot."""
         if self._form.head:
             found = text.find(self._form.bracket, at)
             self._begun = found >= 0
@@ -117,7 +119,7 @@ class BodyEnd:
     def _look_for_bracket(self, text: str, at: int) -> tuple[int, bool]:
         """Read up to the bracket that closes the first one, or into a string. Returns the same as `take`."""
         if self._form.strings and not self._strings:
-            return at, True  # a string was broken: the rest is text
+            return at, True  # a string was broken: the rest is plain text
         while found := self._form.outside.search(text, at):
             at = found.end()
             if found[0] in _OPENING:

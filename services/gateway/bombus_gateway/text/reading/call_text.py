@@ -18,7 +18,7 @@ _decoder = json.JSONDecoder()
 
 @dataclass(frozen=True)
 class CallText:
-    """The texts around calls: before the first name, after a name, between arguments and the next name, and at the end.
+    """The text around calls: before the first name, after a name, between arguments and the next name, and at the end.
 
     If `between` is empty, only one call can be written.
     """
@@ -33,14 +33,15 @@ class CallText:
         return f"{name}{self.after_name}"
 
     def write(self, calls: Sequence[tuple[str, str]]) -> str:
-        """Return the text of calls, each a name and arguments."""
+        """Return the text of the calls, each given as a name and its arguments."""
         return self.opens + self.between.join(self.head(name) + given for name, given in calls) + self.closes
 
 
 def find_call_text(render: RenderText, reading: Reading, ends: Collection[str]) -> CallText | None:
-    """Return how the template writes calls; None if arguments are not JSON, or if the text of a call contains its id.
+    """Return how the template writes calls, or None if arguments are not JSON or the text of a call contains its id.
 
-    `ends` are the names of tokens that end a turn. The result is verified: the model's own reader reads calls back.
+    `ends` are the names of the tokens that end a turn. A result is returned only if the model's own reader reads the
+    calls back correctly.
     """
     if reading.syntax is None:
         return None
@@ -61,9 +62,10 @@ def find_call_text(render: RenderText, reading: Reading, ends: Collection[str]) 
 
 
 def calls_come_singly(render: RenderText, reading: Reading) -> bool:
-    """Whether a call can be read before the next one begins. In some syntaxes, calls are a list that is read whole."""
+    """Return whether each call can be read before the next begins. In some syntaxes, calls are a list that is read
+    whole."""
     if reading.syntax is not None and reading.syntax.unmarked is not None:
-        return False  # calls with the mark, which the template does not write, may be a list
+        return False  # the template never writes the mark, so calls with the mark may be a list
     for count, empty in product((2, 1), ("", None)):
         written = turn_of(render, _message(count, empty, _ID_FORMS[0]))
         if written is None:
@@ -85,7 +87,7 @@ def _message(count: int, content: str | None, id_form: str) -> ChatMessage:
 
 
 def _gaps(render: RenderText, count: int, content: str | None, ends: Collection[str]) -> tuple[str, ...] | None:
-    """Return the texts before, between and after the names and arguments of a turn of calls.
+    """Return the texts around the names and arguments in a turn with `count` calls.
 
     Returns None if the template refuses the calls, writes them in another form, or writes their ids.
     """
@@ -122,7 +124,7 @@ def _without_reasoning(opens: str, reading: Reading) -> str:
 
 
 def _reads_back(reading: Reading, text: CallText, names: Sequence[str]) -> bool:
-    """Whether the model's reader finds exactly these calls in their text."""
+    """Return whether the model's reader reads exactly the calls that `text` writes."""
     calls = [(f"{name}_x", '{"k": [1, {"l": "m\\"}"}]}') for name in names]
     reader = reading.reader("", PROBE_TOOLS)
     deltas = [*reader.feed(text.write(calls)), *reader.finish()]

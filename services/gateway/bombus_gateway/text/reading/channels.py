@@ -19,15 +19,16 @@ class MessageKind(Enum):
     TEXT = "text"
     REASONING = "reasoning"
     CALL = "call"
-    UNKNOWN = "unknown"  # returned as text, including its header
+    UNKNOWN = "unknown"  # a message of this kind is returned as text, including its header
 
 
 @dataclass(frozen=True)
 class ChannelForm:
-    """The marks of messages. `kinds` are patterns of headers; the first one that is found determines the kind.
+    """The marks of messages. `kinds` are patterns of headers; the first that matches determines a message's kind.
 
-    `header` matches a valid header: if a model wrote other text in one, the message is returned as text, so that it is
-    not lost. The pattern of a call has the group `name`. `read` reads the arguments; the name comes from the header.
+    `header` matches a valid header. If a model wrote other text in place of a header, the message is returned as text
+    so that it is not lost. The pattern for a call has the group `name`, since the header names the tool; `read` reads
+    the arguments.
     """
 
     name: str
@@ -98,15 +99,15 @@ CHANNELS = (
         ),
     ),
 )
-# A header is a few words. Anything else in its place is text, which is not held back.
+# A header consists of a few words. Anything else in its place is text and is returned immediately.
 _NOT_IN_HEADERS = r"[^\w.\-=: <|>]"
 
 
 class ChannelReader:
     """Splits a turn into messages, and returns them as text, reasoning and calls.
 
-    The turn begins within a header, or within the message that `prompt_end`, the end of the prompt, has begun. Invalid
-    calls, calls beyond the limit of an answer, and text outside of messages are returned as text, verbatim.
+    The turn begins within a header, or within a message that begins in `prompt_end`, the end of the prompt. Invalid
+    calls, calls beyond an answer's limit, and text outside of messages are returned verbatim as text.
     """
 
     def __init__(self, form: ChannelForm, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> None:
@@ -117,20 +118,20 @@ class ChannelReader:
         self._in_header = re.compile(f"{alternatives(self._marks)}|{_NOT_IN_HEADERS}")
         self._in_body = re.compile(alternatives((form.start, *form.ends)))
         self._rest = ""
-        self._kept: list[str] = []  # a header, then header and body, as long as they may turn out to be text
-        self._body_at = 0  # where in `_kept` the body begins
+        self._kept: list[str] = []  # a header, or a header and body, that may turn out to be text
+        self._body_at = 0  # where the body begins in `_kept`
         self._tool = ""
         self._calls = 0
-        self._kind: MessageKind | None = None  # None within a header
+        self._kind: MessageKind | None = None  # None while in a header
         _, started, header = prompt_end.rpartition(form.start)
         if started:
             self.feed(header)
-            # The part in the prompt is never returned as text.
+            # The part of a message that is in the prompt is never returned as text.
             self._kept = self._kept[self._body_at :] if self._kind is MessageKind.CALL else []
             self._body_at = 0
 
     def feed(self, text: str) -> list[Delta]:
-        """Read new text. Returns the deltas that can no longer change."""
+        """Read new text. Return the deltas that can no longer change."""
         text = self._rest + text
         out: list[Delta] = []
         at = 0
@@ -150,7 +151,7 @@ class ChannelReader:
     def finish(self) -> list[Delta]:
         """End the turn, and return the remaining deltas.
 
-        A whole call counts even without its last mark, since the mark may be a token without text.
+        A complete call counts even without its closing mark, which may be a token that decodes to no text.
         """
         out: list[Delta] = []
         rest, self._rest = self._rest, ""
@@ -169,7 +170,7 @@ class ChannelReader:
             self._kept.append(text)
 
     def _pass(self, mark: str, out: list[Delta]) -> None:
-        """Process a mark, or a character that cannot be in a header."""
+        """Handle a mark, or a character that cannot be in a header."""
         form = self._form
         if mark == form.message:
             self._begin_message("".join(self._kept))

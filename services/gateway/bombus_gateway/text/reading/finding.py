@@ -1,7 +1,7 @@
 """Determines from a chat template how its model writes tool calls and reasoning.
 
-Conversations with known calls are rendered. The syntax is the one whose reader reads the same calls back from the
-rendering. So each syntax is verified with the template itself, and model names are not used.
+Conversations with known calls are rendered, and the syntax is the one whose reader reads the same calls back from the
+rendering. So each syntax is verified with the template itself; the model's name is not used.
 """
 
 import json
@@ -22,16 +22,16 @@ from bombus_gateway.text.reading.syntax import CallSyntax, Thinking, tokens_in
 from bombus_gateway.text.reading.syntaxes import FRAMES, SYNTAXES, THINKING, json_between
 from bombus_gateway.text.reading.turns import TurnReader
 
-# (messages, tools, add_generation_prompt) -> the template's text, in which special tokens are written as their names.
+# (messages, tools, add_generation_prompt) -> the rendered text, in which special tokens are written as their names.
 RenderText = Callable[[Sequence[ChatMessage], Sequence[Mapping[str, Any]], bool], str]
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How a model's turns are read. If both `syntax` and `channels` are None, calls stay text.
+    """How a model's turns are read. If both `syntax` and `channels` are None, calls are read as text.
 
-    `frames` are marks around the text of answers, which are removed from it. `lead` is a word with a colon that the
-    model writes before the text, which is removed too.
+    `frames` are marks that the model writes around the text of answers, and `lead` is a word with a colon that it
+    writes before the text. Both are removed.
     """
 
     syntax: CallSyntax | None = None
@@ -42,7 +42,7 @@ class Reading:
 
     @property
     def calls(self) -> str:
-        """The name of the syntax of calls; empty if there is none, or it is unknown."""
+        """The name of the call syntax; empty if the model has none, or if it is unknown."""
         return self.channels.name if self.channels else self.syntax.name if self.syntax else ""
 
     @property
@@ -54,12 +54,12 @@ class Reading:
 
     @property
     def begins_in_prompt(self) -> bool:
-        """Whether a prompt may contain the beginning of the turn, so that `reader` needs the prompt's end."""
+        """Whether the prompt may contain the beginning of the turn, so that `reader` needs the end of the prompt."""
         return self.channels is not None or self.thinking is not None
 
     @property
     def markers(self) -> frozenset[str]:
-        """The texts of tokens that must be included in the text given to a reader, even if the tokens are special."""
+        """Tokens whose text a reader must be given, even if they are special tokens."""
         parts = (self.syntax, self.thinking, self.channels)
         return tokens_in(*self.frames).union(*(part.markers for part in parts if part))
 
@@ -67,7 +67,7 @@ class Reading:
         """Return a reader of one turn.
 
         `prompt_end` is the end of the prompt's text, which may have opened reasoning. Calls are read only if there are
-        `tools`; in formats whose values are all strings, the tools' schemas determine the types of the values.
+        `tools`. In formats that write all values as strings, the tools' schemas determine the types of the values.
         """
         if self.channels:
             return ChannelReader(self.channels, prompt_end, tools)
@@ -76,10 +76,10 @@ class Reading:
 
 
 def find_reading(render: RenderText, switched: Iterable[RenderText] = ()) -> Reading:
-    """Find how the template's model writes calls and reasoning. If nothing is found, they stay text.
+    """Determine how the template's model writes calls and reasoning. Parts that cannot be determined are read as text.
 
-    `switched` are renderings with other variables, since a request may turn reasoning on. They are searched for
-    reasoning only if `render` shows none.
+    `switched` are renderings with other values of the template's variables, since a request may turn reasoning on. They
+    are searched for reasoning only if `render` shows none.
     """
     found = _find_shown(render)
     if found.thinking or found.channels:
@@ -99,8 +99,8 @@ def _find_shown(render: RenderText) -> Reading:
         ]
         learned = (replace(plain, syntax=syntax) for syntax in _learned(render, probes[0], plain))
         if found := _best(candidates, probes) or _best(learned, probes):
-            # Some templates describe a mark to the model but leave it out of the history: the model may write calls
-            # with the mark or without it.
+            # Some templates describe a mark to the model but leave it out of the history, so the model may write calls
+            # either with or without it.
             written = found.syntax
             announced = _announced(render) if written and written.bare else None
             syntax = announced.or_bare(written) if announced and written else written
@@ -126,7 +126,8 @@ PROBE_TOOLS: tuple[Mapping[str, Any], ...] = tuple(
     for name in ("f", "g_2")
 )
 _Calls = tuple[tuple[str, dict[str, Any]], ...]
-# A syntax must read the first; each further one that it reads adds to its score. Some templates cannot write them all.
+# A candidate syntax must read the first probe; each further probe it reads adds to its score. Some templates cannot
+# write them all.
 _CALLS: tuple[_Calls, ...] = (
     (("f", {"a": 1, "b": "x y"}),),
     (("f", {"a": 1, "c": {"k": [1, True, "z"], "l": {"m": 1.5}}}),),
@@ -135,13 +136,13 @@ _CALLS: tuple[_Calls, ...] = (
     (("f", {"a": 1}), ("g_2", {"b": "x"})),
     (("f", {"a": 1}), ("f", {"a": 2}), ("g_2", {"b": "1"})),
 )
-# Some templates require ids of nine letters and digits, others take the name of the function from the id.
+# Some templates require ids of nine letters and digits; others take the function's name from the id.
 _CALL_IDS = (lambda name, index: f"callprob{index}", lambda name, index: f"functions.{name}:{index}")
 
 
 @dataclass(frozen=True)
 class _Probe:
-    """A turn as the template writes it: the text before the turn, its own text, and the calls in it."""
+    """A turn as the template writes it: the text before the turn, the text of the turn, and the calls in it."""
 
     prompt_end: str
     turn: str
@@ -168,12 +169,13 @@ _PART_OF_TAG = re.compile(r"(?:<[^<>\s]*|\[[A-Z_/]*)\Z")
 
 
 def turn_of(render: RenderText, message: ChatMessage) -> tuple[str, str] | None:
-    """Return the text that a template writes before a turn, and the turn's text; None if the template refuses it."""
+    """Return the text that a template writes before a turn, and the turn's text; None if it refuses the turn."""
     try:
         prompt, whole = render([_USER], PROBE_TOOLS, True), render([_USER, message], PROBE_TOOLS, False)
     except TemplateRefused:
         return None
-    # A prompt may open something, such as reasoning, that this turn does not have: then the two differ within a tag.
+    # The prompt may open something, such as reasoning, that this turn does not have. The two texts then diverge within
+    # a tag.
     before = common_start(prompt, whole)
     before = before if before == prompt else _PART_OF_TAG.sub("", before)
     return before, whole[len(before) :]
@@ -183,7 +185,7 @@ def turn_of(render: RenderText, message: ChatMessage) -> tuple[str, str] | None:
 
 
 def _best(candidates: Iterable[Reading], probes: Sequence[_Probe]) -> Reading | None:
-    """Return the candidate that reads the most probes, and of those the one that leaves the least text."""
+    """Return the candidate that reads the most probes. Among equals, return the one with the least text unread."""
     best, best_score = None, (0, 0)
     for candidate in candidates:
         results = [_left_over(candidate, probe) for probe in probes]
@@ -195,7 +197,7 @@ def _best(candidates: Iterable[Reading], probes: Sequence[_Probe]) -> Reading | 
 
 
 def _left_over(reading: Reading, probe: _Probe) -> int | None:
-    """Return how many characters of a probe are read as text, or None if other calls than the probe's are read."""
+    """Return how many characters of a probe are read as text, or None if the calls read are not the probe's."""
     reader = reading.reader(probe.prompt_end, PROBE_TOOLS)
     deltas = [*reader.feed(probe.turn), *reader.finish()]
     calls = tuple((call.name, json.loads(call.arguments)) for call in deltas if isinstance(call, ToolCallDelta))
@@ -205,7 +207,7 @@ def _left_over(reading: Reading, probe: _Probe) -> int | None:
 
 
 def _learned(render: RenderText, probe: _Probe, plain: Reading) -> Iterator[CallSyntax]:
-    """Yield syntaxes of JSON with the marks that this template writes around it, which may not be in the table."""
+    """Yield JSON syntaxes with the marks that this template writes around a call, which need not be in the table."""
     thinking, reader = plain.thinking, plain.reader(probe.prompt_end, ())
     deltas = [*reader.feed(probe.turn), *reader.finish()]
     text = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta)).strip()
@@ -228,7 +230,7 @@ _FIRST_TAG = re.compile(r"\s*(<[^<>\s]+>|\[/?[A-Z_]+\])")
 
 
 def _announced(render: RenderText) -> CallSyntax | None:
-    """Return the syntax that the template describes to the model, or whose mark it writes around tools."""
+    """Return the syntax that the template describes to the model, or whose mark it writes around the tools."""
     try:
         without, tools = render([_USER], (), False), render([_USER], PROBE_TOOLS, False)
     except TemplateRefused:
@@ -260,7 +262,7 @@ def _find_thinking(render: RenderText) -> Thinking | None:
 
 
 def _written_thinking(render: RenderText) -> Thinking | None:
-    """Look for the marks around a message's reasoning, which templates take from different fields."""
+    """Find the marks around a message's reasoning. Templates read the reasoning from different fields."""
     calls = {"tool_calls": [_call("f", {"a": 1}, "callprob0")]}
     for fields, more in product((("reasoning_content",), ("thinking",), ("reasoning",)), ({}, calls)):
         message = {"role": "assistant", "content": _TEXT, **dict.fromkeys(fields, _REASONING), **more}
@@ -287,7 +289,7 @@ def _marks_around(before: str, after: str) -> Thinking | None:
 
 
 def _prompted_thinking(render: RenderText) -> Thinking | None:
-    """Look for marks with which the template begins a turn, or that it describes to the model."""
+    """Find marks that the template writes at the start of a turn, or that it describes to the model."""
     try:
         texts = [render([_USER], (), True), render([_USER, {"role": "assistant", "content": _TEXT}], (), False)]
     except TemplateRefused:
@@ -297,7 +299,7 @@ def _prompted_thinking(render: RenderText) -> Thinking | None:
 
 
 def _dropped_thinking(render: RenderText) -> Thinking | None:
-    """Look for marks by which the template finds reasoning in earlier texts to drop it."""
+    """Find the marks by which the template recognizes the reasoning that it drops from earlier answers."""
     for thinking in THINKING:
         content = f"{thinking.open}\n{_REASONING}\n{thinking.close}\n\n{_TEXT}"
         try:

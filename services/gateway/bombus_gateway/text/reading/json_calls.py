@@ -38,7 +38,7 @@ def _call(item: Any) -> ToolCallDelta:
 
 
 def read_json_by_name(body: str, schemas: Schemas) -> list[ToolCallDelta]:
-    """Read a list of objects whose only key is a tool's name, and whose value is its arguments."""
+    """Read a list of objects, each with a tool's name as its only key and the tool's arguments as the value."""
     found = json_value(body)
     if not isinstance(found, list) or not found:
         raise ValueError("not a list of calls")
@@ -51,12 +51,12 @@ def _one_pair(item: Any) -> list[tuple[str, Any]]:
     return list(item.items())
 
 
-# Possessive throughout: backtracking through much white space would take too long.
+# All quantifiers are possessive: backtracking through long white space would take too long.
 _NAMED = re.compile(r"\s*+([^\s\[{]++)\s*+(?:\[CALL_ID\]\s*+([^\s\[{]++)\s*+)?(?:\[ARGS\])?+\s*+(?=\{)")
 
 
 def read_named(body: str, schemas: Schemas) -> list[ToolCallDelta]:
-    """Read Mistral's `name[CALL_ID]id[ARGS]{...}`, in which the id may be missing."""
+    """Read Mistral's `name[CALL_ID]id[ARGS]{...}`. The id may be missing."""
     head = _NAMED.match(body)
     if head is None:
         raise ValueError("no name")
@@ -64,7 +64,7 @@ def read_named(body: str, schemas: Schemas) -> list[ToolCallDelta]:
 
 
 def sections(pattern: str) -> ReadBody:
-    """Return a reader of consecutive calls. `pattern` has the groups `name`, `arguments` and perhaps `id`."""
+    """Return a reader of consecutive calls. `pattern` has the groups `name`, `arguments` and optionally `id`."""
     compiled = re.compile(rf"\s*{pattern}\s*", re.DOTALL)
 
     def read(body: str, schemas: Schemas) -> list[ToolCallDelta]:

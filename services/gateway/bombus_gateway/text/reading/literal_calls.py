@@ -37,7 +37,7 @@ def _pythonic_call(code: Literals) -> ToolCallDelta:
 def gemma(quote: str, typed: bool = False) -> ReadBody:
     """Return a reader of `call:f{key:value}`, with strings enclosed in `quote`.
 
-    `typed`: the template writes all values as strings, so the tool's schema determines which ones are not strings.
+    If `typed`, the template writes all values as strings, and the tool's schema says which of them are not strings.
     """
 
     def read(body: str, schemas: Schemas) -> list[ToolCallDelta]:

@@ -1,6 +1,7 @@
 """Literals as models write them in tool calls: Python's, and Gemma's.
 
-Everything here raises only `ValueError` for invalid text: the depth is limited to less than Python's recursion limit.
+Everything here raises only `ValueError` for invalid text, because nesting is limited to less than Python's recursion
+limit.
 """
 
 import re
@@ -8,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-DEPTH_MAX = 64  # of nested lists and objects
+DEPTH_MAX = 64  # nesting of lists and objects
 PYTHON_CONSTANTS = {"True": True, "False": False, "None": None}
 
 _SPACE = re.compile(r"\s*")
@@ -24,7 +25,7 @@ _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\\": "\\", "
 class Literals:
     """A cursor over literals: lists, objects, numbers, constants and strings.
 
-    Strings are Python's. If `quote` is given, strings are enclosed in it instead, and keys of objects may be bare.
+    Strings are written as in Python, unless `quote` is given: it then encloses strings, and object keys may be bare.
     """
 
     def __init__(self, text: str, quote: str = "") -> None:
@@ -72,7 +73,7 @@ class Literals:
         return self._scalar()
 
     def rest_of_object(self, depth: int = 1) -> dict[str, Any]:
-        """Read an object whose opening brace has been read."""
+        """Read an object whose opening brace has already been read."""
         found: dict[str, Any] = {}
         for _ in self.items("}"):
             key = self._key()

@@ -1,4 +1,4 @@
-"""Reads tool calls whose arguments are elements, which may be nested, with a mark before each tag."""
+"""Reads tool calls whose arguments are tagged elements, possibly nested, with a mark before each tag."""
 
 import re
 from collections import deque
@@ -17,8 +17,8 @@ _EMPTY: dict[str, Any] = {"array": [], "object": {}}
 def nested_tags(mark: str) -> ReadBody:
     """Return a reader of `<invoke name="f"><key>value</key></invoke>` with `mark` before each tag.
 
-    A value is text, whose type is determined by the tool's schema, or elements: a list if all are called `item`, unless
-    the schema says `object`.
+    A value is either text, whose type the tool's schema determines, or nested elements. The elements are a list if all
+    are named `item`, unless the schema says `object`.
     """
 
     def read(body: str, schemas: Schemas) -> list[ToolCallDelta]:

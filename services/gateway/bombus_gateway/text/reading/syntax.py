@@ -8,7 +8,7 @@ from bombus_gateway.text.deltas import ToolCallDelta
 from bombus_gateway.text.reading.bodies import BodyForm
 from bombus_gateway.text.reading.values import Schemas
 
-# Reads the text between a call's marks. Raises `ValueError` if it is not a call.
+# Reads the text between a call's marks. Raises `ValueError` if the text is not a call.
 ReadBody = Callable[[str, Schemas], list[ToolCallDelta]]
 
 _TAG = re.compile(r"\]<\]\w+\[>\[|<[^<>\s]+>|\[/?[A-Z_]+\]")
@@ -18,10 +18,11 @@ _TAG = re.compile(r"\]<\]\w+\[>\[|<[^<>\s]+>|\[/?[A-Z_]+\]")
 class CallSyntax:
     """How tool calls are written: the marks that open a body, how its end is found, and how it is read.
 
-    A body contains all calls between the same two marks. `bare` is a bracket with which a body may begin without a
-    mark, at the beginning of an answer or after a call; `unmarked` is the syntax of such a body if it differs.
-    `ends_with_turn`: whether the end of the answer also ends a body. `inner` are marks within bodies. `announced_by` is
-    a text by which a template describes the syntax to the model, for templates that leave calls out of the history.
+    A body contains all calls between the same two marks. `bare` is a bracket that may begin a body without a mark, at
+    the beginning of an answer or after a call; `unmarked` is the syntax of such a body if it differs. `ends_with_turn`
+    says whether the end of the answer also ends a body. `inner` are marks within bodies. `announced_by` is text with
+    which a template describes the syntax to the model; it identifies the syntax if the template leaves calls out of the
+    history.
     """
 
     name: str
@@ -35,7 +36,7 @@ class CallSyntax:
     unmarked: "CallSyntax | None" = None
 
     def or_bare(self, other: "CallSyntax") -> "CallSyntax":
-        """Return a syntax that reads calls with this one's marks, and, without marks, calls in the syntax `other`."""
+        """Return a syntax that reads calls with this syntax's marks, or, without marks, in the syntax `other`."""
         return replace(self, bare=other.bare, unmarked=other)
 
     @property

@@ -1,4 +1,4 @@
-"""The table of syntaxes. The one that a model uses is determined from its template, not from its name."""
+"""The table of syntaxes. A model's template, not its name, determines which of them the model uses."""
 
 from bombus_gateway.text.reading.bodies import BodyForm
 from bombus_gateway.text.reading.json_calls import read_json, read_json_by_name, read_named, sections
@@ -19,7 +19,7 @@ _JSON_LIST = BodyForm(strings="json", bracket="[")
 
 
 def json_between(name: str, opens: str, close: str, announced_by: str = "") -> CallSyntax:
-    """Return the syntax of JSON between two marks."""
+    """Return the syntax of JSON between the marks `opens` and `close`."""
     form = BodyForm(close=close, strings="json")
     return CallSyntax(name, (opens,), form, read_json, announced_by=announced_by)
 
@@ -183,7 +183,7 @@ SYNTAXES: tuple[CallSyntax, ...] = (
     ),
 )
 
-# Marks around reasoning that are not simply a tag and its end tag.
+# Marks around reasoning other than a tag and its end tag.
 THINKING: tuple[Thinking, ...] = (
     Thinking("<think>", "</think>"),
     Thinking("[THINK]", "[/THINK]"),
@@ -196,7 +196,8 @@ THINKING: tuple[Thinking, ...] = (
     Thinking("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
 )
 
-# Marks around the text of an answer, which are not part of it: the opening one, the closing one, and an optional last.
+# Marks around the text of an answer that are not part of the answer: an opening mark, a closing mark, and an optional
+# last mark.
 FRAMES: tuple[tuple[str, ...], ...] = (
     ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
 )

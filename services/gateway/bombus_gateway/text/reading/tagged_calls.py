@@ -1,4 +1,4 @@
-"""Reads tool calls written as tags, with a pair around each argument. The tool's schema determines the value types."""
+"""Reads tool calls with a pair of tags around each argument. The tool's schema determines the types of the values."""
 
 import re
 from dataclasses import dataclass
@@ -11,10 +11,11 @@ from bombus_gateway.text.reading.values import Schemas, make_call, typed_value
 
 @dataclass(frozen=True)
 class TagForm:
-    """Patterns of a call's tags. `call` has the group `name`; `parameter` has `name`, `value` and perhaps `is_string`.
+    """Patterns of a call's tags. `call` has the group `name`; `parameter` has `name`, `value` and optionally
+    `is_string`.
 
-    `is_string` matches if the call itself says that a value is a string. `end` closes a call. `trimmed`: whether the
-    line breaks around a value are not part of it. `entities`: whether names contain XML entities.
+    `is_string` matches if the call itself says that the value is a string. `end` closes a call. `trimmed` says whether
+    the line breaks around a value are dropped, and `entities` whether names contain XML entities.
     """
 
     call: str
@@ -36,7 +37,7 @@ KEY_TAGS = TagForm(
     end=r"\Z",
 )
 
-# Values of several lines may be in CDATA.
+# Multi-line values may be in CDATA.
 NAMED_FUNCTION_TAGS = TagForm(
     call=r'(?P<name>[^"\n<>]+)">',
     parameter=(
@@ -57,7 +58,7 @@ OPENED_AND_CLOSED = TagForm(
 
 
 def key_tags(suffix: str) -> TagForm:
-    """Return the form of `<tool_call>f<tool_sep>` with key and value tags; all tag names end with `suffix`."""
+    """Return the form of `<tool_call>f<tool_sep>` with key and value tags. Every tag name ends with `suffix`."""
     tag = re.escape(suffix)
     return TagForm(
         call=rf"<tool_call{tag}>(?P<name>[\w.:/-]+)<tool_sep{tag}>",
@@ -87,7 +88,7 @@ def invoke_tags(prefix: str, around: str = "") -> TagForm:
 
 
 def tagged(form: TagForm) -> ReadBody:
-    """Return a reader of calls in this form, one or more in a body."""
+    """Return a reader of bodies that contain one or more calls in this form."""
     call, end = re.compile(rf"\s*{form.call}\s*", re.DOTALL), re.compile(rf"{form.end}\s*")
     parameter = re.compile(form.parameter, re.DOTALL)
 

@@ -1,4 +1,4 @@
-"""Reads a turn that consists of text, reasoning between marks, and calls between marks, while it arrives."""
+"""Reads a turn as it arrives: text, reasoning between marks, and calls between marks."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -24,10 +24,11 @@ def _opening_of(marks: tuple[str, ...]) -> re.Pattern[str]:
 class TurnReader:
     """Splits a turn into text, reasoning and calls.
 
-    White space before a call and around reasoning belongs to the format and is dropped. Invalid calls, and calls beyond
-    the limit of an answer, are returned as text, verbatim. Text is returned as soon as it cannot be the beginning of a
-    mark; a call, when it is closed. The marks `frames` around texts are dropped. So are the `lead` before the first
-    text, and a closing mark of reasoning at the start of a turn, by which some models say that there is no reasoning.
+    Text is returned as soon as it cannot be the beginning of a mark, and a call once it is closed. Invalid calls, and
+    calls beyond an answer's limit, are returned verbatim as text. White space before a call and around reasoning is
+    part of the format and is dropped, as are the marks `frames` around text and the `lead` before the first text. A
+    closing mark of reasoning at the start of a turn is dropped too: some models write it to say that there is no
+    reasoning.
     """
 
     def __init__(  # noqa: PLR0913 - the parts that a turn may have
@@ -48,21 +49,21 @@ class TurnReader:
         self._marks = (*(syntax.opens if syntax else ()), *around_reasoning, *frames, *((lead,) if lead else ()))
         self._opening = _opening_of(self._marks) if self._marks else _NEVER
         self._rest = ""
-        self._held: list[str] = []  # white space that is dropped if a mark follows
+        self._held: list[str] = []  # white space, dropped if a mark follows
         self._opened = ""
         self._body: list[str] = []
         self._body_syntax: CallSyntax | None = None
         self._end = BodyEnd(BodyForm())
         self._calls = 0
-        self._at_start = True  # whether a call may begin without a mark
+        self._at_start = True  # whether a call without a mark may begin here
         self._said_text = False
         self._thought = False
         self._thought_space: list[str] = []
-        self._after: Thinking | CallSyntax | None = None  # the reasoning or call that has ended since the last text
+        self._after: Thinking | CallSyntax | None = None  # the reasoning or call that ended since the last text
         self._take = self._take_reasoning if inside_reasoning and thinking else self._take_text
 
     def feed(self, text: str) -> list[Delta]:
-        """Read new text. Returns the deltas that can no longer change."""
+        """Read new text. Return the deltas that can no longer change."""
         text = self._rest + text
         out: list[Delta] = []
         at = 0
@@ -76,7 +77,7 @@ class TurnReader:
         return out
 
     def finish(self) -> list[Delta]:
-        """End the turn. Returns the deltas that were held back."""
+        """End the turn. Return the deltas that were held back."""
         out: list[Delta] = []
         rest, self._rest = self._rest, ""
         if self._take == self._take_call:
@@ -115,9 +116,9 @@ class TurnReader:
         return found.end()
 
     def _hold_space(self, text: str, at: int) -> int:
-        """Hold back the white space, or separators after a call, that may precede a call without a mark.
+        """Hold back white space, or separators after a call, that may precede a call without a mark.
 
-        Returns the offset after them.
+        Returns the offset after the text held back.
         """
         pattern = _BETWEEN_CALLS if isinstance(self._after, CallSyntax) else _SPACE
         found = pattern.match(text, at)

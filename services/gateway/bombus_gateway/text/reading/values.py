@@ -14,7 +14,7 @@ from bombus_gateway import limits
 from bombus_gateway.text.deltas import ToolCallDelta
 from bombus_gateway.text.reading.literals import DEPTH_MAX, PYTHON_CONSTANTS, Literals
 
-Schema = Mapping[str, Any]  # of one parameter
+Schema = Mapping[str, Any]  # the schema of one parameter
 Schemas = Callable[[str], Mapping[str, Schema]]  # takes a tool's name; returns the schemas of its parameters by name
 
 _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\(?:.|\Z))*+(?:"|\Z)|([\[{])|([\]}])', re.DOTALL)
@@ -33,8 +33,8 @@ def schemas_of(tools: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Sc
 def make_call(name: object, arguments: object, call_id: object = "") -> ToolCallDelta:
     """Return a call. Raises `ValueError` for a call that would be refused when a request echoes it.
 
-    That is one with an empty or too long name, arguments that are not an object, or values that JSON does not have.
-    Such a refusal would end the episode.
+    Such a call has an empty name or one that is too long, arguments that are not an object, or values that JSON cannot
+    represent. Refusing the later request would end the episode.
     """
     if not isinstance(name, str) or not 0 < len(name.strip()) <= limits.NAME_CHARACTERS:
         raise ValueError(f"the name of a call must have 1 to {limits.NAME_CHARACTERS} characters")
@@ -46,7 +46,7 @@ def make_call(name: object, arguments: object, call_id: object = "") -> ToolCall
 
 
 def json_value(text: str) -> Any:
-    """Decode one JSON value. Raises `ValueError` for anything else, and if it is nested too deeply."""
+    """Decode one JSON value. Raises `ValueError` for anything else, or if the value is nested too deeply."""
     depth = 0
     for bracket in _STRING_OR_BRACKET.finditer(text):
         depth += 1 if bracket[1] else -1 if bracket[2] else 0
@@ -76,9 +76,9 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def typed_value(text: str, schema: Schema | None) -> Any:
-    """Return the value of a parameter's text, in formats that do not quote strings.
+    """Return the value of a parameter's text, for formats that do not quote strings.
 
-    The schema determines the type. Without one, text that is JSON, other than a JSON string, is decoded.
+    The schema determines the type. Without a schema, text that is JSON is decoded, unless it is a JSON string.
     """
     types = _types_of(schema or {})
     if types == {"string"}:
@@ -124,5 +124,5 @@ def _types_of(schema: Schema) -> set[str]:
 
 
 def as_mapping(found: object) -> Mapping[str, Any]:
-    """Return `found` if it is a mapping, else an empty one."""
+    """Return `found` if it is a mapping, else an empty mapping."""
     return found if isinstance(found, Mapping) else {}

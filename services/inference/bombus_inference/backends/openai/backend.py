@@ -1,4 +1,4 @@
-"""The openai backend: an external server, which others run and this replica represents in the hive.
+"""The openai backend: an external server, run by someone else and represented in the hive by this replica.
 
 Open requests finish before the server's weights change, so no answer mixes versions.
 """
@@ -98,7 +98,7 @@ class OpenAIBackend:
     # ---- weights ----------------------------------------------------------------------------------------------
 
     async def load(self, policy: Policy, report_stage: ReportStage) -> None:
-        """Load the weights through the server's own route, from a folder that the server must also see."""
+        """Load the weights through the server's own route, from a folder that the server must also be able to read."""
         if self.version >= 0 and self.run != policy.run:
             await self.unload()
         config = await asyncio.to_thread(read_config, policy.folder)
@@ -133,10 +133,11 @@ class OpenAIBackend:
         log.warning("%s has no way to load weights: it is assumed to serve the job's model", self._settings.url)
 
     async def _drain(self) -> None:
-        """Wait until no request is open. Requests that take too long end with a fault that allows a retry elsewhere."""
+        """Wait until no request is open. Requests that take too long end with a fault that allows a retry on another
+        replica."""
         if self.version < 0:
             return
-        version, self.version = self.version, -1  # takes no new requests
+        version, self.version = self.version, -1  # accept no new requests
         if not await self._calls.drain(self._settings.drain_s):
             log.warning("ending %d calls of version %d, which took too long", len(self._calls), version)
             self._calls.end_all(DRAINED)
@@ -156,7 +157,7 @@ class OpenAIBackend:
 
     async def unload(self) -> None:
         self.version = -1
-        self._server = None  # the next run may find another kind of server
+        self._server = None  # the next run may use a different kind of server
         self._calls.end_all(UNLOADED)
 
     async def stop(self) -> None:
@@ -169,9 +170,9 @@ class OpenAIBackend:
 
 
 def _headers(settings: OpenAISettings) -> dict[str, str]:
-    """Return the headers with the server's key. Raises `EngineFault` if the key's variable is not set."""
+    """Return the headers with the server's key. Raises `EngineFault` if the key's environment variable is not set."""
     if not settings.api_key_env:
         return {}
     if not os.environ.get(settings.api_key_env):
-        raise EngineFault(f"the variable {settings.api_key_env} is not set: it must hold the server's key")
+        raise EngineFault(f"the environment variable {settings.api_key_env} is not set: it must hold the server's key")
     return {"authorization": f"Bearer {os.environ[settings.api_key_env]}"}

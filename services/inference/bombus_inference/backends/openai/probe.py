@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 TEXT = "The capital of France is"
 TOKENS = 16
-GAP_MIN = 1e-3  # nats between the two most likely tokens; below this, two temperatures cannot be told apart
+GAP_MIN = 1e-3  # nats between the two most likely tokens; a smaller gap cannot show the temperature
 
 RAW = (
     "its logprobs are those of the model's own distribution, not of the distribution that it samples from "
@@ -27,7 +27,7 @@ RAW = (
 
 
 async def find_missing(server: Server, folder: Path, vocabulary: int) -> list[str]:
-    """Return what the server lacks to serve the model in `folder`, as clauses with the subject "it"."""
+    """Return what the server lacks to serve the model in `folder`, as clauses that begin with "it" or "its"."""
     tokenizer = _tokenizer(folder)
     prompt = [0] if tokenizer is None else tokenizer.encode(TEXT, add_special_tokens=False).ids
     try:
@@ -43,7 +43,7 @@ async def find_missing(server: Server, folder: Path, vocabulary: int) -> list[st
     if _is_raw(plain, hot):
         found.append(RAW)
     if not _uses_vocabulary(tokenizer, vocabulary, greedy):
-        found.append("its vocabulary is not that of the run's model")
+        found.append("its vocabulary differs from that of the run's model")
     return found
 
 
@@ -52,7 +52,7 @@ async def _first_choice(server: Server, prompt: list[int], temperature: float, t
     request = Generate(id="probe", engine="", run=0, prompt=pack_tokens(prompt), sampling=sampling)
     found = [one async for choices in server.generate(request, prompt, len(prompt) + tokens) for one in choices]
     if not found:
-        raise BackendFailed("it answers with no choice")
+        raise BackendFailed("its answer contains no choice")
     return found[0]
 
 
@@ -68,9 +68,10 @@ def _missing(choice: ServerChoice) -> list[str]:
 
 
 def _is_raw(plain: ServerChoice, hot: ServerChoice) -> bool:
-    """Return whether the logprobs are the model's own, not those of the distribution that is sampled from.
+    """Return whether the logprobs are the model's own, not those of the distribution that tokens are sampled from.
 
-    In the latter, doubling the temperature halves the gap between the two most likely tokens.
+    If they were those of the sampling distribution, doubling the temperature would halve the gap between the two most
+    likely tokens.
     """
     gap, hot_gap = _gap(plain), _gap(hot)
     return gap > GAP_MIN and abs(hot_gap - gap) < abs(hot_gap - gap / 2)
@@ -83,7 +84,8 @@ def _gap(choice: ServerChoice) -> float:
 
 
 def _uses_vocabulary(tokenizer: Tokenizer | None, vocabulary: int, choice: ServerChoice) -> bool:
-    """Return whether its token ids decode to its text. A server without a tokenizer reports no text; it is trusted."""
+    """Return whether the choice's token ids decode to its text. Without a tokenizer, or without text, only ids are
+    checked."""
     tokens = list(choice.tokens or ())
     if any(not 0 <= token < vocabulary for token in tokens):
         return False
@@ -93,7 +95,7 @@ def _uses_vocabulary(tokenizer: Tokenizer | None, vocabulary: int, choice: Serve
 
 
 def _plain(text: str) -> str:
-    """Return the text without white space and incomplete characters, in which detokenizers differ."""
+    """Return the text without white space and incomplete characters, which detokenizers treat differently."""
     return "".join(text.replace("\ufffd", "").split())
 
 

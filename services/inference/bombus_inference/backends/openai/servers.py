@@ -21,7 +21,10 @@ ServerChoices = AsyncIterator[list[ServerChoice]]
 
 
 class Server(Protocol):
-    """An external server. `can_load`: it has a route to load weights; `context`: its limit in tokens, 0 if unknown."""
+    """An external server.
+
+    `can_load` says whether it has a route to load weights. `context` is its token limit, or 0 if unknown.
+    """
 
     can_load: bool
     context: int
@@ -30,7 +33,7 @@ class Server(Protocol):
         """Yield parts of the answer as they arrive. Raises `BackendFailed`, `Refused` or `httpx.HTTPError`."""
 
     async def load(self, folder: Path, label: str, timeout_s: float) -> None:
-        """Load weights from a folder that the server sees too. Raises `LoadFailed` or `httpx.HTTPError`."""
+        """Load weights from a folder that the server can also read. Raises `LoadFailed` or `httpx.HTTPError`."""
 
 
 class CompletionsServer:
@@ -74,6 +77,6 @@ class SglangServer:
 
 
 async def detect_server(client: httpx.AsyncClient, model: str) -> Server:
-    """Find out which kind of server answers. Raises `EngineFault` if none does, or if its kind is unknown."""
+    """Find out which kind of server answers. Raises `EngineFault` if none answers, or if its kind is unknown."""
     found = await find_server(client, model)
     return SglangServer(client) if found.kind is ServerKind.SGLANG else CompletionsServer(client, found)

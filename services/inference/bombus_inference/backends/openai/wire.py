@@ -1,6 +1,6 @@
 """The wire formats of external servers: vLLM's `/v1/completions` with token ids, and SGLang's `/generate`.
 
-Pure translation. SGLang's format follows its documentation on the native API, sampling parameters and use for RL
+Only translates. SGLang's format follows its documentation on the native API, sampling parameters and use for RL
 (docs.sglang.io).
 """
 
@@ -23,7 +23,8 @@ _encoder = msgspec.json.Encoder()
 
 @dataclass(frozen=True, slots=True)
 class ServerChoice:
-    """One choice of a server's answer. Unreported fields are None or empty; `label` is its name for the weights."""
+    """One choice of a server's answer. Unreported fields are None or empty; `label` is the server's label for its
+    weights."""
 
     choice: int
     text: str = ""
@@ -37,7 +38,7 @@ class ServerChoice:
     def delta(self, top_logprobs: int) -> ChoiceDelta:
         """Return the parts that training needs. Raises `BackendFailed` if token ids or logprobs are missing."""
         if self.tokens is None or self.logprobs is None:
-            raise BackendFailed("the server gives no token ids, or no logprobs")
+            raise BackendFailed("the server returns no token ids or no logprobs")
         tops = [most_likely(row, top_logprobs) for row in self.tops] if top_logprobs else []
         return ChoiceDelta(
             choice=self.choice,
@@ -125,7 +126,7 @@ def _by_token(row: dict[str, float]) -> list[tuple[int, float]]:
     try:
         return [(int(token.removeprefix(TOKEN_PREFIX)), logprob) for token, logprob in row.items()]
     except ValueError as error:
-        raise BackendFailed("the server gives alternatives as words, not as token ids") from error
+        raise BackendFailed("the server returns alternatives as text, not as token ids") from error
 
 
 # ---- SGLang's /generate ---------------------------------------------------------------------------------------
@@ -155,9 +156,9 @@ _sglang = msgspec.json.Decoder(list[SglangChoice] | SglangChoice)
 
 
 def sglang_body(request: Generate, prompt: list[int], tokens_max: int) -> bytes:
-    """Return the request's body, which has no seed because SGLang accepts none per request.
+    """Return the request's body, which has no seed because SGLang does not accept a seed per request.
 
-    The answer is not streamed, because the content of its parts depends on the server's options. Raises `Refused` for a
+    The answer is not streamed, because what its parts contain depends on the server's options. Raises `Refused` for a
     repetition penalty: SGLang's considers only sampled tokens (sglang/srt/sampling/penaltylib), not the prompt.
     """
     sampling = request.sampling
@@ -184,7 +185,7 @@ def sglang_body(request: Generate, prompt: list[int], tokens_max: int) -> bytes:
 
 
 def parse_sglang(data: bytes) -> list[ServerChoice]:
-    """Parse an answer. The sampled ids are those with logprobs, since `output_ids` may lack a stop token."""
+    """Parse an answer. The sampled ids are taken from the logprobs, since `output_ids` may lack a stop token."""
     answer = _sglang.decode(data)
     choices = answer if isinstance(answer, list) else [answer]
     return [_sglang_choice(number, choice) for number, choice in enumerate(choices)]

@@ -1,7 +1,7 @@
 """Attention over a paged KV cache, plugged into the models of transformers through its attention interface.
 
-One forward pass takes the new tokens of all sequences in one row. Each layer first writes the keys and values of all
-of them to the cache and then attends, so a sequence may use a block that another one fills in the same pass.
+One forward pass takes the new tokens of all sequences in one row. Each layer first writes all their keys and values to
+the cache and then attends, so a sequence may use a block that another sequence fills in the same pass.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,10 +19,10 @@ from bombus_inference.backends.torch.pool import KvPool, SequenceChunk
 from bombus_inference.backends.torch.rows import LaneStep, Rows
 
 NAME = "bombus_paged"
-PLAN = "kv_plan"  # the keyword of the attention function
-SHORT_CONTEXT_TOKENS = 256  # below this, padding costs less than one more kernel call
+PLAN = "kv_plan"  # name of the attention function's keyword argument
+SHORT_CONTEXT_TOKENS = 256  # below this, padding costs less than another kernel call
 SHORT_QUERY_TOKENS = 16
-RECTANGLE_MAX = 1 << 22  # elements of one bucket's mask
+RECTANGLE_MAX = 1 << 22  # elements in one bucket's mask
 
 
 def register() -> None:
@@ -34,7 +34,7 @@ def register() -> None:
 class Bucket:
     """Chunks that attend as one rectangle: B rows of up to Q new tokens over up to L tokens of context.
 
-    `pad_BQ` maps the rectangle to this bucket's tokens and `take_T` back. Both are None if it needs no padding.
+    `pad_BQ` maps the rectangle to this bucket's tokens, and `take_T` maps back. Both are None if no padding is needed.
     """
 
     first: int
@@ -47,7 +47,8 @@ class Bucket:
     masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)  # made when a layer needs them
 
     def mask(self, window: int | None, length: int, groups: int, dtype: torch.dtype) -> Tensor:
-        """Return the mask that is added to the scores, [B, G x Q, L]: `groups` query heads are folded into rows."""
+        """Return the mask to add to the scores, [B, G x Q, L]. G is `groups`, the number of query heads folded into the
+        rows."""
         mask = self.masks.get((window, groups))
         if mask is None:
             back_BQL = self.reach_BQ[:, :, None] - torch.arange(length, device=self.reach_BQ.device)
@@ -61,7 +62,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class ForwardPlan:
-    """One forward pass: its tokens in one row, where their keys and values go, and what each of them attends to."""
+    """One forward pass: its tokens in one row, where their keys and values go, and what each token attends to."""
 
     pool: KvPool
     order: list[int]  # chunk numbers, in the order of their tokens
@@ -121,7 +122,7 @@ def _laid_out(
 
 
 def _buckets(chunks: Sequence[SequenceChunk], numbers: Sequence[int], groups: int) -> Iterator[list[int]]:
-    """Group chunks of similar shape, so that there is little padding. Single tokens never share with longer chunks."""
+    """Group chunks of similar shape, to keep padding low. Single tokens never share a group with longer chunks."""
     members: list[int] = []
     queries = shortest = longest = 0
     for number in sorted(numbers, key=lambda number: _shape(chunks[number]), reverse=True):
@@ -157,7 +158,7 @@ def _bucket(chunks: Sequence[SequenceChunk], first: int, pool: KvPool, device: t
     queries = max(counts)
     width = (max(chunk.end for chunk in chunks) + size - 1) // size
     table: list[int] = []
-    reach: list[int] = []  # the last position that each query may see; a padded one sees the first
+    reach: list[int] = []  # the last position that each query may see; for padding, the first position
     for chunk, count in zip(chunks, counts):
         used = (chunk.end + size - 1) // size
         table += chunk.blocks[:used]
@@ -193,7 +194,7 @@ def paged_attention(  # noqa: PLR0913  # the signature is transformers'
     kv_plan: ForwardPlan | ShapeRecorder | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """Attend for one layer: query [1, H, T, D], key [1, H_kv, T, D], value [1, H_kv, T, E] -> [1, T, H, E].
+    """Compute attention for one layer: query [1, H, T, D], key [1, H_kv, T, D], value [1, H_kv, T, E] -> [1, T, H, E].
 
     Raises `EngineFault` for a layer that needs an option `Scoring` does not support.
     """
@@ -217,7 +218,7 @@ def paged_attention(  # noqa: PLR0913  # the signature is transformers'
 
 
 def _attend(query_1HTD: Tensor, bucket: Bucket, pool: KvPool, layer: int, scoring: Scoring) -> Tensor:
-    """Return one bucket's output [T, H, E]."""
+    """Return the attention output [T, H, E] of one bucket."""
     keys, values = pool.gather(layer, bucket.table_N, bucket.rows)
     heads, dim = query_1HTD.shape[1], query_1HTD.shape[3]
     kv_heads, length = keys.shape[1:3]
@@ -234,7 +235,7 @@ def _attend(query_1HTD: Tensor, bucket: Bucket, pool: KvPool, layer: int, scorin
         out = attend_in_full(by_group, keys, values, mask, scoring)
     else:
         if groups > 1 and bucket.rows == 1:
-            # The key and value heads become the batch, and their query heads share them without a copy.
+            # The key and value heads become the batch, so that their query heads share them without a copy.
             query = query.reshape(kv_heads, groups, queries, dim)
             keys, values = (side.transpose(0, 1).expand(-1, groups, -1, -1) for side in (keys, values))
         elif groups > 1:

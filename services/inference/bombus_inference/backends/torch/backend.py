@@ -47,18 +47,18 @@ from bombus_inference.settings import ComputeSettings
 
 T = TypeVar("T")
 
-# The engine's thread takes the interpreter's lock thousands of times a second. With Python's default switch interval
-# of 5 ms it would wait longer than it computes whenever the HTTP side is busy.
+# The engine's thread takes the interpreter's lock thousands of times a second. With Python's default switch interval of
+# 5 ms, it would spend more time waiting than computing whenever the HTTP side is busy.
 SWITCH_INTERVAL_S = 0.0005
 
-TRIAL_CACHE_BYTES = 64 << 20  # for small models that are checked and never served
+TRIAL_CACHE_BYTES = 64 << 20  # for small models that are checked but never served
 COUNTERS = ("steps", "prefill_tokens", "decode_tokens", "cached_tokens", "preemptions", "swaps", "adapter_evictions")
 GAUGES = ("running", "waiting", "blocks", "blocks_held", "adapters", "adapter_bytes")
 ALL_ALIKE: Mapping[str, torch.dtype] = {}  # every tensor has the engine's type
 
 
 class TorchBackend:
-    """Serves from this process. An engine failure ends the process, so `lost` is never set."""
+    """Serves from this process. If the engine fails, the process ends, so `lost` is never set."""
 
     loads_adapters = True
     constrains = False
@@ -73,10 +73,10 @@ class TorchBackend:
         self.lost = asyncio.Event()
         self.thread = EngineThread(deliver)
         self._settings = settings
-        self._run_settings = settings  # with the precision of this run
+        self._run_settings = settings  # with this run's precision
         self._dtypes = ALL_ALIKE
-        self._loading = asyncio.Lock()  # one adapter is read at a time, which bounds the memory
-        self._base: Path | None = None  # the folder of the model below the engine's adapter
+        self._loading = asyncio.Lock()  # adapters are read one at a time, which limits memory use
+        self._base: Path | None = None  # the folder of the model under the engine's adapter
 
     @property
     def failed(self) -> asyncio.Future[None]:
@@ -89,9 +89,9 @@ class TorchBackend:
         self.thread.abort(ticket)
 
     async def load(self, policy: Policy, report_stage: ReportStage) -> None:
-        """Swap weights within a run, or make a new engine for a new run.
+        """Swap weights within a run, or create a new engine for a new run.
 
-        Files are read in a thread while the old version keeps serving.
+        Files are read in a thread while the old version continues to serve.
         """
         run, version = policy.run, policy.version
         serving = self.version >= 0 and self.run == run
@@ -111,7 +111,7 @@ class TorchBackend:
         self._base = policy.folder if policy.adapter is not None and is_computed_beside(self._run_settings) else None
 
     def _read(self, policy: Policy) -> tuple[dict[str, Tensor] | None, dict[str, LowRank]]:
-        """Read the weights that this policy needs: those of the model, unless the engine has them, and its adapter."""
+        """Read the weights that this policy needs: the model's, unless the engine has them, and the adapter's."""
         settings = self._run_settings
         if policy.adapter is None or not is_computed_beside(settings):
             return read_state(policy.folder, settings, policy.adapter, self._dtypes), {}
@@ -160,7 +160,7 @@ class TorchBackend:
 
 
 async def _in_thread(read: Callable[[Policy], T], policy: Policy) -> T:
-    """Read a policy without changing what is served. Raises `EngineFault`, including when out of memory."""
+    """Read a policy without changing what is served. Raises `EngineFault`, also when out of memory."""
     try:
         return await asyncio.to_thread(read, policy)
     except (MemoryError, OSError, RuntimeError) as error:
@@ -175,7 +175,7 @@ def _lacks_memory(error: RuntimeError) -> bool:
 
 
 def make_engine(policy: Policy, settings: ComputeSettings) -> Engine:
-    """Load a policy and check that this engine computes it faithfully. Raises `EngineFault`."""
+    """Load a policy and check that this engine computes its model correctly. Raises `EngineFault`."""
     model = load_policy(policy.folder, settings, policy.adapter)
     with refusing(model.config, "served"):
         layer_shapes(model, attention.PLAN)
@@ -198,8 +198,8 @@ def read_state(
 ) -> dict[str, Tensor]:
     """Return the tensors by name, in the engine's type and on its device, with the adapter, if any, merged into them.
 
-    `dtypes` holds the types of the tensors whose type in the engine differs from its own. The returned tensors are
-    copies, because the trainer may remove the file. Raises `EngineFault`.
+    `dtypes` gives the types of the tensors whose type in the engine differs from the engine's own. The returned tensors
+    are copies, because the trainer may remove the file. Raises `EngineFault`.
     """
     merging = Adapter(adapter) if adapter is not None else None
     mapped = _map(folder)
@@ -215,7 +215,7 @@ def read_state(
 
 
 def _map(folder: Path) -> dict[str, Tensor]:
-    """Map the tensors in a version's file; each is read when it is used."""
+    """Map the tensors in a version's file into memory; each is read when it is used."""
     try:
         mapped: dict[str, Tensor] = load_file(folder / FULL_FILE)
     except (OSError, SafetensorError) as error:
@@ -224,7 +224,8 @@ def _map(folder: Path) -> dict[str, Tensor]:
 
 
 def _merge_into(model: nn.Module, folder: Path, adapter: Path) -> None:
-    """Merge an adapter into `model`, which was loaded from `folder`. Only the tensors that it changes are reread."""
+    """Merge an adapter into `model`, which was loaded from `folder`. Only the tensors that the adapter changes are
+    reread."""
     merging = Adapter(adapter)
     for name, tensor in _map(folder).items():
         if merging.changes(name):

@@ -1,8 +1,8 @@
 """Keeps track of which blocks of the KV cache are free, held or remembered. Pure accounting, no tensors.
 
-A full block is remembered under the name of its parent and its tokens, so the remembered blocks form a tree of prefixes
-and a lookup is exact. Each adapter has its own root, and all roots change whenever weights are swapped, so no key or
-value of another adapter or of older weights is ever found.
+A full block is remembered by its parent's name and its tokens, so the remembered blocks form a tree of prefixes and a
+lookup is exact. Each adapter has its own root, and all roots change whenever weights are swapped, so a lookup never
+returns keys or values computed with another adapter or older weights.
 """
 
 from collections import OrderedDict
@@ -15,7 +15,8 @@ Key = tuple[int, tuple[int, ...]]
 
 
 class Blocks:
-    """A block is free (its contents are not needed), held by one or more sequences, or idle (remembered, not held)."""
+    """Blocks, each of them free (contents not needed), held by one or more sequences, or idle (remembered but not
+    held)."""
 
     def __init__(self, count: int, block_tokens: int) -> None:
         self.count = count
@@ -24,7 +25,7 @@ class Blocks:
         self._next_name = 0
         self._free = list(range(count - 1, -1, -1))
         self._holders = [0] * count
-        self._idle: OrderedDict[int, None] = OrderedDict()  # the least recently used first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._names = [NO_NAME] * count
         self._keys: list[Key | None] = [None] * count
         self._remembered: dict[Key, int] = {}
@@ -41,7 +42,7 @@ class Blocks:
         return self._holders[block]
 
     def root(self, adapter: str = "") -> int:
-        """Return the name of the empty prefix of an adapter, "" for the engine's own policy."""
+        """Return the name of an adapter's empty prefix; "" is the engine's own policy."""
         name = self._roots.get(adapter)
         if name is None:
             name = self._roots[adapter] = self._next_name
@@ -49,13 +50,13 @@ class Blocks:
         return name
 
     def forget_root(self, adapter: str) -> None:
-        """Make blocks that were computed with this adapter impossible to find."""
+        """Ensure that blocks computed with this adapter are never found again."""
         self._roots.pop(adapter, None)
 
     def take(self) -> int:
-        """Return a block that the caller holds alone, forgetting an idle one if none is free.
+        """Return a block that only the caller holds, forgetting an idle block if none is free.
 
-        Raises `EngineFault` when every block is held.
+        Raises `EngineFault` if every block is held.
         """
         if self._free:
             block = self._free.pop()
@@ -68,7 +69,7 @@ class Blocks:
         return block
 
     def find(self, parent: int, tokens: tuple[int, ...]) -> int | None:
-        """Return the block that has `tokens` after `parent`, and make the caller one more of its holders."""
+        """Return the block that contains `tokens` and follows `parent`, and add the caller to its holders."""
         block = self._remembered.get((parent, tokens))
         if block is None:
             return None
@@ -81,10 +82,10 @@ class Blocks:
         return self._names[block]
 
     def remember(self, block: int, parent: int, tokens: tuple[int, ...]) -> int:
-        """Let later prefixes find this full block. Returns the name that its children are remembered under."""
+        """Let later prefixes find this full block. Return the name under which its children are remembered."""
         key = (parent, tokens)
         existing = self._remembered.get(key)
-        if existing is not None:  # computed twice at once: the first is kept, this one is freed when it is released
+        if existing is not None:  # computed twice in parallel: keep the first; this one is freed when released
             return self._names[existing]
         name = self._next_name
         self._next_name += 1
@@ -94,7 +95,8 @@ class Blocks:
         return name
 
     def release(self, blocks: list[int]) -> None:
-        """Give back a sequence's blocks, in order. The last are evicted first, since a prefix needs its beginning."""
+        """Give back a sequence's blocks, in order. The last are evicted first, since a prefix is useless without its
+        beginning."""
         for block in reversed(blocks):
             self._holders[block] -= 1
             if self._holders[block] == 0:
@@ -104,7 +106,7 @@ class Blocks:
                     self._idle[block] = None
 
     def forget_all(self) -> None:
-        """Make all blocks computed so far impossible to find. Held blocks stay with their holders."""
+        """Ensure that no block computed so far is found again. Held blocks stay with their holders."""
         self._free.extend(self._idle)
         self._idle.clear()
         self._remembered.clear()

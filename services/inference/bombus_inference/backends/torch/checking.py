@@ -22,12 +22,12 @@ from bombus_inference.backends.torch.attention import PLAN, plan_pass
 from bombus_inference.backends.torch.pool import KvPool, SequenceChunk
 from bombus_inference.backends.torch.rows import Rows
 
-SINGLE_TOKENS = 6  # at the end of each line; from the third on they are computed in rows, if there are any
+SINGLE_TOKENS = 6  # at the end of each line; from the third on, they are computed in rows if rows are used
 ROWS_BYTES = 256 << 20
 
 
 def check_faithful(model: PreTrainedModel, block_tokens: int, limit: int) -> None:
-    """Raise `EngineFault`, which names the architecture, for a model that this engine does not compute faithfully."""
+    """Raise `EngineFault`, naming the architecture, if this engine does not compute the model correctly."""
     with refusing(model.config, "served"):
         disagreement(model, block_tokens, limit).check(model.dtype)
 
@@ -43,7 +43,7 @@ def disagreement(model: PreTrainedModel, block_tokens: int, limit: int) -> Disag
 
 @torch.inference_mode()
 def _paged_logprobs(model: PreTrainedModel, block_tokens: int, lines: list[Tensor]) -> list[Tensor]:
-    """Return the logprobs of each line's last tokens, from passes over a cache that both lines share."""
+    """Return the logprobs of each line's last tokens, computed in passes over a cache that both lines share."""
     like = next(model.parameters())
     each = len(lines[0]) // block_tokens + 1
     pool = KvPool(layer_shapes(model, PLAN), each * len(lines), block_tokens, like)
@@ -68,7 +68,7 @@ def _paged_logprobs(model: PreTrainedModel, block_tokens: int, lines: list[Tenso
 
 
 def _passes(lines: list[Tensor], blocks: int) -> Iterator[list[SequenceChunk]]:
-    """Yield passes over all tokens of each line but its last: first two chunks, then single tokens."""
+    """Yield passes over all tokens of each line except the last: first two chunks, then single tokens."""
     cuts = [_cuts(len(line) - 1, number) for number, line in enumerate(lines)]
     for turn in range(max(map(len, cuts)) - 1):
         chunks = []
@@ -81,6 +81,7 @@ def _passes(lines: list[Tensor], blocks: int) -> Iterator[list[SequenceChunk]]:
 
 
 def _cuts(tokens: int, number: int) -> list[int]:
-    """Return the positions between the passes of line `number`. They differ by line, so that passes are ragged."""
+    """Return the positions at which line `number` is cut into passes. They differ between lines, so that passes are
+    ragged."""
     single = max(tokens - SINGLE_TOKENS - number, 1)
     return sorted({0, (single + number) // 2, *range(single, tokens + 1)})

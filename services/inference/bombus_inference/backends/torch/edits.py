@@ -1,8 +1,8 @@
-"""Edits to the logits of a request's next token, with vLLM's meaning and in vLLM's order.
+"""Edits to the logits of a request's next token, with vLLM's semantics and in vLLM's order.
 
 First the logit bias is added, then the penalties are applied: repetition, frequency, presence. Temperature and
-truncation follow (`sampling.py`). The order is that of vLLM's `Sampler.forward`, steps 5 and 6 of its docstring
-(vllm/v1/sample/sampler.py), and the formulas are those of `apply_penalties` (vllm/model_executor/layers/utils.py).
+truncation follow (`sampling.py`). The order is from vLLM's `Sampler.forward`, steps 5 and 6 of its docstring
+(vllm/v1/sample/sampler.py), and the formulas are from `apply_penalties` (vllm/model_executor/layers/utils.py).
 """
 
 from array import array
@@ -25,19 +25,19 @@ class LogitEdits:
         self._repetition = sampling.repetition_penalty
         self._frequency = sampling.frequency_penalty
         self._presence = sampling.presence_penalty
-        # Each token once, and how often it was sampled. Only a repetition penalty applies to the prompt.
+        # Each distinct token, and how often it was sampled. Of the penalties, only repetition applies to the prompt.
         self._tokens = array("q", dict.fromkeys(prompt) if self._repetition != 1 else ())
         self._counts = array("f", [0.0] * len(self._tokens))
         self._places = {token: place for place, token in enumerate(self._tokens)}
 
     @classmethod
     def of(cls, sampling: SamplingParams, prompt: Iterable[int]) -> "LogitEdits | None":
-        """Return the edits for a sequence of a request, or None if there are none."""
+        """Return the edits for one sequence of a request, or None if it has none."""
         penalties = sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1
         return cls(sampling, prompt) if penalties or sampling.logit_bias else None
 
     def accept(self, token: int) -> None:
-        """Count a token that was sampled."""
+        """Count a sampled token."""
         place = self._places.setdefault(token, len(self._tokens))
         if place == len(self._tokens):
             self._tokens.append(token)

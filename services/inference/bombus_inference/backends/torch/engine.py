@@ -38,7 +38,7 @@ NO_ADAPTER: Mapping[str, LowRank] = {}
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The frames that one step made for one request. If `done`, they are the last for this ticket."""
+    """The frames that one step produced for one request. If `done`, they are the last for this ticket."""
 
     ticket: int
     frames: list[Frame]
@@ -47,7 +47,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Counts since the engine was made, and its current load."""
+    """Counts since the engine was created, and its current load."""
 
     steps: int
     prefill_tokens: int
@@ -66,7 +66,7 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
-    """The results of one pass: sequences that are ready for a token, their logits, and tickets whose scores are NaN."""
+    """The results of one pass: sequences that are ready for a token, their logits, and tickets with NaN scores."""
 
     ready: list[SequenceState]
     logits_RV: Tensor | None
@@ -76,12 +76,13 @@ class _Computed:
 class Engine:
     """Serves one policy version at a time. `model` must have been loaded with the attention `attention.NAME`.
 
-    A sequence ends at the least of the model's limit, `job_tokens` and the settings' `max_model_len`. Without a
-    `max_model_len` it also ends at the size of the cache, since a longer one would preempt itself for ever. Raises
-    `EngineFault` for a model that is not supported, or for a cache that cannot hold a sequence of `max_model_len`.
+    A sequence ends at the smallest of the model's limit, `job_tokens` and the settings' `max_model_len`. If
+    `max_model_len` is not set, it also ends at the size of the cache, since a longer sequence would preempt itself
+    forever. Raises `EngineFault` for an unsupported model, or for a cache that cannot hold a sequence of
+    `max_model_len`.
 
     Requests may also name adapters that were added with `add_adapter`. These apply to the model of version 0, or to the
-    model below the policy's own adapter, even if the engine serves other weights later.
+    model under the policy's own adapter, even if the engine serves other weights later.
     """
 
     def __init__(
@@ -153,11 +154,11 @@ class Engine:
 
     @property
     def adapters(self) -> AdapterStore[LoadedAdapter]:
-        """The adapters that are loaded."""
+        """The loaded adapters."""
         return self._adapters.store
 
     def add_adapter(self, address: str, adapter: LoadedAdapter) -> bool:
-        """Load an adapter, dropping others that no request uses if there is no room. Return whether it is new.
+        """Load an adapter, dropping unused adapters if there is no room. Return whether it is new.
 
         Raises `Refused`, having changed nothing.
         """
@@ -167,15 +168,15 @@ class Engine:
         return dropped is not None
 
     def remove_adapter(self, address: str) -> None:
-        """Unload an adapter. Raises `Refused` while requests use it, and when it is not loaded."""
+        """Unload an adapter. Raises `Refused` while requests use it, or if it is not loaded."""
         self._adapters.remove(address)
         self.blocks.forget_root(address)
 
     def add(self, ticket: int, request: Generate) -> None:
-        """Queue a request under a ticket that the caller chose. Raises `Refused` for one that cannot be served."""
+        """Queue a request under a ticket chosen by the caller. Raises `Refused` if the request cannot be served."""
         prompt = self.limits.check(request, self.run)
         if len(self._scheduler.waiting) + request.n > self.settings.max_waiting:
-            raise Refused(Code.OVERLOADED, f"{len(self._scheduler.waiting)} sequences are waiting; ask again later")
+            raise Refused(Code.OVERLOADED, f"{len(self._scheduler.waiting)} sequences are waiting; try again later")
         tokens_max = self.limits.tokens_max(request, prompt)
         if request.adapter:
             self._adapters.store.use(request.adapter)
@@ -184,11 +185,11 @@ class Engine:
         self._scheduler.waiting.extend(sequences)
 
     def abort(self, ticket: int) -> None:
-        """Forget a request. It is not an error if it is over or was never added."""
+        """Forget a request. Does nothing if it has ended or was never added."""
         self._scheduler.drop(self._forget(ticket))
 
     def _forget(self, ticket: int) -> list[SequenceState]:
-        """Remove a request from the open ones, release its adapter, and return its sequences."""
+        """Remove a request from the open requests, release its adapter, and return its sequences."""
         sequences = self._open.pop(ticket, [])
         if sequences and sequences[0].request.adapter:
             self._adapters.store.release(sequences[0].request.adapter)
@@ -228,7 +229,7 @@ class Engine:
 
         `adapter` has the layers of the policy's adapter by name; without a `state`, only the adapter changes. Running
         sequences keep their tokens and recompute their keys and values; the new version computes their next tokens.
-        Raises `EngineFault`, having changed nothing, if names or shapes are not the model's.
+        Raises `EngineFault`, having changed nothing, if names or shapes differ from the model's.
         """
         check_adapter(self._model, adapter)
         if state is not None:
@@ -257,7 +258,8 @@ class Engine:
                 tensor.copy_(state[name])
 
     def patch_weights(self, patches: Mapping[str, TensorPatch], version: int, run: int) -> None:
-        """Like `swap_weights`, but only for the elements in `patches`. Raises `EngineFault`, having changed nothing."""
+        """Change the elements in `patches` only; otherwise like `swap_weights`. Raises `EngineFault`, having changed
+        nothing."""
         self._adapters.detach()
         fitting = fitting_patches(tensors_of(self._model), patches)
         self._adapters.before_change(version, fitting)
@@ -270,7 +272,7 @@ class Engine:
         return {name: tensor.dtype for name, tensor in tensors_of(self._model).items()}
 
     def _version_of(self, sequence: SequenceState) -> int:
-        """Return the version of the weights that compute a sequence; with an adapter, of the weights below it."""
+        """Return the version of the weights that compute a sequence; with an adapter, the base version."""
         return BASE_VERSION if sequence.request.adapter else self.version
 
     def _changed(self, version: int, run: int) -> None:
@@ -280,10 +282,10 @@ class Engine:
         self._swaps += 1
 
     def _compute(self, work: ScheduledChunks) -> tuple[list[SequenceState], Drawn, set[int], bool]:
-        """Compute the chunks, score prompts, and draw a token for each sequence that is ready for its next one.
+        """Compute the chunks, score prompts, and draw a token for each sequence that is ready for its next token.
 
-        Also return the tickets whose scores are NaN, and false if the model gave scores or logits that are not finite.
-        If the logits are finite but a drawn token's logprob is not, the fault is the request's.
+        Also return the tickets whose scores are NaN, and false if the model produced scores or logits that are not
+        finite. If the logits are finite but a drawn token's logprob is not, the request is at fault.
         """
         ready: list[SequenceState] = []
         logits: list[Tensor] = []
@@ -303,7 +305,7 @@ class Engine:
         return ready, drawn, broken, sane and not broken
 
     def _parts(self, work: ScheduledChunks) -> list[ScheduledChunks]:
-        """Split the work into passes: a single one, unless adapters apply to another model than our own policy."""
+        """Split the work into passes: a single pass, unless adapters apply to a model other than our own policy."""
         if not self._adapters.apart:
             return [work]
         parts: list[ScheduledChunks] = [[], []]
@@ -315,7 +317,7 @@ class Engine:
         """Run one forward pass."""
         adapted = any(sequence.request.adapter for sequence, _ in part)
         with torch.inference_mode():
-            rows = None if adapted and self._adapters.apart else self._rows  # only one pass of each step can use rows
+            rows = None if adapted and self._adapters.apart else self._rows  # only one pass per step can use rows
             plan = plan_pass(self._pool, rows, [chunk for _, chunk in part], self._heads)
         ordered = [part[number] for number in plan.order]
         if not adapted:
@@ -326,7 +328,7 @@ class Engine:
 
     @torch.inference_mode()
     def _computed(self, plan: ForwardPlan, ordered: ScheduledChunks) -> _Computed:
-        """Compute a pass and return its results. `ordered` is in the order of the tokens."""
+        """Compute a pass and return its results. `ordered` lists the chunks in the order of their tokens."""
         hidden_TD = self._decoder(
             input_ids=plan.tokens_1T, position_ids=plan.positions_1T, use_cache=False, kv_plan=plan
         ).last_hidden_state[0]
@@ -381,14 +383,14 @@ class Engine:
         return outputs
 
     def _wipe(self) -> None:
-        """Zero all free blocks. Masked positions are read too, and NaN times zero is NaN, so no NaN may stay there."""
+        """Zero all free blocks, so that none contains NaN: masked positions are read too, and zero times NaN is NaN."""
         self.blocks.forget_all()
         self._pool.wipe([block for block in range(self.blocks.count) if not self.blocks.holders(block)])
         if self._rows is not None:
             self._rows.clear()
 
     def _sequence_tokens_max(self, wanted: int, count: int, block_bytes: int) -> int:
-        """Return how many of the `wanted` tokens one sequence may have when there are `count` blocks."""
+        """Return how many of the `wanted` tokens one sequence may have, given `count` blocks."""
         size = self.settings.block_tokens
         holds, needed = count * size - 1, wanted // size + 1
         if wanted <= holds:

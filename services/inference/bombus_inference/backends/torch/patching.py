@@ -1,4 +1,4 @@
-"""Applies a delta to the weights of a running engine: only what changed is written, in place, between two steps."""
+"""Applies a delta to the weights of a running engine: writes only what changed, in place, between two steps."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from bombus_inference.settings import ComputeSettings
 
 @dataclass(frozen=True, eq=False)
 class TensorPatch:
-    """New `values` [N] for the elements `where` [N] of a flattened tensor. `where` is None if all elements are new."""
+    """New `values` [N] for the elements `where` [N] of a flattened tensor. `where` is None if every element is new."""
 
     values: Tensor
     where: Tensor | None
@@ -27,7 +27,7 @@ def read_patches(delta: Path, settings: ComputeSettings) -> dict[str, TensorPatc
     with DeltaFile(delta) as file:
         for name, found in file.patches():
             if file.dtype(name) not in DTYPES:
-                raise EngineFault(f"{name} is {file.dtype(name)}, a type that no weight of this engine has")
+                raise EngineFault(f"{name} has type {file.dtype(name)}, which no weight of this engine has")
             values = torch.from_numpy(found.values).view(DTYPES[file.dtype(name)]).to(settings.device)
             where = None if found.gaps is None else torch.from_numpy(found.positions()).to(settings.device)
             patches[name] = TensorPatch(values, where)
@@ -37,7 +37,7 @@ def read_patches(delta: Path, settings: ComputeSettings) -> dict[str, TensorPatc
 def fitting_patches(tensors: Mapping[str, Tensor], patches: Mapping[str, TensorPatch]) -> dict[str, TensorPatch]:
     """Return the patches whose names are in `tensors`.
 
-    Raises `EngineFault` if one does not fit its tensor.
+    Raises `EngineFault` if a patch does not fit its tensor.
     """
     matching = {name: patch for name, patch in patches.items() if name in tensors}
     for name, patch in matching.items():

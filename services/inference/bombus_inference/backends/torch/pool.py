@@ -12,7 +12,8 @@ from bombus.architectures.shapes import LayerShape
 class KvPool:
     """Keys and values of every layer, each [blocks, block_tokens, width]: a token's keys, then its values.
 
-    They start as zeros, because padded rows read blocks that were never written, and masked values must not be NaN.
+    They are initialized to zero, because padded rows read blocks that were never written, and masked values must not be
+    NaN.
     """
 
     def __init__(self, shapes: Sequence[LayerShape], blocks: int, block_tokens: int, like: Tensor) -> None:
@@ -44,7 +45,8 @@ class KvPool:
     def gather(self, layer: int, table_N: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         """Return keys [rows, kv_heads, tokens, key_dim] and values of `rows` equally long lists of blocks.
 
-        They are in a buffer that the next call overwrites: new memory for each layer would cost as much as the copy.
+        Both are in a buffer that the next call overwrites, since allocating memory for each layer would cost as much as
+        the copy.
         """
         pool, shape = self.layers[layer], self.shapes[layer]
         flat = pool.view(pool.shape[0], -1)
@@ -61,12 +63,12 @@ class KvPool:
 
 @dataclass(frozen=True, slots=True)
 class SequenceChunk:
-    """Tokens [start, start + len(tokens)) of one sequence. Its blocks reach at least to their end."""
+    """Tokens [start, start + len(tokens)) of one sequence. Its blocks cover at least all tokens up to the end."""
 
     tokens: Sequence[int]
     start: int
     blocks: Sequence[int]
-    owner: object = None  # identifies the holder of these blocks, for as long as it holds them
+    owner: object = None  # identifies the holder of these blocks while it holds them
 
     @property
     def end(self) -> int:

@@ -11,9 +11,9 @@ from torch import Tensor
 from bombus.hive.generation import PromptScores
 from bombus_inference.backends.answers import score_frames
 
-LOGITS_MAX = 1 << 24  # elements of the logits that are in memory at once
+LOGITS_MAX = 1 << 24  # elements of logits in memory at a time
 
-Head = Callable[[slice], Tensor]  # the logits of these rows of hidden states
+Head = Callable[[slice], Tensor]  # returns the logits of these rows of hidden states
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class PromptScoring:
         self.restart()
 
     def restart(self) -> None:
-        """Forget all scores. The first token has none, since nothing comes before it."""
+        """Forget all scores. The first token has no score, since nothing comes before it."""
         self._logprobs = array("f", [math.nan])
         self._top_tokens = array("i", [0] * self._width)
         self._top_logprobs = array("f", [math.nan] * self._width)
@@ -51,7 +51,7 @@ class PromptScoring:
         return list(self._prompt[start + 1 : end + 1])
 
     def take(self, start: int, piece: ScoredPiece, version: int) -> None:
-        """Append the scores of the tokens after `start`, which are the next ones."""
+        """Append the next scores, those of the tokens after `start`."""
         assert len(self._logprobs) == start + 1
         self._logprobs.extend(piece.logprobs)
         self._top_tokens.extend(piece.top_tokens)
@@ -63,12 +63,12 @@ class PromptScoring:
 
 
 def rows_at_once(vocabulary: int) -> int:
-    """Return the number of rows of logits that may be in memory at once."""
+    """Return how many rows of logits may be in memory at a time."""
     return max(1, LOGITS_MAX // vocabulary)
 
 
 def score(head: Head, first: int, targets: Sequence[int], width: int, at_once: int) -> ScoredPiece:
-    """Score `targets`, each predicted by the hidden state of one row from number `first` on, `at_once` at a time."""
+    """Score `targets`, `at_once` at a time. Each is predicted by the hidden state of one row, from row `first` on."""
     piece = ScoredPiece([], [], [])
     for start in range(0, len(targets), at_once):
         here = targets[start : start + at_once]

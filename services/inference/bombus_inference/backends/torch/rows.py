@@ -1,8 +1,8 @@
 """A second copy of the keys and values of decoding sequences, laid out for the CPU's matrix products.
 
 Gathering a sequence's blocks costs as much as attending to them. Therefore each decoding sequence gets a row, which is
-filled once from its blocks and grows by one token with each step, and a step attends to all rows at once without a
-copy. Rows of similar length share a lane. The blocks stay complete, so a row may be dropped at any time.
+filled once from its blocks and then grows by one token per step. A step attends to all rows together, without a copy.
+Rows of similar length share a lane. The blocks stay complete, so a row may be dropped at any time.
 """
 
 import heapq
@@ -27,7 +27,7 @@ class Lane:
     capacity: int
     keys: list[Tensor]
     values: list[Tensor]
-    free: list[int] = field(default_factory=list)  # a heap: low rows are used first, so that few are empty
+    free: list[int] = field(default_factory=list)  # a heap: low rows are used first, to leave few gaps
     used: int = 0
 
     @property
@@ -46,7 +46,8 @@ class _Row:
 class LaneStep:
     """The next token of each sequence in a lane. Rows without a token are computed too, and their results discarded.
 
-    `pad_R` maps the rows [0, top) to this step's tokens (None if every row has one), `rows_T` the tokens to their rows.
+    `pad_R` maps the rows [0, top) to this step's tokens (None if every row has a token), and `rows_T` maps the tokens
+    to their rows.
     """
 
     first: int
@@ -106,13 +107,14 @@ class Rows:
         self._bytes = 0
         self._lanes: dict[int, Lane] = {}
         self._rows: dict[object, _Row] = {}
-        self._ends: dict[object, int] = {}  # where the previous pass ended in each sequence
+        self._ends: dict[object, int] = {}  # where each sequence ended in the previous pass
 
     def place(self, chunks: Sequence[SequenceChunk]) -> tuple[dict[int, list[int]], list[int]]:
-        """Return the numbers of the chunks with a row, by lane capacity and in row order, and those of other chunks.
+        """Return the numbers of the chunks with a row, by lane capacity and in row order, and of the chunks without
+        one.
 
-        A sequence gets a row with its second single token, since blocks that this pass fills cannot be copied yet. A
-        sequence that is not in this pass loses its row.
+        A sequence gets a row when it computes a single token for the second time in succession, since blocks that this
+        pass fills cannot be copied yet. A sequence that is not in this pass loses its row.
         """
         ends, self._ends = self._ends, {chunk.owner: chunk.end for chunk in chunks}
         here = {chunk.owner for chunk in chunks}
@@ -132,7 +134,7 @@ class Rows:
         return by_lane, rest
 
     def step(self, capacity: int, chunks: Sequence[SequenceChunk], first: int) -> LaneStep:
-        """Return the step of a lane for these chunks, which are in the order of their rows."""
+        """Return the step of a lane for these chunks, which must be in the order of their rows."""
         lane = self._lanes[capacity]
         device = lane.keys[0].device
         numbers = [self._rows[chunk.owner].number for chunk in chunks]
@@ -201,10 +203,10 @@ class Rows:
         return lane
 
     def _widen(self, capacity: int, lane: Lane | None) -> Lane | None:
-        """Return the lane with twice the rows, or None if that exceeds the limit even without unused lanes."""
+        """Return the lane with twice as many rows, or None if that exceeds the limit even without unused lanes."""
         before = 0 if lane is None else lane.rows
         rows = max(ROWS_MIN, before * 2)
-        wanted = self._lane_bytes(capacity, rows)  # the old rows stay until they are copied
+        wanted = self._lane_bytes(capacity, rows)  # includes the old rows, which stay until they are copied
         if self._bytes + wanted > self._bytes_max:
             self._drop_unused()
         if self._bytes + wanted > self._bytes_max:

@@ -1,9 +1,9 @@
-"""Draws a batch of tokens at once, each with its logprob under the distribution that it was drawn from.
+"""Draws a batch of tokens, each with its logprob under the distribution that it was drawn from.
 
 That distribution is softmax(logits / temperature), truncated by min_p, then to top_k, then to top_p, and normalised
 again; a request's bias and penalties are already applied to the logits (`edits.py`). Greedy sampling (temperature 0)
-takes the most likely token and reports its logprob at temperature 1 without truncation. A row that wants plain logprobs
-gets those of softmax(logits) instead, before all edits, at temperature 1 and without truncation.
+takes the most likely token and reports its logprob at temperature 1 without truncation. A row with `plain` set instead
+gets the logprobs of softmax(logits) before all edits, at temperature 1 and without truncation.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,8 @@ from bombus_inference.backends.torch.edits import LogitEdits
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How to draw one row. `uniform` in [0, 1) is its only randomness, so a row does not depend on the others."""
+    """How to draw one row. `uniform` in [0, 1) is its only source of randomness, so a row does not depend on the
+    others."""
 
     temperature: float
     top_p: float
@@ -43,7 +44,7 @@ class Draw:
 class Drawn:
     tokens: list[int]
     logprobs: list[float]
-    tops: list[TopLogprobs]  # an empty row if none were requested
+    tops: list[TopLogprobs]  # a row is empty if it requested none
 
 
 def draw(logits_RV: Tensor, draws: Sequence[Draw]) -> Drawn:
@@ -81,20 +82,20 @@ def _edited(logits_RV: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def _above_min_p(logits_RV: Tensor, min_p: Sequence[float]) -> Tensor:
-    """Set to minus infinity all tokens less likely than their row's `min_p` times the most likely token."""
+    """Set to minus infinity every token less likely than its row's `min_p` times the most likely token."""
     below_R1 = torch.tensor(min_p, device=logits_RV.device).log()[:, None]  # minus infinity for a row without min_p
     return logits_RV.masked_fill(logits_RV < logits_RV.amax(dim=-1, keepdim=True) + below_R1, -torch.inf)
 
 
 def _choose(logprobs_RV: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Inverse transform sampling: take the first token whose cumulative probability exceeds the uniform number."""
+    """Choose tokens by inverse transform sampling: the first with a cumulative probability above the uniform number."""
     greedy = [one.temperature == 0 for one in draws]
     if all(greedy):
         return logprobs_RV.argmax(dim=-1, keepdim=True)
     cumulative_RV = logprobs_RV.exp().cumsum(dim=-1)
     total_R1 = cumulative_RV[:, -1:]
     uniform_R1 = torch.tensor([one.uniform for one in draws], device=logprobs_RV.device)[:, None]
-    # Rounding may raise the product to the total itself, which is past the last token.
+    # Rounding may raise the product to the total itself, which would select past the last token.
     target_R1 = torch.minimum(uniform_R1 * total_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1)))
     tokens_R1 = torch.searchsorted(cumulative_RV, target_R1, right=True).clamp_(max=logprobs_RV.shape[1] - 1)
     if any(greedy):

@@ -1,8 +1,8 @@
 """Chooses which sequences compute which tokens in the next forward pass, and in which blocks. Pure accounting.
 
 Decoding sequences go first, in order of admission; then prompts, up to the prefill budget. A decoding sequence that
-finds no free block takes the blocks of the one admitted last, which is preempted: it recomputes its tokens later and
-continues with its own random numbers.
+finds no free block takes the blocks of the most recently admitted sequence. That sequence is preempted: it recomputes
+its tokens later and continues with its own random numbers.
 """
 
 from collections import deque
@@ -20,13 +20,14 @@ class Scheduler:
         self.blocks = blocks
         self.max_running = max_running
         self.prefill_tokens_max = prefill_tokens_max
-        self.running: list[SequenceState] = []  # hold blocks; in order of admission
+        self.running: list[SequenceState] = []  # sequences that hold blocks, in order of admission
         self.waiting: deque[SequenceState] = deque()
         self.preemptions = 0
         self.cached_tokens = 0
 
     def next_work(self) -> ScheduledChunks:
-        """Return the next forward pass, with its blocks taken and remembered; empty only if there is nothing to do."""
+        """Return the next forward pass, with its blocks taken and remembered. It is empty only if there is nothing to
+        do."""
         work: ScheduledChunks = []
         scheduled: set[SequenceState] = set()
         for sequence in list(self.running):
@@ -40,13 +41,13 @@ class Scheduler:
         while budget and self.waiting and self._admit(self.waiting[0]):
             budget -= self._prefill(self.waiting.popleft(), budget, work)
         if not work and self.running:
-            # Everything that runs is a half-computed prompt and no block is left: preempt the one admitted last.
+            # All running sequences are half-computed prompts and no block is left: preempt the one admitted last.
             self._preempt(self.running[-1])
             return self.next_work()
         return work
 
     def drop(self, sequences: Iterable[SequenceState]) -> None:
-        """Remove these sequences, running or waiting, and give their blocks back."""
+        """Remove these sequences, running or waiting, and give back their blocks."""
         gone = set(sequences)
         for sequence in gone:
             self._release(sequence)
@@ -55,7 +56,7 @@ class Scheduler:
             self.waiting = deque(sequence for sequence in self.waiting if sequence not in gone)
 
     def weights_changed(self) -> None:
-        """Forget all keys and values. Running sequences recompute their tokens, ahead of those that were waiting.
+        """Forget all keys and values. Running sequences recompute their tokens before waiting sequences are admitted.
 
         The next token of each sequence is thus sampled from the new policy alone, as the token's version says.
         """
@@ -71,7 +72,7 @@ class Scheduler:
         sequence.parent = self.blocks.root(sequence.request.adapter)
         self._extend_from_cache(sequence)
         room = len(sequence.tokens) // self.blocks.block_tokens + 1 - len(sequence.blocks)
-        # One spare block for each running sequence, so that the new one is not preempted at once.
+        # Leave one spare block for each running sequence, so that the new one is not preempted immediately.
         if self.running and self.blocks.available < room + len(self.running):
             self._release(sequence)
             return False
@@ -82,9 +83,9 @@ class Scheduler:
         return True
 
     def _extend_from_cache(self, sequence: SequenceState) -> None:
-        """Reuse the cached blocks of the sequence's next tokens. The last token is always computed, for its logits.
+        """Reuse cached blocks for the sequence's next tokens. The last token is always computed, to get its logits.
 
-        So are all tokens of a prompt that is being scored: the cache has no logits.
+        A prompt that is being scored reuses nothing, since the cache has no logits.
         """
         if sequence.is_scoring:
             return
@@ -104,7 +105,7 @@ class Scheduler:
     def _prefill(self, sequence: SequenceState, budget: int, work: ScheduledChunks) -> int:
         """Schedule as much of a sequence's prompt as budget and blocks allow, and return the number of tokens.
 
-        First use blocks of the prompt that another sequence has computed since.
+        Blocks of the prompt that another sequence has computed in the meantime are used first.
         """
         if len(sequence.blocks) * self.blocks.block_tokens == sequence.computed:
             self._extend_from_cache(sequence)
@@ -120,7 +121,7 @@ class Scheduler:
     def _advance(self, sequence: SequenceState, count: int) -> SequenceChunk:
         """Count these tokens as computed, and remember the blocks that they fill.
 
-        Another sequence may use such a block in the same pass, because attention follows the writes.
+        Another sequence may use such a block in the same pass, because each layer writes before it attends.
         """
         start, end = sequence.computed, sequence.computed + count
         sequence.computed = end
@@ -134,7 +135,8 @@ class Scheduler:
         return SequenceChunk(sequence.tokens[start:end], start, sequence.blocks, sequence.block_owner)
 
     def _make_room(self, sequence: SequenceState, scheduled: set[SequenceState]) -> bool:
-        """Get a block for its next token, by preemption if need be. Return false if it had to be preempted itself."""
+        """Get a block for the sequence's next token, by preemption if needed. Return false if the sequence itself was
+        preempted."""
         if len(sequence.blocks) * self.blocks.block_tokens > sequence.computed:
             return True
         while not self.blocks.available:

@@ -1,4 +1,4 @@
-"""The state of one completion: its tokens, its blocks in the KV cache, and the frames that were not sent yet."""
+"""The state of one completion: its tokens, its blocks in the KV cache, and the frames not yet sent."""
 
 import math
 import random
@@ -13,10 +13,10 @@ from bombus_inference.backends.torch.sampling import Draw
 
 
 class SequenceState:
-    """Choice number `choice` of the request with this ticket. `blocks` hold keys and values of `computed` tokens.
+    """Choice number `choice` of the request with this ticket. `blocks` hold the keys and values of `computed` tokens.
 
-    `parent` is the name of its last remembered block, or None once nothing more is to be remembered. `block_owner`
-    identifies the sequence as the holder of its blocks; it is replaced when they are given back.
+    `parent` is the name of the last remembered block, or None once no more blocks may be remembered. `block_owner`
+    identifies the sequence as the holder of its blocks; it is replaced when the blocks are given back.
     """
 
     __slots__ = (
@@ -50,19 +50,19 @@ class SequenceState:
         self.choice = choice
         self.tokens = list(prompt)
         self.prompt_tokens = len(prompt)
-        self.tokens_max = tokens_max  # prompt and completion
+        self.tokens_max = tokens_max  # for prompt and completion together
         self.computed = 0
         self.blocks: list[int] = []
         self.remembered = 0
         self.block_owner = object()
         self.parent: int | None = None
-        self.cached: int | None = None  # prompt tokens that were in the cache when it was first admitted
+        self.cached: int | None = None  # prompt tokens that were in the cache when the sequence was first admitted
         self.logprobs = array("f")
         self.versions: list[int] = []
         self.tops: list[TopLogprobs] = []
         self.finish: FinishReason | None = None
         self._sent = 0
-        # One choice scores the prompt for all of them.
+        # The first choice scores the prompt for all choices.
         scores = request.prompt_logprobs and choice == 0
         self.scoring = PromptScoring(prompt, request.top_prompt) if scores else None
         self._scores_sent = False
@@ -89,16 +89,16 @@ class SequenceState:
 
     @property
     def generates(self) -> bool:
-        """Whether tokens are drawn after the prompt; otherwise it is only scored."""
+        """Whether tokens are drawn after the prompt; otherwise the prompt is only scored."""
         return self.tokens_max > self.prompt_tokens
 
     @property
     def is_scoring(self) -> bool:
-        """Whether scores of its prompt are missing."""
+        """Whether some scores of the prompt are still missing."""
         return self.scoring is not None and not self.scoring.complete
 
     def score_again(self) -> None:
-        """Forget the scores of a prompt that is computed again from its start, perhaps by other weights."""
+        """Forget the unfinished scores of a prompt that is recomputed from its start, perhaps with other weights."""
         if self.scoring is not None and not self.scoring.complete:
             self.scoring.restart()
 
@@ -107,7 +107,7 @@ class SequenceState:
         return bool(self.versions)
 
     def draw(self) -> Draw:
-        """Return how to draw its next token. Each call uses up one random number, unless sampling is greedy."""
+        """Return how to draw the next token. Each call uses up one random number, unless sampling is greedy."""
         draw = self._draw
         if draw.temperature == 0:
             return draw
@@ -117,7 +117,7 @@ class SequenceState:
         )
 
     def accept(self, token: int, logprob: float, top: TopLogprobs, version: int) -> None:
-        """Append a drawn token, and finish when it is a stop token or the last one allowed."""
+        """Append a drawn token, and finish if it is a stop token or the last token allowed."""
         assert math.isfinite(logprob)
         self.tokens.append(token)
         self.logprobs.append(logprob)
@@ -136,7 +136,8 @@ class SequenceState:
         self.finish = FinishReason.LENGTH
 
     def take_frames(self) -> list[Frame]:
-        """Return the frames to send now: for a stream all that is new, otherwise everything once it has finished."""
+        """Return the frames to send now: everything new if streaming, otherwise everything once the sequence has
+        finished."""
         frames: list[Frame] = []
         if self.request.stream or self.finish is not None:
             if self.scoring is not None and self.scoring.complete and not self._scores_sent:

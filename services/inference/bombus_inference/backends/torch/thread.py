@@ -1,6 +1,6 @@
-"""The engine's thread: calls arrive through a queue, and all deliveries of a step leave together.
+"""The engine's thread: calls arrive through a queue, and all deliveries of a step are sent together.
 
-The engine belongs to this thread alone. Other code runs on it through `call`, between two steps.
+Only this thread uses the engine. Other code runs on the engine through `call`, between two steps.
 """
 
 import asyncio
@@ -40,9 +40,9 @@ def _delivery(output: Output) -> Delivery:
 
 
 class EngineThread:
-    """Runs at most one engine in its own thread. `deliver` is called on the loop that made this object.
+    """Runs at most one engine in its own thread. `deliver` is called on the event loop that created this object.
 
-    `failed` gets the exception when the engine breaks (out of memory, a bug); nothing runs after that.
+    `failed` receives the exception when the engine breaks (out of memory, a bug); nothing runs after that.
     """
 
     def __init__(self, deliver: Deliver) -> None:
@@ -66,23 +66,23 @@ class EngineThread:
         self._calls.put(lambda: self._abort(ticket))
 
     async def install(self, engine: Engine | None, fault: Fault) -> None:
-        """Serve this engine, or nothing. Requests that are open on the engine before it end with `fault`."""
+        """Serve this engine, or nothing. Open requests of the previous engine end with `fault`."""
         await self.call(lambda _: self._install(engine, fault))
 
     async def swap(
         self, state: Mapping[str, Tensor] | None, version: int, run: int, adapter: Mapping[str, LowRank] = NO_ADAPTER
     ) -> None:
-        """Call `Engine.swap_weights`. Raises `EngineFault` when the weights do not fit."""
+        """Call `Engine.swap_weights`. Raises `EngineFault` if the weights do not fit."""
 
         def swap(engine: Engine | None) -> None:
             if engine is None:
-                raise EngineFault("there is no engine to give these weights to")
+                raise EngineFault("there is no engine to load these weights into")
             engine.swap_weights(state, version, run, adapter)
 
         await self.call(swap)
 
     async def patch(self, patches: Mapping[str, TensorPatch], version: int, run: int) -> None:
-        """Call `Engine.patch_weights`. Raises `EngineFault` when the patches do not fit."""
+        """Call `Engine.patch_weights`. Raises `EngineFault` if the patches do not fit."""
 
         def patch(engine: Engine | None) -> None:
             if engine is None:
@@ -92,15 +92,15 @@ class EngineThread:
         await self.call(patch)
 
     async def add_adapter(self, address: str, adapter: LoadedAdapter) -> bool:
-        """Call `Engine.add_adapter`. Raises `Refused` when it cannot be loaded."""
+        """Call `Engine.add_adapter`. Raises `Refused` if the adapter cannot be loaded."""
         return await self.call(lambda engine: _loaded(engine).add_adapter(address, adapter))
 
     async def remove_adapter(self, address: str) -> None:
-        """Call `Engine.remove_adapter`. Raises `Refused` when it cannot be unloaded."""
+        """Call `Engine.remove_adapter`. Raises `Refused` if the adapter cannot be unloaded."""
         await self.call(lambda engine: _loaded(engine).remove_adapter(address))
 
     async def adapters(self) -> list[AdapterUse]:
-        """Return the adapters that are loaded, the least recently used first."""
+        """Return the loaded adapters, least recently used first."""
 
         def listed(engine: Engine | None) -> list[AdapterUse]:
             loaded = [] if engine is None else engine.adapters.items()
@@ -115,7 +115,7 @@ class EngineThread:
         def turn() -> None:
             try:
                 result = work(self._engine)
-            except Exception as error:  # raised again where `call` is awaited
+            except Exception as error:  # raised again in the caller that awaits `call`
                 self._loop.call_soon_threadsafe(_fail, done, error)
             else:
                 self._loop.call_soon_threadsafe(_settle, done, result)
@@ -125,12 +125,13 @@ class EngineThread:
 
     @property
     def stats(self) -> Stats | None:
-        """The engine's counts, read while it may be running: each is correct, but they may be from different steps."""
+        """The engine's counts, read while it may be running. Each count is correct, but they may be from different
+        steps."""
         engine = self._engine
         return None if engine is None else engine.stats
 
     async def stop(self) -> None:
-        """End the thread after its current step. Open requests end with a fault that allows a retry elsewhere."""
+        """End the thread after its current step. Open requests end with a fault; another replica may retry them."""
         self._calls.put(self._stop)
         await asyncio.to_thread(self._thread.join)
 
@@ -143,14 +144,14 @@ class EngineThread:
                 if self._engine is not None and self._engine.has_work:
                     self._deliveries += map(_delivery, self._engine.step())
                 self._hand_over()
-        except Exception as error:  # ends the thread; the loop is notified and ends the process
+        except Exception as error:  # ends the thread; the event loop is notified and ends the process
             log.exception("the engine broke")
             self._drop_all(Fault(why=f"the replica's engine broke: {error}", code=Code.INTERNAL, retry=True))
             self._hand_over()
             self._loop.call_soon_threadsafe(_fail, self.failed, error)
 
     def _take_calls(self) -> None:
-        """Run all calls that have arrived. Wait for one when there is nothing else to do."""
+        """Run all calls that have arrived. Wait for a call if there is nothing else to do."""
         try:
             if self._engine is None or not self._engine.has_work:
                 self._calls.get()()
@@ -160,7 +161,7 @@ class EngineThread:
             pass
 
     def _hand_over(self) -> None:
-        """Pass on everything that a step made, with a single wake-up of the loop."""
+        """Pass on everything that a step produced, waking the event loop only once."""
         if not self._deliveries:
             return
         deliveries, self._deliveries = self._deliveries, []

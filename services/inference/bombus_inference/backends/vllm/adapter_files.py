@@ -1,7 +1,7 @@
-"""Checks adapters and copies them for vLLM, which rereads them whenever it has dropped them from its memory.
+"""Checks adapters and copies them for vLLM, which rereads their files whenever it has dropped them from memory.
 
 vLLM copies an adapter's tensors into its own buffers without checking their shapes, and ignores layers that the model
-does not have; both are refused here.
+does not have. Adapters with either defect are refused here.
 """
 
 import re
@@ -31,12 +31,12 @@ from bombus_inference.model_files import Shapes
 
 WEIGHT = ".weight"
 _IN_A_LAYER = re.compile(r"\.layers\.\d+\.")
-_OF_EXPERTS = re.compile(r"\.(experts\.|gate$|router$)")  # layers of a router or of its experts
+_OF_EXPERTS = re.compile(r"\.(experts\.|gate$|router$)")  # layers of a mixture's router or experts
 
 
 @dataclass(slots=True, eq=False)
 class CopiedAdapter:
-    """An adapter in our own folder. `uses` is the number of open requests that are answered with it."""
+    """An adapter in our own folder. `uses` is the number of open requests that use it."""
 
     folder: Path
     scales: Mapping[str, float]
@@ -46,7 +46,7 @@ class CopiedAdapter:
 
 @dataclass(frozen=True)
 class AdapterRules:
-    """The limits on adapters of one engine. `shapes` are those of the model below them."""
+    """One engine's limits on adapters. `shapes` are the shapes of the model's tensors."""
 
     shapes: Shapes
     rank_max: int
@@ -72,7 +72,7 @@ def copy_adapter(address: str, source: Path, folder: Path, rules: AdapterRules) 
 
 
 def write_zeros(folder: Path, shapes: Shapes) -> None:
-    """Write an adapter that changes nothing to the new `folder`. Raises `EngineFault` if no layer takes one."""
+    """Write an adapter that changes nothing to the new `folder`. Raises `EngineFault` if no layer can have one."""
     layer = next(iter(adaptable_layers(shapes)), None)
     if layer is None:
         raise EngineFault("vLLM serves no adapters on this model: none of its layers supports them")
@@ -86,7 +86,7 @@ def write_zeros(folder: Path, shapes: Shapes) -> None:
 
 
 def adaptable_layers(shapes: Shapes) -> list[str]:
-    """Return the names of the layers on which adapters are served."""
+    """Return the names of the layers that may have adapters."""
     layers = [name.removesuffix(WEIGHT) for name in shapes if name.endswith(WEIGHT)]
     return [layer for layer in layers if _takes_adapter(layer, shapes)]
 
@@ -138,7 +138,7 @@ def _checked_layers(folder: Path, config: PeftConfig, rules: AdapterRules) -> li
         named = {name for layer in layers for name in adapter_names(layer)}
         for name in file.names:
             if name not in named:
-                raise EngineFault(f"it has {name}, which is not one of a pair of low-rank matrices")
+                raise EngineFault(f"it has {name}, which is not part of a pair of low-rank matrices")
         if not layers:
             raise EngineFault("it has no layers")
         for layer in layers:

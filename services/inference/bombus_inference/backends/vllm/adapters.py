@@ -1,10 +1,10 @@
 """The adapters that a vLLM serves beside its policy, each through vLLM's own `LoRARequest`.
 
-In vLLM, each adapter has the name of our copy of it. Every copy gets a new name, so the cache never returns anything
-that was computed with another copy.
+vLLM knows each adapter by the name of our copy of it. Every copy gets a new name, so vLLM's cache never returns
+anything that was computed with another copy.
 
-The policy itself is served as an adapter of zeros: on a CPU, rows without an adapter get the one in vLLM's last slot if
-another row of the pass has an adapter (vLLM 0.32).
+The policy itself is served as an adapter of zeros. The reason is that on a CPU, if any row of a pass has an adapter,
+rows without one get the adapter in vLLM's last slot (vLLM 0.32).
 """
 
 import asyncio
@@ -29,9 +29,9 @@ Post = Callable[[str, dict[str, object]], Awaitable[httpx.Response]]
 
 
 class VllmAdapters:
-    """The adapters of one child, whose copies are in `folder`. `post` sends a request to that child.
+    """The adapters of one child, with copies in `folder`. `post` sends a request to that child.
 
-    They take at most `rules.bytes_max` on disk. vLLM itself keeps the newest of them in memory, and rereads the others
+    The copies take at most `rules.bytes_max` on disk. vLLM keeps the newest adapters in memory, and rereads the others
     when a request names them.
     """
 
@@ -41,7 +41,7 @@ class VllmAdapters:
         self._rules = rules
         self._post = post
         self._copies = 0
-        self._changing = asyncio.Lock()  # one is loaded at a time, which bounds what is on disk
+        self._changing = asyncio.Lock()  # adapters are loaded one at a time, which limits disk use
 
     async def begin(self) -> None:
         """Load the adapter of zeros. Raises `EngineFault`."""
@@ -54,7 +54,8 @@ class VllmAdapters:
 
     @contextlib.contextmanager
     def using(self, address: str) -> Iterator[str]:
-        """Keep an adapter loaded while a request uses it, and yield its name in vLLM; "" means the policy itself.
+        """Keep an adapter loaded while a request uses it, and yield its name in vLLM. The address "" means the policy
+        itself.
 
         Raises `Refused`.
         """
@@ -70,7 +71,7 @@ class VllmAdapters:
             self.store.release(address)
 
     def listed(self) -> list[AdapterUse]:
-        """Return the adapters that are loaded, the least recently used first."""
+        """Return the loaded adapters, least recently used first."""
         return [AdapterUse(address, each.bytes, each.uses) for address, each in self.store.items()]
 
     async def load(self, address: str, source: Path) -> bool:
@@ -93,7 +94,7 @@ class VllmAdapters:
             return dropped is not None
 
     async def unload(self, address: str) -> None:
-        """Drop an adapter. Raises `Refused` while requests use it, and when it is not loaded."""
+        """Drop an adapter. Raises `Refused` while requests use it, or if it is not loaded."""
         async with self._changing:
             loaded = self.store.find(address)
             self.store.remove(address)
@@ -105,11 +106,11 @@ class VllmAdapters:
         await _remove(adapter.folder)
 
     async def _send(self, path: str, body: dict[str, object]) -> None:
-        """Tell vLLM to load or unload an adapter. Raises `Refused` if it does not."""
+        """Tell vLLM to load or unload an adapter. Raises `Refused` if vLLM fails to."""
         try:
             response = await self._post(path, body)
         except httpx.HTTPError as error:
-            why = f"the replica's vLLM did not answer {path}: {str(error) or type(error).__name__}; ask again later"
+            why = f"the replica's vLLM did not answer {path}: {str(error) or type(error).__name__}; try again later"
             raise Refused(Code.NO_REPLICA, why) from error
         if response.status_code != 200:
             why = f"vLLM cannot serve this adapter: {response.text[:REASON_CHARS_MAX]}"

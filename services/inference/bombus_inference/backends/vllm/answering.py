@@ -1,4 +1,4 @@
-"""Answers requests with vLLM: tokens as they are sampled, and prompt scores, each with the version that computed it."""
+"""Answers requests with vLLM: sampled tokens and prompt scores, each with the version that computed it."""
 
 import asyncio
 import contextlib
@@ -23,11 +23,11 @@ _TokenDeltas = AsyncGenerator[list[ChoiceDelta], None]
 
 
 class ServedVersion:
-    """The version that a backend serves, -1 if none is, and its changes."""
+    """The version that a backend serves (-1 if none), and when it changes."""
 
     def __init__(self) -> None:
         self.number = -1
-        self.swaps = 0  # increased before anything changes
+        self.swaps = 0  # incremented before anything changes
         self.steady = asyncio.Event()  # set while no weights are being changed
         self.steady.set()
 
@@ -39,7 +39,7 @@ class ServedVersion:
 
 @dataclass(frozen=True)
 class Answering:
-    """Answers requests with one child. `model` is vLLM's name for its policy."""
+    """Answers requests using one child. `model` is vLLM's name for the child's policy."""
 
     server: VllmServer
     run: int
@@ -56,13 +56,14 @@ class Answering:
                     async for frames in made:
                         yield frames
         except BackendFailed as error:
-            # The engine compiles grammars, and some that passed the checks fail there, as they would at every replica.
+            # The engine compiles grammars. Some grammars that passed the checks fail to compile, and would on every
+            # replica.
             if request.constraint is not None and await self.server.is_healthy():
                 raise Refused(Code.UNSUPPORTED, _NOT_COMPILED.format(error)) from error
             raise
 
     def _model_of(self, request: Generate) -> contextlib.AbstractContextManager[str]:
-        """Yield vLLM's name for the weights that answer a request, and keep them loaded. Raises `Refused`."""
+        """Return a context that yields vLLM's name for a request's weights and keeps them loaded. Raises `Refused`."""
         if self.adapters is not None:
             return self.adapters.using(request.adapter)
         if request.adapter:
@@ -86,7 +87,7 @@ class Answering:
             async for deltas in arriving:
                 for delta in deltas:
                     if request.prompt_logprobs:
-                        delta.cached_prompt_tokens = 0  # the prompt was computed anyway, for its scores
+                        delta.cached_prompt_tokens = 0  # the whole prompt was computed for its scores
                     if frames := assembler.take(delta):
                         yield frames
 
@@ -107,7 +108,8 @@ class Answering:
         yield deltas
 
     async def _rescore(self, prompt: list[int], delta: ChoiceDelta, width: int, model: str) -> None:
-        """Replace an answer's logprobs with those of the model's own distribution, however its tokens were drawn."""
+        """Replace an answer's logprobs with those of the model's own distribution, regardless of how its tokens were
+        drawn."""
         scored = await self._score([*prompt, *delta.tokens], width, model)
         delta.logprobs = scored.logprobs[len(prompt) - 1 :]
         delta.tops = scored.tops[len(prompt) - 1 :]
@@ -119,11 +121,11 @@ class Answering:
         return parse_scores(response.content, tokens, width)
 
     def _tokens_max(self, request: Generate, prompt: list[int]) -> int:
-        """Return the most tokens for prompt and completion. Raises `Refused` if there is no room for a completion."""
+        """Return the token limit for prompt and completion. Raises `Refused` if there is no room for a completion."""
         tokens_max = self.limits.tokens_max(request, prompt)
         if not _is_rescored(request):
             return tokens_max
-        longest = self.limits.max_model_len - 1  # vLLM has to sample a token after what it scores
+        longest = self.limits.max_model_len - 1  # after the tokens that it scores, vLLM must sample one more
         if longest <= len(prompt):
             why = (
                 f"the prompt has {len(prompt)} tokens; with logprobs at temperature 1 of tokens that are sampled "
@@ -134,5 +136,5 @@ class Answering:
 
 
 def _is_rescored(request: Generate) -> bool:
-    """Return whether the request wants logprobs of another distribution than the one that is sampled from."""
+    """Return whether the request wants logprobs of a distribution other than the one tokens are sampled from."""
     return request.plain_logprobs and not samples_plainly(request)

@@ -2,10 +2,10 @@
 
 In an operations run the weights do not change, and adapters are served beside them.
 
-To change weights, it pauses running requests, loads the files, sets their label, drops every key and value that the old
-weights computed (running requests recompute theirs), and resumes. No token of the new weights exists before the resume,
-so every token that has arrived by then is the old version's. For later tokens vLLM reports the version of each at the
-end of the answer.
+To change weights, the backend pauses running requests, loads the files, sets the label of the new weights, drops all
+keys and values that the old weights computed (running requests recompute theirs), and resumes. No token of the new
+weights exists before the backend resumes, so every token that has arrived by then is from the old version. For later
+tokens, vLLM reports the version of each token at the end of the answer.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ from bombus_inference.settings import ComputeSettings, VllmSettings
 
 log = logging.getLogger(__name__)
 
-HEALTHY_S = 120.0  # a child that ran for this long is restarted after the shortest pause
+HEALTHY_S = 120.0  # a child that ran at least this long is restarted after the shortest pause
 RESTART_S = 1.0
 RESTART_S_MAX = 60.0
 SCRAPE_S = 5.0
@@ -78,7 +78,7 @@ def _base_model(policy: Policy) -> Path | None:
 
 @dataclass(frozen=True)
 class _Child:
-    """The configuration of a child. `constrains` says whether it loads the model's tokenizer."""
+    """The configuration of a child. `constrains` says whether the child loads the model's tokenizer."""
 
     policy: Policy
     compute: ComputeSettings
@@ -87,12 +87,12 @@ class _Child:
 
     @property
     def beside(self) -> bool:
-        """Whether it serves adapters beside the policy."""
+        """Whether the child serves adapters beside the policy."""
         return serves_beside(self.policy, self.compute)
 
 
 def _with_less(child: _Child, fault: EngineFault) -> _Child:
-    """Return a child without the feature that kept this one from starting. Raises the fault if no feature did."""
+    """Return a child without the feature that prevented this one from starting. Raises `fault` if no feature did."""
     if child.constrains and "tokeniz" in str(fault).lower():
         log.warning("vLLM is started without the model's tokenizer, so structured output is unavailable: %s", fault)
         return replace(child, constrains=False)
@@ -103,7 +103,7 @@ def _with_less(child: _Child, fault: EngineFault) -> _Child:
 
 
 class VllmBackend:
-    """Runs one child at a time. While it starts, and after it has died, nothing is served."""
+    """Runs one child at a time. Nothing is served while the child starts, or after it has died."""
 
     loads_adapters = True
 
@@ -117,9 +117,9 @@ class VllmBackend:
         self._limits = Limits(0, 0, 0, 0)
         self._server: VllmServer | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._shapes: Shapes = {}  # of the tensors that change
-        self._base_model: Path | None = None  # the model under the adapters, if the run trains adapters
-        self._adapters: VllmAdapters | None = None  # those beside the policy, if the child serves any
+        self._shapes: Shapes = {}  # shapes of the tensors that change
+        self._base_model: Path | None = None  # the model under the adapter, if the run trains one
+        self._adapters: VllmAdapters | None = None  # adapters served beside the policy, if any
         self._answering: Answering | None = None
         self._served = ServedVersion()
         self._starts = 0
@@ -131,7 +131,7 @@ class VllmBackend:
 
     @property
     def pid(self) -> int | None:
-        """The process id of the child's keeper, None if there is no child."""
+        """The process id of the child's keeper; None if there is no child."""
         return None if self._server is None else self._server.pid
 
     @property
@@ -167,7 +167,7 @@ class VllmBackend:
         return [] if self._adapters is None else self._adapters.listed()
 
     def _beside(self) -> VllmAdapters:
-        """Return the adapters of the child. Raises `Refused` if it serves none, or none yet."""
+        """Return the adapters of the child. Raises `Refused` if it serves no adapters, or is not ready."""
         if not self._compute.adapters_bytes:
             raise Refused(Code.UNSUPPORTED, NO_ADAPTERS)
         if self._server is None or self.version < 0:
@@ -177,7 +177,7 @@ class VllmBackend:
         return self._adapters
 
     async def _ask(self, server: VllmServer, path: str, body: dict[str, object]) -> httpx.Response:
-        """Post to a child. Raises `httpx.HTTPError`, including if it has ended."""
+        """Post to a child. Raises `httpx.HTTPError`, also if the child has ended."""
         if server.ended.is_set() or server.client.is_closed:
             raise httpx.TransportError("it has ended")
         return await server.client.post(path, json=body, timeout=self._vllm.update_s)
@@ -225,7 +225,7 @@ class VllmBackend:
             choices_max,
             self._compute.max_waiting,
             child.constrains,
-            scores=policy.adapter is None,  # with LoRA on the output layer, scoring ends the engine
+            scores=policy.adapter is None,  # with LoRA on the output layer, scoring crashes the engine
             adapters=adapters is not None,
         )
         self.run, self._served.number = policy.run, policy.version
@@ -236,7 +236,7 @@ class VllmBackend:
     async def _started(
         self, child: _Child, shapes: Shapes, report_stage: ReportStage
     ) -> tuple[VllmServer, VllmAdapters | None]:
-        """Start a child, and generate a token with it. Raises `EngineFault`."""
+        """Start a child and generate a token with it. Raises `EngineFault`."""
         python = self._vllm.python or environment_python("vllm")
         policy, compute = child.policy, child.compute
         server = VllmServer()
@@ -254,7 +254,7 @@ class VllmBackend:
         return server, adapters
 
     async def _adapters_of(self, server: VllmServer, child: _Child, shapes: Shapes) -> VllmAdapters:
-        """Return the adapters of a new child, with none loaded yet. Raises `EngineFault` if it cannot serve any."""
+        """Return the adapters of a new child, none of them loaded yet. Raises `EngineFault` if it cannot serve any."""
         compute = child.compute
         rules = AdapterRules(shapes, self._vllm.max_lora_rank, compute.adapters_bytes, compute.precision)
         adapters = VllmAdapters(server.adapters, rules, partial(self._ask, server))
@@ -262,7 +262,7 @@ class VllmBackend:
         return adapters
 
     async def _check(self, server: VllmServer, label: WeightLabel) -> None:
-        """Generate one token in the usual way, so that a vLLM that cannot do this is detected at the start."""
+        """Generate one token in the usual way, to detect at startup a vLLM that cannot do so."""
         request = Generate(id="check", engine="", run=label.run, prompt=pack_tokens([0]), sampling=SamplingParams())
         try:
             await self._post(server, "/update_weight_version", json={"new_version": str(label)})
@@ -282,10 +282,10 @@ class VllmBackend:
             ) from error
 
     async def _change(self, server: VllmServer, policy: Policy) -> None:
-        """Change weights in place. A failure half-way ends the child, so nothing is served under a wrong label.
+        """Change weights in place. A failure midway ends the child, so nothing is served under a wrong label.
 
         The weights come from files, which works on every machine. To send tensors from GPU to GPU instead, only this
-        method would change.
+        method would have to change.
         """
         await asyncio.to_thread(check_same_shapes, self._shapes, _changing_file(policy))
         self._served.swaps += 1
@@ -342,7 +342,7 @@ class VllmBackend:
         self.lost.set()
 
     async def _until_dead(self, server: VllmServer) -> None:
-        """Wait until it has ended or has been unhealthy for `health_s`, as when only its engine has died."""
+        """Wait until the child has ended, or has been unhealthy for `health_s`, as when only its engine has died."""
         loop = asyncio.get_running_loop()
         healthy_at = loop.time()
         while loop.time() - healthy_at < self._vllm.health_s:

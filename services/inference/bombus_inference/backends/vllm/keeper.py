@@ -1,8 +1,8 @@
-"""Runs one command as a child, and ends all of its processes with it.
+"""Runs one command as a child, and ends all of the command's processes when it ends.
 
-When a vLLM server is killed, its engine's processes keep running, with gigabytes each. This process is in the same
-process group: when the command ends, when it is terminated, or when the process that started it dies, it kills the
-whole group, including itself. It imports nothing from bombus, so that it stays small.
+When a vLLM server is killed, its engine's processes keep running, with gigabytes each. This keeper is in the same
+process group as they are. It kills the whole group, including itself, when the command ends, when the keeper is
+terminated, or when the process that started it dies. It imports nothing from bombus, so that it stays small.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> None:
     signal.signal(signal.SIGALRM, give_up)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it died before prctl was called
+    if os.getppid() != parent:  # the parent died before prctl was called
         return
     child = subprocess.Popen(command)
     code = child.wait()

@@ -1,4 +1,4 @@
-"""Translates vLLM's metrics to the names of a replica's."""
+"""Translates vLLM's metrics to a replica's metric names."""
 
 NAMES = {
     "vllm:num_requests_running": "running",
@@ -13,7 +13,7 @@ NAMES = {
 
 
 def vllm_metrics(text: str) -> dict[str, float]:
-    """Return the metrics in `NAMES`, summed over vLLM's labels, and the token hit ratio of its prefix cache."""
+    """Return the metrics in `NAMES`, summed over vLLM's labels, and the prefix cache's token hit ratio."""
     values: dict[str, float] = {}
     for line in text.splitlines():
         series, _, value = line.rpartition(" ")

@@ -23,7 +23,8 @@ class ScoredToken(Struct):
 
 
 class ScoredAnswer(ServerAnswer):
-    """An answer with scores: for each token of the prompt but the first, itself and the most likely ones."""
+    """An answer with scores: for each prompt token but the first, the token's own score and those of the most likely
+    tokens."""
 
     prompt_logprobs: list[dict[int, ScoredToken] | None] | None = None
 
@@ -34,13 +35,13 @@ _encoder = msgspec.json.Encoder()
 
 @dataclass(frozen=True, slots=True)
 class ScoredSequence:
-    """The logprobs of all tokens of a sequence but the first, at temperature 1, and the alternatives to each."""
+    """The logprobs at temperature 1 of all tokens of a sequence but the first, and the alternatives to each token."""
 
     logprobs: list[float]
     tops: list[TopLogprobs]
 
     def frames(self, width: int, version: int) -> list[PromptScores]:
-        """Return the frames with these scores. The first token has none, since nothing comes before it."""
+        """Return the frames with these scores. The first token has no score, since nothing comes before it."""
         pairs = [(0, math.nan)] * width + [pair for row in self.tops for pair in row]
         logprobs, tokens = array("f", [math.nan, *self.logprobs]), array("i", [token for token, _ in pairs])
         return score_frames(logprobs, tokens, array("f", [logprob for _, logprob in pairs]), width, version)
@@ -53,7 +54,7 @@ def scoring_body(tokens: Sequence[int], width: int, model: str) -> bytes:
 
 
 def parse_scores(data: bytes, tokens: Sequence[int], width: int) -> ScoredSequence:
-    """Parse the answer to such a request. Raises `BackendFailed` for one that cannot be right."""
+    """Parse the answer to such a request. Raises `BackendFailed` for an impossible answer."""
     answer = _answers.decode(data)
     answer.check()
     rows = answer.prompt_logprobs or []

@@ -1,7 +1,7 @@
 """vLLM's own server as a child process: starts it, waits until it is ready, reads its output, and ends it.
 
-It listens on a unix socket in a folder that only our user can enter. Therefore no other user can reach its development
-routes, which load any weights from any path.
+The server listens on a unix socket in a folder that only our user can enter. No other user can therefore reach its
+development routes, which load any weights from any path.
 """
 
 import asyncio
@@ -41,12 +41,12 @@ POLL_S = 0.2
 REPORT_EVERY_S = 10.0
 STOP_S = vllm_keeper.GRACE_S + 5.0
 REASON_CHARS_MAX = 400
-MODEL, ADAPTER = "policy", "adapter"  # their names in vLLM
-ADAPTERS_IN_MEMORY = 4  # times as many as one batch may have; others are reread when a request names them
+MODEL, ADAPTER = "policy", "adapter"  # names in vLLM
+ADAPTERS_IN_MEMORY = 4  # how many batches' worth of adapters; the others are reread when a request names them
 PASS_TOKENS = 512
-NO_TOKENIZER = "--skip-tokenizer-init"  # an argument of vLLM, which then cannot produce structured output
+NO_TOKENIZER = "--skip-tokenizer-init"  # vLLM argument that makes structured output unavailable
 EXTENSION = Path(__file__).with_name("adapter_swap.py")
-# With our values the child would import our packages instead of its own.
+# If the child inherited these, it would import our packages instead of its own.
 NOT_INHERITED = {*KEY_VARIABLES, "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "VLLM_CPU_KVCACHE_SPACE"}
 
 _error_level = re.compile(r"\b(ERROR|CRITICAL)\b")
@@ -69,9 +69,9 @@ def vllm_arguments(
 ) -> list[str]:
     """Return the arguments with which Python starts vLLM's server for a policy.
 
-    The server samples exactly as requested and reports logprobs of the distribution that it samples from. The policy's
-    adapter, if it has one, is named `ADAPTER` and can be replaced by `adapter_swap`; others are loaded later if they
-    are served beside the policy. Raises `EngineFault` if vLLM cannot serve the policy's.
+    The server samples exactly as requested and reports logprobs of the distribution that it samples from. If the policy
+    has an adapter, vLLM knows it as `ADAPTER`, and `adapter_swap` can replace it. Adapters that are served beside the
+    policy are loaded later. Raises `EngineFault` if vLLM cannot serve the policy's adapter.
     """
     arguments = ["-m", "vllm.entrypoints.openai.api_server"]
     options: dict[str, object] = {
@@ -82,14 +82,14 @@ def vllm_arguments(
         "max-model-len": max_model_len,
         "max-num-seqs": compute.max_running,
         "tensor-parallel-size": vllm.tensor_parallel,
-        "logprobs-mode": "processed_logprobs",  # of the distribution that was sampled from
+        "logprobs-mode": "processed_logprobs",  # logprobs of the distribution that was sampled from
         "max-logprobs": TOP_LOGPROBS_MAX + 1,
-        "generation-config": "vllm",  # not the model's own, which would change how tokens are sampled
-        # The first request that needs a backend chooses it for all; only this one supports what we send.
+        "generation-config": "vllm",  # not the model's own configuration, which would change how tokens are sampled
+        # The first request that needs a backend chooses it for all later requests; only this one supports what we send.
         "structured-outputs-config": '{"backend": "xgrammar"}',
     }
     several: dict[str, list[str]] = {}
-    if compute.kv_cache_bytes is not None or compute.device == "cpu":  # on a GPU it finds out itself how much is free
+    if compute.kv_cache_bytes is not None or compute.device == "cpu":  # on a GPU, vLLM finds out how much is free
         options["kv-cache-memory-bytes"] = compute.cache_bytes
     if vllm.gpu_memory_utilization is not None:
         options["gpu-memory-utilization"] = vllm.gpu_memory_utilization
@@ -104,10 +104,10 @@ def vllm_arguments(
     if beside:
         options |= {
             "max-lora-rank": _lora_rank_max(vllm.max_lora_rank),
-            "max-loras": vllm.max_loras + 1,  # including the adapter of zeros, as which the policy is served
+            "max-loras": vllm.max_loras + 1,  # plus the adapter of zeros, as which the policy is served
             "max-cpu-loras": ADAPTERS_IN_MEMORY * vllm.max_loras + 1,
         }
-        # Not the output layer: with LoRA on it, scoring a prompt ends the engine (vLLM 0.32).
+        # The output layer is excluded: with LoRA on it, scoring a prompt crashes the engine (vLLM 0.32).
         targets = {layer.rpartition(".")[2] for layer in adaptable_layers(read_shapes(policy.folder / FULL_FILE))}
         several["lora-target-modules"] = sorted(targets)
         if compute.device == "cpu":  # on a CPU, vLLM copies the adapter for each token of a pass
@@ -123,20 +123,21 @@ def vllm_arguments(
 
 
 def _lora_rank_max(rank: int) -> int:
-    """Return the lowest of vLLM's maximum ranks that admits adapters of this rank."""
+    """Return the lowest maximum rank that vLLM offers for adapters of this rank."""
     for step in VLLM_RANKS:
         if rank <= step:
             return step
     raise EngineFault(
-        f"vLLM takes adapters of rank {VLLM_RANKS[-1]} at most, but this one has {rank}: train with a lower "
+        f"vLLM takes adapters of rank {VLLM_RANKS[-1]} at most, but this one has rank {rank}: train with a lower "
         "trainer.lora_rank, or start the trainer with --weights-lora merged"
     )
 
 
 def vllm_environment(compute: ComputeSettings, vllm: VllmSettings) -> dict[str, str]:
-    """Return the child's environment, with routes that change weights, no usage reports, and internal ports kept local.
+    """Return the child's environment: routes that change weights enabled, usage reports disabled, internal ports kept
+    local.
 
-    On `cuda:N` the child gets GPU N and, if several GPUs share the model, the following ones. Raises `EngineFault` if
+    On `cuda:N` the child gets GPU N and, if several GPUs share the model, the GPUs after it. Raises `EngineFault` if
     they are not available.
     """
     variables = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
@@ -149,11 +150,12 @@ def vllm_environment(compute: ComputeSettings, vllm: VllmSettings) -> dict[str, 
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    # Compiled code is kept outside the child's temporary files, which are removed: else every start would recompile it.
+    # Compiled code is kept outside the child's temporary files, which are removed; otherwise every start would
+    # recompile.
     variables.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "torchinductor"))
     if compute.device == "cpu":
-        # By default it pins its threads to cores, which trainers need too. One core is left for its other processes,
-        # and waiting threads must not use it up by spinning.
+        # By default, vLLM pins its threads to cores, which trainers need too. One core is left for vLLM's other
+        # processes, and waiting threads must not use it up by spinning.
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         variables["OMP_NUM_THREADS"] = str(compute.threads or max(1, (os.cpu_count() or 1) - 1))
         variables.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -167,7 +169,7 @@ def vllm_environment(compute: ComputeSettings, vllm: VllmSettings) -> dict[str, 
 
 
 class VllmServer:
-    """One vLLM process, from its start to its end. `ended` is set when it has ended for whatever reason."""
+    """One vLLM process, from start to end. `ended` is set when it has ended for any reason."""
 
     def __init__(self) -> None:
         self.ended = asyncio.Event()
@@ -189,7 +191,7 @@ class VllmServer:
     async def start(
         self, command: Sequence[str], variables: Mapping[str, str], start_s: float, report_stage: ReportStage
     ) -> None:
-        """Start it and return once it answers. If it does not, end it and raise `EngineFault` with `last_words`."""
+        """Start vLLM and return once it answers. If it does not, end it and raise `EngineFault` with `last_words`."""
         keeper = [sys.executable, "-I", str(Path(vllm_keeper.__file__)), str(os.getpid())]
         log.debug("starting %s", " ".join(command))
         try:
@@ -212,7 +214,7 @@ class VllmServer:
         shutil.copy(EXTENSION, modules)
         self.adapters.mkdir()
         variables = {**variables, "PYTHONPATH": str(modules), "TMPDIR": str(self._folder)}
-        # Not a pipe of asyncio's: with that, the process counts as ended only once all its children have closed it.
+        # Do not use an asyncio pipe: the process would count as ended only once all its children had closed the pipe.
         ours, theirs = os.pipe()
         output = asyncio.StreamReader(limit=LINE_BYTES_MAX)
         await asyncio.get_running_loop().connect_read_pipe(
@@ -228,7 +230,7 @@ class VllmServer:
         self._watching = asyncio.create_task(self._watch(self._process, output))
 
     async def stop(self) -> None:
-        """End it and all processes that it started. Returns when none of them is left."""
+        """End vLLM and all processes that it started. Returns when none of them is left."""
         process = self._process
         if process is not None:
             if process.returncode is None:
@@ -243,10 +245,10 @@ class VllmServer:
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     def last_words(self) -> str:
-        """Return why it died according to its output: the first exception, or else its last line.
+        """Return why vLLM died according to its output: the first exception, or else the last line.
 
-        Later exceptions follow from the first. Exceptions in warnings do not count. Once the server is ready, neither
-        does earlier output.
+        Later exceptions are usually consequences of the first. Exceptions in warnings are ignored, and so is everything
+        printed before the server was ready.
         """
         lines = [_line_prefix.sub("", line) for line in self._lines]
         first = next((at for at, line in enumerate(lines) if _exception.match(line)), len(lines) - 1)
@@ -270,7 +272,7 @@ class VllmServer:
                     await self.ended.wait()
 
     async def is_healthy(self) -> bool:
-        """Return whether it answers and reports that its engine is running."""
+        """Return whether vLLM answers and reports that its engine is running."""
         try:
             return (await self.client.get("/health", timeout=5.0)).status_code == 200
         except httpx.HTTPError:
@@ -284,11 +286,11 @@ class VllmServer:
         self.ended.set()
 
     async def _read(self, output: asyncio.StreamReader) -> None:
-        """Copy its output to our log until all processes that write to it have ended."""
+        """Copy vLLM's output to our log until all processes that write to it have ended."""
         while True:
             try:
                 line = await output.readline()
-            except ValueError:  # the line is over LINE_BYTES_MAX
+            except ValueError:  # the line is longer than LINE_BYTES_MAX
                 continue
             if not line:
                 return

@@ -4,9 +4,9 @@ import json
 
 from bombus.hive.generation import CallShape, Constraint
 
-_Format = dict[str, object]  # a part of a structural tag, which is xgrammar's language
+_Format = dict[str, object]  # part of a structural tag, xgrammar's own language
 
-# Models leave a line or two between their reasoning and what follows it.
+# Models write a line break or two between their reasoning and what follows it.
 _AFTER_REASONING: _Format = {"type": "regex", "pattern": "[ \\n]{0,4}"}
 _ANY_TEXT: _Format = {"type": "any_text"}
 
@@ -14,8 +14,8 @@ _ANY_TEXT: _Format = {"type": "any_text"}
 def structured_outputs(constraint: Constraint) -> dict[str, object]:
     """Return the constraint in vLLM's format.
 
-    JSON alone is sent as a schema, because vLLM refuses schemas with keywords that it cannot enforce, but does not
-    check for them in a structural tag.
+    JSON without other parts is sent as a schema: vLLM refuses a schema with keywords that it cannot enforce, but does
+    not check for such keywords in a structural tag.
     """
     if not constraint.calls and not constraint.thought:
         return {"json": constraint.schema}

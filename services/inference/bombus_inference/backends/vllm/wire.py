@@ -60,7 +60,7 @@ def request_body(request: Generate, prompt: list[int], tokens_max: int, model: s
         "stop_token_ids": sampling.stop_token_ids,
         "ignore_eos": True,  # the gateway decides what ends a turn
         "detokenize": False,
-        # The sampled token is listed first, and takes an extra place if it is not among the most likely.
+        # The sampled token is listed first. It takes an extra place if it is not among the most likely tokens.
         "logprobs": sampling.top_logprobs + 1 if sampling.top_logprobs else 0,
     }
     parameters |= penalty_fields(sampling)
@@ -84,7 +84,7 @@ def parse_deltas(data: bytes, run: int, top_logprobs: int) -> list[ChoiceDelta]:
 def _delta(choice: VllmChoice, run: int, top_logprobs: int, cached: int) -> ChoiceDelta:
     entries = choice.logprobs.content if choice.logprobs is not None else []
     if [entry.token_id for entry in entries] != choice.token_ids:
-        raise BackendFailed("the logprobs are not those of the tokens")
+        raise BackendFailed("the logprobs do not belong to the tokens")
     if choice.finish_reason is not None and choice.weight_versions is None:
         raise BackendFailed("the engine does not say which weights sampled the tokens")
     tops: list[TopLogprobs] = []

@@ -1,1 +1,1 @@
-"""The torch backend: transformers' models on packed tries, whole on the device of each rank."""
+"""The torch backend: transformers' models on packed tries, with the whole model on each rank's device."""

@@ -1,7 +1,7 @@
 """Attention over a flat row of trie segments: each segment attends to all of its ancestors, and causally to itself.
 
 It is registered with transformers under a name, so that a model's own layers call it. Segments of similar size are
-computed together: padding inside a block is bounded by `WASTE_MAX`, and never reaches the model's other layers.
+computed together: `WASTE_MAX` limits the padding inside a block, which never reaches the model's other layers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,21 +20,21 @@ from bombus_trainer.data.packing import Segment
 from bombus_trainer.data.sequences import Ints
 
 NAME = "bombus_tree"
-WASTE_MAX = 1.3  # a block may compute at most this many times what its segments need
-CALL_COST = 1 << 14  # the cost of one more kernel call, in query-key products
-MASK_ELEMENTS_MAX = 1 << 22  # of a block of several segments; one mask is kept for each window of the model
-MASK_ALIGNMENT = 8  # the fused kernels copy a mask whose rows do not start at multiples of this
+WASTE_MAX = 1.3  # how many times the needed work a block may compute
+CALL_COST = 1 << 14  # the cost of another kernel call, in query-key products
+MASK_ELEMENTS_MAX = 1 << 22  # for a block of several segments; one mask is kept per window of the model
+MASK_ALIGNMENT = 8  # fused kernels copy a mask unless its rows start at multiples of this
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
     """B segments attended together: padded rows of their queries [B, Q] and keys [B, K].
 
-    A segment's keys are its ancestors' tokens in order, then its own, so query i attends to keys up to offset + i, and
-    a key's place is its position in the sequence. Padding comes last, so only padding attends to it; a padded query
-    attends as if it were at the last key, because a window beyond all keys would make NaN. `causal`: all offsets are
-    zero, so that without a window this is plain causal attention. `in_full`: compute all scores in memory, in float32,
-    even if a fused kernel could avoid that.
+    A segment's keys are its ancestors' tokens in order, then its own tokens. So query i attends to keys up to offset +
+    i, and a key's index is its position in the sequence. Padding comes last, so only padding attends to it. A padded
+    query attends as if it were at the last key, because a window that contains no keys would produce NaN. `causal` says
+    that all offsets are zero, so that without a window this is plain causal attention. `in_full` computes all scores in
+    memory, in float32, even if a fused kernel could avoid that.
     """
 
     queries_BQ: Tensor
@@ -63,7 +63,7 @@ class Block:
         return mask
 
     def is_plain(self, window: int | None) -> bool:
-        """Whether this is causal attention to the whole row."""
+        """Return whether this is causal attention to the whole row."""
         return self.causal and (window is None or self.keys_BK.shape[1] <= window)
 
 
@@ -77,13 +77,13 @@ class TrieAttention:
 
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
-    """A row's attention cut into blocks, as arrays by name, to be moved to a device before `tree` is called."""
+    """A row's attention cut into blocks, as named arrays that are moved to a device before `tree` is called."""
 
     arrays: dict[str, Ints]
-    causal: tuple[bool, ...]  # for each block: whether none of its segments has ancestors
+    causal: tuple[bool, ...]  # for each block: whether all of its segments lack ancestors
 
     def tree(self, moved: Mapping[str, Tensor], in_full: bool = False) -> TrieAttention:
-        """Return the attention. `moved` holds the tensors of `arrays` on a device, and may hold others.
+        """Return the attention. `moved` has the tensors of `arrays` on a device, and may have others.
 
         See `Block` for `in_full`.
         """
@@ -129,9 +129,9 @@ def _key_rows(segments: Sequence[Segment]) -> list[Ints]:
 
 
 def _batches(lengths: list[tuple[int, int]]) -> list[list[int]]:
-    """Group segments by their (keys, queries) sizes, so that padding costs less than having fewer calls saves.
+    """Group segments by their (keys, queries) sizes, so that padding costs less than the calls that it saves.
 
-    Segments without ancestors (keys == queries) are grouped separately: they need no mask.
+    Segments without ancestors (keys == queries) are grouped separately, since they need no mask.
     """
     order = sorted(range(len(lengths)), key=lambda index: (_rooted(lengths[index]), *lengths[index], index))
     batches: list[list[int]] = []
@@ -166,10 +166,11 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
     tree: TrieAttention | ShapeRecorder | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """Attend: query [1, heads, T, d], key [1, kv heads, T, d], value [1, kv heads, T, e] -> [1, T, heads, e].
+    """Compute attention: query [1, heads, T, d], key [1, kv heads, T, d], value [1, kv heads, T, e] -> [1, T, heads,
+    e].
 
-    transformers calls this for every layer with the keyword arguments of its own backends; `tree` is ours, passed
-    through the model's forward. Raises `EngineFault` for a layer whose options `Scoring` does not support.
+    transformers calls this for every layer with the keyword arguments of its own backends; `tree` is our own argument,
+    passed through the model's forward. Raises `EngineFault` for a layer whose options `Scoring` does not support.
     """
     scoring = read_scoring(query, attention_mask, scaling, options)
     if tree is None:
@@ -193,10 +194,10 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
 
 
 def _attend(block: Block, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """Attend within a block: query [B, H, Q, D], key [B, N, K, D], value [B, N, K, E] -> [B, H, Q, E].
+    """Compute attention within a block: query [B, H, Q, D], key [B, N, K, D], value [B, N, K, E] -> [B, H, Q, E].
 
     With a mask, CUDA's fused kernels need as many key heads as query heads. The query heads of a key head are therefore
-    folded into its rows; in a block of one segment the key heads become the batch, which needs no larger mask.
+    folded into its rows. In a block of one segment, the key heads become the batch instead, which needs no larger mask.
     """
     rows, heads, queries, size = query.shape
     kv_heads = key.shape[1]

@@ -15,16 +15,16 @@ from bombus_trainer.backends.torch.model import PolicyModel
 from bombus_trainer.ranks import Ranks
 from bombus_trainer.settings import TrainerSettings
 
-ATTENTION_WORDS = ("attn", "attention")  # in the names of modules, whatever the family
+ATTENTION_WORDS = ("attn", "attention")  # found in module names in every model family
 
 
 class Base:
     """A loaded model. With `all_weights`, all of its weights are trained; otherwise they never change."""
 
     def __init__(self, folder: Path, settings: TrainerSettings, all_weights: bool, ranks: Ranks | None = None) -> None:
-        """Load the model in `folder`. Raises `EngineFault` when it cannot be loaded or trained.
+        """Load the model in `folder`. Raises `EngineFault` if it cannot be loaded or trained.
 
-        Each of `ranks` (None: this process alone) holds the whole model, and their gradients are summed.
+        Each of `ranks` (None: this process alone) has the whole model, and their gradients are summed.
         """
         self.settings = settings
         self.ranks = ranks or Ranks.alone()
@@ -33,10 +33,10 @@ class Base:
         self.network = self.policy.network
         self.context = sequence_limit(self.network.config, settings.job.rollout.max_model_len)
         self._on: Mapping[str, LoraLinear] = {}
-        self._places: dict[str, tuple[nn.Module, str]] = {}  # a layer's parent and attribute, by the layer's name
+        self._places: dict[str, tuple[nn.Module, str]] = {}  # parent and attribute of each layer, by layer name
 
     def adapters(self, spec: AdapterSpec) -> dict[str, LoraLinear]:
-        """Make new adapters, by the name of the layer that each adapts, all of them switched off.
+        """Make new adapters, by the name of the layer that each adapts. All of them are switched off.
 
         Raises `EngineFault` as `layers` does.
         """
@@ -44,7 +44,10 @@ class Base:
         return {name: LoraLinear(layer, spec.rank, spec.alpha, generator) for name, layer in self.layers(spec).items()}
 
     def numbers(self, spec: AdapterSpec | None) -> int:
-        """Return how many numbers an adapter has, or (None) all weights. Raises `EngineFault` as `layers` does."""
+        """Return the number of parameters in an adapter, or in the whole model if `spec` is None.
+
+        Raises `EngineFault` as `layers` does.
+        """
         if spec is None:
             return sum(parameter.numel() for parameter in self.network.parameters())
         return sum(spec.rank * (each.in_features + each.out_features) for each in self.layers(spec).values())
@@ -58,7 +61,7 @@ class Base:
         return {name: layer for name, layer in layers.items() if part_of(name) in spec.parts}
 
     def everything(self) -> dict[str, Tensor]:
-        """Return all weights in the precision that they are trained in, and the persistent buffers.
+        """Return all weights in the precision in which they are trained, and the persistent buffers.
 
         Tensors with wide elements come first, so that each tensor begins at a multiple of its element size.
         """
@@ -79,7 +82,7 @@ class Base:
     def _switch(self, off: Mapping[str, LoraLinear], on: Mapping[str, LoraLinear]) -> None:
         layers: dict[str, nn.Module] = {name: adapter.base for name, adapter in off.items()}
         for name, layer in {**layers, **on}.items():
-            if name not in self._places:  # finding a layer takes longer than switching it, and there are hundreds
+            if name not in self._places:  # finding a layer is slower than switching it, and there are hundreds
                 owner, _, attribute = name.rpartition(".")
                 self._places[name] = self.network.get_submodule(owner), attribute
             setattr(*self._places[name], layer)
@@ -87,7 +90,7 @@ class Base:
 
 
 def part_of(layer: str) -> AdapterPart:
-    """Return the part that a layer of a decoder belongs to, by its name: attention, or else the MLP."""
+    """Return the part to which a decoder layer belongs, judging by its name: attention, or else the MLP."""
     words = layer.lower().split(".")[:-1]
     attends = any(word in part for part in words for word in ATTENTION_WORDS)
     return AdapterPart.ATTENTION if attends else AdapterPart.MLP

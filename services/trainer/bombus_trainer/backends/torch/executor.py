@@ -1,4 +1,4 @@
-"""Run training steps: apply batches to a model with its optimizer. This module does not use the bus."""
+"""Runs training steps: applies batches to a model with its optimizer. This module does not use the bus."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -32,7 +32,7 @@ PARAMETER, MOMENT, RNG = "parameter.", "optimizer.", "rng"
 
 
 def with_sampler(scored: ScoredTerms, old_N: Tensor) -> ScoredTerms:
-    """Replace the sampler's logprobs that are not known (NaN) with the old policy's.
+    """Replace the unknown (NaN) logprobs of the sampler by those of the old policy.
 
     The correction of those tokens is then 1.
     """
@@ -44,7 +44,7 @@ def with_sampler(scored: ScoredTerms, old_N: Tensor) -> ScoredTerms:
 def loss_of_terms(
     scored: ScoredTerms, old_N: Tensor, reference_N: Tensor | None, settings: TrainerSettings
 ) -> PolicyLoss:
-    """Compute the share of N trained tokens in the loss of their update, whichever backend computed their logprobs."""
+    """Compute the share of N trained tokens in their update's loss, whichever backend computed their logprobs."""
     inputs = LossInputs(
         logprobs_N=scored.logprobs_N,
         old_logprobs_N=old_N,
@@ -69,9 +69,10 @@ class Executor(StepBackend[Bin]):
         files: Mapping[str, bytes] | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        """Load the model in `folder` at step 0. `files` are its tokenizer's (None: those in `folder`).
+        """Load the model in `folder` at step 0. `files` are the tokenizer's files (None: those in `folder`).
 
-        `ranks` train together (None: this process alone). Raises `EngineFault` if it cannot be loaded or trained.
+        `ranks` train together (None: this process alone). Raises `EngineFault` if the model cannot be loaded or
+        trained.
         """
         torch.manual_seed(settings.job.model.seed)
         self.settings = settings
@@ -80,9 +81,9 @@ class Executor(StepBackend[Bin]):
         self.base = Base(folder, settings, settings.adapter is None, self.ranks)
         self.model = TrainedModel(self.base, settings.adapter)
         self.policy = self.base.policy
-        kept = settings.config.kl_coef > 0.0 and self.base.all_weights  # below an adapter the base is the reference
+        kept = settings.config.kl_coef > 0.0 and self.base.all_weights  # with an adapter, the base is the reference
         self._reference = self.policy.frozen_copy() if kept else self.policy
-        self._shapes = self.policy.dense_shapes()  # read while a step switches adapters on and off, in another thread
+        self._shapes = self.policy.dense_shapes()  # read by another thread while a step switches adapters on and off
 
     @property
     def vocab_size(self) -> int:
@@ -152,7 +153,7 @@ class Executor(StepBackend[Bin]):
     # ---- checkpoints and weights ------------------------------------------------------------------------------
 
     def save(self, root: Path, facts: StepFacts) -> Checkpoint[StepFacts]:
-        """See `TrainerBackend.save`. All ranks hold the same, so the leader writes it."""
+        """See `TrainerBackend.save`. All ranks have the same state, so only the leader writes it."""
 
         def fill(draft: Path) -> dict[str, Seal]:
             return {STATE: write_whole(draft / STATE, self.tensors(), durable=True)}
@@ -160,7 +161,8 @@ class Executor(StepBackend[Bin]):
         return self.ranks.by_leader(lambda: save_step(root, facts, fill))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the input of `load_tensors`: parameters and optimizer state (not copied), and the random state."""
+        """Return the tensors that `load_tensors` takes: parameters and optimizer state (not copied), and the random
+        state."""
         tensors: dict[str, Tensor] = {RNG: torch.get_rng_state()}
         tensors |= {PARAMETER + name: value.detach() for name, value in self.model.parameters.items()}
         tensors |= {MOMENT + name: value for name, value in self.model.optimizer.state().items()}
@@ -171,7 +173,7 @@ class Executor(StepBackend[Bin]):
         self.load_tensors(load_step(path, digest))
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load the result of `tensors`. Raises `EngineFault` if it belongs to another model."""
+        """Load what `tensors` returned. Raises `EngineFault` if it belongs to another model."""
         self.model.restore(_below(PARAMETER, tensors))
         self.model.optimizer.restore(_below(MOMENT, tensors))
         self.zero_grad()
@@ -190,7 +192,7 @@ class Executor(StepBackend[Bin]):
             return use(self.policy.dense_weights())
 
     def gather_weights(self, part: ModelPart = ModelPart.MODEL) -> None:
-        """Do nothing: the leader holds all weights itself."""
+        """Do nothing, since the leader itself has all weights."""
 
 
 def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
-"""Count the floating point operations of a step, and their share of the device's peak (model FLOPs utilization).
+"""Counts the floating-point operations of a step, and their share of the device's peak (model FLOPs utilization).
 
 Only operations that the model needs are counted, as in the PaLM paper (Chowdhery et al. 2022, arXiv:2204.02311,
-appendix B): those that activation checkpointing repeats count once.
+appendix B): those repeated by activation checkpointing count only once.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from bombus_trainer.data.packing import Segment
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-# Dense bfloat16 FLOP/s by CUDA's name for the device, from the makers' data sheets. The first match is used.
+# Dense bfloat16 FLOP/s by CUDA's device name, from the makers' data sheets. The first match is used.
 PEAKS = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -38,8 +38,8 @@ PEAKS = {
 class Cost:
     """The sizes that determine a dense transformer's FLOPs.
 
-    `matrices` is the number of elements of its layers' matrices, `head` that of the output matrix, `attention` is
-    layers x heads x head size. `trained`: whether the matrices themselves get gradients.
+    `matrices` is the number of elements in the matrices of its layers, `head` the number in the output matrix, and
+    `attention` is layers x heads x head size. `trained` says whether the matrices themselves get gradients.
     """
 
     matrices: int
@@ -49,16 +49,16 @@ class Cost:
 
     @property
     def of_attention(self) -> float:
-        """The factor a with which T tokens cost about as much as T + a T^2 tokens without attention.
+        """The factor a such that T tokens cost about as much as T + a T^2 tokens would without attention.
 
-        Forward, a token takes 2 x matrices, and its T / 2 pairs 4 x attention each; backward, both take twice as much
-        if the matrices are trained.
+        Forward, a token costs 2 x matrices, and each of its T / 2 pairs 4 x attention. Backward, both cost twice as
+        much if the matrices are trained.
         """
         return self.attention / self.matrices
 
 
 def cost_of(model: "PreTrainedModel", trained: bool) -> Cost:
-    """Return the cost of a causal language model of transformers, before it has adapters."""
+    """Return the cost of a transformers causal language model, before adapters are added to it."""
     config, head = model.config.get_text_config(), model.get_output_embeddings()
     linears = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not head]
     return Cost(
@@ -70,7 +70,7 @@ def cost_of(model: "PreTrainedModel", trained: bool) -> Cost:
 
 
 def _layers(config: "PretrainedConfig") -> "list[PretrainedConfig]":
-    """Return the configuration of each layer: in some families heads differ between layers."""
+    """Return the configuration of each layer, since in some families the heads differ between layers."""
     if getattr(config, "is_heterogeneous", False):
         return list(config.per_layer_config)
     return [config] * int(config.num_hidden_layers)
@@ -84,9 +84,9 @@ def _attended(layer: "PretrainedConfig") -> int:
 def flops_of_step(cost: Cost, tokens: int, heads: int, pairs: int, backward: bool = True) -> float:
     """Return the FLOPs of a pass over `tokens` rows, of which `heads` need logits, with `pairs` query-key pairs.
 
-    Forward takes 2 for each matrix element and row, and 4 (keys, values) for each pair and element of a head.
-    Backward takes as much for the rows' gradients, and as much again for the matrices' gradients if they are trained;
-    for attention it takes twice the forward.
+    Forward takes 2 for each matrix element and row, and 4 (keys, values) for each pair and element of a head. Backward
+    takes as much for the rows' gradients, and as much again for the matrices' gradients if they are trained; for
+    attention, it takes twice as much as forward.
     """
     multiplied = 2.0 * (cost.matrices * tokens + cost.head * heads)
     attended = 4.0 * cost.attention * pairs
@@ -96,7 +96,7 @@ def flops_of_step(cost: Cost, tokens: int, heads: int, pairs: int, backward: boo
 
 
 def attention_pairs(segments: Iterable[Segment]) -> int:
-    """Count the query-key pairs of a row: each token attends to the tokens before it on its path, and to itself."""
+    """Count the query-key pairs of a row: each token attends to itself and to the tokens before it on its path."""
     return sum(segment.length * segment.depth + segment.length * (segment.length + 1) // 2 for segment in segments)
 
 
@@ -106,5 +106,5 @@ def peak_of(device: torch.device) -> float | None:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the dense bfloat16 peak of a CUDA device by its name; None for an unknown one."""
+    """Return the peak dense bfloat16 FLOP/s of the CUDA device with this name; None if it is unknown."""
     return next((peak for name, peak in PEAKS.items() if name in device_name), None)

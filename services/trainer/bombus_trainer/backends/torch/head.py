@@ -1,7 +1,7 @@
-"""Compute logprobs of chosen tokens from hidden states, with the logits of only a few rows at a time.
+"""Computes logprobs of chosen tokens from hidden states, with the logits of only a few rows in memory at a time.
 
-The full logits of a batch are by far the largest tensor in training. Here only a slice of them exists at a time; the
-backward pass recomputes them only if the output matrix itself is trained.
+The full logits of a batch would be by far the largest tensor in training. Here only a slice of them exists at a time;
+the backward pass recomputes them only if the output matrix itself is trained.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,8 @@ from bombus.architectures.logits import AS_IS, LogitsForm
 
 @dataclass(frozen=True, eq=False)
 class OutputLayer:
-    """The matrix W [V, H] of an output layer, its bias [V] if it has one, and the transformation of their result."""
+    """An output layer: its matrix W [V, H], its bias [V] if any, and the transformation that is applied to their
+    result."""
 
     weight_VH: Tensor
     bias_V: Tensor | None = None
@@ -24,7 +25,7 @@ class OutputLayer:
 
 @dataclass(frozen=True, eq=False)
 class HeadPlan:
-    """Which of U hidden states predicts each of N targets (`head_of_term_N` never decreases), at which temperature."""
+    """Which of U hidden states predict the N targets (`head_of_term_N` never decreases), and at which temperature."""
 
     head_of_term_N: Tensor
     targets_N: Tensor
@@ -32,7 +33,7 @@ class HeadPlan:
     rows_max: int
 
     def slices(self) -> list[tuple[slice, slice]]:
-        """Return slices of hidden states, each with its slice of terms."""
+        """Return slices of the hidden states, each with the slice of its terms."""
         heads = len(self.temperatures_U)
         starts = torch.arange(0, heads, self.rows_max, device=self.head_of_term_N.device)
         edges = [*torch.searchsorted(self.head_of_term_N, starts).tolist(), len(self.targets_N)]
@@ -47,8 +48,8 @@ def chosen_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Compute log softmax(logits / temperature)[target] for each term [N], and each term's entropy [N].
 
-    The entropy has a gradient only with `entropy_grad`: it costs a second product with W. Everything is computed in
-    float32 whatever the inputs are.
+    The entropy has a gradient only with `entropy_grad`, which costs a second product with W. Everything is computed in
+    float32, whatever the inputs are.
     """
     logprobs_N, entropy_U = _ChosenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden_UH, output.weight_VH, output.bias_V, output.form, head, entropy_grad
@@ -57,7 +58,7 @@ def chosen_logprobs(
 
 
 def chosen_logits(hidden_UH: Tensor, output: OutputLayer, head: HeadPlan) -> Tensor:
-    """Compute logits / temperature of each term's target alone [N], with gradient, in float32."""
+    """Compute only the target's logits / temperature for each term [N], with gradient, in float32."""
     products_NH = hidden_UH[head.head_of_term_N].float() * output.weight_VH[head.targets_N].float()
     outputs_N = products_NH.sum(dim=1)
     if output.bias_V is not None:
@@ -77,8 +78,8 @@ def _logits(hidden_UH: Tensor, output: OutputLayer, temperatures_U: Tensor) -> t
 class _ChosenLogprobs(torch.autograd.Function):
     """d logprob_n / d hidden_u = (s_n W[target_n] - (p_u s_u) W) / temperature_u, with s the slopes of the logits.
 
-    So (p_u s_u) W is all that backward needs. d entropy_u / d logit_v = -p_v (log p_v + entropy_u), so for the entropy
-    it is (p_u (log p_u + entropy_u) s_u) W.
+    So (p_u s_u) W is all that backward needs. Since d entropy_u / d logit_v = -p_v (log p_v + entropy_u), the entropy
+    needs (p_u (log p_u + entropy_u) s_u) W.
     """
 
     @staticmethod
@@ -185,5 +186,5 @@ def _output_gradients(
 
 
 def _wide(weight_VH: Tensor) -> Tensor:
-    """Convert to float32 on a CPU, where that costs little and avoids rounding logits to bfloat16's three digits."""
+    """Convert to float32 on a CPU, where this costs little and avoids rounding logits to bfloat16's three digits."""
     return weight_VH.float() if weight_VH.device.type == "cpu" else weight_VH

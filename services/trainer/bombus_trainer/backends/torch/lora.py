@@ -14,15 +14,15 @@ from bombus.weights.adapters import merged
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-EXPERTS_SHARE = 0.01  # of the decoder's weights: a model with fewer in fused experts is not refused
-BASE = ".base."  # in the name of a wrapped layer's own parameters
+EXPERTS_SHARE = 0.01  # share of the decoder's weights that may be in fused experts and not be adapted
+BASE = ".base."  # part of the names of a wrapped layer's own parameters
 
 
 class RoundedOnce(torch.autograd.Function):
     """Computes a frozen layer's W x plus B l in half precision as one matrix product, [W, B] [x, l].
 
-    On its own, W x would be rounded first: an addition of less than half a unit in its last place would then be lost,
-    and most of an adapter's additions in its first steps are that small. The torch engine's replicas do the same.
+    Otherwise W x would be rounded first, and adding less than half a unit in its last place would have no effect. Most
+    of what an adapter adds in its first steps is that small. The torch engine's replicas do the same.
     """
 
     @staticmethod
@@ -58,16 +58,17 @@ class LoraLinear(nn.Module):
         return once
 
     def merged(self) -> Tensor:
-        """Return the dense weight [out, in] that computes the same, in float32."""
+        """Return the dense weight [out, in] that computes the same result, in float32."""
         with torch.no_grad():
             return merged(self.base.weight, self.lora_a, self.lora_b, self.scale)
 
 
 def layers_to_adapt(model: "PreTrainedModel", targets: Sequence[str]) -> dict[str, nn.Linear]:
-    """Return the linear layers of a model's decoder by name: those that `targets` name, or all without targets.
+    """Return the linear layers of a model's decoder by name: those that `targets` name, or all if there are no targets.
 
     The output layer is left out, because with tied embeddings it is not a separate layer. Raises `EngineFault` if a
-    target names no layer, if there are no linear layers, or if all of them leave out fused experts.
+    target matches no layer, if there are no linear layers, or if adapting all of them would leave fused experts
+    untrained.
     """
     layers = linear_layers(model)
     found = {name.rsplit(".", 1)[-1] for name in layers}
@@ -80,9 +81,9 @@ def layers_to_adapt(model: "PreTrainedModel", targets: Sequence[str]) -> dict[st
 
 
 def linear_layers(model: "PreTrainedModel") -> dict[str, nn.Linear]:
-    """Return the linear layers of the decoder by name, without the output layer and towers for images and sound.
+    """Return the linear layers of the decoder by name, without the output layer and without towers for images or sound.
 
-    Raises `EngineFault` when there are none.
+    Raises `EngineFault` if there are none.
     """
     inside = set(model.get_decoder().modules()) - {model.get_output_embeddings()}
     layers = {
@@ -103,7 +104,8 @@ def linear_layers(model: "PreTrainedModel") -> dict[str, nn.Linear]:
 
 
 def _check_covered(model: "PreTrainedModel") -> None:
-    """Raise `EngineFault` if a model fuses experts into one tensor [experts, ...], which no layer's adapter covers."""
+    """Raise `EngineFault` if a model fuses experts into one tensor [experts, ...], which adapters of layers do not
+    cover."""
     inside = set(model.get_decoder().modules())
     fused = {
         f"{owner}.{name}": value.numel()
@@ -124,14 +126,14 @@ def _check_covered(model: "PreTrainedModel") -> None:
 
 
 def adapters_of(model: nn.Module) -> dict[str, LoraLinear]:
-    """Return a model's adapters by the name of the layer that each is on."""
+    """Return a model's adapters, by the name of the layer that each one adapts."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
 
 
 def target_modules(model: nn.Module, layers: Iterable[str]) -> list[str]:
-    """Return names by which peft finds these layers of a model and no other module.
+    """Return names by which peft finds these layers of a model and no other modules.
 
-    They are the last parts of the layers' names, or whole names if another module's name ends in the same part.
+    They are the last parts of the layers' names, or the whole name if another module's name ends in the same part.
     """
     adapted = set(layers)
     others = {

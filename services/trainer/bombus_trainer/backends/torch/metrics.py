@@ -1,4 +1,4 @@
-"""Collect the metrics of a step: sums over trained tokens, turned into means at the end."""
+"""Collects the metrics of a step: sums over trained tokens, which become means at the end."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -20,16 +20,16 @@ LEFT_OUT = "updates_left_out"
 
 
 class Tally:
-    """The metrics of one step. Nothing here affects training. A quantity that was not measured gets no metric."""
+    """The metrics of one step. Nothing here affects training. A quantity that was not measured has no metric."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._sums: dict[str, float] = {}
-        self._terms: Counter[str] = Counter()  # how many tokens are in each sum
-        self._updates: list[tuple[float, float]] = []  # loss, norm
+        self._terms: Counter[str] = Counter()  # how many tokens each sum covers
+        self._updates: list[tuple[float, float]] = []  # (loss, gradient norm)
         self._left_out = 0
         self._masked_ids: list[Ints] = []
-        self._tokens = [0, 0, 0]  # computed, without sharing, padded
+        self._tokens = [0, 0, 0]  # computed, without sharing, with padding
         self._sequences = 0
         self._bins = 0
         self._flops = 0.0
@@ -43,7 +43,7 @@ class Tally:
             self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - start
 
     def note_bins(self, bins: list[Bin], longest: int) -> None:
-        """Count bins. `longest` is the length that all sequences would be padded to."""
+        """Count bins. `longest` is the length to which all sequences would be padded."""
         sequences = sum(packed.sequences for packed in bins)
         computed = sum(len(packed.tokens_T) for packed in bins)
         self.note_tokens(len(bins), sequences, computed, sum(packed.sequence_tokens for packed in bins), longest)
@@ -59,7 +59,7 @@ class Tally:
         self._flops += flops
 
     def note_terms(self, ids_N: Ints, loss: PolicyLoss, old_N: Tensor, sampler_N: Tensor, entropy_N: Tensor) -> None:
-        """Count N tokens, the terms `ids_N` of the batch. `sampler_N` is NaN if the sampler's are not known."""
+        """Count N tokens, the terms `ids_N` of the batch. `sampler_N` is NaN where the sampler's logprob is unknown."""
         self._masked_ids.append(ids_N[loss.masked_N.cpu().numpy()])
         known_N = ~sampler_N.isnan()
         of_old, of_sampler = old_N[known_N], sampler_N[known_N]
@@ -78,20 +78,20 @@ class Tally:
                 self._terms[name] += len(values_N)
 
     def masked_ids(self) -> Ints:
-        """Return which terms of the batch were masked since the last time that this was called."""
+        """Return which terms of the batch were masked since the last call."""
         found = np.concatenate([np.zeros(0, dtype=np.int64), *self._masked_ids])
         self._masked_ids.clear()
         return found
 
     def note_update(self, loss: float, norm: float) -> None:
-        """Count an update. If its loss or norm is not finite, it was left out, and it does not enter the means."""
+        """Count an update. If its loss or norm is not finite, the update was skipped, and does not enter the means."""
         if isfinite(loss) and isfinite(norm):
             self._updates.append((loss, norm))
         else:
             self._left_out += 1
 
     def add(self, other: "Tally") -> None:
-        """Add another rank's FLOPs and sums for the same step. Times, tokens and updates remain this rank's."""
+        """Add another rank's FLOPs and sums for the same step. Times, tokens and updates remain this rank's own."""
         self._flops += other._flops
         self._terms.update(other._terms)
         for name, total in other._sums.items():
@@ -100,8 +100,8 @@ class Tally:
     def metrics(self, peak_flops: float | None = None) -> dict[str, float]:
         """Return the metrics.
 
-        `tokens_unshared` and `tokens_padded` are the tokens to compute for the same sequences without shared prefixes,
-        and with padding. `mfu` is the share of the peak that was reached; without `peak_flops` it is left out.
+        `tokens_unshared` and `tokens_padded` are how many tokens the same sequences would take without shared prefixes,
+        and with padding. `mfu` is the fraction of the peak that was reached; without `peak_flops` it is left out.
         """
         computed, unshared, padded = self._tokens
         return {

@@ -56,9 +56,9 @@ LOSS_TERMS = ("sampler_logprobs_N", "advantages_N", "weights_N")
 class ScoredTerms:
     """The logprob and the entropy of each term of a bin [N].
 
-    Logprobs have a gradient unless it is switched off; entropies have one if there is an entropy bonus. `terms` holds
-    the other inputs of a loss, on the model's device: `LOSS_TERMS`, and `sequences_N`, the number (below `sequences`)
-    of the sequence that each term belongs to. `logits_N` are the targets' logits, if they were requested.
+    Logprobs have a gradient unless gradients are switched off; entropies have one if there is an entropy bonus. `terms`
+    has the other inputs of a loss, on the model's device: `LOSS_TERMS`, and `sequences_N`, the number (below
+    `sequences`) of the sequence that each term belongs to. `logits_N` are the targets' logits, if they were requested.
     """
 
     logprobs_N: Tensor
@@ -69,7 +69,7 @@ class ScoredTerms:
 
 
 class PolicyModel:
-    """A causal language model, its trainable parameters in float32. Made by `PolicyModel.load`."""
+    """A causal language model with its trainable parameters in float32. Created by `PolicyModel.load`."""
 
     def __init__(self, model: "PreTrainedModel", export_dtype: torch.dtype, settings: TrainerSettings) -> None:
         self.device = torch.device(settings.device)
@@ -98,11 +98,11 @@ class PolicyModel:
             layer_shapes(model, "tree")
             policy = cls(model, export, settings)
         limit = sequence_limit(model.config, settings.job.rollout.max_model_len)
-        with refusing(model.config, "trained"):  # in the precision of the weights: bfloat16 would hide differences
+        with refusing(model.config, "trained"):  # in the weights' precision, since bfloat16 would hide differences
             policy.disagreement(limit).check(model.dtype)
             policy.check_gradients()
-        # Trained weights stay in float32: a step is often smaller than bfloat16 can represent. On a GPU the layers
-        # multiply in the precision that will be served.
+        # Trained weights stay in float32, because a step is often smaller than bfloat16 can represent. On a GPU, the
+        # layers multiply in the precision that will be served.
         policy._autocast = all_weights and export != torch.float32 and policy.device.type == "cuda"
         if not all_weights:
             model.requires_grad_(False)
@@ -111,14 +111,14 @@ class PolicyModel:
         return policy
 
     def frozen_copy(self) -> "PolicyModel":
-        """Return a copy of the model as it is now, which is not trained."""
+        """Return a copy of the model in its current state that is not trained."""
         copied = copy.copy(self)
         copied._model = copy.deepcopy(self._model).requires_grad_(False)
         return copied
 
     @property
     def network(self) -> "PreTrainedModel":
-        """The model as transformers made it."""
+        """The model as transformers created it."""
         return self._model
 
     # ---- computing --------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class PolicyModel:
     def score(self, packed: Bin, logits: bool = False) -> ScoredTerms:
         """Compute the logprobs of a bin's terms under the current weights, at each term's temperature.
 
-        With `logits`, the result also contains the targets' logits.
+        With `logits`, the result also has the targets' logits.
         """
         model = self._model
         layout = plan(packed.segments)
@@ -188,11 +188,12 @@ class PolicyModel:
             return Disagreement.between(ours, [reference_logprobs(self._model, sequence) for sequence in sequences])
 
     def check_gradients(self) -> None:
-        """Raise `EngineFault` if a miniature's gradients differ from those of transformers' own passes.
+        """Raise `EngineFault` if the gradients of a miniature of this model differ from those of transformers' own
+        passes.
 
-        The miniature of this model has short windows, so that they end within the prefix that sequences share. With the
-        model itself, a backward pass may not fit in memory, and long windows may take too much time at load. A process
-        compares each configuration once.
+        The miniature has windows short enough to end within the prefix that sequences share. The model itself is not
+        used, because a backward pass may not fit in memory, and long windows may take too long at load. A process
+        compares each configuration only once.
         """
         configuration = (
             self._model.config.to_json_string(),
@@ -208,7 +209,7 @@ class PolicyModel:
             return
         policy = PolicyModel(small, torch.float32, self._settings)
         sequences = uneven_sequences(policy.vocab_size, WINDOW)
-        with torch.enable_grad():  # even if the caller has switched gradients off
+        with torch.enable_grad():  # even if the caller has disabled gradients
             ours = policy._gradients(policy._last_logprobs(sequences))
             theirs = policy._gradients([reference_logprobs(small, sequence) for sequence in sequences])
         check_gradients(ours, theirs)
@@ -247,7 +248,8 @@ class PolicyModel:
         return self.export_dtype if isinstance(value, nn.Parameter) else value.dtype
 
     def _dense(self) -> Iterator[tuple[str, Tensor, LoraLinear | None]]:
-        """Yield all weights except adapters, and persistent buffers, each with its adapter if any, in a file's order.
+        """Yield all weights except adapters, and persistent buffers, each with its adapter if any, in the order of a
+        file.
 
         Tied weights appear once, under the first of their names. Tensors with wide elements come first, so that each
         tensor begins at a multiple of its element size.
@@ -263,9 +265,9 @@ class PolicyModel:
 
 
 def export_dtype(folder: Path, settings: TrainerSettings) -> torch.dtype:
-    """Return the precision of the weights that replicas get. Raises `EngineFault` when the model cannot be read.
+    """Return the precision of the weights that replicas get. Raises `EngineFault` if the model cannot be read.
 
-    `auto` is the precision of the model's folder. (On a CPU such a model still computes in float32: without AMX a CPU
+    `auto` is the precision of the model's folder. (On a CPU such a model still computes in float32: without AMX, a CPU
     multiplies bfloat16 matrices at a quarter of the speed.)
     """
     dtype = settings.job.model.dtype
@@ -273,9 +275,9 @@ def export_dtype(folder: Path, settings: TrainerSettings) -> torch.dtype:
 
 
 def recompute_layers(model: "PreTrainedModel") -> None:
-    """Keep only the input of each layer for the backward pass, which recomputes the rest.
+    """Keep only each layer's input for the backward pass, which recomputes the rest.
 
-    transformers does so only in training mode, in which many families also apply dropout and router jitter: logprobs
+    transformers does this only in training mode. There, many families also apply dropout and router jitter, so logprobs
     would be up to 2.5 nats off, and different in each pass. So the model stays in evaluation mode.
     """
     layers = [layer for layer in model.get_decoder().modules() if isinstance(layer, GradientCheckpointingLayer)]
@@ -289,7 +291,7 @@ def recompute_layers(model: "PreTrainedModel") -> None:
 
 
 def probe(sequence: Ints, first_id: int) -> TrainingItem:
-    """Make a sequence that is only scored: all its tokens but the first are terms, numbered from `first_id`."""
+    """Make a sequence that is only scored. All its tokens but the first are terms, numbered from `first_id`."""
     count = len(sequence) - 1
     ones = np.ones(count, dtype=np.float32)
     ids = np.arange(count) + first_id

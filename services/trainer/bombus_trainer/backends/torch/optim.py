@@ -14,9 +14,9 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 def learning_rate(step: int, settings: TrainerSettings) -> float:
-    """Return the rate of optimizer step `step` (1 is the first): linear warm-up, then constant or decay to a floor.
+    """Return the rate of optimizer step `step` (counted from 1): linear warm-up, then constant or decay to a floor.
 
-    Warm-up step k of w uses k / w of the rate. Decay begins after warm-up; from step `total_steps` + 1 on, the rate
+    Warm-up step k of w uses k / w of the rate. Decay begins after warm-up. From step `total_steps` + 1 on, the rate
     stays at the floor, which is `min_lr_ratio` of the full rate.
     """
     config = settings.config
@@ -30,7 +30,7 @@ def learning_rate(step: int, settings: TrainerSettings) -> float:
 
 
 def scheduled(step: int, peak: float, schedule: RateSchedule) -> float:
-    """Return the rate of step `step` (1 is the first) by a schedule, as described in `learning_rate`."""
+    """Return the rate of step `step` (counted from 1) under a schedule, as described in `learning_rate`."""
     warmup, floor = schedule.warmup_steps, schedule.min_ratio
     if step <= warmup:
         return peak * step / warmup
@@ -42,9 +42,9 @@ def scheduled(step: int, peak: float, schedule: RateSchedule) -> float:
 
 
 class AdamW:
-    """AdamW (Loshchilov and Hutter 2017, arXiv:1711.05101). Matrices decay, vectors (norms, biases) do not.
+    """AdamW (Loshchilov and Hutter 2017, arXiv:1711.05101). Matrices decay; vectors (norms, biases) do not.
 
-    Its parameters are named, its settings are passed to each step, and its state is created in the first one.
+    Its parameters are named, its settings are passed to each step, and its state is created in the first step.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -55,19 +55,19 @@ class AdamW:
 
     @property
     def full_bytes(self) -> int:
-        """How many bytes the state takes once it exists."""
+        """The number of bytes that the state takes once it exists."""
         return sum(2 * parameter.nbytes + 4 for parameter in self.parameters.values())
 
     @property
     def held_bytes(self) -> int:
-        """How many bytes the state takes now."""
+        """The number of bytes that the state takes now."""
         return sum(value.nbytes for value in self.state().values())
 
     def zero_grad(self) -> None:
         self._adam.zero_grad(set_to_none=True)
 
     def step(self, adam: AdamParams) -> None:
-        """Update the parameters that have gradients. The caller clips the gradients and clears them."""
+        """Update the parameters that have gradients. The caller clips and clears the gradients."""
         self.make_state()
         for group in self._adam.param_groups:
             group["lr"], group["betas"], group["eps"] = adam.learning_rate, (adam.beta1, adam.beta2), adam.eps
@@ -110,7 +110,7 @@ class AdamW:
             raise EngineFault("the checkpoint has optimizer state for other parameters too")
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Load the result of `state`. Raises `EngineFault` if it belongs to other parameters."""
+        """Load what `state` returned. Raises `EngineFault` if it belongs to other parameters."""
         self.check(state)
         self._adam.state.clear()
         for name, parameter in self.parameters.items():

@@ -14,7 +14,7 @@ from bombus_trainer.backends.torch.optim import AdamW
 
 
 class TrainedModel:
-    """An adapter on a base, or all weights of the base. `parameters` maps names in a file to parameters."""
+    """An adapter on a base, or all weights of the base. `parameters` maps their names in a file to parameters."""
 
     def __init__(self, base: Base, spec: AdapterSpec | None) -> None:
         """Make a new model. Raises `EngineFault` if the base cannot have this adapter."""
@@ -26,11 +26,11 @@ class TrainedModel:
 
     @property
     def size(self) -> int:
-        """How many numbers are trained."""
+        """The number of trained parameters."""
         return sum(parameter.numel() for parameter in self.parameters.values())
 
     def add_up_gradients(self) -> None:
-        """Sum the gradients over the ranks. A parameter that has a gradient on any rank then has one on all."""
+        """Sum the gradients over the ranks. A parameter that has a gradient on any rank then has one on every rank."""
         ranks = self.base.ranks
         if ranks.size == 1:
             return
@@ -50,13 +50,13 @@ class TrainedModel:
         return AdapterConfig(r=self.spec.rank, lora_alpha=float(self.spec.alpha), target_modules=targets)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the adapter, or all of the model, in full precision, by name in the order of its file."""
+        """Return the adapter, or the whole model, in full precision, by name and in the order of its file."""
         if self.spec is None:
             return self.base.everything()
         return {name: parameter.detach() for name, parameter in self.parameters.items()}
 
     def restore(self, weights: Mapping[str, Tensor]) -> None:
-        """Load the result of `weights`, or only its trained part.
+        """Load what `weights` returned, or only its trained part.
 
         Raises `EngineFault`, before anything changes, if it does not belong to this model.
         """
@@ -76,7 +76,7 @@ class TrainedModel:
 
 
 def factors(adapters: Mapping[str, LoraLinear]) -> dict[str, nn.Parameter]:
-    """Return the trained factors of adapters, by their names in a file."""
+    """Return the trained factors of adapters by their names in a file."""
     found: dict[str, nn.Parameter] = {}
     for layer, adapter in adapters.items():
         low_a, low_b = adapter_names(layer)

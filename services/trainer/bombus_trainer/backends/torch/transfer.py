@@ -1,4 +1,4 @@
-"""Move a micro-batch's arrays to the device in one transfer: several would wait for each other."""
+"""Moves a micro-batch's arrays to the device in one transfer, since several transfers would wait for each other."""
 
 from collections.abc import Mapping
 
@@ -29,7 +29,7 @@ def join_arrays(arrays: Arrays, pinned: bool = False) -> Tensor:
 
 
 def split_buffer(buffer: Tensor, arrays: Arrays) -> dict[str, Tensor]:
-    """Return views into the buffer that `join_arrays` made of `arrays`, on whichever device it is now."""
+    """Return views into the buffer that `join_arrays` made of `arrays`, on whichever device the buffer now is."""
     tensors: dict[str, Tensor] = {}
     for (name, array), start in zip(arrays.items(), _offsets(arrays), strict=False):
         dtype = torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype

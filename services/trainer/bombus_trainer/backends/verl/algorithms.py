@@ -1,4 +1,4 @@
-"""Adapt functions of verl's registries to our batches. This module knows their signatures, and does not import verl."""
+"""Adapts functions from verl's registries to our batches. Knows their signatures but does not import verl."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 
 def look_up(setting: str, name: str, registry: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return the function registered as `name`. Raises an `EngineFault` that lists all names."""
+    """Return the function registered as `name`. Raises an `EngineFault` that lists all registered names."""
     names = {str(getattr(key, "value", key)): function for key, function in registry.items()}
     if name not in names:
         raise EngineFault(f"{setting} = {name!r} is not in verl's registry, which has {', '.join(sorted(names))}")
@@ -43,7 +43,7 @@ class VerlEstimator:
     normalise_by_std: bool
 
     def __call__(self, rewards: Sequence[float], counts: Sequence[int], index: Sequence[int]) -> Tensor:
-        """Return the advantages [B, T] of responses from their rewards, counts of trained tokens, and groups (`index`).
+        """Return the advantages [B, T] of responses, given their rewards, trained-token counts and groups (`index`).
 
         A response's reward is at its last trained token, as in verl. The reward of a response without trained tokens
         still counts among the rewards of its group.
@@ -64,8 +64,7 @@ class VerlEstimator:
 def try_estimator(name: str, estimator: VerlEstimator) -> None:
     """Raise `EngineFault` for an estimator that cannot be computed from this trainer's inputs.
 
-    That is an estimator that needs the output of a critic or of another pass over the model, or that fails on an
-    example.
+    Such an estimator needs the output of a critic or of another pass over the model, or fails on an example.
     """
     parameters = [each for each in inspect.signature(estimator.function).parameters.values() if each.kind in NAMED]
     needed = [each.name for each in parameters if each.default is each.empty and each.name not in ESTIMATOR_INPUTS]
@@ -76,7 +75,7 @@ def try_estimator(name: str, estimator: VerlEstimator) -> None:
         )
     try:
         estimator([0.0, 1.0, 0.5, 1.0], [3, 1, 2, 0], [0, 0, 1, 1])
-    except Exception as error:  # a function of verl, or one that its user has registered, may raise anything
+    except Exception as error:  # verl's functions, and those that users register, may raise anything
         raise EngineFault(_fails("adv_estimator", name, error)) from error
 
 
@@ -85,7 +84,7 @@ def with_advantages(
 ) -> PreparedBatch:
     """Return the batch with verl's advantages.
 
-    Each episode is one response, consisting of all its trained tokens in order. As with our estimators, an episode
+    Each episode is one response, consisting of all its trained tokens in order. As with our own estimators, an episode
     that is left out of the loss still counts in its group, and the advantages in a group of one are 0.
     """
     rewards = {episode.episode: episode_reward(episode, settings) for group in groups for episode in group.episodes}
@@ -136,7 +135,7 @@ class VerlPolicyLoss:
     def __call__(
         self, scored: ScoredTerms, old_N: Tensor, reference_N: Tensor | None, settings: TrainerSettings
     ) -> PolicyLoss:
-        """Compute one sequence's loss in our aggregation: verl's mean over its tokens, times their total weight."""
+        """Compute the loss of one sequence in our aggregation: verl's mean over tokens, times their total weight."""
         logprobs_N, device = scored.logprobs_N, scored.logprobs_N.device
         weights_N, sampler_N = scored.terms["weights_N"], scored.terms["sampler_logprobs_N"]
         one_N = torch.zeros(len(logprobs_N), dtype=torch.long, device=device)  # all tokens belong to sequence 0
@@ -165,8 +164,8 @@ class VerlPolicyLoss:
 def try_loss(name: str, loss: VerlPolicyLoss) -> None:
     """Try a loss on two sequences. Raise `EngineFault` if it cannot be computed from this trainer's inputs.
 
-    That is a loss that fails, a loss in which one sequence depends on others (here each is computed alone, since its
-    tokens have their own weights), or a loss on which the correction's weights have no effect.
+    That is the case if the loss fails, if one sequence's loss depends on others (here each is computed alone, since its
+    tokens have their own weights), or if the correction's weights have no effect on it.
     """
     old_ST = torch.tensor([[-1.0, -1.3, -0.8, -1.1], [-3.0, -3.4, -2.9, -3.2]], dtype=torch.float64)
     moved_ST = torch.tensor([[-0.1, -0.2, -0.05, -0.1], [0.1, 0.05, 0.2, 0.1]], dtype=torch.float64)
@@ -182,7 +181,7 @@ def try_loss(name: str, loss: VerlPolicyLoss) -> None:
     try:
         together, alone = value(1.0, slice(2)), [value(1.0, slice(row, row + 1)) for row in range(2)]
         doubled = value(2.0, slice(2))
-    except Exception as error:  # a function of verl, or one that its user has registered, may raise anything
+    except Exception as error:  # verl's functions, and those that users register, may raise anything
         raise EngineFault(_fails("loss", name, error)) from error
     if not isclose(together, sum(alone) / 2.0, rel_tol=1e-6):
         raise EngineFault(

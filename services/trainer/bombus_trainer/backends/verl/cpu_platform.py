@@ -1,4 +1,4 @@
-"""A CPU platform for verl, which has none. Importing this module adds it to verl's registry."""
+"""A CPU platform for verl, which does not have one. Importing this module adds it to verl's registry."""
 
 from contextlib import nullcontext
 
@@ -8,17 +8,17 @@ from verl.plugin.platform.platform_manager import PlatformRegistry
 
 
 class CpuPlatform(PlatformBase):  # type: ignore[misc]
-    """verl's interface to a device. On a CPU most methods have nothing to do."""
+    """Implements verl's interface to a device. On a CPU, most methods have nothing to do."""
 
     device_name = "cpu"
     vendor_name = "cpu"
     device_module = torch.cpu
 
     def is_available(self) -> bool:
-        return False  # no accelerator: verl then leaves its generator and its memory alone
+        return False  # so verl leaves an accelerator's generator and memory alone
 
     def current_device(self) -> str:
-        return "cpu"  # verl passes it to Tensor.to, which would read a number as a GPU's
+        return "cpu"  # verl passes this to Tensor.to, which would read a number as a GPU's
 
     def device_count(self) -> int:
         return 1

@@ -1,4 +1,4 @@
-"""Everything that we use from verl: its FSDP engine, its registries, its names for weights.
+"""Everything that we use from verl: its FSDP engine, its registries, and its names for weights.
 
 Only this file and cpu_platform.py import verl.
 """
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 VERSION = "0.9.1"  # its engines "may still change", so this file is written for one version
 DTYPES_COMPUTED = {"fp32": torch.float32, "bf16": torch.bfloat16}
-EXPERT = "mlp.experts.*.gate_proj.weight"  # transformers' pattern for a family whose files name experts as verl does
+EXPERT = "mlp.experts.*.gate_proj.weight"  # transformers' pattern for families that name experts in files as verl does
 FLASH_PACKAGES: dict[str, tuple[str, Callable[[], bool]]] = {
     "flash_attention_2": ("flash-attn", is_flash_attn_2_available),
     "flash_attention_3": ("flash-attn-3", is_flash_attn_3_available),
@@ -72,7 +72,7 @@ LossOfBatch = Callable[..., tuple[Tensor, dict[str, float]]]
 
 
 def prepare_process(device: str) -> None:
-    """Set up what an engine needs in this process. Raises `EngineFault` for another version of verl."""
+    """Set up what an engine needs in this process. Raises `EngineFault` for any other version of verl."""
     found = importlib.metadata.version("verl")
     if found != VERSION:
         raise EngineFault(
@@ -81,12 +81,12 @@ def prepare_process(device: str) -> None:
     os.environ.setdefault("VERL_LOGGING_LEVEL", "WARN")
     warnings.filterwarnings("ignore", ".* engine is not available", UserWarning)  # about engines that we do not use
     on_cpu = device == "cpu"
-    if not dist.is_initialized():  # one rank, alone
+    if not dist.is_initialized():  # a single rank
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("gloo" if on_cpu else "cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
     if on_cpu:
         os.environ["VERL_PLATFORM"] = "cpu"
-        importlib.import_module("bombus_trainer.backends.verl.cpu_platform")  # registers it
+        importlib.import_module("bombus_trainer.backends.verl.cpu_platform")  # importing registers it
 
 
 def attention_of(settings: TrainerSettings) -> str | None:
@@ -112,17 +112,17 @@ def attention_of(settings: TrainerSettings) -> str | None:
 
 
 def packs(settings: TrainerSettings) -> bool:
-    """Return whether to pack a micro-batch into one row: attention then separates its sequences at no extra cost."""
+    """Return whether to pack a micro-batch into one row. Only if attention separates its sequences at no extra cost."""
     attention = attention_of(settings) or ""
     return attention == ULYSSES or attention.startswith(FLASH)
 
 
 def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtype, packed: bool) -> Any:
-    """Make verl's engine with the model in `folder`, or this rank's part of it. Raises `EngineFault`.
+    """Create verl's engine with the model in `folder`, or this rank's part of it. Raises `EngineFault`.
 
-    `packed`: a micro-batch is one row without padding, and attention tells sequences apart by their positions.
-    Weights are kept in float32, as in the torch backend. The learning rate is set at each step: verl's schedules start
-    their warm-up at a different step than ours, and have no linear decay.
+    If `packed`, a micro-batch is one row without padding, and attention tells sequences apart by their positions.
+    Weights are kept in float32, as in the torch backend. The learning rate is set at each step, because verl's
+    schedules start their warm-up at a different step than ours and have no linear decay.
     """
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
@@ -141,7 +141,7 @@ def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtyp
             load_tokenizer=False,
             override_config={"attn_implementation": attention_of(settings)},
             use_remove_padding=packed,
-            enable_gradient_checkpointing=False,  # ours works in evaluation mode too
+            enable_gradient_checkpointing=False,  # ours also works in evaluation mode
             lora_rank=config.lora_rank,
             lora_alpha=config.lora_alpha,
             target_modules=list(adapted),
@@ -153,7 +153,7 @@ def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtyp
                 strategy="fsdp2",
                 model_dtype="fp32",
                 mixed_precision={"param_dtype": computed, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
-                use_torch_compile=False,  # it would only compile an entropy that we do not use
+                use_torch_compile=False,  # would only compile an entropy that we do not use
                 use_remove_padding=packed,
                 use_dynamic_bsz=False,
                 ulysses_sequence_parallel_size=ulysses,
@@ -172,7 +172,7 @@ def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtyp
         engine.initialize()
     except EngineFault:
         raise
-    except Exception as error:  # verl and a family's own code may raise anything
+    except Exception as error:  # verl, and the code of a model family, may raise anything
         raise EngineFault(f"verl cannot load the model at {folder}: {_sentence(error)}") from error
     _decay_matrices_only(engine.optimizer)
     hf_config = engine.model_config.hf_config
@@ -184,17 +184,17 @@ def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtyp
 
 
 def _sentence(error: Exception) -> str:
-    if isinstance(error, KeyError) and error.args == (ULYSSES,):  # it looked ours up among the family's own
+    if isinstance(error, KeyError) and error.args == (ULYSSES,):  # it looked for ours among the family's own
         return "its layers accept no external attention, which trainer.ulysses_parallel_size needs: set it to 1"
     return f"{in_one_line(error)}; docs/models.md lists what backend torch trains"
 
 
 def _check_splitting(config: "PretrainedConfig", ranks: int) -> None:
-    """Raise `EngineFault` if `ranks` ranks cannot share the rows of such a model."""
+    """Raise `EngineFault` if `ranks` ranks cannot share rows of a model with this configuration."""
     with refusing(config, "trained"):
         if hasattr(config, "vision_config"):
             raise EngineFault(
-                f"trainer.ulysses_parallel_size is {ranks}, but the model has a tower for images, whose rows verl does "
+                f"trainer.ulysses_parallel_size is {ranks}, but the model has an image tower, whose rows verl does "
                 "not split in the same way: set it to 1"
             )
         check_heads(int(config.get_text_config().num_attention_heads), ranks)
@@ -204,7 +204,8 @@ def _check_packing(engine: Any, tokens: int) -> Disagreement:
     """Compare the logprobs of two sequences of about `tokens` tokens in one micro-batch with those of each alone.
 
     verl computes with transformers' own attention, so the possible errors are that sequences in a row see each other,
-    or that a window counts from the row's beginning. Raises `EngineFault` if the model changes its head's output.
+    or that a window is counted from the beginning of the row. Raises `EngineFault` if the model changes its head's
+    output.
     """
     sequences = _probe_items(engine, tokens)
     return Disagreement.between([_scored(engine, sequences)], [_scored(engine, [sequence]) for sequence in sequences])
@@ -213,8 +214,8 @@ def _check_packing(engine: Any, tokens: int) -> Disagreement:
 def _check_parts(engine: Any, tokens: int) -> Disagreement:
     """Compare sequences in rows that ranks share with transformers' own forward pass of each sequence on one rank.
 
-    A layer that uses earlier tokens other than through attention would start over in each part of a row. So each
-    sequence is also computed as a separate row, which is then split in the middle of the sequence.
+    A layer that uses earlier tokens other than through attention would start over in each part of a row. To detect
+    this, each sequence is also computed as a separate row, which is then split in the middle of the sequence.
     """
     sequences = _probe_items(engine, tokens)
     ours = [_scored(engine, sequences), *(_scored(engine, [sequence]) for sequence in sequences)]
@@ -244,9 +245,10 @@ def _engine_class() -> Any:
     from verl.workers.engine import FSDPEngineWithLMHead
 
     class Engine(FSDPEngineWithLMHead):  # type: ignore[misc]
-        """verl's engine with our head: a micro-batch's `log_probs` and `entropy` are those of its terms, jagged [B, N].
+        """verl's engine with our head: `log_probs` and `entropy` have one value per term of the micro-batch, jagged [B,
+        N].
 
-        `cost` is the cost of the whole model, not of this rank's part.
+        `cost` is the cost of the whole model, not only of this rank's part.
         """
 
         def __init__(self, settings: TrainerSettings, **configs: object) -> None:
@@ -309,7 +311,7 @@ def _whole_rows(engine: Any) -> Iterator[None]:
 
 
 def _row_of(micro_batch: Any, engine: Any, in_full: bool) -> SplitRow | None:
-    """Return a micro-batch as a row of which each rank of the group computes a part; None if ranks share no rows."""
+    """Return a micro-batch as a row that is split over the ranks of the group; None if ranks do not share rows."""
     if not engine.use_ulysses_sp:
         return None
     tokens = micro_batch["input_ids"]
@@ -318,7 +320,8 @@ def _row_of(micro_batch: Any, engine: Any, in_full: bool) -> SplitRow | None:
 
 @contextmanager
 def training(engine: Any) -> Iterator[None]:
-    """Prepare the engine for a step. Its model stays in evaluation mode: see `recompute_layers`."""
+    """Put the engine into training mode within the block, but keep its model in evaluation mode: see
+    `recompute_layers`."""
     with engine.train_mode():
         engine.module.eval()
         yield
@@ -332,7 +335,7 @@ def compute(engine: Any, micro_batch: MicroBatch, loss: LossOfBatch, backward: b
         "use_remove_padding": engine.model_config.use_remove_padding,
         "use_dynamic_bsz": False,
         "micro_batch_size_per_gpu": len(micro_batch),
-        "temperature": 1.0,  # the head applies the terms' own temperatures
+        "temperature": 1.0,  # the head applies each term's own temperature
     }
     engine.forward_backward_batch(get_tensordict(tensors_of(micro_batch), options), loss, forward_only=not backward)
 
@@ -353,14 +356,15 @@ def named_tensors(engine: Any) -> Iterator[tuple[str, Tensor]]:
     """
     from verl.utils.model import convert_weight_keys
 
-    buffers = persistent_buffers(engine.module)  # first, since this makes FSDP restore its sharded parameters
+    buffers = persistent_buffers(engine.module)  # must come first, since it makes FSDP restore its sharded parameters
     yield from convert_weight_keys(dict(engine.module.named_parameters()) | buffers, engine.module).items()
 
 
 def as_stored(tensors: Iterator[tuple[str, Tensor]], engine: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield weights as verl exports them: experts that transformers fuses into one tensor become one tensor each.
+    """Yield weights as verl exports them: experts that transformers fuses into one tensor are split into separate
+    tensors.
 
-    Families whose files do not name experts as verl does (but, say, w1) keep the fused tensors.
+    Families whose files name experts differently than verl does (such as w1) keep the fused tensors.
     """
     from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
@@ -370,9 +374,9 @@ def as_stored(tensors: Iterator[tuple[str, Tensor]], engine: Any) -> Iterator[tu
 
 
 def algorithms(settings: TrainerSettings) -> tuple[Advantages | None, TermLoss]:
-    """Return the function that computes advantages (None: our own code does), and the one that computes the loss.
+    """Return the function that computes advantages (None: our own code does), and the function that computes the loss.
 
-    Raises `EngineFault` if a name is unknown, or cannot be computed with these settings.
+    Raises `EngineFault` if a name is unknown, or if its function cannot be computed with these settings.
     """
     from verl.trainer.config import AlgoConfig
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY

@@ -36,11 +36,11 @@ from bombus_trainer.settings import TrainerSettings
 
 T = TypeVar("T")
 NAME = "verl"
-STATE = "verl"  # the folder of the ranks' files in a checkpoint
+STATE = "verl"  # the folder with the ranks' files in a checkpoint
 
 
 class VerlExecutor(StepBackend[MicroBatch]):
-    """One rank's part of a model in training; every method is called on all ranks. See `backend.TrainerBackend`."""
+    """One rank's part of a model in training. Every method is called on all ranks. See `backend.TrainerBackend`."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class VerlExecutor(StepBackend[MicroBatch]):
     ) -> None:
         """Load the model in `folder` at step 0, as `Executor` does. Raises `EngineFault`.
 
-        By default, sequences are `packed` with flash attention or if ranks share rows, and padded otherwise: other
-        attention would compute the scores between all tokens of a packed row, and then mask them.
+        By default, sequences are `packed` with flash attention or if ranks share rows, and padded otherwise: any other
+        attention would compute the scores between all tokens of a packed row and then mask most of them.
         """
         verl_engine.prepare_process(settings.device)
         torch.manual_seed(settings.job.model.seed)
@@ -67,7 +67,7 @@ class VerlExecutor(StepBackend[MicroBatch]):
                 f"trainer.ulysses_parallel_size is {self._sharing}, but this trainer has {ranks.size} ranks: set it to "
                 f"a number that divides {ranks.size}, or start the trainer with a multiple of {self._sharing}"
             )
-        self._counts = ranks.rank % self._sharing == 0  # of ranks that share rows, only the first
+        self._counts = ranks.rank % self._sharing == 0  # only the first of the ranks that share rows
         self._packed = verl_engine.packs(settings) if packed is None else packed
         self._estimate, self._loss = verl_engine.algorithms(settings)
         make = partial(verl_engine.new_engine, folder, settings, self._export_dtype, self._packed)
@@ -108,7 +108,7 @@ class VerlExecutor(StepBackend[MicroBatch]):
             device = logprobs_N.device
             old_N = logprobs_N.detach() if old is None else torch.from_numpy(old[terms.ids_N]).to(device)
             moved = to_device(arrays, device)
-            shares = [logprobs_N[:0].sum()]  # a micro-batch without terms has a gradient too: zeros
+            shares = [logprobs_N[:0].sum()]  # gives a micro-batch without terms a gradient too, of zeros
             for part in self._parts(counts):
                 of_terms = {name: values_N[part] for name, values_N in moved.items()}
                 scored = ScoredTerms(logprobs_N[part], entropy_N[part], of_terms, len(micro_batch))
@@ -143,7 +143,7 @@ class VerlExecutor(StepBackend[MicroBatch]):
         return ids_N, found_N[: len(ids_N)]
 
     def _score(self, engine: Any, micro_batch: MicroBatch) -> Tensor:
-        """Compute the logprobs [N] of the terms of all sequences, without gradient."""
+        """Compute the logprobs [N] of all sequences' terms, without gradient."""
         found: list[Tensor] = []
 
         def keep(model_output: Mapping[str, Tensor], **_: object) -> tuple[Tensor, dict[str, float]]:
@@ -156,7 +156,7 @@ class VerlExecutor(StepBackend[MicroBatch]):
     def micro_batches(self, items: list[TrainingItem], tally: Tally, backward: bool) -> list[MicroBatch]:
         settings = self.settings
         packing = settings.config.enable_packing
-        tokens_max = settings.bin_tokens if packing else 1  # one sequence per pass: no two fit into one
+        tokens_max = settings.bin_tokens if packing else 1  # 1 gives each sequence its own pass, since no two fit
         shards = shard(
             items, self.ranks.size // self._sharing, tokens_max, self._packed, self._engine.cost.of_attention
         )
@@ -176,12 +176,12 @@ class VerlExecutor(StepBackend[MicroBatch]):
     def take_step(self, rate: float) -> float:
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate
-        return float(self._engine.optimizer_step())  # updates nothing when the norm is not finite
+        return float(self._engine.optimizer_step())  # does nothing if the norm is not finite
 
     # ---- checkpoints and weights ------------------------------------------------------------------------------
 
     def save(self, root: Path, facts: StepFacts) -> Checkpoint[StepFacts]:
-        """See `TrainerBackend.save`. Each rank writes its part of model and optimizer, and the leader our manifest."""
+        """See `TrainerBackend.save`. Each rank writes its part of the state; the leader writes our manifest."""
 
         def fill(draft: Path) -> dict[str, Seal]:
             directory = Path(self.ranks.share(str(draft / STATE)))
@@ -197,11 +197,13 @@ class VerlExecutor(StepBackend[MicroBatch]):
         return self.ranks.share(save_step(root, msgspec.structs.replace(facts, backend=NAME), fill))
 
     def _is_ours(self, name: str) -> bool:
-        """Return whether this rank seals and checks a file: its writer's rank is ours modulo the number of ranks."""
+        """Return whether this rank seals and checks a file: it does if the writer's rank, modulo the number of ranks,
+        is its own."""
         return writer_of(name) % self.ranks.size == self.ranks.rank
 
     def restore(self, path: Path, digest: str) -> None:
-        """See `TrainerBackend.restore`. Any number of ranks may have written it; one of ours checks each file."""
+        """See `TrainerBackend.restore`. Any number of ranks may have written the checkpoint; one of ours checks each
+        file."""
 
         def verify_ours() -> None:
             found = read_step(path, digest, NAME)
@@ -221,7 +223,7 @@ class VerlExecutor(StepBackend[MicroBatch]):
         with torch.no_grad():
             try:
                 return use(tensors)
-            finally:  # gather the unread tensors too, as the other ranks do
+            finally:  # gather the unread tensors too, since the other ranks do
                 for _ in tensors:
                     pass
 
@@ -248,10 +250,10 @@ class VerlExecutor(StepBackend[MicroBatch]):
         return verl_engine.as_stored(whole, self._engine)
 
     def _dense(self) -> list[tuple[str, Tensor, torch.dtype]]:
-        """Return sharded parameters without adapters, and persistent buffers, each with its dtype in an export.
+        """Return sharded parameters without adapters, and persistent buffers, each with the dtype it is exported in.
 
-        Tied weights appear once, under the first of their names. The order is that of the torch backend: tensors with
-        wide elements first.
+        Tied weights appear once, under the first of their names. The order is the torch backend's: tensors with wide
+        elements first.
         """
         dense = []
         for name, value in verl_engine.named_tensors(self._engine):
@@ -263,7 +265,7 @@ class VerlExecutor(StepBackend[MicroBatch]):
     def _merged(self, name: str, value: Tensor, adapters: Mapping[str, Tensor]) -> Tensor:
         """Return a whole tensor with its adapter, if any, merged. verl's own merge would copy the model, in bfloat16.
 
-        `adapters` maps the names of adapter tensors in a file to this rank's parts of them.
+        `adapters` maps the file names of adapter tensors to this rank's parts of them.
         """
         low_a, low_b = adapter_names(name.removesuffix(".weight"))
         if low_a not in adapters:

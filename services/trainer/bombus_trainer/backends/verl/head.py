@@ -1,8 +1,8 @@
 """The output layer for models in verl's engine: it returns the trained tokens' logprobs and entropies, not logits.
 
-verl itself computes the logits of a whole micro-batch and several copies of them; its fused kernels need one
-temperature for all tokens. This runs the torch backend's head (`backends.torch.head`) within verl's forward pass. It
-does not import verl.
+verl itself computes the logits of a whole micro-batch, and several copies of them; its fused kernels need one
+temperature for all tokens. This module instead runs the torch backend's head (`backends.torch.head`) within verl's
+forward pass. It does not import verl.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from bombus_trainer.data.sharding import MicroBatch
 class TermQuery:
     """Which of the hidden states [B x T] at the head predict the N terms, with the terms' targets and temperatures.
 
-    If ranks share a row, `first` is the index of the first of these terms among all terms of the micro-batch.
+    If ranks share a row, `first` is the index of this query's first term among all terms of the micro-batch.
     """
 
     rows_N: Tensor
@@ -42,9 +42,9 @@ class TermQuery:
 class TermsHead(nn.Module):
     """Replaces a model's output matrix, and keeps the matrix as a parameter of the same name.
 
-    `forward` returns [2, N]: the logprobs of the terms in `query`, with gradient, and their entropy, with gradient if
+    `forward` returns [2, N]: the logprobs of the terms in `query`, with gradient, and their entropies, with gradient if
     `entropy_grad`. `result` is the last return value. Logits are computed in slices of at most `logits_bytes_max`
-    bytes, or of 16 rows if that is more. Raises `ValueError` for an output layer that is more than a matrix.
+    bytes, or of 16 rows if that is more. Raises `ValueError` for an output layer that is not just a matrix.
     """
 
     def __init__(self, output: nn.Module | None, logits_bytes_max: int, entropy_grad: bool) -> None:
@@ -69,7 +69,7 @@ class TermsHead(nn.Module):
 def tensors_of(micro_batch: MicroBatch) -> dict[str, Tensor]:
     """Return a micro-batch as verl's input, jagged [B, T], with targets and temperatures where `loss_mask` is 1.
 
-    A sequence's last token is not an input, only a target.
+    A sequence's last token is only a target, not an input.
     """
     lengths = [len(item.tokens_T) - 1 for item in micro_batch]
     starts = np.cumsum([0, *lengths])
@@ -90,13 +90,13 @@ def tensors_of(micro_batch: MicroBatch) -> dict[str, Tensor]:
 
 
 def query_of(tensors: dict[str, Tensor], packed: bool, rows_max: int) -> TermQuery:
-    """Return the head's query for a micro-batch that `tensors_of` returned, on the same device."""
+    """Return the head's query for a micro-batch from `tensors_of`, on the same device."""
     mask = tensors["loss_mask"]
     kept_T = mask.values() > 0
     among_T = kept_T
     if not packed:
         lengths_B = mask.offsets().diff()  # type: ignore[attr-defined]
-        size = (len(lengths_B), int(lengths_B.max()))  # without it the width is not always the longest length
+        size = (len(lengths_B), int(lengths_B.max()))  # the default width is not always the longest length
         among_T = torch.nested.to_padded_tensor(mask, 0.0, output_size=size).flatten()
     targets_N, temperatures_N = (tensors[name].values()[kept_T] for name in ("targets", "temperatures"))
     head = HeadPlan(torch.arange(len(targets_N), device=mask.device), targets_N, temperatures_N, rows_max)

@@ -1,4 +1,4 @@
-"""Save and load the state of a sharded model and its optimizer, in files that any number of ranks can read.
+"""Saves and loads the state of a sharded model and its optimizer, in files that any number of ranks can read.
 
 The files are torch's distributed checkpoints: each rank writes its own part, and reads what it needs from all parts.
 """
@@ -21,19 +21,19 @@ _OF_RANK = re.compile(r"/__(\d+)")
 
 
 def writer_of(name: str) -> int:
-    """Return the rank that wrote a file, by its path in a checkpoint."""
+    """Return the rank that wrote a file, given the file's path in a checkpoint."""
     found = _OF_RANK.search(name)
     return int(found[1]) if found else LEADER
 
 
 def save_state(folder: Path, module: nn.Module, optimizer: Optimizer) -> None:
-    """Write this rank's part below `folder`, while all ranks write theirs."""
+    """Write this rank's part to `folder`, while every other rank writes its own."""
     model, of_optimizer = get_state_dict(module, optimizer)
     save({"model": model, "optimizer": of_optimizer}, checkpoint_id=folder)
 
 
 def load_state(folder: Path, module: nn.Module, optimizer: Optimizer) -> None:
-    """Read this rank's part of a state that any number of ranks have written. Raises `CheckpointLost`."""
+    """Read this rank's part of a state that any number of ranks wrote. Raises `CheckpointLost`."""
     model, of_optimizer = get_state_dict(module, optimizer)
     state = {"model": model, "optimizer": of_optimizer}
     try:

@@ -1,9 +1,9 @@
-"""Ulysses: each rank computes a part of each row, and ranks exchange parts for heads around its attention.
+"""Ulysses: each rank computes one part of each row, and around attention the ranks exchange parts of rows for heads.
 
-Each rank of a group holds all heads of its part of a row. Before a layer's attention it sends each other rank the heads
-that the receiver attends with, and so gets its own heads of the whole row; afterwards the results are sent back
-(DeepSpeed Ulysses, https://arxiv.org/abs/2309.14509). Attention itself is the torch backend's, which needs no
-flash-attn and computes each sequence of a row alone. This module does not import verl.
+Each rank of a group has all heads for its own part of a row. Before a layer's attention, ranks exchange these, so that
+each gets only some heads, but for the whole row; afterwards the results are sent back (DeepSpeed Ulysses,
+https://arxiv.org/abs/2309.14509). Attention itself is the torch backend's, which needs no flash-attn and computes each
+sequence of a row alone. This module does not import verl.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ NAME = "bombus_ulysses"
 
 @dataclass(frozen=True, eq=False)
 class SplitRow:
-    """A row whose S equal parts of P tokens are computed by the ranks of `group`, in their order.
+    """A row of S equal parts of P tokens, which the ranks of `group` compute in their order.
 
     `attention` covers all S x P tokens, including padding.
     """
@@ -52,7 +52,7 @@ class SplitRow:
 def split_row(
     lengths: Sequence[int], group: dist.ProcessGroup, device: torch.device, in_full: bool = False
 ) -> SplitRow:
-    """Return a row of sequences of these lengths, end to end, padded to a multiple of the ranks of `group`.
+    """Return a row of sequences of these lengths, end to end, padded to a multiple of the number of ranks in `group`.
 
     See `Block` for `in_full`.
     """
@@ -69,8 +69,8 @@ def split_row(
 def joined(part_RN: Tensor, first: int, count: int, group: dist.ProcessGroup) -> Tensor:
     """Join the values of all ranks of `group` into [R, count]; this rank's `part_RN` begins at column `first`.
 
-    Every rank computes the same loss from all values, but its gradient flows back only to its own values: so the
-    gradients, summed over the ranks, are those of one loss.
+    Every rank computes the same loss from all values, but its gradient flows back only to its own values. The gradients
+    summed over the ranks are therefore those of a single loss.
     """
     whole: Tensor = _Join.apply(part_RN, first, count, group)  # type: ignore[no-untyped-call]
     return whole
@@ -87,10 +87,11 @@ def ulysses_attention(  # noqa: PLR0913 - the signature that transformers calls
     row: SplitRow | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """Attend: query [1, heads, P, d], key [1, kv heads, P, d], value [1, kv heads, P, e] -> [1, P, heads, e].
+    """Compute attention: query [1, heads, P, d], key [1, kv heads, P, d], value [1, kv heads, P, e] -> [1, P, heads,
+    e].
 
-    transformers calls this for every layer; `row` is ours, passed through the model's forward. Raises `EngineFault` for
-    heads that the ranks cannot share, and as `tree_attention` does.
+    transformers calls this for every layer; `row` is our own argument, passed through the model's forward. Raises
+    `EngineFault` for heads that the ranks cannot share, and as `tree_attention` does.
     """
     if row is None:
         raise EngineFault(NOT_PASSED_ON)
@@ -115,13 +116,13 @@ def check_heads(heads: int, ranks: int) -> None:
 
 
 def _repeated(side_1NPD: Tensor, ranks: int) -> Tensor:
-    """Return key (or value) heads for every rank: if there are fewer than ranks, several ranks get the same one."""
+    """Return key (or value) heads for every rank. If there are fewer heads than ranks, several ranks share a head."""
     heads = side_1NPD.shape[1]
     if heads % ranks == 0:
         return side_1NPD
     if ranks % heads:
         raise EngineFault(
-            f"trainer.ulysses_parallel_size is {ranks}, but the model's layers have {heads} key heads: one of these "
+            f"trainer.ulysses_parallel_size is {ranks}, but the model's layers have {heads} key heads: one number "
             "must be a multiple of the other"
         )
     return side_1NPD.repeat_interleave(ranks // heads, dim=1)
@@ -167,7 +168,7 @@ class _Join(torch.autograd.Function):
         ctx.place = slice(first, first + part_RN.shape[1])
         whole_RN = part_RN.new_zeros(part_RN.shape[0], count)
         whole_RN[:, ctx.place] = part_RN
-        dist.all_reduce(whole_RN, group=group)  # the others have zeros there
+        dist.all_reduce(whole_RN, group=group)  # the other ranks have zeros there
         return whole_RN
 
     @staticmethod

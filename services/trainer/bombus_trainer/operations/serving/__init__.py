@@ -1,1 +1,1 @@
-"""Serve an operations run: execute the waiting operations in a fair order, and recover after the trainer ends."""
+"""Serves an operations run: executes waiting operations in a fair order, and recovers after the trainer has ended."""

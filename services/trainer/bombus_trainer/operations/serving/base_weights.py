@@ -1,4 +1,4 @@
-"""Publish the base of an operations run as version 0, so that replicas can load it and sample."""
+"""Publishes the base of an operations run as version 0, so that replicas can load it and sample."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class BaseSource:
-    """The base as a source of weights: the model below all adapters, and the files beside it."""
+    """The base as a source of weights: the model under all adapters, and its other files."""
 
     def __init__(self, policy: PolicyModel, files: Mapping[str, bytes]) -> None:
         self._policy = policy
@@ -40,7 +40,7 @@ class BaseSource:
 
 
 async def publish_base(bus: Bus, options: TrainerOptions, ownership: RunOwnership, policy: PolicyModel) -> None:
-    """Publish version 0, unless the log has it.
+    """Publish version 0, unless it is already on the log.
 
     If no replica could load it, because it has no tokenizer or is too large for the object store, the run trains
     without replicas.

@@ -1,4 +1,4 @@
-"""Give unused memory back to the device and to the machine."""
+"""Gives unused memory back to the device and to the machine."""
 
 import ctypes
 import gc
@@ -8,11 +8,12 @@ import torch
 
 
 def give_back() -> None:
-    """Free unreferenced memory, including the allocators' pools: `bombus up` has trainers keep the memory they free."""
+    """Free unreferenced memory, including the allocators' pools, where trainers under `bombus up` keep the memory they
+    free."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only in glibc
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # exists only in glibc
         if trim is not None:
             trim(0)

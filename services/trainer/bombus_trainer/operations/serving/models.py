@@ -1,4 +1,4 @@
-"""The models of a run in this process: execute operations on them, and re-execute these after a crash."""
+"""The models of a run in this process: executes operations on them, and re-executes operations after a crash."""
 
 import logging
 from collections.abc import Awaitable, Callable, Container, Iterable
@@ -42,12 +42,14 @@ log = logging.getLogger(__name__)
 
 FetchStored = Callable[[BodyRef], Awaitable[bytes]]
 READING = ("create_model", "load_weights")  # operations that may read a checkpoint
-LOST = "its error is no longer kept"  # for an operation that failed before the trainer was restarted
+LOST = "its error is no longer kept"  # the error shown for an operation that failed before the trainer was restarted
 
 
 class ServedModels:
-    """The models in memory. Each is in the state that the log implies: its recovery checkpoint, and the operations
-    executed after it, in order."""
+    """The models in memory.
+
+    Each is in the state that the log implies: its recovery checkpoint, and the operations executed after it, in order.
+    """
 
     def __init__(
         self,
@@ -57,22 +59,25 @@ class ServedModels:
         names: tuple[str, str],
         stall_s: float,
     ) -> None:
-        """`fetch_body` reads a body or a result from the stream `ops`; `names` are the callers' name and the executor's
-        name for the base."""
+        """Initialize without any models.
+
+        `fetch_body` reads a body or a result from the stream `ops`. `names` are two names for the base: the callers'
+        and the executor's.
+        """
         self.executor = executor
         self._recovery = recovery
         self._fetch_body = fetch_body
         self._names = names
         self._stall_s = stall_s
-        self._begun: dict[str, int] = {}  # by model: the number of its creation, as names are reused
+        self._begun: dict[str, int] = {}  # number of each model's creation, since names are reused
         self._clocks: dict[str, CheckpointClock] = {}
-        self._read: dict[str, set[str]] = {}  # by model: the checkpoints loaded since its recovery checkpoint
-        self._away: dict[str, set[str]] = {}  # by model that cannot be rebuilt: checkpoints that its operations read
+        self._read: dict[str, set[str]] = {}  # checkpoints that each model loaded since its recovery checkpoint
+        self._away: dict[str, set[str]] = {}  # by model that cannot be rebuilt now: checkpoints its operations read
 
-    # ---- as the log says ------------------------------------------------------------------------------------------
+    # ---- following the log ----------------------------------------------------------------------------------------
 
     def is_gone(self, models: dict[str, ClientModel]) -> bool:
-        """Return whether a model that is here has ended."""
+        """Return whether a model in this process has ended."""
         return any(not self._is_open(name, models) for name in self._begun)
 
     def _is_open(self, name: str, models: dict[str, ClientModel]) -> bool:
@@ -84,21 +89,21 @@ class ServedModels:
         for name in [name for name in self._begun if not self._is_open(name, models)]:
             self.executor.drop(name)
             del self._begun[name]
-            self._clocks.pop(name, None)  # a model that could not be rebuilt has none
+            self._clocks.pop(name, None)  # missing if the model could not be rebuilt
             self._read.pop(name, None)
             self._away.pop(name, None)
 
     async def make_again(self, model: ClientModel, rebuild: Rebuild) -> None:
         """Rebuild a model: load its recovery checkpoint, and re-execute the operations since then.
 
-        If its recovery checkpoint is gone, or trainers do not survive re-executing an operation, a checkpoint of its
-        client is used instead, if the log has the operations after that one.
+        If the recovery checkpoint is gone, or trainers do not survive re-executing an operation, a checkpoint of the
+        model's client is used instead, provided that the log has the operations after it.
 
         Raises `EngineFault` or `LogCorrupted` if the model cannot be rebuilt, because a file or a body is gone.
         """
         self.executor.drop(model.name)
         self._hold(model)
-        checkpoint, done = model.checkpoint, model.done  # after `done` come only failed ends: nothing to repeat
+        checkpoint, done = model.checkpoint, model.done  # only failed ends come after `done`: nothing to repeat
         executed = [each for each in model.again() if each.number <= done]
         begun = min(done, await self._first(model, checkpoint, rebuild))
         self._clocks[model.name] = CheckpointClock(begun, model.checkpointed, at_once=begun > model.checkpointed)
@@ -112,8 +117,7 @@ class ServedModels:
             reached(Point.OPERATION_MADE_AGAIN)
 
     async def _first(self, model: ClientModel, checkpoint: ModelCheckpointed | None, rebuild: Rebuild) -> int:
-        """Load the checkpoint to rebuild a model from, if there is one. Returns the number of the last operation in
-        it."""
+        """Load the checkpoint to rebuild a model from, if there is one. Return the number of its last operation."""
         deadly = await rebuild.rescued_from()
         if deadly:
             load = partial(self.executor.rescue, model.name, _made_by(model), deadly)
@@ -129,8 +133,10 @@ class ServedModels:
         return begun
 
     def _load(self, model: ClientModel, checkpoint: ModelCheckpointed) -> int | None:
-        """Load a model's recovery checkpoint, or a checkpoint of its client instead. Returns the number of the last
-        operation in it."""
+        """Load a model's recovery checkpoint, or else a checkpoint of its client.
+
+        Returns the number of the last operation in it.
+        """
         try:
             self._recovery.load(self.executor, model.name, checkpoint)
         except EngineFault:
@@ -142,11 +148,11 @@ class ServedModels:
         return checkpoint.number
 
     def holds(self, name: str) -> bool:
-        """Return whether a model was made here and has not been forgotten, even if it cannot be rebuilt now."""
+        """Return whether a model was created here and has not been forgotten, even if it cannot be rebuilt now."""
         return name in self._begun
 
     async def try_again(self, model: ClientModel, rebuild: Rebuild) -> Exception | None:
-        """Rebuild a model, or drop it and return the error that prevents rebuilding it now."""
+        """Rebuild a model. If it cannot be rebuilt now, drop it and return the error."""
         try:
             await self.make_again(model, rebuild)
         except (EngineFault, LogCorrupted) as error:
@@ -157,14 +163,14 @@ class ServedModels:
         return None
 
     async def _named_by(self, model: ClientModel) -> set[str]:
-        """Return the checkpoints that a model's operations read, both the ones to re-execute and the waiting ones."""
+        """Return the checkpoints that a model's operations read, both those to re-execute and waiting ones."""
         found: set[str] = set()
         for queued in model.again():
             if queued.op not in READING or queued.body is None or (queued.waits and queued.reads_removed):
                 continue
             try:
                 found.add(_checkpoint_of(decode_operation(await self._fetch_body(queued.body))))
-            except (LogCorrupted, msgspec.MsgspecError) as error:  # then it cannot be executed either
+            except (LogCorrupted, msgspec.MsgspecError) as error:  # it cannot be executed either
                 log.warning("operation %s of model %s cannot be read: %s", queued.key, model.name, error)
         return found
 
@@ -172,7 +178,8 @@ class ServedModels:
         self._begun[model.name] = model.begun
 
     async def _execute_again(self, model: ClientModel, queued: Queued) -> Operation:
-        """Re-execute an operation for its effect on the model. Files that it wrote for its caller are not rewritten."""
+        """Re-execute an operation for its effect on the model. Files that it wrote for its caller are not written
+        again."""
         operation = await self._read_again(queued)
         if queued.failed:
             failure = await self._failure(queued)
@@ -211,9 +218,10 @@ class ServedModels:
         return found if isinstance(found, Failed) else Failed(error=LOST, category=category)
 
     async def _read_again(self, queued: Queued) -> Operation:
-        """Return an operation that was executed. If it failed and its body is gone, assume it spoiled the gradient.
+        """Return an operation that was executed. If it failed and its body is gone, assume that it spoiled the
+        gradient.
 
-        If it did not, the next step fails now, which is better than a step with another gradient.
+        If that is wrong, the next step fails unnecessarily, which is better than a step with a different gradient.
         """
         try:
             return await self.read(queued)
@@ -226,7 +234,7 @@ class ServedModels:
     # ---- operations -----------------------------------------------------------------------------------------------
 
     async def read(self, queued: Queued) -> Operation:
-        """Return an operation; if it cannot be read, a `Rejected` one that says why."""
+        """Return an operation. If it cannot be read, return a `Rejected` that says why."""
         if queued.body is None:
             return EndModel(save_as=queued.save_as)
         if queued.waits and queued.reads_removed:
@@ -249,7 +257,8 @@ class ServedModels:
     async def execute(
         self, model: ClientModel, queued: Queued, operation: Operation, removed: Container[str] = ()
     ) -> Result:
-        """Execute an operation in a thread. Any failure is returned as a result; only a lost device or rank raises.
+        """Execute an operation in a thread. Failures are returned as results; only a lost device or rank raises an
+        exception.
 
         `removed` contains the checkpoints whose files still exist although the log has removed them.
         """
@@ -267,7 +276,7 @@ class ServedModels:
                 why += ", so it cannot be replaced now"
                 return Failed(error=f"{why}: save under another name, or try it later", category=Category.SERVER)
         number = queued.number
-        if isinstance(operation, EndModel):  # it saves the model as it was before it; a reset comes after that
+        if isinstance(operation, EndModel):  # it saves the model before its own effect; a reset comes after
             number -= 1
         name = f"{_made_by(model)}{number}"
         kind, limit_s = Kind.OPERATION, None
@@ -296,7 +305,7 @@ class ServedModels:
             raise
         except torch.AcceleratorError as error:
             raise BackendLost(f"the device failed in an operation of model {model}: {error}") from error
-        except Exception as error:  # a bug fails only one operation of one model
+        except Exception as error:  # a bug must fail only one operation of one model
             log.exception("an operation of model %s failed", model)
             why = f"the trainer failed in this operation, because of a bug in bombus ({type(error).__name__}: {error})"
             failed = Failed(error=why[:2000], category=Category.SERVER)
@@ -304,9 +313,9 @@ class ServedModels:
             return failed
 
     def note(self, model: ClientModel, queued: Queued, operation: Operation, result: Result) -> bool:
-        """Record that an operation's result is on the log. Returns whether the model is still as the log implies.
+        """Record that an operation's result is on the log. Returns whether the model still matches the log.
 
-        After a fault of this trainer the model may be partly changed: then it has to be rebuilt.
+        If this trainer failed, the model may be partly changed and must then be rebuilt.
         """
         if isinstance(result, Failed) and result.category is Category.SERVER and _is_whole(operation):
             return False
@@ -324,8 +333,9 @@ class ServedModels:
     def needs_checkpoint(self, name: str) -> bool:
         """Return whether a checkpoint must not be removed yet.
 
-        Either a model has loaded it and has no recovery checkpoint since, or a model that cannot be rebuilt now may
-        need it later: its operations read it, or it can replace the model's recovery checkpoint.
+        That is the case if a model has loaded it and has had no recovery checkpoint since, or if a model that cannot be
+        rebuilt now may need it later, because its operations read it or because it can replace the model's recovery
+        checkpoint.
         """
         return self._was_loaded(name) or any(
             name in named or name.startswith(f"{model}/{CheckpointKind.TRAINING}/")
@@ -333,7 +343,7 @@ class ServedModels:
         )
 
     def _was_loaded(self, name: str) -> bool:
-        """Return whether any model has loaded this checkpoint and has not written a recovery checkpoint since then."""
+        """Return whether any model has loaded this checkpoint and has not written a recovery checkpoint since."""
         return any(name in read for model, read in self._read.items() if self._clocks[model].at_once)
 
     # ---- recovery checkpoints ----------------------------------------------------------------------------------------
@@ -346,8 +356,10 @@ class ServedModels:
         )
 
     async def write_checkpoint(self, name: str) -> tuple[int, str, str]:
-        """Write a recovery checkpoint of a model. Returns the last operation in it, its folder and digest. Raises
-        `OSError`."""
+        """Write a recovery checkpoint of a model. Raises `OSError`.
+
+        Returns the number of the last operation in it, its folder and its digest.
+        """
         clock = self._clocks[name]
         start = perf_counter()
         write = partial(self._recovery.write, self.executor, name, clock.number)
@@ -363,13 +375,14 @@ class ServedModels:
 
 
 def _made_by(model: ClientModel) -> str:
-    """Return the prefix of the names that checkpoints record for a model's operations; the number follows it."""
+    """Return the prefix of the names under which checkpoints record a model's operations; the number follows it."""
     return f"{model.run}/{model.name}/{model.opened_ns}/"
 
 
 def _named(operation: Operation, queued: Queued) -> Operation:
-    """Return an operation with a name for its checkpoint, derived from the log so that re-execution gives the same."""
-    if isinstance(operation, EndModel) and operation.reset_weights and operation.save_as:  # the name may be reused
+    """Return the operation with a checkpoint name that is derived from the log, so that re-execution gives the same
+    name."""
+    if isinstance(operation, EndModel) and operation.reset_weights and operation.save_as:  # the name may be used again
         return msgspec.structs.replace(operation, save_as=f"{operation.save_as}-{queued.number}")
     if not isinstance(operation, SaveWeights) or operation.name:
         return operation
@@ -392,12 +405,12 @@ def _is_whole(operation: Operation) -> bool:
 
 
 def _checkpoint_of(operation: Operation) -> str:
-    """Return the checkpoint that an operation reads, "" for none. Its caller may replace or remove it later."""
+    """Return the checkpoint that an operation reads, or "". The operation's caller may replace or remove it later."""
     return operation.checkpoint if isinstance(operation, LoadWeights | CreateModel) else ""
 
 
 def _is_step(operation: OptimStep) -> bool:
-    """Return whether a step's parameters are valid: if it failed nevertheless, the gradient was cleared."""
+    """Return whether a step's parameters are valid. If such a step failed, it cleared the gradient."""
     try:
         check_adam(operation.adam)
     except Refused:

@@ -1,4 +1,4 @@
-"""Encode the result of an executed operation, and derive the facts that the log records about it."""
+"""Encodes the result of an executed operation, and derives the facts that the log records about it."""
 
 from collections.abc import Mapping
 from math import isfinite
@@ -29,8 +29,8 @@ def encoded(executor: OperationBackend, model: str, operation: Operation, result
     if len(body) <= BODY_BYTES_MAX:
         return result, body
     why = (
-        f"the result of this operation has {len(body)} bytes, over the limit of {BODY_BYTES_MAX}: send less data at "
-        "once, and let the gradients accumulate"
+        f"the result of this operation has {len(body)} bytes, over the limit of {BODY_BYTES_MAX}: send less data in "
+        "each operation, and let the gradients accumulate"
     )
     executor.fail_gradient(model, operation, why)
     failed = Failed(error=why, category=Category.USER)
@@ -38,7 +38,7 @@ def encoded(executor: OperationBackend, model: str, operation: Operation, result
 
 
 def metrics_of(result: Result) -> dict[str, float]:
-    """Return the metrics of a result to show, except those that are not finite."""
+    """Return the metrics of a result to show, without any that are not finite."""
     found: Mapping[str, float] = {}
     if isinstance(result, Scores):
         found = {"loss": result.loss, "tokens": float(result.tokens), **result.metrics}
@@ -48,7 +48,7 @@ def metrics_of(result: Result) -> dict[str, float]:
 
 
 def shape_of(result: Result) -> ModelShape | None:
-    """Return the shape of the model that an operation has created, None if it has created none."""
+    """Return the shape of the model that an operation has created, or None if it has created none."""
     if not isinstance(result, ModelReady):
         return None
     adapter = None
@@ -59,12 +59,12 @@ def shape_of(result: Result) -> ModelShape | None:
 
 
 def loaded_by(result: Result) -> str:
-    """Return the hash of the checkpoint that an operation has loaded, "" if it has loaded none."""
+    """Return the hash of the checkpoint that an operation has loaded, or "" if it has loaded none."""
     return result.loaded if isinstance(result, CheckpointLoaded | ModelReady) else ""
 
 
 def saved_by(operation: Operation, result: Result) -> SavedWeights | None:
-    """Return the checkpoint that an operation has written for its caller, None if it has written none."""
+    """Return the checkpoint that an operation has written for its caller, or None if it has written none."""
     written = result.saved if isinstance(result, ModelEnded) else result
     if not isinstance(written, CheckpointSaved):
         return None

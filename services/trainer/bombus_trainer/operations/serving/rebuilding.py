@@ -1,11 +1,11 @@
-"""Announce attempts to rebuild a model on the log, which limits those that trainers do not survive (R17)."""
+"""Announces attempts to rebuild a model on the log, to limit the attempts that trainers do not survive (R17)."""
 
 from collections.abc import Awaitable, Callable
 
 from bombus.errors import EngineFault
 from bombus.hive.operations.state import ClientModel
 
-Say = Callable[[int, bool], Awaitable[None]]  # takes an operation's number (0 for none), and whether it is over
+Say = Callable[[int, bool], Awaitable[None]]  # takes an operation's number (or 0), and whether the attempt is over
 
 
 class NoneSurvived(EngineFault):
@@ -15,13 +15,13 @@ class NoneSurvived(EngineFault):
 class Rebuild:
     """An attempt of one trainer to rebuild a model.
 
-    The first trainer announces only that it begins, and later that it has survived. If it does not survive, the next
-    ones announce each operation before they re-execute it. So unrelated kills of trainers do not add up, and the
+    The first trainer only announces that it begins, and later that it has survived. If it does not survive, later
+    trainers announce each operation before they re-execute it. So unrelated kills of trainers do not add up, and an
     operation that several trainers did not survive is known by its number.
     """
 
     def __init__(self, model: ClientModel, trainer_epoch: int, executions_max: int, say: Say | None) -> None:
-        """Without `say` nothing is announced: this trainer has already survived an attempt."""
+        """Without `say`, nothing is announced, because this trainer has already survived an attempt."""
         self._name = model.name
         self._is_in_doubt = model.rebuilding_by not in (0, trainer_epoch)
         self._deadly = model.deadly(executions_max, trainer_epoch)
@@ -31,7 +31,8 @@ class Rebuild:
         self._has_begun = False
 
     async def rescued_from(self) -> int:
-        """Return the operation that no trainer survives, 0 for none. A checkpoint saved after it can be loaded instead.
+        """Return the operation that no trainer survives, or 0. A checkpoint saved after that operation can be loaded
+        instead.
 
         Raises `NoneSurvived` if that was tried too.
         """
@@ -49,8 +50,10 @@ class Rebuild:
         )
 
     async def begins(self, number: int) -> None:
-        """Announce that operation `number` is about to be re-executed, or the recovery checkpoint after it loaded, if
-        that may end this trainer."""
+        """Announce that operation `number` is about to be re-executed, if that may end this trainer.
+
+        Also used before loading the recovery checkpoint that was written after that operation.
+        """
         if self._say is None:
             return
         if self._is_in_doubt:

@@ -1,4 +1,4 @@
-"""Recovery checkpoints: checkpoints of models that only their trainer reads, to continue after it ended (R17)."""
+"""Recovery checkpoints: checkpoints of models from which only trainers continue, after one of them has ended (R17)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,27 +10,28 @@ from bombus.weights.checkpoints import CheckpointLost
 from bombus_trainer.backend import OperationBackend
 from bombus_trainer.publish.directories import remove_others
 
-OPERATIONS_MAX = 1000  # of a model between two recovery checkpoints
-SHARE = 10.0  # writing recovery checkpoints takes at most 1 / SHARE of the time between two of a model
+OPERATIONS_MAX = 1000  # limit per model between two recovery checkpoints
+SHARE = 10.0  # writing a model's recovery checkpoints takes at most 1 / SHARE of the time between them
 
 
 @dataclass
 class CheckpointClock:
-    """Tells when a model needs a recovery checkpoint. `number` is the last operation that may have changed the model,
-    `checkpointed` the last one in its checkpoint.
+    """Tells when a model needs a recovery checkpoint.
 
-    `bytes` is the size of the operation bodies since that checkpoint, `since_s` when the first of them was executed.
+    `number` is the last operation that may have changed the model, and `checkpointed` the last one in its checkpoint.
+    `bytes` is the total size of the operation bodies since that checkpoint, and `since_s` the time when the first of
+    these operations was executed.
     """
 
     number: int
     checkpointed: int
     bytes: int = 0
     since_s: float = 0.0
-    wrote_s: float = 0.0  # how long its last recovery checkpoint took
+    wrote_s: float = 0.0  # how long its last recovery checkpoint took to write
     at_once: bool = False
 
     def note(self, number: int, size: int, now_s: float, at_once: bool) -> None:
-        """Record an operation that may have changed the model; `at_once` if it may not be repeatable later."""
+        """Record an operation that may have changed the model. `at_once` means that it may not be repeatable later."""
         if self.number <= self.checkpointed:
             self.since_s = now_s
         self.number, self.bytes = number, self.bytes + size
@@ -41,7 +42,7 @@ class CheckpointClock:
         self.checkpointed, self.bytes, self.wrote_s, self.at_once = self.number, 0, took_s, False
 
     def due_s(self, every_s: float, bytes_max: int) -> float | None:
-        """Return when the next recovery checkpoint is due, None if the last one holds all operations."""
+        """Return when the next recovery checkpoint is due, or None if the last one includes all operations."""
         if self.number <= self.checkpointed:
             return None
         if self.at_once or self.bytes >= bytes_max or self.number - self.checkpointed >= OPERATIONS_MAX:
@@ -50,8 +51,7 @@ class CheckpointClock:
 
 
 class RecoveryCheckpoints:
-    """The recovery checkpoints of one run, for the trainer of one epoch. `root` is the folder that its executor writes
-    them to."""
+    """The recovery checkpoints of one run, for the trainer of one epoch. The run's executor writes them to `root`."""
 
     def __init__(self, root: Path, trainer_epoch: int) -> None:
         self._root = root
@@ -66,7 +66,7 @@ class RecoveryCheckpoints:
         return str(saved.path), saved.digest
 
     def load(self, executor: OperationBackend, model: str, checkpoint: ModelCheckpointed) -> None:
-        """Rebuild a model from its recovery checkpoint. Raises `EngineFault` if that is gone or has been changed."""
+        """Rebuild a model from its recovery checkpoint. Raises `EngineFault` if that is gone or was changed."""
         path = Path(checkpoint.folder)
         try:
             executor.recover(model, path.name, checkpoint.digest)
@@ -77,7 +77,7 @@ class RecoveryCheckpoints:
             ) from error
 
     def remove_others(self, named: Iterable[str]) -> None:
-        """Remove all recovery checkpoints except these folders and those that a later trainer has written."""
+        """Remove all recovery checkpoints except the `named` folders and those written by later trainers."""
         kept = [Path(path) for path in named]
         for folder in self._root.glob("*/*"):
             remove_others(folder, [path.name for path in kept if path.parent == folder], self._epoch)

@@ -1,5 +1,5 @@
-"""Serve an operations run: load the base, execute waiting operations, publish results and recovery checkpoints
-(R17)."""
+"""Serves an operations run (R17): loads the base, executes waiting operations, and publishes results and recovery
+checkpoints."""
 
 import logging
 from collections.abc import Awaitable, Callable, Iterator
@@ -46,15 +46,15 @@ from bombus_trainer.recovery.reports import FailedAttempts, RunReports, check_lo
 
 log = logging.getLogger(__name__)
 
-LOAD_SHARE = 0.75  # of the time to boot, after which the run would end
-FULL_SHARE = 0.5  # of the bytes that bodies may take until recovery checkpoints: above it, these are due at once
+LOAD_SHARE = 0.75  # share of the time allowed for booting, after which the run would end
+FULL_SHARE = 0.5  # share of the bytes for bodies above which recovery checkpoints are due immediately
 SUSPENDED_CHARS_MAX = 500
 END = "end_model"
 T = TypeVar("T")
 
 
 class OperationServer:
-    """Serves one run, from the moment it is owned until it ends."""
+    """Serves one run, from the moment this trainer owns it until it ends."""
 
     def __init__(
         self,
@@ -75,10 +75,10 @@ class OperationServer:
         self._models: ServedModels | None = None
         self._checkpoint_pause_until_s = 0.0
         self._begun: set[str] = set()  # models for which this trainer has begun an operation
-        self._said: dict[str, str] = {}  # why each model waits, as this trainer last published it
-        self._suspended: dict[str, float] = {}  # models that cannot be rebuilt now: when to retry
+        self._said: dict[str, str] = {}  # why each model waits, as last published by this trainer
+        self._suspended: dict[str, float] = {}  # models that cannot be rebuilt now, and when to retry
         self._lived_through: set[str] = set()  # models that this trainer failed to rebuild, but survived trying to
-        self._has_tried = False  # whether it has tried to rebuild one of them, and executed nothing since
+        self._has_tried = False  # whether it has tried to rebuild one of them since its last operation
 
     async def run(self) -> NoReturn:
         """Serve until the run ends, which raises `RunOver`. Start over after a failure.
@@ -94,7 +94,7 @@ class OperationServer:
                     await self._serve(await self._awake())
                     failed.clear()
                     continue
-                except Exception as error:  # out of memory, a full disk, a bug: counted, and given up in the end
+                except Exception as error:  # out of memory, a full disk or a bug; counted, to give up in the end
                     if self._reports.counts(error, failed):
                         await self._report_failure(error, failed.attempts)
                         check_lost(error)
@@ -104,7 +104,8 @@ class OperationServer:
             self._let_go()
 
     async def _report_failure(self, error: Exception, attempts: int) -> None:
-        """Suspend the run after too many attempts in a row. A new process continues after a lost device or rank."""
+        """Suspend the run after too many failed attempts in a row, unless a device or rank is lost: then a new process
+        continues."""
         is_lost = isinstance(error, (AcceleratorError, BackendLost))
         if not is_lost and attempts >= self._ownership.engine.collection.max_step_failures:
             await self._reports.suspend(reason_of(error))
@@ -117,10 +118,10 @@ class OperationServer:
     # ---- sleep ----------------------------------------------------------------------------------------------------
 
     async def _sleep(self) -> None:
-        """Write recovery checkpoints, free the memory of all models, and wait until the run is to continue.
+        """Write recovery checkpoints, free the memory of all models, and wait until the run should continue.
 
-        A model whose recovery checkpoint could not be written is later rebuilt from an older one and the operations
-        since.
+        If a model's recovery checkpoint could not be written, the model is later rebuilt from an older one and the
+        operations since then.
         """
         ownership = self._ownership
         if self._models is not None:
@@ -169,7 +170,7 @@ class OperationServer:
             await ownership.say(serves, lambda engine: engine.phase != Phase.BOOTING, Point.SERVING_SAID)
         await self._when_back(lambda: publish_base(self._bus, self._options, ownership, models.executor.base))
         await self._make_models(models)
-        ownership.removed.update(ownership.engine.clients.removed)  # including while no trainer was running
+        ownership.removed.update(ownership.engine.clients.removed)  # includes removals while no trainer was running
         await models.remove_old_checkpoints(ownership.engine.clients.open_models)
         reached(Point.SERVING_BEGUN)
         return models
@@ -177,7 +178,8 @@ class OperationServer:
     async def _make_models(self, models: ServedModels) -> None:
         """Rebuild all models. A model that cannot be rebuilt waits while the others continue.
 
-        Raises the fault of one of them if the recovery checkpoints of all models are missing, and so their folder.
+        If the recovery checkpoints of all models are missing, their folder is missing too, and one of the faults is
+        raised.
         """
         self._suspended = {}
         faults: dict[str, Exception] = {}
@@ -187,7 +189,7 @@ class OperationServer:
             fault = await self._try_again(models, model)
             if fault is not None:
                 faults[model.name] = fault
-            if isinstance(fault, NoneSurvived):  # published at once, since the next model may end this trainer
+            if isinstance(fault, NoneSurvived):  # publish it now, since the next model may end this trainer
                 await self._say_whether_away(model, fault)
         checkpoints = {model.name: Path(model.checkpoint.folder) for model in found if model.checkpoint is not None}
         if checkpoints and all(name in faults and not path.exists() for name, path in checkpoints.items()):
@@ -234,7 +236,7 @@ class OperationServer:
         else:
             self._suspended.pop(model.name, None)
         why = "" if fault is None else reason_of(fault)[:SUSPENDED_CHARS_MAX]
-        before = "" if isinstance(fault, NoneSurvived) else model.suspended  # each trainer reports it anew
+        before = "" if isinstance(fault, NoneSurvived) else model.suspended  # each trainer reports this again
         if why == self._said.get(model.name, before):
             return
         self._said[model.name] = why
@@ -247,7 +249,7 @@ class OperationServer:
             model=model.name,
             why=why,
         )
-        # By then this trainer also knows which checkpoints were removed while the model was suspended.
+        # Once the log shows this, this trainer also knows which checkpoints were removed while the model was suspended.
         await ownership.say(away, partial(_is_known, model=model, waits=why != ""))
 
     async def _load(self) -> ServedModels:
@@ -286,7 +288,7 @@ class OperationServer:
     def _folder(self, what: str) -> Path:
         return self._options.folder / what / self._bus.subjects.hive / self._options.engine
 
-    # ---- while it serves ------------------------------------------------------------------------------------------
+    # ---- serving --------------------------------------------------------------------------------------------------
 
     async def _serve(self, models: ServedModels) -> None:
         """Do one thing: write a recovery checkpoint that is due, execute the next operation, or wait for one."""
@@ -310,7 +312,7 @@ class OperationServer:
             return
         again_s, away = min(((each_s, each) for each, each_s in self._suspended.items()), default=(inf, ""))
         if again_s <= now_s and not self._has_tried:
-            self._has_tried = True  # an operation is executed before the next attempt, which may take long
+            self._has_tried = True  # execute an operation before the next attempt, which may take long
             model = clients.models[away]
             await self._say_whether_away(model, await self._try_again(models, model))
             return
@@ -363,11 +365,11 @@ class OperationServer:
         return sorted(each for each in self._ownership.removed if not models.needs_checkpoint(each))
 
     def _next_checkpoint(self, models: ServedModels) -> tuple[float, str]:
-        """Return when the first recovery checkpoint is due, and for which model ("" if none is)."""
+        """Return when the first recovery checkpoint is due, and for which model ("" if none is due)."""
         engine, options = self._ownership.engine, self._options
         away = sum(model.held_bytes for model in engine.clients.open_models if model.name in self._suspended)
         limits = engine.collection.operations
-        room = max(limits.bodies_bytes_max - away, bodies_share(limits))  # other models' checkpoints free none of these
+        room = max(limits.bodies_bytes_max - away, bodies_share(limits))  # bytes of suspended models cannot be freed
         full = engine.clients.held_bytes - away > FULL_SHARE * room
         found = []
         for name, clock in models.due_for_checkpoints():
@@ -377,7 +379,8 @@ class OperationServer:
         return min(found, default=(0.0, ""))
 
     async def _execute(self, models: ServedModels, model: ClientModel, queued: Queued) -> None:
-        """Execute an operation, and publish its result. Until that is on the log, the operation may be re-executed."""
+        """Execute an operation, and publish its result. Until the result is on the log, the operation may be
+        re-executed."""
         ownership = self._ownership
         reached(Point.OPERATION_FOUND)
         operation = await models.read(queued)
@@ -425,7 +428,7 @@ class OperationServer:
     async def _say_begun(self, model: ClientModel, queued: Queued) -> None:
         """Announce on the log that an operation begins, if it may be the one that ended the previous trainer.
 
-        Only the first operation of each model can be: the later ones were still waiting for it.
+        Only the first operation of each model can be that one, since later ones were still waiting for it.
         """
         if model.name in self._begun:
             return
@@ -445,8 +448,10 @@ class OperationServer:
     async def _publish(
         self, model: ClientModel, queued: Queued, body: bytes, done: Callable[..., OperationDone]
     ) -> None:
-        """Store a result and publish it, until the operation is settled. Each attempt stores it anew, since the stored
-        copy may have expired."""
+        """Store a result and publish it, retrying until the operation is settled.
+
+        Each attempt stores the result again, since the stored copy may have expired.
+        """
         ownership = self._ownership
         subject = self._bus.subjects.operation(self._options.engine, model.name)
         while not _is_settled(ownership.engine, model, queued):
@@ -460,14 +465,13 @@ class OperationServer:
             except Refused as refused:
                 log.info("a result of model %s was refused: %s", model.name, refused.why)
                 if refused.code is not Code.BODY_GONE:
-                    await ownership.pause(self._options.retry_s)  # until the log here also says that the run is over
+                    await ownership.pause(self._options.retry_s)  # until the log as read here says the run is over
             else:
                 break
         reached(Point.OPERATION_SAID)
 
     async def _write_checkpoint(self, models: ServedModels, name: str) -> None:
-        """Write a model's recovery checkpoint, publish it, and remove older ones. If it cannot be written, retry
-        later."""
+        """Write a model's recovery checkpoint, publish it, and remove older ones. If writing it fails, retry later."""
         ownership = self._ownership
         reached(Point.MODEL_CHECKPOINT_BEGUN)
         try:
@@ -525,7 +529,7 @@ def _without_model(operation: Operation, model: ClientModel) -> Result:
 
 
 def _is_settled(engine: EngineState, model: ClientModel, queued: Queued) -> bool:
-    """Return whether an operation no longer waits: it has its result, or its model has ended."""
+    """Return whether an operation no longer waits, because it has its result or its model has ended."""
     now = engine.clients.models.get(model.name)
     if now is None or now.closed is not None or now.begun != model.begun:
         return True
@@ -534,7 +538,7 @@ def _is_settled(engine: EngineState, model: ClientModel, queued: Queued) -> bool
 
 
 def _is_known(engine: EngineState, model: ClientModel, waits: bool) -> bool:
-    """Return whether the log says that a model is suspended if `waits`, otherwise that it continues."""
+    """Return whether the log says that a model is suspended (if `waits`) or that it continues (if not)."""
     now = engine.clients.models.get(model.name)
     return now is None or now.closed is not None or now.begun != model.begun or bool(now.suspended) == waits
 

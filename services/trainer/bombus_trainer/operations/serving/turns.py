@@ -1,4 +1,4 @@
-"""Choose the next operation: models with waiting operations take turns, and operations of a model run in order."""
+"""Chooses the next operation: models with waiting operations take turns, and operations of a model run in order."""
 
 from collections.abc import Iterable
 
@@ -6,17 +6,17 @@ from bombus.hive.operations.state import ClientModel, Queued
 
 
 class Turns:
-    """Remembers when each model had its turn."""
+    """Remembers when each model had its last turn."""
 
     def __init__(self) -> None:
         self._count = 0
         self._taken: dict[str, int] = {}
 
     def take(self, models: Iterable[ClientModel]) -> tuple[ClientModel, Queued] | None:
-        """Return the next operation of all open `models` with its model, None if none waits.
+        """Return the next operation of the open `models`, with its model; None if no operation is waiting.
 
-        The model whose last turn was longest ago comes next; among models that had no turn yet, the one whose operation
-        has waited longest.
+        The model whose last turn was longest ago comes next. Models that have had no turn come before all others, the
+        one whose operation has waited longest first.
         """
         there = list(models)
         self._taken = {model.name: self._taken[model.name] for model in there if model.name in self._taken}
@@ -30,7 +30,7 @@ class Turns:
 
 
 def first_waiting(model: ClientModel) -> Queued | None:
-    """Return a model's next waiting operation, None if none waits."""
+    """Return a model's next waiting operation, or None if none is waiting."""
     if not model.waiting:
         return None
     return next((each for each in model.operations.values() if each.waits), None)

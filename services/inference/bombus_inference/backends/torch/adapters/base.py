@@ -1,4 +1,4 @@
-"""The weights that adapters apply to: the engine's own when the run began, kept when the engine loads others."""
+"""The weights that adapters apply to: the engine's weights when the run began, kept when the engine loads others."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,17 +10,17 @@ from bombus.errors import Code, EngineFault, Refused, in_one_line
 
 
 class AdapterBase:
-    """The tensors of the model that adapters apply to.
+    """The model tensors that adapters apply to.
 
-    They are the engine's own until those change. If an adapter has been loaded by then, a copy of the tensors that
-    change stays here until the run ends and takes as much memory as they do.
+    These are the engine's own tensors until the engine's weights change. If an adapter has been loaded by then, this
+    object keeps copies of the tensors that change until the run ends; the copies take as much memory as the tensors.
     """
 
     def __init__(self, tensors: Callable[[], Mapping[str, Tensor]], version: int, *, is_base: bool) -> None:
-        self._tensors = tensors  # those of the model, by name
+        self._tensors = tensors  # returns the model's tensors by name
         self._kept: dict[str, Tensor] = {}
         self._wanted = False
-        self._gone = "" if is_base else f"version {version}, with which it began"
+        self._gone = "" if is_base else f"version {version}, which it started with"
 
     @property
     def is_apart(self) -> bool:
@@ -31,7 +31,7 @@ class AdapterBase:
         """Keep the base from now on. Raises `Refused` if this engine never had it or no longer has it."""
         if self._gone:
             why = (
-                f"this replica has no base for adapters: its own weights are those of {self._gone}. Load adapters into "
+                f"this replica has no base for adapters: its own weights are {self._gone}. Load adapters into "
                 "an engine that serves the model that they were trained on, before it serves other weights"
             )
             raise Refused(Code.UNSUPPORTED, why)
@@ -41,7 +41,7 @@ class AdapterBase:
     def before_change(self, version: int, changed: Mapping[str, object] | None) -> None:
         """Keep the values of the tensors that a change of the engine's own weights is about to overwrite.
 
-        None for `changed` means all tensors; their parameters are then replaced, not written in place. Raises
+        If `changed` is None, all tensors change, and parameters are replaced rather than written in place. Raises
         `EngineFault`, having kept nothing, if there is not enough memory.
         """
         if self._gone or (changed is not None and not changed):
@@ -59,13 +59,13 @@ class AdapterBase:
         except (MemoryError, RuntimeError) as error:  # torch has no error type for CPU memory
             raise EngineFault(
                 f"version {version} cannot be loaded alongside the weights that adapters apply to: "
-                f"{in_one_line(error)}; start the replica with a smaller KV cache, or give adapters another engine"
+                f"{in_one_line(error)}; start the replica with a smaller KV cache, or use another engine for adapters"
             ) from error
         self._kept = kept
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Put the base's tensors into the model, and after the block put the engine's own back."""
+        """Put the base's tensors into the model, and put the engine's own tensors back after the block."""
         if not self._kept:
             yield
             return
@@ -74,16 +74,16 @@ class AdapterBase:
         try:
             yield
         finally:
-            # In the block, a layer in half precision may have moved the base's weight into another matrix.
+            # During the block, a half-precision layer may have moved the base's weight into another matrix.
             self._kept = {name: _exchange(tensors[name], tensor) for name, tensor in own.items()}
 
 
 @torch.no_grad()
 def _exchange(tensor: Tensor, values: Tensor) -> Tensor:
-    """Set a tensor of the model to `values`, and return its previous values."""
+    """Set a model tensor to `values`, and return its previous values."""
     if isinstance(tensor, nn.Parameter):
         had, tensor.data = tensor.data, values
         return had
-    had = tensor.clone()  # a buffer is overwritten in place
+    had = tensor.clone()  # buffers are overwritten in place
     tensor.copy_(values)
     return had

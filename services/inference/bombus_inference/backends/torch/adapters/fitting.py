@@ -1,4 +1,5 @@
-"""Finds the layers of a model that can have an adapter per row, by watching a forward pass, and checks adapters."""
+"""Finds the layers of a model that can have a separate adapter per row, by watching a forward pass, and checks
+adapters."""
 
 from collections.abc import Mapping
 
@@ -11,15 +12,16 @@ from bombus.errors import Code, Refused
 from bombus_inference.backends.torch.adapters.own import AdaptedLinear, LowRank
 from bombus_inference.backends.torch.attention import PLAN
 
-PROBE_TOKENS = 3  # few layers that compute other rows have exactly this many
+PROBE_TOKENS = 3  # few layers that compute other rows would see exactly this many
 
 
 def adaptable_layers(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
-    """Return the layers that can have an adapter for each row, including the output layer, with their shapes [out, in].
+    """Return the layers that can have a separate adapter for each row, including the output layer, with shapes [out,
+    in].
 
-    They are plain linear layers that are called with all rows of a pass at once. In some models another module reads a
-    layer's weight directly, so an adapter would be ignored; in others a layer computes only the rows of one expert, so
-    an adapter would be applied to the wrong rows.
+    They are plain linear layers that are called once with all rows of a pass. Other layers do not qualify: in some
+    models another module reads a layer's weight directly, so an adapter would be ignored; in others a layer computes
+    only the rows of one expert, so an adapter would be applied to the wrong rows.
     """
     output = model.get_output_embeddings()
     plain = {
@@ -51,7 +53,7 @@ def adaptable_layers(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
 
 
 def check_fits(layers: Mapping[str, LowRank], adaptable: Mapping[str, tuple[int, int]]) -> None:
-    """Raise `Refused` for an adapter with a layer that is not in `adaptable`, or with one of another shape."""
+    """Raise `Refused` for an adapter with a layer that is not in `adaptable` or has a different shape there."""
     for name, low_rank in layers.items():
         if name not in adaptable:
             raise Refused(

@@ -1,8 +1,8 @@
-"""Linear layers that compute the rows of one pass with several adapters at once.
+"""Linear layers that compute the rows of one pass with several adapters at the same time.
 
 The adapters of a pass are concatenated: A along its rows, B along its columns. In each row of the pass, the low-rank
-values of all other adapters are set to zero, so two matrix products serve all adapters, whatever their ranks, and a row
-does not depend on which other adapters are present.
+values of all other adapters are set to zero. So two matrix products serve all adapters, whatever their ranks, and a
+row's result does not depend on which other adapters are present.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 from bombus_inference.backends.torch.adapters.loaded import LoadedAdapter
 from bombus_inference.backends.torch.adapters.own import replace_layer
 
-SPARE_COLUMNS = 128  # kept for adapters that a pass does not use, since any change copies all columns
+SPARE_COLUMNS = 128  # kept for adapters not used in a pass, since any change copies all columns
 NO_ADAPTER_ROW, UNUSED_COLUMN = -1, -2
 
 
 class PassRows:
-    """The columns that do not belong to each row's own adapter. None if no row of this pass has an adapter."""
+    """Masks of the columns that do not belong to each row's own adapter; None if no row of this pass has an adapter."""
 
     def __init__(self) -> None:
         self.whole_TR: Tensor | None = None  # for all rows of the pass
@@ -28,23 +28,23 @@ class PassRows:
 
 
 class SideBySide(nn.Linear):
-    """A linear layer y = W x + B A x, where each row has its own adapter, or none.
+    """A linear layer y = W x + B A x, where each row has its own adapter or none.
 
-    In half precision it is y = [W, B] [x, A x], for the reason given in `AdaptedLinear`. It shares its parameters with
-    the layer that it replaces, which still computes passes without adapters.
+    In half precision it computes y = [W, B] [x, A x], for the reason given in `AdaptedLinear`. It shares its parameters
+    with the layer that it replaces, which still computes passes without adapters.
     """
 
     def __init__(self, own: nn.Linear, rows: PassRows) -> None:
         super().__init__(own.in_features, own.out_features, bias=False, device="meta")
         self.weight, self.bias = own.weight, own.bias
-        self.own = (own,)  # in a tuple, because it is not a module of the model
+        self.own = (own,)  # in a tuple, so that torch does not register it as a submodule
         self._rows = rows
         self._low_a: Tensor | None = None  # [R, in]
         self._low_b: Tensor | None = None  # [out, R] in float32
         self._whole: Tensor | None = None  # [out, in + R] in half precision
 
     def set_columns(self, low_a: Tensor | None, low_b: Tensor | None) -> None:
-        """Set A [R, in] and B [out, R], which includes the scales, of all adapters; None for no adapter."""
+        """Set A [R, in] and B [out, R] of all adapters, with the scales included in B; None for no adapters."""
         self._low_a, self._low_b, self._whole = low_a, None, None
         if low_b is None:
             return
@@ -71,23 +71,23 @@ class SideBySide(nn.Linear):
 
 
 class AdapterColumns:
-    """The columns of the adapters of a pass, in all layers of a model that any of them changes."""
+    """The columns of the adapters of a pass, in every layer of a model that any of the adapters changes."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._layers: dict[str, SideBySide] = {}
-        self._placed: dict[str, LoadedAdapter] = {}  # the least recently used first
+        self._placed: dict[str, LoadedAdapter] = {}  # least recently used first
         self._numbers: dict[str, int] = {}
         self._owners_R = torch.empty(0, dtype=torch.long)
         self._rows = PassRows()
 
     @property
     def columns(self) -> int:
-        """How many columns each layer computes for every row of a pass with adapters."""
+        """The number of adapter columns that each layer computes for every row of a pass."""
         return len(self._owners_R)
 
     def place(self, wanted: Mapping[str, LoadedAdapter]) -> None:
-        """Ensure that these adapters have columns. Columns of other adapters are kept only if they are few."""
+        """Ensure that these adapters have columns. Columns of other adapters are kept only if there are few of them."""
         needed = sum(adapter.rank for adapter in wanted.values())
         missing = any(address not in self._placed for address in wanted)
         for address in wanted:
@@ -106,7 +106,8 @@ class AdapterColumns:
         self._build()
 
     def forget(self, address: str) -> None:
-        """Drop an adapter that is no longer loaded. Its columns stay until the next rebuild or until none is left."""
+        """Drop an adapter that is no longer loaded. Its columns stay until the next rebuild, or until no adapter is
+        left."""
         if self._placed.pop(address, None) is None:
             return
         if self._placed:
@@ -115,7 +116,8 @@ class AdapterColumns:
             self.detach()
 
     def use_rows(self, addresses: Sequence[str], tokens: Sequence[int]) -> None:
-        """Set the adapters of the next pass: `addresses[i]`, or none if "", applies to the next `tokens[i]` rows."""
+        """Set the adapters of the next pass: `addresses[i]`, or no adapter if it is "", applies to the next `tokens[i]`
+        rows."""
         if not any(addresses):
             self._rows.whole_TR = self._rows.others_TR = None
             return

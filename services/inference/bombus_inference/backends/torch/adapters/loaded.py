@@ -8,9 +8,9 @@ from bombus_inference.backends.torch.adapters.own import LowRank
 
 @dataclass(slots=True, eq=False)
 class LoadedAdapter:
-    """An adapter: its layers by name, and the scales multiplied into them. `rank` is the highest of the layers' ranks.
+    """An adapter: its layers by name, and the scales multiplied into them. `rank` is the highest rank of any layer.
 
-    `uses` is the number of open requests that are answered with it.
+    `uses` is the number of open requests that use the adapter.
     """
 
     layers: Mapping[str, LowRank]

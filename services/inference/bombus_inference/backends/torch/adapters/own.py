@@ -1,4 +1,4 @@
-"""LoRA adapters computed beside the weights of a half-precision engine, since merging would round them away."""
+"""LoRA adapters computed apart from the weights of a half-precision engine, since merging would round them away."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class AdaptedLinear(nn.Linear):
     """A linear layer with an adapter: y = [W, B] [x, A x], in one matrix product.
 
     The sum is therefore rounded only once. Adding B A x in half precision to W x, which is already rounded, would lose
-    as much as merging the weights does.
+    as much precision as merging the weights does.
     """
 
     def __init__(self, layer: nn.Linear, low_rank: LowRank) -> None:
@@ -48,8 +48,7 @@ class AdaptedLinear(nn.Linear):
 
 
 def is_computed_beside(settings: ComputeSettings) -> bool:
-    """Return whether adapters are computed separately from the weights. In float32 merging loses nothing and costs
-    nothing."""
+    """Return whether adapters are computed separately from the weights. In float32, merging is accurate and free."""
     return settings.precision != "float32"
 
 
@@ -73,7 +72,8 @@ def check_adapter(model: PreTrainedModel, adapter: Mapping[str, LowRank]) -> Non
 
 
 def set_adapter(model: nn.Module, adapter: Mapping[str, LowRank]) -> None:
-    """Replace a model's adapter with this one, which has passed `check_adapter`. An empty one removes the adapter."""
+    """Replace a model's adapter with this one, which must have passed `check_adapter`. An empty one removes the
+    adapter."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     for name, layer in layers.items():
         if name in adapter:

@@ -1,4 +1,4 @@
-"""Reads an adapter to be served beside the engine's own policy, and checks that it has the requested address."""
+"""Reads an adapter to be served beside the engine's own policy, and checks that its address is the requested one."""
 
 from pathlib import Path
 
@@ -18,13 +18,13 @@ RANK_MAX = 1024
 def read_loaded(address: str, folder: Path, settings: ComputeSettings) -> LoadedAdapter:
     """Return the adapter in `folder`, in the engine's type and on its device. Raises `Refused`.
 
-    `address` is the SHA-256 of its tensor file. If the metadata of that file contains the configuration, it must equal
-    the folder's.
+    `address` is the SHA-256 of its tensor file. If that file's metadata contains the configuration, it must equal the
+    configuration in the folder.
     """
     check_address(address)
     file = folder / ADAPTER_FILE
     try:
-        check_size(file, 2 * settings.adapters_bytes)  # the file may be in float32, the engine in half precision
+        check_size(file, 2 * settings.adapters_bytes)  # the file may be float32 on a half-precision engine
         check_content(file, address)
         config = adapter_config(folder)
         adapter = Adapter(folder, config.scale_of)
@@ -42,8 +42,8 @@ def _check_layers(folder: Path, layers: dict[str, LowRank]) -> None:
         raise Refused(Code.MALFORMED, f"the adapter in {folder} has no layers")
     for name, low_rank in layers.items():
         if low_rank.low_a.dim() != 2 or low_rank.low_b.dim() != 2 or not 0 < len(low_rank.low_a) <= RANK_MAX:
-            why = f"the adapter's {name} is not two matrices of a rank from 1 to {RANK_MAX}"
+            why = f"the adapter's {name} is not two matrices with a rank from 1 to {RANK_MAX}"
             raise Refused(Code.MALFORMED, why)
-        # It shares matrix products with other adapters, and zero times infinity is not zero.
+        # The adapter shares matrix products with other adapters, and zero times infinity is not zero.
         if not (low_rank.low_a.isfinite().all() and low_rank.low_b.isfinite().all()):
             raise Refused(Code.MALFORMED, f"the adapter's {name} has values that are not finite numbers")

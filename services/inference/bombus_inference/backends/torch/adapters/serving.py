@@ -14,7 +14,7 @@ from bombus_inference.backends.torch.adapters.layers import AdapterColumns
 from bombus_inference.backends.torch.adapters.loaded import LoadedAdapter
 from bombus_inference.backends.torch.adapters.own import AdaptedLinear, LowRank, set_adapter
 
-BASE_VERSION = 0  # of the weights that adapters apply to: the model that the run began with
+BASE_VERSION = 0  # version of the weights that adapters apply to: the model that the run began with
 
 
 class ServedAdapters:
@@ -24,14 +24,14 @@ class ServedAdapters:
         self.store = AdapterStore[LoadedAdapter](bytes_max)
         self._model = model
         self._columns = AdapterColumns(model)
-        self._adaptable: dict[str, tuple[int, int]] | None = None  # found with the first adapter
+        self._adaptable: dict[str, tuple[int, int]] | None = None  # found when the first adapter is added
         self._own = any(isinstance(layer, AdaptedLinear) for layer in model.modules())
-        # If the engine's own policy is an adapter, the model below it is that of version 0 in every version.
+        # If the engine's own policy is an adapter, the model under it is version 0 in every version.
         self._base = AdapterBase(lambda: tensors_of(model), version, is_base=version == BASE_VERSION or self._own)
 
     @property
     def apart(self) -> bool:
-        """Whether sequences with adapters need separate passes, since the engine's own policy is another model."""
+        """Whether sequences with adapters need separate passes, since the engine's own policy is a different model."""
         return self._own or self._base.is_apart
 
     def add(self, address: str, adapter: LoadedAdapter) -> list[str] | None:
@@ -52,7 +52,8 @@ class ServedAdapters:
 
     @contextmanager
     def computing(self, addresses: Sequence[str], tokens: Sequence[int]) -> Iterator[None]:
-        """Compute a pass with adapters: `addresses[i]`, or none if it is "", applies to the next `tokens[i]` rows."""
+        """Compute a pass with adapters: `addresses[i]`, or no adapter if it is "", applies to the next `tokens[i]`
+        rows."""
         with self._base.in_place():
             self._columns.place(self._found(addresses))
             self._columns.use_rows(addresses, tokens)
@@ -65,11 +66,11 @@ class ServedAdapters:
         self._columns.keep_rows(index)
 
     def detach(self) -> None:
-        """Restore the model's own layers, before its weights are read or changed."""
+        """Restore the model's own layers. Must be called before its weights are read or changed."""
         self._columns.detach()
 
     def before_change(self, version: int, changed: Mapping[str, object] | None) -> None:
-        """Keep the weights that adapters need before they change: those in `changed`, or all of them if it is None.
+        """Keep the weights that adapters need before the tensors in `changed` change, or all tensors if it is None.
 
         Raises `EngineFault` if there is not enough memory.
         """
@@ -85,5 +86,5 @@ class ServedAdapters:
 
 
 def tensors_of(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return all tensors that the weights of a version replace: parameters and persistent buffers."""
+    """Return all tensors that a new version's weights replace: parameters and persistent buffers."""
     return dict(model.named_parameters()) | persistent_buffers(model)
