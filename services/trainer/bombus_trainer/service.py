@@ -133,7 +133,7 @@ class Trainer:
         failed = FailedAttempts()
         while True:
             try:
-                executor = executor or await self._catch_up(await self._boot(versions))
+                executor = executor or await self._boot(versions)
                 await self._publish_missing_weights(executor, versions)
                 await self._check_finite()
                 await self._next_batch()
@@ -170,10 +170,12 @@ class Trainer:
         return batch
 
     async def _boot(self, versions: Versions) -> TrainerBackend:
-        """Load the model and publish its tokenizer."""
-        return await self._reports.booted(
+        """Load the model, publish its tokenizer, and retrain the steps after the checkpoint."""
+        executor = await self._reports.booted(
             lambda: self._load_and_check(versions), has_loaded=lambda: self._ownership.engine.version >= 0
         )
+        await self._catch_up(executor)
+        return executor
 
     async def _load_and_check(self, versions: Versions) -> TrainerBackend:
         executor = await self._load()
@@ -200,7 +202,7 @@ class Trainer:
         self._debug = DebugRollouts(template, executor) if template else None
         return executor
 
-    async def _catch_up(self, executor: TrainerBackend) -> TrainerBackend:
+    async def _catch_up(self, executor: TrainerBackend) -> None:
         """Retrain the steps after the checkpoint, up to the newest on the log, and compare that one's weights."""
         ownership = self._ownership
         engine, over = ownership.engine, ownership.over
@@ -219,7 +221,6 @@ class Trainer:
                 digest = partial(digest_like, executor, engine.weights.weights)
                 same = await in_thread(Kind.WEIGHTS, f"the digest of version {number}", digest)
                 self._compare(engine.weights, same)
-        return executor
 
     def _compare(self, ready: WeightsReady, sha256: str) -> None:
         """Record whether a retrained step has the same weights as on the log."""

@@ -114,15 +114,15 @@ def test_a_token_with_several_targets_counts_once() -> None:
 def test_values_are_cut_back_into_the_shapes_of_their_data() -> None:
     batch = read(datum([1, 2], ints(1, 2, 3, 4, shape=(2, 2))), datum([7]))
     values = batch.inputs["weights"] * 0 + [1, 2, 3, 4, 5]
-    cut = batch.logprobs_of(values.astype("float32"))
+    cut = batch.by_target(values.astype("float32"))
     assert [(each.shape, each.values()) for each in cut] == [((2, 2), [1, 2, 3, 4]), ((1,), [5])]
-    sums = batch.tokens_of(values.astype("float32"))
+    sums = batch.by_token(values.astype("float32"))
     assert [(each.shape, each.values()) for each in sums] == [((2,), [3, 7]), ((1,), [5])]
 
 
 def test_no_data_is_a_batch_of_nothing() -> None:
     batch = read()
-    assert (batch.tokens, batch.items, batch.logprobs_of(batch.first_M)) == (0, (), [])
+    assert (batch.tokens, batch.items, batch.by_target(batch.first_M)) == (0, (), [])
 
 
 def test_the_longest_sequence_is_the_limit() -> None:

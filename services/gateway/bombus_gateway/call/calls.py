@@ -29,6 +29,7 @@ from bombus.hive.records import (
 )
 from bombus.hive.state import EngineState
 from bombus.text.tokenizer import Tokenizer
+from bombus_gateway.bodies import BodyGate
 from bombus_gateway.call.admission import Admission
 from bombus_gateway.call.attempts import RequestAttempt, RequestAttempts
 from bombus_gateway.call.capacity import CallCapacity, record_bytes
@@ -44,6 +45,7 @@ from bombus_gateway.call.upstream import (
     Upstream,
     dropped_too_often,
 )
+from bombus_gateway.call.workers import Workers
 from bombus_gateway.context import Gateway
 from bombus_gateway.heartbeats import Heartbeats
 from bombus_gateway.history.continuing import EarlierCalls
@@ -104,8 +106,8 @@ class Calls:
         self.heartbeats: Heartbeats = gateway.heartbeats
         self.models = EngineModels(gateway.bus)
         self.admission = Admission(gateway.follower, self.models)
-        self.workers = gateway.workers
-        self.bodies = gateway.bodies
+        self.workers: Workers = gateway.workers
+        self.bodies: BodyGate = gateway.bodies
         self.histories = Histories(gateway.bus, gateway.settings, self.workers, self.admission.is_over)
         self.earlier = EarlierCalls(self.histories)
         self.capacity = CallCapacity(gateway.bus, gateway.settings, lambda: gateway.follower.hive)

@@ -1,4 +1,4 @@
-"""The HTTP side of model calls, as plain ASGI: reading a request's body, writing complete and streamed responses."""
+"""The HTTP side of model calls, as plain ASGI: routes, whole and streamed responses, and errors in them."""
 
 import asyncio
 import logging

@@ -10,7 +10,7 @@ from bombus.errors import Code, Refused
 from bombus.hive import inbox
 from bombus.hive.bounded import trim
 from bombus.hive.events import kind_of
-from bombus.hive.operations.state import TrainingClients
+from bombus.hive.operations.state import Queued, TrainingClients
 from bombus.hive.records import digest
 from bombus.hive.shares import trim_fairly
 from bombus.hive.state import EngineState
@@ -57,10 +57,10 @@ class OperationLog:
         self.engine = engine
         self._repeat_s = repeat_s
         self._parts = Parts(gateway.bus)
-        self.failures: dict[str, tuple[str, Failed]] = {}  # by operation id, each with the owner of the client's key
+        self._failures: dict[str, tuple[str, Failed]] = {}  # by operation id, each with the owner of the client's key
         # A forgotten session frees its names for reuse, so an id alone does not identify an operation.
-        self.submitted: dict[tuple[str, bytes], Submission] = {}  # by id and digest of the body; without their data
-        self.delivered: dict[int, None] = {}  # arrival numbers of operations whose results were sent
+        self._submitted: dict[tuple[str, bytes], Submission] = {}  # by id and digest of the body; without their data
+        self._delivered: dict[int, None] = {}  # arrival numbers of operations whose results were sent
 
     @property
     def state(self) -> EngineState:
@@ -170,7 +170,7 @@ class OperationLog:
         is_new_model = model.closed is not None and isinstance(submission.operation, CreateModel)
         is_next = of_this_model and newest.number == model.numbers and not is_new_model
         if isinstance(submission.operation, ForwardBackward | OptimStep):
-            may_repeat &= submission.seq > 0 and newest.arrival not in self.delivered
+            may_repeat &= submission.seq > 0 and newest.arrival not in self._delivered
         if isinstance(submission.operation, SaveWeights | EndModel):
             may_repeat &= not newest.failed
         if may_repeat and is_next and newest.body is not None and newest.body.digest == body_digest:
@@ -183,13 +183,26 @@ class OperationLog:
 
     def remember(self, name: str, body_digest: bytes, submission: Submission) -> None:
         """Remember the submission of an operation, without its data, for writing its result."""
-        self.submitted[name, body_digest] = submission
-        trim(self.submitted, REMEMBERED)
+        self._submitted[name, body_digest] = submission
+        trim(self._submitted, REMEMBERED)
+
+    def submission_of(self, name: str, body_digest: bytes) -> Submission | None:
+        """Return the remembered submission of an operation, without its data."""
+        return self._submitted.get((name, body_digest))
+
+    def note_delivered(self, queued: Queued) -> None:
+        """Note that the client has received the result: an equal request that follows is a new operation."""
+        self._delivered[queued.arrival] = None
+        trim(self._delivered, REMEMBERED)
 
     def _remember_failure(self, name: str, failure: Failed, owner: str) -> str:
-        self.failures[name] = (owner, failure)
-        trim_fairly(self.failures, REMEMBERED, lambda remembered: remembered[0])
+        self._failures[name] = (owner, failure)
+        trim_fairly(self._failures, REMEMBERED, lambda remembered: remembered[0])
         return name
+
+    def failure_of(self, name: str) -> tuple[str, Failed] | None:
+        """Return why an operation could not be put on the log, with the owner of the key that sent it."""
+        return self._failures.get(name)
 
 
 def _on_the_log(submission: Submission) -> Operation:

@@ -6,7 +6,6 @@ import msgspec
 
 from bombus.bus.large.parts import Parts
 from bombus.errors import LogCorrupted
-from bombus.hive.bounded import trim
 from bombus.hive.operations.owners import may_use, seen_model
 from bombus.hive.operations.state import Queued
 from bombus.hive.state import Phase
@@ -23,7 +22,7 @@ from bombus.operations import (
 )
 from bombus_gateway.context import Gateway
 from bombus_gateway.operations.catching_up import catch_up
-from bombus_gateway.operations.operation_log import REMEMBERED, OperationLog, without_data
+from bombus_gateway.operations.operation_log import OperationLog, without_data
 from bombus_gateway.operations_wire.checkpoints import INFLIGHT_SAMPLE, UNNAMED_SAMPLE
 from bombus_gateway.operations_wire.dialects import TrainingDialect, is_tinkers, sampling_session, session_of
 from bombus_gateway.operations_wire.futures import (
@@ -75,25 +74,23 @@ class OperationResults:
         see."""
         queued = await self._found(name, holder)
         if queued is None:
-            owner, failure = self._operations.failures.get(name, ("", None))
+            owner, failure = self._operations.failure_of(name) or ("", None)
             return failure if may_use(owner, holder) else None
         if queued.waits and not await self._is_over(name, hold_s):
             return self._why_it_waits(name)
         queued = self._operations.clients.operation(name)
         if queued is None or (queued.result is None and not queued.error):
             return None
-        arrival = queued.arrival
         result: Result = Failed(error=queued.error, category=Category.SERVER)
         if queued.result is not None:
             result = decode_result(await self._parts.fetch(queued.result))
-        self._operations.delivered[arrival] = None
-        trim(self._operations.delivered, REMEMBERED)
+        self._operations.note_delivered(queued)
         return result
 
     async def _found(self, name: str, holder: str) -> Queued | None:
         """Return an operation that belongs to the holder of a key, even if another gateway has only just put it on the
         log."""
-        if self._seen(name, holder) is None and name not in self._operations.failures:
+        if self._seen(name, holder) is None and self._operations.failure_of(name) is None:
             await catch_up(self._gateway.follower)
         return self._seen(name, holder)
 
@@ -133,7 +130,7 @@ class OperationResults:
         if queued is None or queued.body is None:
             return unknown_one
         name = f"{model}:{queued.key}"
-        known = self._operations.submitted.get((name, queued.body.digest))
+        known = self._operations.submission_of(name, queued.body.digest)
         if known is not None:
             return known
         try:

@@ -74,12 +74,12 @@ class TokenBatch:
             logsumexp_N=logsumexp_N,
         )
 
-    def logprobs_of(self, values_M: Floats) -> list[Array]:
+    def by_target(self, values_M: Floats) -> list[Array]:
         """Split the values of all targets into one array per datum, with the shape of the datum's targets."""
         ends = np.cumsum([int(np.prod(shape)) for shape in self.shapes], dtype=np.int64)
         return _cut(values_M, ends, self.shapes)
 
-    def tokens_of(self, values_M: Floats) -> list[Array]:
+    def by_token(self, values_M: Floats) -> list[Array]:
         """Sum the values of each token's targets, and split the sums into one array [N] per datum."""
         lengths = [shape[0] for shape in self.shapes]
         sums_P = np.bincount(self.rows_M, weights=values_M, minlength=sum(lengths)).astype(np.float32)

@@ -83,7 +83,7 @@ class TrainedClientModel(TrainedModel):
         if not forward_only:
             before = self.epoch
             self.epoch = GradientEpoch(before.operations + 1, before.tokens + batch.tokens, before.failed)
-        outputs = zip(batch.logprobs_of(ranks.total(logprobs_M)), batch.tokens_of(ranks.total(terms_M)), strict=True)
+        outputs = zip(batch.by_target(ranks.total(logprobs_M)), batch.by_token(ranks.total(terms_M)), strict=True)
         return Scores(
             outputs=tuple({"logprobs": each, "elementwise_loss": terms} for each, terms in outputs),
             loss=total,
