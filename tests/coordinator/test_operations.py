@@ -7,8 +7,9 @@ from bombus.errors import Code
 from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.events import Collection, ModelEnd
+from bombus.hive.fold.operations import COMPLETED_KEPT
 from bombus.hive.inbox import Accepted
-from bombus.hive.operations.state import COMPLETED_KEPT, FOR_SYNC
+from bombus.hive.operations.state import FOR_SYNC
 from bombus.hive.records import BodyRef
 from bombus.hive.state import Phase
 from bombus.operations import kinds

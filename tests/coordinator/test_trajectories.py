@@ -8,6 +8,7 @@ from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.events import AnyEvent, EnvironmentEnd
 from bombus.hive.fold.evolve import evolve
+from bombus.hive.fold.trajectories import ANSWERS_KEPT, PUSHES_BETWEEN, push
 from bombus.hive.inbox import BatchTaken, Done, Pushed, Refusal
 from bombus.hive.records import BodyRef, digest
 from bombus.hive.shares import ADMIN
@@ -15,7 +16,7 @@ from bombus.hive.state import Hive, Phase
 from bombus.hive.status.data import hive_status
 from bombus.hive.trajectories import queue
 from bombus.hive.trajectories.queue import QueuedGroup
-from bombus.hive.trajectories.state import ANSWERS_KEPT, PUSHES_BETWEEN, REPEAT_S, Trajectories, push
+from bombus.hive.trajectories.state import REPEAT_S, Trajectories
 from bombus.hive.trajectories.status import rollout_group_lines
 from bombus_coordinator.core import Core
 from bombus_coordinator.rules.trajectories.registering import ENVIRONMENT_IDLE_S

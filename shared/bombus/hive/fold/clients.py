@@ -3,12 +3,11 @@
 from collections.abc import Callable
 
 from bombus.hive import events as ev
+from bombus.hive.fold import operations, trajectories
 from bombus.hive.fold.episodes import take
 from bombus.hive.fold.handlers import EventT, Handlers, forget_lost, keep_time
-from bombus.hive.operations import state as operations_state
-from bombus.hive.operations.state import TrainingClients
+from bombus.hive.operations.state import TrainingClients, endpoint_id
 from bombus.hive.state import EngineState
-from bombus.hive.trajectories import state as trajectories_state
 from bombus.hive.trajectories.state import Trajectories
 
 HANDLERS = Handlers()
@@ -26,40 +25,40 @@ def _of_clients(kind: type[EventT], fold: Callable[[TrainingClients, EventT], ob
     HANDLERS[kind] = handler
 
 
-_of_clients(ev.SessionOpened, operations_state.open_session)
-_of_clients(ev.SessionEnded, operations_state.end_session)
-_of_clients(ev.SessionForgotten, operations_state.forget_session)
-_of_clients(ev.SamplingBegun, operations_state.begin_sampling)
-_of_clients(ev.ModelOpened, operations_state.open_model)
-_of_clients(ev.ModelClosed, operations_state.close_model)
-_of_clients(ev.OperationAccepted, operations_state.accept)
-_of_clients(ev.OperationBegun, operations_state.begin)
-_of_clients(ev.ModelRebuilding, operations_state.rebuild)
-_of_clients(ev.ModelCheckpointed, operations_state.checkpoint)
-_of_clients(ev.WeightsKept, operations_state.keep)
-_of_clients(ev.WeightsRemoved, operations_state.remove)
+_of_clients(ev.SessionOpened, operations.open_session)
+_of_clients(ev.SessionEnded, operations.end_session)
+_of_clients(ev.SessionForgotten, operations.forget_session)
+_of_clients(ev.SamplingBegun, operations.begin_sampling)
+_of_clients(ev.ModelOpened, operations.open_model)
+_of_clients(ev.ModelClosed, operations.close_model)
+_of_clients(ev.OperationAccepted, operations.accept)
+_of_clients(ev.OperationBegun, operations.begin)
+_of_clients(ev.ModelRebuilding, operations.rebuild)
+_of_clients(ev.ModelCheckpointed, operations.checkpoint)
+_of_clients(ev.WeightsKept, operations.keep)
+_of_clients(ev.WeightsRemoved, operations.remove)
 
 
 @HANDLERS.on(ev.OperationCompleted)
 def _operation_completed(engine: EngineState, event: ev.OperationCompleted) -> None:
-    operations_state.execute(engine.clients, event, engine.collection.operations.results_bytes_max)
+    operations.execute(engine.clients, event, engine.collection.operations.results_bytes_max)
     engine.step_failures = 0
     forget_lost(engine)
 
 
 @HANDLERS.on(ev.ModelSuspended)
 def _model_suspended(engine: EngineState, event: ev.ModelSuspended) -> None:
-    engine.trainers_lost = max(0, engine.trainers_lost - operations_state.suspend_model(engine.clients, event))
+    engine.trainers_lost = max(0, engine.trainers_lost - operations.suspend_model(engine.clients, event))
 
 
 @HANDLERS.on(ev.EndpointAdded)
 def _endpoint_added(engine: EngineState, event: ev.EndpointAdded) -> None:
-    engine.clients.endpoints[operations_state.endpoint_id(event.host, event.port)] = event
+    engine.clients.endpoints[endpoint_id(event.host, event.port)] = event
 
 
 @HANDLERS.on(ev.EndpointRemoved)
 def _endpoint_removed(engine: EngineState, event: ev.EndpointRemoved) -> None:
-    engine.clients.endpoints.pop(operations_state.endpoint_id(event.host, event.port), None)
+    engine.clients.endpoints.pop(endpoint_id(event.host, event.port), None)
 
 
 @HANDLERS.on(ev.RestAsked)
@@ -91,27 +90,27 @@ def _groups(kind: type[EventT], fold: Callable[[Trajectories, EventT], object]) 
     HANDLERS[kind] = handler
 
 
-_groups(ev.TrainerRegistered, trajectories_state.register)
-_groups(ev.BatchesBegun, trajectories_state.begin)
-_groups(ev.EnvironmentJoined, trajectories_state.join)
-_groups(ev.EnvironmentLeft, trajectories_state.leave)
-_groups(ev.BatchHandedOut, trajectories_state.hand_out)
-_groups(ev.BatchDelivered, trajectories_state.deliver)
-_groups(ev.GroupsReset, trajectories_state.reset)
-_groups(ev.BodiesMoved, trajectories_state.move)
+_groups(ev.TrainerRegistered, trajectories.register)
+_groups(ev.BatchesBegun, trajectories.begin)
+_groups(ev.EnvironmentJoined, trajectories.join)
+_groups(ev.EnvironmentLeft, trajectories.leave)
+_groups(ev.BatchHandedOut, trajectories.hand_out)
+_groups(ev.BatchDelivered, trajectories.deliver)
+_groups(ev.GroupsReset, trajectories.reset)
+_groups(ev.BodiesMoved, trajectories.move)
 
 
 @HANDLERS.on(ev.GroupsPushed)
 def _groups_pushed(engine: EngineState, event: ev.GroupsPushed) -> None:
-    trajectories_state.push(engine.trajectories, event)
+    trajectories.push(engine.trajectories, event)
     engine.counters.taken += take(engine, event.episodes)
 
 
 @HANDLERS.on(ev.GroupsGivenUp)
 def _groups_given_up(engine: EngineState, event: ev.GroupsGivenUp) -> None:
-    trajectories_state.give_up(engine.trajectories, event)
+    trajectories.give_up(engine.trajectories, event)
     for step in engine.steps if engine.makes_steps else ():
         if (step.batch.run, step.batch.step) == (event.run, event.number):
-            step.batch = trajectories_state.without_bodies(step.batch, event.groups)
+            step.batch = trajectories.without_bodies(step.batch, event.groups)
     if engine.batch is not None and (engine.batch.run, engine.batch.step) == (event.run, event.number):
-        engine.batch = trajectories_state.without_bodies(engine.batch, event.groups)
+        engine.batch = trajectories.without_bodies(engine.batch, event.groups)

@@ -5,13 +5,12 @@ import msgspec
 from bombus.hive import events as ev
 from bombus.hive.bounded import trim
 from bombus.hive.checkpoints import goes_on, keep, step_of
+from bombus.hive.fold import operations, trajectories
 from bombus.hive.fold.episodes import release_steps
 from bombus.hive.fold.handlers import Handlers, enter, forget_lost, keep_time, release_replicas, remember
-from bombus.hive.operations import state as operations_state
 from bombus.hive.rollouts import silent_after
 from bombus.hive.state import BOOTED, COMMANDS_KEPT, NO_TRAINER, EngineState, Phase, Replica
 from bombus.hive.steps import SealedStep, complete, episodes_of, up_to
-from bombus.hive.trajectories import state as trajectories_state
 
 HANDLERS = Handlers()
 
@@ -86,9 +85,9 @@ def _booted(engine: EngineState, event: ev.EngineBooted) -> None:
 
 
 def _end_run(engine: EngineState, at_ns: int, why: str) -> None:
-    operations_state.end_run(engine.clients, engine.run, at_ns, why)
+    operations.end_run(engine.clients, engine.run, at_ns, why)
     if engine.queues_groups:
-        trajectories_state.end_run(engine.trajectories)
+        trajectories.end_run(engine.trajectories)
     engine.stage = engine.suspended = ""
     engine.until_served = engine.rest_wanted = engine.asleep = False
     enter(engine, Phase.OFFLINE, at_ns)
@@ -127,7 +126,7 @@ def _resumed(engine: EngineState, event: ev.EngineResumed) -> None:
         engine.resumed_ns = event.at_ns
         engine.step_failures = 0
         forget_lost(engine)
-        operations_state.forgive(engine.clients, event.at_ns)
+        operations.forgive(engine.clients, event.at_ns)
         release_replicas(engine)
     enter(engine, engine.phase, event.at_ns)
     remember(engine, event.command)
@@ -177,7 +176,7 @@ def _sync_agreed(engine: EngineState, event: ev.SyncAgreed) -> None:
 def _trainer_opened(engine: EngineState, event: ev.TrainerOpened) -> None:
     if engine.trainer and engine.owes_weights:
         engine.trainers_lost += 1
-        operations_state.lose_trainer(engine.clients, engine.trainer_epoch)
+        operations.lose_trainer(engine.clients, engine.trainer_epoch)
     engine.trainer = event.trainer
     engine.trainer_epoch = event.trainer_epoch
     engine.trainer_since_ns = event.at_ns

@@ -8,6 +8,7 @@ import msgspec
 from bombus.hive import events as ev
 from bombus.hive.bounded import trim
 from bombus.hive.events import AbortReason, EpisodeType
+from bombus.hive.fold import trajectories
 from bombus.hive.fold.handlers import Handlers
 from bombus.hive.records import CallRef, CallStatus
 from bombus.hive.rollouts import STEPS_KEPT, RolloutFigures
@@ -24,7 +25,6 @@ from bombus.hive.state import (
     EvalStats,
 )
 from bombus.hive.steps import SealedStep, episodes_of
-from bombus.hive.trajectories import state as trajectories_state
 
 HANDLERS = Handlers()
 NameT = TypeVar("NameT", bound=str)
@@ -264,7 +264,7 @@ def _with_calls(engine: EngineState, event: ev.BatchReady) -> ev.BatchReady:
 def _batch_ready(engine: EngineState, event: ev.BatchReady) -> None:
     event = _with_calls(engine, event)
     if event.taken:
-        taken = trajectories_state.seal(engine.trajectories, event.taken)
+        taken = trajectories.seal(engine.trajectories, event.taken)
         event = msgspec.structs.replace(event, rollout_groups=event.rollout_groups or taken)
     engine.batch = event
     engine.step = event.step

@@ -4,9 +4,8 @@ import msgspec
 
 from bombus.hive import events as ev
 from bombus.hive.events import Event
-from bombus.hive.fold import clients, engine, episodes
+from bombus.hive.fold import clients, engine, episodes, operations
 from bombus.hive.fold.episodes import ended_calls
-from bombus.hive.operations import state as operations_state
 from bombus.hive.pauses import note_pause
 from bombus.hive.state import ASIDE_KEPT, EngineState, Hive
 
@@ -72,7 +71,7 @@ def _released(hive: Hive, event: ev.OperationsReleased) -> None:
     hive.released = event.below
     for floor in event.models:
         if floor.engine in hive.engines:
-            operations_state.release(hive.engines[floor.engine].clients, floor)
+            operations.release(hive.engines[floor.engine].clients, floor)
 
 
 def _groups_released(hive: Hive, event: ev.TrajectoriesReleased) -> None:

@@ -5,7 +5,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from bombus.hive.bounded import trim
 from bombus.hive.events import Event
-from bombus.hive.operations import state as operations_state
+from bombus.hive.fold import operations
 from bombus.hive.state import COMMANDS_KEPT, EngineState, Phase
 
 EventT = TypeVar("EventT", bound=Event)
@@ -47,7 +47,7 @@ def release_replicas(engine: EngineState) -> None:
 def forget_lost(engine: EngineState) -> None:
     """Reset the count of consecutive trainers lost."""
     if engine.trainers_lost:
-        operations_state.forget_lost(engine.clients)
+        operations.forget_lost(engine.clients)
     engine.trainers_lost = 0
 
 
