@@ -7,10 +7,9 @@ SPREAD_MIN = 1e-6  # rewards that differ by less count as equal
 
 
 def differ(rewards: Iterable[float]) -> bool:
-    """Return whether any of these rewards differ, so that comparing them gives advantages. False for a single reward.
+    """Return whether any two of these rewards differ, and so give advantages. False for a single reward.
 
-    A reward that is not finite differs from all others: the resulting advantages are not finite either, so it is
-    noticed.
+    A reward that is not finite differs from all others, so that it shows in the advantages instead of being left out.
     """
     values = tuple(rewards)
     return len(values) > 1 and (max(values) - min(values) >= SPREAD_MIN or not all(map(isfinite, values)))

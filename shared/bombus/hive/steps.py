@@ -69,8 +69,9 @@ def checkpoints(steps: list[SealedStep]) -> list[StepCompleted]:
 
 
 def is_due(steps: list[SealedStep], step: int, every: int) -> bool:
-    """Return whether `step` saves a checkpoint: every `every`-th step does, and so does one `STEPS_APART` after the
-    newest."""
+    """Return whether `step` saves a checkpoint: every `every`-th step does, and so does a step that comes `STEPS_APART`
+    after the newest checkpoint.
+    """
     newest = next((done.step for done in checkpoints(steps)), 0)
     return step % every == 0 or step - newest >= STEPS_APART
 

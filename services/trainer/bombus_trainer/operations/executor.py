@@ -97,7 +97,7 @@ class OperationExecutor:
 
     @property
     def base(self) -> PolicyModel:
-        """The base model under all adapters. Its weights stay as loaded unless a model trains all of them."""
+        """The base model under all adapters. Its weights change only if a model trains all weights."""
         return self._need_base(None).policy
 
     @property

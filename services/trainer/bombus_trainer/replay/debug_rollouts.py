@@ -45,7 +45,7 @@ class DebugRollouts:
             log.warning("debug rollout data has no texts: %s", error)
 
     def save(self, origin: Origin, groups: Sequence[EpisodeGroup]) -> dict[str, float]:
-        """Write a step's file. Return a metric that says whether writing failed, which does not fail the step."""
+        """Write a step's file. A failed write does not fail the step: the returned metric reports it."""
         path = Path(self._template.replace(ROLLOUT_ID, str(origin.step)))
         try:
             prepared = prepare(groups, self._backend.settings, self._backend.vocab_size)

@@ -80,7 +80,7 @@ class Retraining:
 
     @classmethod
     async def at(cls, source: Source, logged: LoggedRun, step: int, executor: Executor, report: Report) -> "Retraining":
-        """Start from the newest usable checkpoint up to `step`, with an `executor` of the run's job at step 0.
+        """Start from the newest usable checkpoint at or before `step`. `executor` has the run's job, and is at step 0.
 
         If there is no such checkpoint, start from the model as loaded. `report` is called with a line that says where
         retraining starts. Raises `EngineFault` if the run began at a checkpoint and none is left.

@@ -1,4 +1,4 @@
-"""Several agents in one episode: a plain class has a `play` method that asks them; each call has its agent's role."""
+"""Several agents in one episode: the `play` method of a plain class prompts them, each in its role."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence

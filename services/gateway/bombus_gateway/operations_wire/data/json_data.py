@@ -154,8 +154,7 @@ def _tail(values: Array) -> Array:
 def _without_ignored(inputs: dict[str, Array], loss: str) -> dict[str, Array]:
     """Return inputs without targets of -100, which become token 0 with a weight or an advantage of 0.
 
-    These tokens then count no more than tokens with an advantage of 0, which xorl's server treats as ignored. If the
-    caller gives a mask, it is set to 0 there too.
+    xorl's server ignores tokens with an advantage of 0. If the caller gives a mask, it is set to 0 for these too.
     """
     targets = inputs.get(TARGET_TOKENS)
     if targets is None:
