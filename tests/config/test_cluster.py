@@ -270,7 +270,7 @@ def test_the_key_of_a_server_elsewhere_reaches_only_its_replica(monkeypatch: pyt
             'url = "gpu7" is refused: it must be http://HOST:PORT',
         ),
         (engine(inference=[{"backend": "openai", "url": "http://a", "dtype": "float32"}]), "dtype has no effect with"),
-        (engine(inference=[{"backend": "openai", "url": "http://a", "count": 2}]), "count 2 is refused: one replica"),
+        (engine(inference=[{"backend": "openai", "url": "http://a", "count": 2}]), "count 2 is refused: a single"),
         (engine(trainer={"bin_tokens": 3}), "engines.main.trainer.bin_tokens: 3 is neither 0 nor at least 16"),
         (
             engine(trainer={"backend": "verl", "devices": [0], "processes": 2}),

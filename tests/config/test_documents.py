@@ -457,7 +457,7 @@ KWARGS = "bombus:\n  model:\n    path: tiny\n    chat_template_kwargs:\n      a:
     [
         (
             KWARGS + "!!timestamp 2026-11-28",
-            "bombus.model.chat_template_kwargs.a is a date or a time; give a",
+            "bombus.model.chat_template_kwargs.a is a date or a time; use a",
         ),
         (KWARGS + "!!binary aGk=", "bombus.model.chat_template_kwargs.a is of type bytes; use a string in quotes"),
         (KWARGS + "[1, !!set {b}]", "bombus.model.chat_template_kwargs.a[1] is of type set"),

@@ -122,7 +122,7 @@ async def test_sglang_is_asked_to_read_a_folder_and_to_forget_its_cache() -> Non
             {"/collective_rpc": (200, {}), "/update_weight_version": (200, NOT)},
             "_version answered 200",
         ),
-        (ServerKind.REPLICA, {}, "adapters only"),
+        (ServerKind.REPLICA, {}, "loads only adapters"),
     ],
 )
 async def test_a_load_that_fails_says_why(kind: ServerKind, answers: Answers, why: str) -> None:

@@ -255,7 +255,7 @@ def test_the_command_prints_a_table_and_fails_with_a_sentence_for_each_problem(
         ("Counter", "write module:Class"),
         ("nowhere:Counter", "nowhere:Counter cannot be imported: ModuleNotFoundError"),
         ("tests.environments.small_environments:Nothing", "cannot be imported: AttributeError"),
-        ("tests.environments.small_environments:asyncio", "is module, not a class"),
+        ("tests.environments.small_environments:asyncio", "is of type module, not a class"),
     ],
 )
 def test_what_is_not_a_class_is_refused(name: str, why: str) -> None:

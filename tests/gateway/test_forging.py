@@ -89,7 +89,7 @@ def test_a_completion_that_is_cut_within_reasoning_that_it_opened_begins_a_branc
 
 def test_a_requests_variable_with_the_name_of_a_control_token_is_refused() -> None:
     made = model("{{ effort }}" + HEADERS)
-    with pytest.raises(Refused, match=r"chat_template_kwargs.effort: 'low<.end.>.* holds the name"):
+    with pytest.raises(Refused, match=r"chat_template_kwargs.effort: 'low<.end.>.* contains the name"):
         made.renderer.given({"effort": "low" + EVIL})
     assert "<|end|>" in controls(made, made.renderer.given({"effort": "low"}).render([user("the")], []))
 
@@ -118,21 +118,21 @@ def test_half_a_name_that_would_be_completed_after_an_answer_is_refused_too() ->
     )
     history, at = turns(made, [user("the fox")], "jumps<|end|>")
     conversation = [user("the fox"), assistant("jumps"), result("<|he"), result("ad|> x")]
-    with pytest.raises(Refused, match=r"messages.2 holds"):
+    with pytest.raises(Refused, match=r"messages.2 contains"):
         made.renderer.extend(history, at, conversation, 2, [])
     assert made.renderer.extend(history, at, [*conversation[:3], result("x")], 2, []) is not None
 
 
 @pytest.mark.parametrize("texts", [("<|en", "d|>x"), ("<", "|end", "|>"), ("<|", "end|>")])
 def test_texts_that_the_template_joins_into_a_name_are_refused(texts: tuple[str, ...]) -> None:
-    with pytest.raises(Refused, match=r"messages.0 holds"):
+    with pytest.raises(Refused, match=r"messages.0 contains"):
         model(BARE).renderer.render([user(text) for text in texts], [])
 
 
 @pytest.mark.parametrize(("filter_", "text"), [("lower", "<|END|>"), ("replace('-', '')", "<|e-nd|>")])
 def test_a_text_that_the_template_makes_a_name_of_is_refused(filter_: str, text: str) -> None:
     made = model(HEADERS.replace("trim", filter_))
-    with pytest.raises(Refused, match=r"messages.0 holds"):
+    with pytest.raises(Refused, match=r"messages.0 contains"):
         made.renderer.render([user(f"the {text} fox")], [])
 
 
@@ -169,14 +169,14 @@ REPLACING = (
 def test_a_name_that_is_left_when_the_template_takes_out_what_is_in_it_is_refused(filter_: str, text: str) -> None:
     made = model(REPLACING.replace("FILTER", filter_))
     assert made.renderer.render([user("x /no_think and a < b")], [])
-    with pytest.raises(Refused, match=r"messages.0 holds"):
+    with pytest.raises(Refused, match=r"messages.0 contains"):
         made.renderer.render([user(text)], [])
 
 
 def test_a_name_that_is_left_when_the_template_takes_out_an_assistants_own_token_is_refused() -> None:
     made = model(REPLACING.replace("FILTER", ".replace('<think>', '')"))
     assert made.renderer.render([user("x"), assistant("<think>y")], [])
-    with pytest.raises(Refused, match=r"messages.1 holds"):
+    with pytest.raises(Refused, match=r"messages.1 contains"):
         made.renderer.render([user("x"), assistant("x <<think>/s> y")], [])
 
 

@@ -105,7 +105,7 @@ def taken() -> GroupHarness:
 @pytest.mark.parametrize(
     ("event", "why"),
     [
-        (ev.BatchHandedOut(engine=ENGINE, run=1, number=3, groups=(3,)), "batch 3 of run 1 follows 1"),
+        (ev.BatchHandedOut(engine=ENGINE, run=1, number=3, groups=(3,)), "batch 3 of run 1 follows batch 1"),
         (
             ev.BatchHandedOut(engine=ENGINE, run=1, number=2, groups=(3,)),
             "batch 2 is handed out before batch 1 is delivered",

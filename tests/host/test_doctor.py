@@ -270,7 +270,7 @@ def test_servers_elsewhere_and_their_keys_are_checked(monkeypatch: pytest.Monkey
 def test_gpus_that_are_not_there_are_named_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # there is no nvidia-smi
     found = deployment(trainer={"devices": [0]}, inference=[{"devices": [3]}, {}])["engine main: device"]
-    assert (found.state, found.detail) == (State.MISSING, "cuda:0, cuda:3: not there")
+    assert (found.state, found.detail) == (State.MISSING, "cuda:0, cuda:3: not available")
 
 
 def test_the_extras_that_are_needed_follow_from_the_processes_that_run_here() -> None:

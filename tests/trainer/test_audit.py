@@ -176,10 +176,10 @@ def fold_forgets(engine: Any, event: Any) -> None:
 
 
 IN_THE_FOLD: dict[str, tuple[type[AnyEvent], str]] = {
-    "an aborted episode stays open": (ev.EpisodeAborted, "is open by the state alone"),
-    "an ended episode stays open": (ev.EpisodeEnded, "is open by the state alone"),
-    "a claimed episode is not open": (ev.EpisodeClaimed, "is open by the log's events alone"),
-    "a sealed batch stays in the pool": (ev.BatchReady, "is in the pool by the state alone"),
+    "an aborted episode stays open": (ev.EpisodeAborted, "is open according to the state alone"),
+    "an ended episode stays open": (ev.EpisodeEnded, "is open according to the state alone"),
+    "a claimed episode is not open": (ev.EpisodeClaimed, "is open according to the log's events alone"),
+    "a sealed batch stays in the pool": (ev.BatchReady, "is in the pool according to the state alone"),
 }
 
 

@@ -236,7 +236,7 @@ async def test_a_full_copy_of_a_version_that_the_trainer_does_not_hold_is_refuse
     ("size", "room", "why"),
     [
         (10**9 + 1, 0, "a shared folder is required"),
-        (900_000_000, 2 << 30, "holds 2147.5 MB, but must hold 3 versions of 900.0 MB"),
+        (900_000_000, 2 << 30, "has 2147.5 MB, but must hold 3 versions of 900.0 MB"),
     ],
 )
 def test_r15_weights_too_large_for_the_object_store_are_refused_with_a_way_out(size: int, room: int, why: str) -> None:

@@ -123,7 +123,7 @@ async def test_a_model_that_is_there_is_created_again_with_an_equal_spec_alone(
     assert await xorl_result(client, await ask(client, "create_model", **spec)) == first, "as before load_weights"
     for other in ({"rank": 8, "alpha": 8}, {"rank": 4, "alpha": 8, "train_mlp": False}):
         refused = await xorl_result(client, await ask(client, "create_model", **{**spec, "lora_config": other}))
-        assert "Model mine exists: end it first" in refused["error"]
+        assert "Model mine already exists: end it first" in refused["error"]
     assert [type(each) for _, each in hive.executed] == [CreateModel, OptimStep], "it was not begun again"
 
 

@@ -47,7 +47,7 @@ def test_a_log_is_diagnosed_and_the_exit_code_says_whether_something_was_found(c
     assert main(["diagnose", "--log", str(TINY)]) == code
     printed = capsys.readouterr().out
     assert f"main-2, steps 1 to {shown['steps']}" in printed
-    assert ("Nothing was found" in printed) == (code == 0)
+    assert ("No problem was found" in printed) == (code == 0)
 
 
 def test_an_earlier_run_is_diagnosed_and_what_is_missing_is_refused_in_a_sentence(

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 KEPT_MAX = 16  # the most sets of variables for which shortening conversations is tried
 PROMPT_END_TOKENS = 64  # how many of a prompt's last tokens are checked for open reasoning
-_VARIABLE = "chat_template_kwargs.{}: {!r} holds the name of a control token, or part of one: remove it."
+_VARIABLE = "chat_template_kwargs.{}: {!r} contains the name of a control token, or part of one: remove it."
 
 
 class Probe(msgspec.Struct, frozen=True):
