@@ -45,7 +45,7 @@ COMMANDS = {
     "stop": Command("bombus.commands.stop", "stop the job of an engine, so that another can be started", "bus"),
     "resume": Command("bombus.commands.resume", "resume a suspended run", "bus"),
     "status": Command("bombus.commands.status", "print what a hive is doing", "bus"),
-    "why": Command("bombus.commands.why", "explain what waits for what, and who could end it", "server"),
+    "why": Command("bombus.commands.why", "explain what is waiting for what, and who could end the wait", "server"),
     "export": Command("bombus.commands.export", "write trained weights as a model that other tools load", "all"),
     "diagnose": Command("bombus.commands.diagnose", "say what is wrong with a run's learning", "server"),
     "overwatch": Command("bombus_overwatch.cli", "watch a hive in the terminal", "overwatch"),

@@ -173,7 +173,7 @@ def test_short_names_of_methods_are_accepted(name: str) -> None:
         ({"bombus": {"trainer": {"correction": "icepop"}}}, ["needs a tis_clip_low and a tis_clip above 0"]),
         ({"bombus": {"trainer": {"tis_clip_low": 3.0}}}, ["tis_clip_low 3.0 exceeds tis_clip 2.0"]),
         ({"bombus": {"trainer": {"dual_clip": 0.5}}}, ["dual_clip 0.5", "more than 1"]),
-        ({"bombus": {"trainer": {"dual_clip": 3, "loss": "gspo"}}}, ["belongs to the loss clipped, not to gspo"]),
+        ({"bombus": {"trainer": {"dual_clip": 3, "loss": "gspo"}}}, ["only to the loss `clipped`, not to `gspo`"]),
         ({"bombus": {"trainer": {"overlong": "penalty"}}}, ["needs an overlong_buffer of at least 1 token"]),
         ({"bombus": {"trainer": {"lr_schedule": "cosine"}}}, ["lr_schedule cosine needs total_steps"]),
         (
@@ -193,7 +193,7 @@ def test_short_names_of_methods_are_accepted(name: str) -> None:
         ({"ajet": {"data": {"train_batch_size": {"a": 1}}}}, ["ajet.data.train_batch_size must be a plain value"]),
         (
             {"bombus": {"model": {"chat_template_kwargs": {"bos_token": "x"}}}},
-            ["bombus.model.chat_template_kwargs", "bos_token is set by rendering itself"],
+            ["bombus.model.chat_template_kwargs", "bos_token is set by the renderer"],
         ),
         (
             {"bombus": {"model": {"chat_template_kwargs": {"a": None}}}},
@@ -210,7 +210,7 @@ def test_a_mistake_is_named_with_its_value_and_its_range(job: Any, words: list[s
     ("trainer", "why"),
     [
         ({"enable_lora": True}, "bombus.trainer: enable_lora needs a lora_rank of at least 1"),
-        ({"overlong": "penalty"}, "bombus.trainer: overlong penalty needs an overlong_buffer of at least 1 token"),
+        ({"overlong": "penalty"}, "bombus.trainer: `overlong: penalty` needs an overlong_buffer of at least 1 token"),
         (
             {"lora_rank": -1},
             "bombus.trainer.lora_rank = -1 is refused: it must be a whole number, at least 0, at most 1024",
@@ -706,7 +706,7 @@ def test_importance_sampling_brings_no_correction_unless_one_is_given() -> None:
     assert trainer(loss="cispo").correction == "token_tis"
     for bounds in ({"tis_clip": 3.0}, {"tis_clip_low": 0.5}):
         why = refusal({"bombus": {"trainer": {"loss": "importance_sampling", **bounds}}})
-        assert "the loss importance_sampling has none by default: set correction to token_tis too" in why
+        assert "the loss `importance_sampling` has none by default: set correction to token_tis too" in why
 
 
 def test_settings_that_follow_from_a_loss_survive_storage() -> None:

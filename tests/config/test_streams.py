@@ -57,7 +57,7 @@ def test_compaction_and_its_archive_are_settings_of_the_coordinator(
         assert all(f"--archive {Path(wanted).absolute()}" in line for line in lines)
     assert "--no-compact" in next(line for line in dry_run(capsys, "--no-compact") if " coordinator " in line)
     refused = refused_up(capsys, "--no-compact", "--archive", "/elsewhere")
-    assert "archive (--archive) has no effect without compact" in refused
+    assert "archive (--archive) has no effect without `compact`" in refused
 
 
 @pytest.mark.parametrize(

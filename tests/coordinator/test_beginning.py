@@ -120,9 +120,9 @@ def test_another_model_of_a_named_experiment_is_refused_in_words_with_both_ways_
     assert isinstance(refused, inbox.Refusal)
     assert refused.code == Code.BAD_CONFIG
     assert refused.why == (
-        "This experiment has begun, but the checkpoint of version 2 of run 1 belongs to another job (model.path "
-        "'smollm2' -> 'tiny'). Set trainer.resume to never to start over, or give another experiment.experiment_name; "
-        "to continue, restore these settings."
+        "This experiment has already begun, but the checkpoint of version 2 of run 1 belongs to another job "
+        "(model.path 'smollm2' -> 'tiny'). Set trainer.resume to never to start over, or use another "
+        "experiment.experiment_name; to continue, restore these settings."
     )
     assert harness.phase() == Phase.OFFLINE
     assert start(harness, job("never", model={"path": "tiny", "seed": 0}, experiment="bees")) == inbox.Done(run=2)

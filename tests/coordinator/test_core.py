@@ -458,7 +458,7 @@ def test_rewards_by_the_ids_of_calls_are_put_into_their_order(harness: CoreHarne
     for given in ({"n0": 1.0}, {"n0": 1.0, "n1": 1.0, "n2": 1.0}, {"n0": 1.0, "else": 1.0}, {}):
         why = refused(harness.end(episode, reward=None, rewards_by_call=given), Code.BAD_REWARD)
         assert f"{len(given)} rewards by call for 2 completed calls (auxiliary calls of its harness, 1 here" in why
-    assert "1 calls have none, and 1 ids name none of its calls" in refused(
+    assert "1 calls have none, and 1 ids belong to none of its calls" in refused(
         harness.end(episode, reward=None, rewards_by_call={"n0": 1.0, "else": 1.0}), Code.BAD_REWARD
     )
     given = {"n2": 0.5, "n0": 0.0}

@@ -134,12 +134,12 @@ def test_a_waiting_client_and_the_operator_learn_the_reason() -> None:
     why = refused(harness)
     assert "No available episodes to claim." in why
     assert "unfinished batches (1) and those under way (1) exceed collection.max_staleness (1)" in why
-    assert "new episodes wait: unfinished batches (1)" in detail_of(harness.engine, harness.now_ns)
+    assert "new episodes are waiting: unfinished batches (1)" in detail_of(harness.engine, harness.now_ns)
     now = engine_status(harness.engine, harness.now_ns).pace
     assert now is not None
     assert (now.unfinished, now.sealable, now.max_staleness) == (1, 1, 1)
     text = render_status(harness.core.hive)
-    assert "ahead of training: 1 unfinished and 1 sealable batches, limit 1, new episodes wait" in text
+    assert "ahead of training: 1 unfinished and 1 sealable batches, limit 1, new episodes are waiting" in text
 
 
 def test_r14_the_bound_is_the_number_of_batches_that_may_come_first() -> None:
@@ -178,7 +178,7 @@ def test_an_evaluation_counts_for_the_version_that_has_sampled_it_and_in_no_mean
     of_the_later = harness.engine.evals[1].data_sets["legs"]
     assert (of_the_later.episodes, of_the_later.mean, of_the_later.mixed.episodes) == (1, 0.5, 0)
     text = render_status(harness.core.hive)
-    assert "0.500  legs (2 episodes; 1 sampled partly by a later version: 0.250)" in text
+    assert "0.500  legs (2 episodes; 1 partly sampled by a later version: 0.250)" in text
     assert "0.500  legs (1 episodes)" in text
 
 
@@ -190,7 +190,7 @@ def test_a_version_of_which_no_evaluation_is_whole_has_no_mean() -> None:
     harness.train()
     harness.call(changed)
     harness.end(changed, "held-out", 0.75, "evaluates")
-    assert "    0  -      (0 episodes; 1 sampled partly by a later version: 0.750)" in render_status(harness.core.hive)
+    assert "    0  -      (0 episodes; 1 partly sampled by a later version: 0.750)" in render_status(harness.core.hive)
 
 
 def test_no_training_claim_overtakes_the_one_that_is_next() -> None:

@@ -206,8 +206,8 @@ def test_a_status_says_that_new_episodes_wait() -> None:
     harness = rolling()
     harness.claim_all()
     shown = render_status(harness.core.hive)
-    assert "ahead of training: 0 unfinished and 2 sealable batches, limit 1, new episodes wait" in shown
-    assert "new episodes wait: batches that are under way (0)" in shown
+    assert "ahead of training: 0 unfinished and 2 sealable batches, limit 1, new episodes are waiting" in shown
+    assert "new episodes are waiting: batches that are under way (0)" in shown
 
 
 # ---- the bound ----------------------------------------------------------------------------------------------------

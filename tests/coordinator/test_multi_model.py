@@ -125,7 +125,7 @@ def test_a_claim_whose_episodes_are_over_is_refused_when_it_comes_again(harness:
         ({"count": 0}, Code.MALFORMED, "Engine big: A claim must be for 1 to 128 episodes, not 0"),
         ({"count": 129}, Code.MALFORMED, "Engine big: A claim must be for 1 to 128 episodes, not 129"),
         ({"count": 2501}, Code.MALFORMED, "at most 2500 multi-model episodes at once, not 2501"),
-        ({"sampler": "base"}, Code.UNSUPPORTED, "leave sampler out"),
+        ({"sampler": "base"}, Code.UNSUPPORTED, "leave out `sampler`"),
         ({"discard_timeout_s": 0.0}, Code.MALFORMED, "discard_episode_timeout"),
     ],
 )

@@ -50,7 +50,7 @@ def test_another_body_under_the_same_key_is_refused_with_a_code_of_its_own() -> 
     harness = OperationHarness().serving()
     harness.operate("1", text="a")
     why = refused(harness.operate("1", text="b"), Code.OTHER_BODY)
-    assert why.startswith(f"Operation 1 of model {MODEL} was accepted with another body; that one stands.")
+    assert why.startswith(f"Operation 1 of model {MODEL} was already accepted with a different body.")
 
 
 def test_an_operation_whose_sender_may_count_again_is_the_same_only_within_its_time() -> None:
@@ -303,7 +303,7 @@ def test_r20_a_model_that_no_trainer_covers_takes_operations_up_to_a_limit() -> 
         harness.operate(key)
         harness.done(key)
     why = refused(harness.operate("3"), Code.QUOTA)
-    assert why.startswith(f"Model {MODEL} has 3 operations since its trainer wrote a recovery checkpoint, and the")
+    assert why.startswith(f"Model {MODEL} has 3 operations since its trainer last wrote a recovery checkpoint, and the")
 
 
 def test_the_oldest_results_are_dropped_beyond_their_limit_and_their_operations_are_still_recognised() -> None:

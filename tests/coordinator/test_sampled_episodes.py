@@ -84,7 +84,7 @@ def test_a_saved_model_of_all_weights_or_on_another_base_is_refused_in_words() -
     harness.done("0", made=ev.ModelShape())
     save(harness, "1", "whole")
     why = refused(harness.request(harness.claim_message(sampler=f"{MODEL}/sampler/whole")), Code.UNSUPPORTED)
-    assert "contains all weights of its model" in why
+    assert "contains all the weights of its model" in why
 
     harness = with_snapshot()
     harness.send(inbox.Stop(id=harness.id(), engine=ENGINE))
@@ -110,7 +110,7 @@ def test_a_run_that_trains_its_own_policy_takes_no_sampler_and_an_engine_that_is
     refused(harness.request(harness.claim_message(sampler=BASE_SAMPLER)), Code.WRONG_PHASE)
     harness.boot()
     why = refused(harness.request(harness.claim_message(sampler=BASE_SAMPLER)), Code.UNSUPPORTED)
-    assert "trains the model that its episodes sample from: leave sampler out" in why
+    assert "trains the model that its episodes sample from: leave out `sampler`" in why
 
 
 def test_r17_ended_episodes_make_no_batch_however_many_they_are_and_their_client_takes_them() -> None:

@@ -359,7 +359,7 @@ def test_operations_wait_for_a_trainer_that_sleeps_and_it_owes_nothing() -> None
     assert harness.clients.waiting == 1
     detail = detail_of(harness.engine, harness.now_ns + 90 * 86_400 * SECOND)
     asleep, _, serving = detail.partition("; ")
-    assert asleep == "asleep for 90 d 00 h: nothing is executed and no session ends until /wake_up"
+    assert asleep == "asleep for 90 d 00 h: nothing is executed and no session ends before POST /wake_up"
     assert serving == "serving 1 model, 1 operation waiting"
     assert not harness.engine.owes_weights
     rest(harness, asleep=False)

@@ -190,7 +190,7 @@ def test_groups_that_only_have_to_wait_for_room_are_to_be_sent_again(monkeypatch
     held = harness.push(harness.group(environment, 3))
     monkeypatch.setattr(queue, "GROUPS_MAX", 1)
     full = harness.push(harness.group())
-    for answer, words in ((held, "wait for others to make up its group_size"), (full, "1 groups are queued")):
+    for answer, words in ((held, "are waiting for others to make up its group_size"), (full, "1 groups are queued")):
         assert isinstance(answer, Refusal)
         assert answer.code == Code.OVERLOADED, "a 503 is sent again by Atropos's environments, and a 400 is dropped"
         assert words in answer.why

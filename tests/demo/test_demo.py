@@ -124,7 +124,7 @@ def test_a_demo_that_is_cut_in_two_goes_on_by_up_and_its_client_alone_and_reache
     with Running(tmp_path, "up", "--port", port, "--threads", "1", "--data-dir", "run/tiny-1/hive") as up:
         second = bombus(tmp_path, *demo, "--url", up.until(r"^ready ").split()[1])
         up.interrupt()
-    assert "run has an earlier demo, which now resumes" in second.stdout
+    assert "run contains an earlier demo, which now resumes" in second.stdout
     # A policy may settle on one wrong letter of eight (0.875), whole or cut: then the demo says that it missed 0.9.
     assert re.search(r"reward 0.8: +[0-9.]+ s from the start", second.stdout), second.stdout + second.stderr
     after = steps(tmp_path)

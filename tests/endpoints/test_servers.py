@@ -55,7 +55,7 @@ async def test_a_server_is_known_by_its_routes(answers: Answers, found: FoundSer
 
 async def test_what_is_no_server_is_told_with_its_address() -> None:
     async with client({}) as http:
-        with pytest.raises(EngineFault, match="http://gpu-1:30000 answers 404 at /v1/models"):
+        with pytest.raises(EngineFault, match="http://gpu-1:30000 answered 404 at /v1/models"):
             await find_server(http)
     async with httpx.AsyncClient(base_url="http://127.0.0.1:1") as http:
         with pytest.raises(EngineFault, match=r"no server can be used at http://127\.0\.0\.1:1"):

@@ -74,7 +74,7 @@ async def test_a_server_that_does_not_answer_is_warned_of_while_it_is_asked_agai
     with pytest.raises(InfraError):
         await Rollout(Counter, budgets, transport=model)(Task(metadata={"goal": 3}), CREDENTIALS)
     (warning,) = caplog.messages
-    assert warning.startswith("the model's server does not answer; retrying: http://model.test/v1/: ")
+    assert warning.startswith("the model's server is not answering; retrying: http://model.test/v1/: ")
 
 
 def test_a_server_is_warned_of_once_until_it_answers(caplog: pytest.LogCaptureFixture) -> None:

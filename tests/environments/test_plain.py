@@ -510,7 +510,7 @@ def test_what_a_model_would_write_in_the_place_of_the_rollout_is_no_argument_of_
     assert submit.startswith("The tool `submit`: its argument `task` is a Task, which the model would have to write")
     assert look.startswith("The tool `look`: its argument `transcript` is a Transcript, which the model would have ")
     assert open_as.startswith("The tool `open_as`: its arguments have no JSON schema: SchemaError: ")
-    assert together == "`tools_run_together` is neither True nor False: set one of them on the class."
+    assert together == "`tools_run_together` is neither True nor False: set it to one of them."
 
 
 def test_a_second_decorator_of_another_kind_is_refused_and_hides_no_reward() -> None:
@@ -710,7 +710,7 @@ async def test_a_metric_that_has_no_number_is_left_out_and_costs_no_episode(capl
     with caplog.at_level(logging.WARNING, "bombus"):
         scores = await environment.score(Transcript())
     assert set(scores.metrics) == {"count"}
-    assert "a metric is left out: Measured.wrong failed: KeyError: 'wrong'" in caplog.text
+    assert "a metric was left out: Measured.wrong failed: KeyError: 'wrong'" in caplog.text
     await environment.close()
 
 

@@ -72,15 +72,15 @@ class Unjudged:
 
 async def test_other_first_messages_are_found_and_no_success_has_to_be_told() -> None:
     found = await problems(Unjudged, needs_gold=True)
-    assert found["determinism"] == ("Played a second time, it opened with other messages.",)
+    assert found["determinism"] == ("On a second run, it began with different messages.",)
     assert "gold" not in found
 
 
 async def test_instances_that_share_something_are_found() -> None:
     assert await problems(Shared) == {
         "isolation": (
-            "While another instance was played, the reward `reached` was 1 instead of 0.",
-            "While another instance was played, its success was True instead of False.",
+            "While another instance was being played, the reward `reached` was 1 instead of 0.",
+            "While another instance was being played, its success was True instead of False.",
         )
     }
 
@@ -143,7 +143,7 @@ class Generous(Counter):
 
 async def test_rewards_by_chance_and_rewards_out_of_their_range_are_found() -> None:
     # nothing, then gold, then gold once more
-    assert (await problems(Chance))["determinism"] == ("Played a second time, the reward `luck` was 2 instead of 1.",)
+    assert (await problems(Chance))["determinism"] == ("On a second run, the reward `luck` was 2 instead of 1.",)
     assert await problems(Generous) == {"range": ("The reward `much` was 1.01, but its declared range is 0 to 1.",)}
 
 
@@ -165,8 +165,8 @@ class Broken(Counter):
 async def test_a_gold_solution_that_solves_nothing_is_found() -> None:
     first, second, third = (await problems(Unsolved))["gold"]
     assert first.startswith("A call of the gold solution failed: the arguments are wrong: amount: ")
-    assert second == "The gold solution is not a success."
-    assert third == ("The gold solution has the reward -0.5, but doing nothing has -0.5, so there is nothing to learn.")
+    assert second == "The gold solution does not count as a success."
+    assert third == ("The gold solution earns -0.5, but doing nothing earns -0.5, so there is nothing to learn.")
     assert (await problems(NoSolution))["plays"][0].startswith(
         "It cannot be played: NoSolution.gold returned a list that is not a solution: it must return a list of "
     )
@@ -201,7 +201,7 @@ class WrongQuiz(Quiz):
 
 async def test_a_class_with_play_is_answered_by_its_gold_solution() -> None:
     assert await problems(Quiz, needs_gold=True) == {}
-    assert (await problems(WrongQuiz))["gold"][0] == "The gold solution is not a success."
+    assert (await problems(WrongQuiz))["gold"][0] == "The gold solution does not count as a success."
 
 
 class Uneven(Quiz):
@@ -238,8 +238,8 @@ def test_the_command_prints_a_table_and_fails_with_a_sentence_for_each_problem(
     assert main(["env", "validate", name, "--task", str(tasks)]) == 1
     printed = capsys.readouterr()
     assert "  gold         FAILED  for 2 of 2 tasks" in printed.out
-    assert "three: The gold solution is not a success." in printed.err
-    assert "tasks-3: The gold solution is not a success." in printed.err
+    assert "three: The gold solution does not count as a success." in printed.err
+    assert "tasks-3: The gold solution does not count as a success." in printed.err
     tasks.write_text('{"task_id": "one"}\n{"task_id": "one", "goal": 3}\n')
     assert main(["env", "validate", f"{Counter.__module__}:Counter", "--task", str(tasks), "--gold"]) == 1
     printed = capsys.readouterr()
@@ -281,5 +281,5 @@ async def test_a_class_that_rewards_doing_nothing_passes_with_a_warning() -> Non
 
     checked = await ClassValidation(Generous, describe(Generous)).check(TASK)
     assert [one.check for one in checked if one.warning] == ["plays"]
-    assert checked[0].warning.startswith("Doing nothing earns the reward ")
+    assert checked[0].warning.startswith("Doing nothing earns a reward of ")
     assert not checked[0].problems

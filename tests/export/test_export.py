@@ -208,9 +208,9 @@ def test_an_engine_or_a_run_that_is_not_there_is_refused_with_those_that_are(
     whole: Trained, out: Path, capsys: Capture
 ) -> None:
     assert whole.export(out, "--engine", "other") == 1
-    assert "has no engine other, but main" in capsys.readouterr().err
+    assert "has no engine other, only main" in capsys.readouterr().err
     assert whole.export(out, "--run", "7") == 1
-    assert "has no run 7 of engine main, but 1" in capsys.readouterr().err
+    assert "has no run 7 of engine main, only 1" in capsys.readouterr().err
 
 
 def test_only_an_adapter_can_be_merged_into_float32(whole: Trained, out: Path, capsys: Capture) -> None:

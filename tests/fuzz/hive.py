@@ -39,7 +39,7 @@ LINES_SHOWN = 16  # of an entry of the log
 WORD_S = 10.0  # for the coordinator to answer
 RSS_MIB_MAX = 700  # that a process may grow; a gateway keeps conversations of up to 512 MiB
 SERVICES = ("coordinator", "gateway", "inference", "nats-server", "trainer")
-_BROKEN = re.compile(r"^\S+ \S* +(error|critical): |Traceback \(most|; it is restarted")
+_BROKEN = re.compile(r"^\S+ \S* +(error|critical): |Traceback \(most|; restarting it")
 
 
 @dataclass

@@ -52,7 +52,7 @@ SCORED = scores([nan, -1.0, -2.0])
         ([tokens([5], version=-1)], "version -1"),
         ([tokens([5], choice=-1)], "choice -1 of 2"),
         ([tokens([5], choice=2)], "choice 2 of 2"),
-        ([tokens([5], top=(((6, nan),),))], "the logprob nan of an alternative"),
+        ([tokens([5], top=(((6, nan),),))], "an alternative has the logprob nan"),
         ([tokens([5], top=(((VOCABULARY, -1.0),),))], "token 96"),
         ([tokens([5, 6], top=(((7, -1.0),),))], "alternatives for 1 tokens"),
         ([SCORED, END], "choice 0 has no token"),

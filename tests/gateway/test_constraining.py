@@ -103,7 +103,7 @@ def test_reasoning_may_come_first_unless_it_is_over(prompt: str, marks: tuple[st
 
 
 def test_what_cannot_be_said_has_a_reason() -> None:
-    assert "does not write its calls as JSON" in why_not_held(with_tools(ANY_CALL), NO_CALLS.renderer)
+    assert "does not write its tool calls as JSON" in why_not_held(with_tools(ANY_CALL), NO_CALLS.renderer)
     assert why_not_held(request(AS_JSON), NO_CALLS.renderer) == ""
     endless = {**FILES, "tokenizer_config.json": b"{}", "chat_template.jinja": b"{{ messages[-1].content }}"}
     assert "no token that ends" in why_not_held(request(AS_JSON), TextModel(endless, MODEL).renderer)

@@ -456,7 +456,7 @@ async def test_bodies_that_are_half_sent_take_no_more_memory_than_they_may_toget
         assert (await honest.post("/end_episode", large)).status_code == 400
         writers, refused = await filled(hive.base_url, honest, large)
         assert refused.json()["code"] == "overloaded"
-        assert "hold the limit of 4 MiB" in refused.text
+        assert "fill the limit of 4 MiB" in refused.text
         assert (await honest.say("hello")).status_code == 200
         for writer in writers:
             writer.close()

@@ -93,7 +93,7 @@ async def test_nobody_has_to_know_whose_requests_are_open_while_there_is_room() 
     for each in of_bob * 2:
         await requests.received(each, part)
     for each in (of_alice[0], of_bob[0]):
-        with pytest.raises(Refused, match="hold the limit of 0 MiB"):
+        with pytest.raises(Refused, match="fill the limit of 0 MiB"):
             await requests.received(each, part)
     with pytest.raises(Refused):
         enter("bob")

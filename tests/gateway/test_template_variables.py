@@ -103,9 +103,9 @@ async def test_a_job_that_says_nothing_refuses_variables_and_names_the_cure(bus:
 @pytest.mark.parametrize(
     ("variables", "why"),
     [
-        ({"messages": "x"}, "messages is set by rendering itself"),
-        ({"add_generation_prompt": False}, "add_generation_prompt is set by rendering itself"),
-        ({"bos_token": ""}, "bos_token is set by rendering itself"),
+        ({"messages": "x"}, "messages is set by the renderer"),
+        ({"add_generation_prompt": False}, "add_generation_prompt is set by the renderer"),
+        ({"bos_token": ""}, "bos_token is set by the renderer"),
         ({"date": 2**63}, "date is a whole number of more than 64 bits"),
         ({f"v{index}": 1 for index in range(65)}, "65 variables, but the limit is 64"),
         ({"tools": [1]}, "Expected `bool | int | float | str`, got `array`"),

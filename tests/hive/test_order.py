@@ -56,7 +56,7 @@ def hive() -> Hive:
         (completed(4, "9"), f"operation 4 of {MODEL} is completed, but was not accepted"),
         (completed(1, "0"), f"operation 1 of {MODEL} is completed twice"),
         (completed(3, "2"), f"operation 3 of {MODEL} is completed before 2"),
-        (checkpointed(2), f"a recovery checkpoint of {MODEL} covers operation 2, which still waits"),
+        (checkpointed(2), f"a recovery checkpoint of {MODEL} covers operation 2, which is waiting"),
         (checkpointed(9), f"a recovery checkpoint of {MODEL} covers operation 9, which is out of range"),
         (
             ev.EpisodesTaken(engine=ENGINE, run=1, client="c1", episodes=("main-1-7",)),

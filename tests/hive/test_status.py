@@ -131,7 +131,7 @@ def test_gateways_that_read_the_model_differently_are_named_in_one_sentence() ->
 
 
 def test_an_unknown_engine_is_answered_with_the_known_ones(hive: Hive) -> None:
-    assert render_status(hive, "mian") == "no engine 'mian' on this hive; known engines: main\n"
+    assert render_status(hive, "mian") == "no engine 'mian' in this hive; known engines: main\n"
     assert render_status(Hive()) == "no engine yet\n"
 
 

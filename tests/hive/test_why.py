@@ -85,11 +85,12 @@ def test_a_client_that_sleeps_in_an_episode_is_named_by_the_batch_that_waits_for
     first, group, last = chained(harness)
     assert first.what == "engine main is rolling: the batch of step 1 has waited for 1 m 00 s for 2 of 2 tasks"
     assert group.what == (
-        f"the group of task a waits for episode {episode}, claimed by client slow 1 m 00 s ago, with a last "
+        f"the group of task a is waiting for episode {episode}, claimed by client slow 1 m 00 s ago, with a last "
         "call recorded 1 m 00 s ago"
     )
     assert last.what == (
-        "it is aborted as idle in 9 m 00 s unless client slow has a call in progress, makes one, or reports its reward"
+        "it will be aborted as idle in 9 m 00 s unless client slow has a call in progress, makes one, or "
+        "reports its reward"
     )
     assert (last.who, last.until_ns) == ("client slow", harness.now_ns + 540 * SECOND)
     assert chained(harness, "main-1") == [first, group, last], "the run waits for what its engine waits for"
@@ -192,7 +193,7 @@ def test_the_drain_waits_for_an_open_episode_until_its_deadline() -> None:
     later(harness, 20)
     first, _, last = chained(harness)
     assert first.what.endswith("the batch of step 1 has waited for 20 s for 1 open episode")
-    assert last.what == "the drain ends and aborts it in 40 s unless client c1 reports its reward"
+    assert last.what == "the drain will end and abort it in 40 s unless client c1 reports its reward"
     assert (last.who, last.until_ns) == ("client c1", harness.now_ns + 40 * SECOND)
     later(harness, 41)
     assert harness.phase() == Phase.WEIGHT_SYNCING
@@ -201,7 +202,7 @@ def test_the_drain_waits_for_an_open_episode_until_its_deadline() -> None:
 def test_a_complete_batch_is_held_for_an_episode_that_would_be_too_old_for_the_next() -> None:
     harness = holding()
     first, _, last = chained(harness)
-    assert "is complete, and waits for 1 episode" in first.what
+    assert "is complete, and is waiting for 1 episode" in first.what
     assert last.what == "the batch is sealed without it in 1 m 00 s unless client c1 reports its reward"
     assert last.who == "client c1"
 
@@ -214,8 +215,8 @@ def test_an_episode_that_has_ended_waits_with_its_batch_or_for_nothing() -> None
     harness.train()
     (gone,) = harness.claim()
     harness.send(inbox.Abort(id=harness.id(), engine=ENGINE, client="c1", episodes=(gone,)))
-    assert cause(harness, "nobody", gone) == f"episode {gone} waits for nothing: it was aborted (client)"
-    assert cause(harness, "nobody", pooled) == f"episode {pooled} waits for nothing: it ended"
+    assert cause(harness, "nobody", gone) == f"episode {gone} is not waiting for anything: it was aborted (client)"
+    assert cause(harness, "nobody", pooled) == f"episode {pooled} is not waiting for anything: it ended"
 
 
 # ---- replicas -----------------------------------------------------------------------------------------------------
@@ -267,9 +268,10 @@ def test_no_replica_serves_the_newest_version_yet() -> None:
     publish(harness)
     later(harness, 30)
     first, last = chained(harness)
-    assert first.what == "engine main has handed out no episodes for 30 s: it waits until version 1 is served"
+    assert first.what == "engine main has handed out no episodes for 30 s: it is waiting until version 1 is served"
     assert last.what == (
-        "replica r1 has had version 1 to load for 30 s, as has 1 other; it is quarantined in 9 m 30 s unless it does"
+        "replica r1 has had version 1 to load for 30 s, as has 1 other; it will be quarantined in 9 m 30 s "
+        "unless it does"
     )
     assert last.who == "replica r1"
 
@@ -278,7 +280,7 @@ def test_a_replica_that_hangs_while_it_loads_is_named_while_the_others_serve() -
     harness = syncing()
     later(harness, 50)
     what = cause(harness, "replica r2")
-    assert what == "replica r2 has had version 1 to load for 50 s; it is quarantined in 10 s unless it does"
+    assert what == "replica r2 has had version 1 to load for 50 s; it will be quarantined in 10 s unless it does"
 
 
 # ---- the trainer --------------------------------------------------------------------------------------------------
@@ -288,8 +290,8 @@ def test_no_trainer_has_opened_the_run() -> None:
     harness = booting()
     later(harness, 20)
     first, last = chained(harness)
-    assert (
-        first.what == "engine main has been booting for 20 s; its run is suspended in 40 s if it has not booted by then"
+    assert first.what == (
+        "engine main has been booting for 20 s; its run will be suspended in 40 s unless it boots by then"
     )
     assert last.what == "no trainer has opened run 1 of engine main for 20 s"
     assert last.who == "a trainer"
@@ -322,7 +324,7 @@ def test_a_trainer_has_worked_on_a_step_for_long() -> None:
     later(harness, 1200)
     what = cause(harness, "trainer t1")
     assert what.startswith(
-        "trainer t1 has had step 1 pending for 20 m 00 s; it is replaced if it gives no sign of life for"
+        "trainer t1 has had step 1 pending for 20 m 00 s; it will be replaced if it gives no sign of life for"
     )
 
 
@@ -338,7 +340,7 @@ def test_a_step_that_fails_again_and_again_is_named_with_its_last_reason() -> No
     for _ in range(2):
         break_step(harness)
     what = cause(harness, "trainer t1")
-    assert what.startswith(f"step 1 has failed 2 times, the last 0.0 s ago because: {REASON}; trainer t1 tries again")
+    assert what.startswith(f"step 1 has failed 2 times, the last 0.0 s ago because: {REASON}; trainer t1 will try")
 
 
 def test_a_step_was_completed_and_its_weights_are_not_published() -> None:
@@ -346,7 +348,7 @@ def test_a_step_was_completed_and_its_weights_are_not_published() -> None:
     harness.step_done(1)
     later(harness, 90)
     _, unpublished, _ = chained(harness)
-    assert unpublished.what == "step 1 was completed 1 m 30 s ago, and its weights are not published yet"
+    assert unpublished.what == "step 1 was completed 1 m 30 s ago, and its weights have not been published yet"
     assert cause(harness, "trainer t1").startswith("trainer t1 has had the weights of step 1 to publish for 1 m 30 s")
 
 
@@ -355,7 +357,7 @@ def test_claims_of_an_asynchronous_run_wait_for_the_step_that_they_are_ahead_of(
     for task in "ab":
         harness.play(task)
     first, _ = chained(harness)
-    assert first.what == "engine main is rolling: the batch of step 2 is complete, and waits for step 1"
+    assert first.what == "engine main is rolling: the batch of step 2 is complete, and is waiting for step 1"
     assert cause(harness, "trainer t1").startswith("trainer t1 has had step 1 pending")
 
 
@@ -426,7 +428,7 @@ def test_no_coordinator_leads_so_nothing_else_is_the_cause() -> None:
     later(harness, 42)
     first, last = chained(harness, led_ns=led_ns)
     assert first.what.startswith("engine main is rolling")
-    assert last.what == "no coordinator has led for 45 s: nothing is decided, and no deadline runs"
+    assert last.what == "no coordinator has led for 45 s: nothing is being decided, and no deadline is running"
     assert last.who == "a coordinator"
 
 
@@ -445,7 +447,7 @@ def test_time_without_a_leader_counts_toward_no_deadline() -> None:
     harness.now_ns += 30 * SECOND
     alive(harness, "r1", version=0)
     harness.send(inbox.Tick(id=harness.id(), after_ns=before_ns))
-    assert "aborts it in 39 s unless" in cause(harness, "client c1"), "the tick stands for a second"
+    assert "abort it in 39 s unless" in cause(harness, "client c1"), "the tick stands for a second"
 
 
 def test_an_engine_that_is_offline_says_why_and_what_its_operator_can_do() -> None:
@@ -462,7 +464,7 @@ def test_an_engine_that_is_offline_says_why_and_what_its_operator_can_do() -> No
     harness.send(inbox.Start(id="again", engine=ENGINE))
     harness.send(inbox.EngineBroke(id="broke", engine=ENGINE, run=2, reason="a fault", trainer_epoch=0))
     assert cause(harness, "the operator").startswith("run 2 of engine main failed 0.0 s ago: a fault; ")
-    assert cause(harness, "nobody", "main-1") == "run 1 of engine main waits for nothing: run 2 followed it"
+    assert cause(harness, "nobody", "main-1") == "run 1 of engine main is not waiting for anything: run 2 followed it"
 
 
 def test_an_engine_boots_stage_by_stage_until_a_replica_has_the_first_weights() -> None:
@@ -486,7 +488,7 @@ def test_clients_that_agreed_see_the_sync_for_a_while() -> None:
     harness.play("a")
     harness.request(inbox.AgreeSync(id="x", engine=ENGINE, client="c1"))
     harness.train()
-    assert cause(harness, "time") == "clients that agreed have to see this phase, which ends in 6.0 s"
+    assert cause(harness, "time") == "the clients that agreed need time to see this phase, which ends in 6.0 s"
 
 
 # ---- multi-model episodes -----------------------------------------------------------------------------------------
@@ -499,7 +501,7 @@ def test_a_multi_model_claim_waits_for_the_other_engine_whose_chain_follows() ->
     broke = inbox.EngineBroke(id="x", engine=SMALL, run=1, reason=REASON, trainer_epoch=1, may_pass=True)
     harness.send(broke)
     _, other, last = chained(harness, BIG)
-    assert other.what == "its newest claim was for multi-model episodes with engine small, which hands out none now"
+    assert other.what == "its newest claim was for multi-model episodes with engine small, which is not handing out any"
     assert last.what.startswith(f"the run of engine small has been suspended for 0.0 s: {REASON}")
     assert last.who == "the operator"
 
@@ -509,7 +511,7 @@ def test_a_multi_model_episode_waits_for_the_replicas_of_the_other_engine() -> N
     (episodes,) = harness.claim_multi_model()
     harness.send(inbox.ReplicaLeaves(id="x", engine=SMALL, replica="r1"))
     *_, calls, last = chained(harness, episodes[BIG])
-    assert calls.what == "its calls wait: no replica of engine small serves a version that it may use"
+    assert calls.what == "its calls are waiting: no replica of engine small serves a version that it may use"
     assert last.what == "engine small has no replica: replica r1 left 0.0 s ago (stopped)"
 
 
@@ -524,8 +526,8 @@ def test_an_operation_waits_for_a_model_that_cannot_be_rebuilt() -> None:
     later(harness, 60)
     what = cause(harness, "trainer t1")
     assert what == (
-        "no trainer could rebuild model s:train:0 (1 m 00 s ago): its checkpoint is gone; trainers try again "
-        "by themselves"
+        "no trainer could rebuild model s:train:0 (1 m 00 s ago): its checkpoint is gone; trainers will try again "
+        "on their own"
     )
     for _ in range(3):
         rebuild(harness, 2)
@@ -565,8 +567,8 @@ def test_an_operation_waits_behind_others_of_its_model_and_of_other_models() -> 
         "(forward_backward)"
     )
     assert turn.what == (
-        "operation 2 (forward_backward) of model s:train:0 waits for its turn, after operation 1 (create_model) of "
-        "model s:train:1"
+        "operation 2 (forward_backward) of model s:train:0 is waiting for its turn, after operation 1 (create_model) "
+        "of model s:train:1"
     )
     assert last.who == "trainer t1"
 
@@ -579,7 +581,7 @@ def test_an_operation_waits_for_a_model_that_is_rebuilt() -> None:
     harness.operate("4")
     later(harness, 60)
     what = cause(harness, "trainer t1")
-    assert what == "trainer t1 has been rebuilding model s:train:0 for 1 m 00 s, and executes operation 3 again"
+    assert what == "trainer t1 has been rebuilding model s:train:0 for 1 m 00 s, and is executing operation 3 again"
 
 
 def test_an_operation_waits_for_a_trainer_after_the_last_one_was_lost() -> None:
@@ -627,7 +629,7 @@ def test_a_batch_that_was_handed_out_and_not_delivered_waits_for_the_outside_tra
     assert harness.ask() == 1
     later(harness, 60)
     assert cause(harness, "the outside trainer") == (
-        "batch 1 of engine main was handed out 1 m 00 s ago, but not delivered: the next request gets it again"
+        "batch 1 of engine main was handed out 1 m 00 s ago, but was not delivered: the next request will get it again"
     )
     harness.arrived(1)
     assert cause(harness, "an environment") == "no environment is connected"

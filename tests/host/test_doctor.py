@@ -147,7 +147,7 @@ async def test_a_server_with_the_default_size_of_messages_is_told_and_its_stream
             await bus.publisher.publish(bus.subjects.call("e", "x"), bytes(500_000), msg_id="1")
         found = by_name(await asyncio.to_thread(streams_of, tmp_path, server.url, calls_bytes_max="400kB"))
         assert found["stream calls"].state == State.MISSING
-        assert found["stream calls"].detail == "500 kB of 67 MB, 1 replica; at the next start 400 kB"
+        assert found["stream calls"].detail == "500 kB of 67 MB, 1 replica; 400 kB after a restart"
         assert found["stream calls"].todo == "--calls-bytes-max must be at least the size of the stream"
         assert found["stream events"] == Finding("stream events", State.OK, "0 B of 67 MB, 1 replica")
 
@@ -167,7 +167,7 @@ def test_a_server_that_does_not_answer_is_missing(tmp_path: Path) -> None:
 def test_a_model_and_its_tokenizer_are_checked(tiny: Path, tmp_path: Path) -> None:
     found = deployment(job=job(tiny), trainer={}, inference=[{}])
     assert {finding.state for finding in found.values()} == {State.OK}
-    assert found["engine main: tokenizer"].detail == "it is the model's own"
+    assert found["engine main: tokenizer"].detail == "the model's own"
 
     wrong = other_tokenizer(tmp_path / "wrong", 900)
     found = deployment(job=job(tiny, tokenizer=str(wrong)))

@@ -26,6 +26,6 @@ async def test_want_of_open_files_and_its_end_are_said_once(caplog: pytest.LogCa
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         watching.cancel()
     short, again = [record.getMessage() for record in caplog.records]
-    assert short.startswith("Too many open files: no connection can be taken or made")
+    assert short.startswith("Too many open files: no connection can be accepted or made")
     assert "The limit of this process is 3: raise it with `ulimit -n`" in short
     assert again == "files and connections can be opened again"

@@ -105,4 +105,4 @@ def test_the_collection_panel_says_how_far_claims_are_ahead_of_training() -> Non
     for position, event in enumerate(run.harness.log, 1):
         fold(view, position, event)
     lines = CollectionPanel().lines(screen_data(view, run.harness.now_ns, "main"), 70, 10)
-    assert lines[-1].plain == "  ahead of training 1 + 1 batches, bound 1, new episodes wait"
+    assert lines[-1].plain == "  ahead of training 1 + 1 batches, bound 1, new episodes are waiting"

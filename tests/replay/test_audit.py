@@ -115,7 +115,7 @@ def test_each_gradient_of_a_training_client_is_used_in_a_step_dropped_or_waits()
         "forward_backward failed": 1,
         "optim_step executed": 1,
         "forward_backward used in a step": 2,
-        "forward_backward that waits for a step": 1,
+        "forward_backward waiting for a step": 1,
         "forward_backward waiting": 1,
     }
     over = report_of([*events, ev.ModelClosed(engine=ENGINE, run=1, model="s:m", reason=ModelEnd.ENDED)])

@@ -119,7 +119,7 @@ class HeldToForms(FileSource):
 async def test_a_call_that_was_held_to_a_form_is_not_shown_as_trained() -> None:
     with HeldToForms.open(TINY) as source:
         transcript = await read_transcript(source, await read_story(source, "main-1-5"))
-    assert all("held to a form (tool_choice)" in turn.untrained for turn in transcript.turns)
+    assert all("forced into a format (tool_choice)" in turn.untrained for turn in transcript.turns)
     assert not any(token.trained for turn in transcript.turns for reply in turn.replies for token in reply.tokens)
 
 

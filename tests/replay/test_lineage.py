@@ -49,11 +49,11 @@ async def test_a_step_without_a_checkpoint_is_not_called_unfinished(golden: File
 
     lineage = await trace(golden, 2, run=1)
     assert "none of this step (trainer.checkpoint_every), made by trainer epoch 1" in says()
-    assert "none: the step was not completed on this log" in says(trainer_epoch=0)
+    assert "none: the step was not completed in this log" in says(trainer_epoch=0)
 
 
 async def test_a_missing_step_is_refused_with_the_steps_that_exist(golden: FileSource) -> None:
-    with pytest.raises(NotOnLog, match=r"no step 7 on this log; engine main run 1 has 1 to 2, .* run 2 has 1 to 1"):
+    with pytest.raises(NotOnLog, match=r"no step 7 in this log; engine main run 1 has 1 to 2, .* run 2 has 1 to 1"):
         await trace(golden, 7)
     with pytest.raises(NotOnLog, match="no batch was sealed"):
         await trace(golden, 1, engine="other")

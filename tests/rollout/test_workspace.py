@@ -143,7 +143,7 @@ def test_a_folder_that_agents_would_write_through_is_refused(tmp_path: Path, rep
     assert check_workspace(repository, tmp_path) == repository
     with pytest.raises(Refused, match="is not a folder"):
         check_workspace(tmp_path / "none", tmp_path)
-    with pytest.raises(Refused, match="copies would copy themselves"):
+    with pytest.raises(Refused, match="each copy would contain the earlier ones"):
         check_workspace(repository, repository / "scratch")
     worktree = tmp_path / "worktree"
     worktree.mkdir()

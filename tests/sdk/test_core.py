@@ -135,7 +135,7 @@ def test_another_field_that_a_hive_does_not_know_is_refused_as_before() -> None:
 
 def test_an_operation_that_waits_for_an_event_loop_where_there_is_none_is_a_mistake() -> None:
     driver = Driver([None])
-    with pytest.raises(RuntimeError, match=r"abort_episodes.* waits for an event loop"):
+    with pytest.raises(RuntimeError, match=r"abort_episodes.* needs a running event loop"):
         driver.run(driver.core.abort_episodes(["e1"]))
 
 
@@ -510,7 +510,7 @@ def test_an_engine_that_is_offline_is_configured_and_started() -> None:
 
 
 def test_a_start_that_the_job_is_refused_for_is_not_taken_for_the_start_of_another_client() -> None:
-    why = "This experiment has begun, but the checkpoint of version 2 of run 1 belongs to another job"
+    why = "This experiment has already begun, but the checkpoint of version 2 of run 1 belongs to another job"
     refused = ok({"success": False, "error": why, "code": "bad_config"})
     driver = Driver([status("ENGINE.OFFLINE"), ok({"success": True}), refused])
     with pytest.raises(BadConfig, match=why):
@@ -693,8 +693,8 @@ def test_those_that_are_left_are_read_next_and_those_that_give_none_are_named(ca
     assert [datum.episode for datum in driver.run(driver.core.take_datums(["e1", "e2", "e3"]))] == ["e1"]
     assert driver.body(1)["episode_uuids"] == ["e3"]
     assert driver.body(2)["episode_uuids"] == ["e1", "e3"], "nobody will ever read what is lost"
-    assert "episode e2 gives no data: it is gone" in caplog.text
-    assert "episode e3 gives no data: call c is not there" in caplog.text
+    assert "the data of episode e2 is not available: it is gone" in caplog.text
+    assert "the data of episode e3 is not available: call c is not there" in caplog.text
 
 
 @pytest.mark.parametrize("reply", [{}, READ | {"episodes": [{}]}, READ | {"episodes": [], "left": ["e1"]}])

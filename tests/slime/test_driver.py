@@ -427,11 +427,11 @@ async def test_prompts_that_no_rollout_has_come_to_are_said(served: GatewayHive,
     of_three = options_of(served, model, tmp_path, rollout_batch_size=3, num_rollout=None, debug_rollout_only=True)
     await played(of_three, said.append)
     assert len(said) == 2
-    assert said[1] == ("1 of the 4 prompts were not begun in 1 rollouts of 3: --num-rollout 2 begins all of them")
+    assert said[1] == ("1 of the 4 prompts were not begun in 1 rollouts of 3: --num-rollout 2 would begin all of them")
     await played(of_three.model_copy(update={"rollout_batch_size": 2}), said.append)
     assert [line.partition(":")[0] for line in said[2:]] == ["rollout 0", "rollout 1"], "these were all of them"
     await played(of_three.model_copy(update={"num_epoch": 2}), said.append)
-    twice = "2 of the 8 prompts in 2 epochs were not begun in 2 rollouts of 3: --num-rollout 3 begins all of them"
+    twice = "2 of the 8 prompts in 2 epochs were not begun in 2 rollouts of 3: --num-rollout 3 would begin all of them"
     assert said[-1] == twice
 
 

@@ -35,7 +35,7 @@ def imports(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("absent_module.generate", r"No module named 'absent_module'\. Write package\.module\.function"),
         ("json.absent", "json has no 'absent'"),
         ("absent.py:generate", "is not a file"),
-        ("slime.agent.adapters.OpenAIAdapter", "imports slime.agent, which is not here: its agents work in E2B"),
+        ("slime.agent.adapters.OpenAIAdapter", "imports slime.agent, which bombus lacks: its agents work in E2B"),
     ],
 )
 def test_a_path_of_no_function_is_refused(path: str, why: str) -> None:
@@ -46,14 +46,14 @@ def test_a_path_of_no_function_is_refused(path: str, why: str) -> None:
 @pytest.mark.parametrize(
     ("code", "why"),
     [
-        ("from slime.agent.harness import CodexHarness", "imports slime.agent, which is not here: its agents work"),
+        ("from slime.agent.harness import CodexHarness", "imports slime.agent, which bombus lacks: its agents work"),
         (
             WRAPPED,
-            "imports build_processor_kwargs of slime.utils.processing_utils, which is not here: it is for images",
+            "imports build_processor_kwargs of slime.utils.processing_utils, which bombus lacks: it is for images",
         ),
         (
             WRAPPED.replace(" from error", ""),
-            "imports build_processor_kwargs of slime.utils.processing_utils, which is not here: it is for images",
+            "imports build_processor_kwargs of slime.utils.processing_utils, which bombus lacks: it is for images",
         ),
         (
             "from slime.rollout.rm_hub import f1_score",
@@ -63,8 +63,8 @@ def test_a_path_of_no_function_is_refused(path: str, why: str) -> None:
             "import slime.rollout.rm_hub.math_utils",
             "imports slime.rollout.rm_hub.math_utils, .* put a copy of its file",
         ),
-        ("from slime.backends.megatron_utils import cp_utils", "slime.backends, which is not here: it is a part of"),
-        ("import an_absent_package", "No module named 'an_absent_package', which it imports: install that$"),
+        ("from slime.backends.megatron_utils import cp_utils", "slime.backends, which bombus lacks: it is a part of"),
+        ("import an_absent_package", "No module named 'an_absent_package'; it imports that module: install it$"),
         ("raise KeyError('HOME_OF_IT')", "cannot be imported: KeyError: 'HOME_OF_IT'$"),
         ("def generate(:", "cannot be imported: SyntaxError"),
     ],

@@ -107,7 +107,7 @@ async def test_without_open_files_services_say_so_go_on_once_there_are_some_and_
         assert (await agent.call()).status_code == 200
 
         gateway.starve()
-        assert "Too many open files: no connection can be taken or made" in await gateway.said("error")
+        assert "Too many open files: no connection can be accepted or made" in await gateway.said("error")
         assert (await agent.call()).status_code == 200, "what is open goes on"
         with pytest.raises(httpx.TransportError):
             await agent.call_anew()

@@ -290,7 +290,7 @@ def test_a_program_for_another_model_is_told_the_difference_and_how_to_stop_the_
     stopping = [sys.executable, "-m", "bombus", "stop", "--nats", up.nats, "--hive", "main"]
     lines = [subprocess.run(stopping, capture_output=True, text=True, timeout=60).stdout for _ in range(2)]
     assert lines == ["engine main is stopped at step 0; its log, weights and checkpoints are kept\n",
-                    "engine main runs no job\n"]  # fmt: skip
+                    "engine main is not running a job\n"]  # fmt: skip
     with SwarmClient(up.url) as client:
         assert client.get_engine_status()[0] == "ENGINE.OFFLINE"
     unknown = subprocess.run([*stopping, "--engine", "other"], capture_output=True, text=True, timeout=60)
@@ -492,7 +492,7 @@ def test_the_limits_of_streams_are_set_by_flags_and_changed_by_the_same_flags(tm
             capture_output=True, text=True, timeout=60,
         ).stdout  # fmt: skip
         assert re.search(r"^ok +nats +127.0.0.1:\d+ answers and takes messages of up to 8.4 MB$", told, re.MULTILINE)
-        assert re.search(r"^ok +stream events +.* of 100 MB, 1 replica; at the next start 1.0 GB$", told, re.MULTILINE)
+        assert re.search(r"^ok +stream events +.* of 100 MB, 1 replica; 1.0 GB after a restart$", told, re.MULTILINE)
         assert re.search(r"^ok +stream calls +.* of 300 MB, 1 replica$", told, re.MULTILINE)
     finally:
         assert up.interrupt() == []

@@ -166,7 +166,7 @@ ON_THE_LOG: dict[str, tuple[type[AnyEvent], Callable[[Any], list[Any]], str]] = 
     "a version that samples before it is there": (
         ev.CallsNoted,
         lambda event: [replace(event, calls=tuple(replace(each, newest=7) for each in event.calls))],
-        "was sampled by version 7, which is not on the log",
+        "was sampled by version 7, which is not in the log",
     ),
 }
 

@@ -93,7 +93,7 @@ def test_a_checkpoint_names_the_backend_that_can_load_it(tmp_path: Path) -> None
 def test_only_the_checkpoint_with_the_digest_on_the_log_is_read(tmp_path: Path) -> None:
     before, after = write(tmp_path), write(tmp_path, value=2.0)
     assert before.path == after.path
-    with pytest.raises(CheckpointDamaged, match="its manifest is not the one that the log names"):
+    with pytest.raises(CheckpointDamaged, match="its manifest is not the one named in the log"):
         read_step(before.path, before.digest)
     assert float(load_step(after.path, after.digest)["w"]) == 2.0
 

@@ -119,7 +119,7 @@ def test_the_first_step_of_a_run_that_went_on_from_an_earlier_one_is_repeated_fr
     said = capsys.readouterr().err
     assert "run 2 began at the checkpoint of step 2 of run 1, but no checkpoint of it up to step 2 is left" in said
     assert resumed.run("train", "--step", "2") == 1
-    assert "run 2 of engine main has no batch for step 2 on this log; it has 3 to 4" in capsys.readouterr().err
+    assert "run 2 of engine main has no batch for step 2 in this log; it has 3 to 4" in capsys.readouterr().err
 
 
 @contextmanager
@@ -146,7 +146,7 @@ def test_a_repeated_run_that_published_adapters_gives_the_same_adapters(
     finished_lora: Finished, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert finished_lora.run("train", "--step", "2") == 0
-    assert capsys.readouterr().out.count("the same bytes as the log") == 2
+    assert capsys.readouterr().out.count("the bytes match those in the log") == 2
     with damaged(finished_lora.folder / "model" / "model.safetensors"):
         assert finished_lora.run("train", "--step", "1") == 1
     assert "the model as loaded here differs from version 0" in capsys.readouterr().out
@@ -158,7 +158,7 @@ def test_where_no_checkpoint_is_kept_the_steps_before_are_repeated_too(
     assert finished.run("train", "--step", "2") == 0
     said = capsys.readouterr().out
     assert "starting from the model as loaded: no checkpoint up to step 1 is kept" in said
-    assert said.count("the same bytes as the log") == 2
+    assert said.count("the bytes match those in the log") == 2
 
 
 def test_a_damaged_checkpoint_is_reported_and_not_used(finished: Finished, capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,7 +177,7 @@ def test_a_different_model_is_reported_and_the_bytes_do_not_agree(
         assert finished.run("train", "--step", "1") == 1
     said = capsys.readouterr().out
     assert "the model as loaded here differs from version 0" in said
-    assert "step 1 does not match: on the log it has sha256 " in said
+    assert "step 1 does not match: in the log it has sha256 " in said
     assert "the machine that made the step is not known, as there is no checkpoint of it" in said
 
 
@@ -247,9 +247,9 @@ def test_a_branch_with_another_loss_has_its_defaults() -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["--step", "9"], "has no batch for step 9 on this log; it has 1 to 4"),
-        (["--step", "1", "--run", "7"], "has no run 7 of engine main, but 1"),
-        (["--step", "1", "--engine", "other"], "has no engine other, but main"),
+        (["--step", "9"], "has no batch for step 9 in this log; it has 1 to 4"),
+        (["--step", "1", "--run", "7"], "has no run 7 of engine main, only 1"),
+        (["--step", "1", "--engine", "other"], "has no engine other, only main"),
         (["--step", "1", "--set", "lr=1"], "belong to a branch"),
         (["--from", "1", "--to", "2"], "a branch needs --from A --to B --out DIR"),
         (

@@ -120,7 +120,7 @@ async def test_a_checkpoint_that_is_away_suspends_the_run_that_begins_at_it(stag
     await stage.start(stage.job())
     await stage.follower.wait_for(lambda _: bool(stage.engine.suspended), WAIT_S)
     assert "cannot be read: No such file" in stage.engine.suspended
-    assert "The run began at it: bring it back, or stop the run and set trainer.resume to `from VERSION`, which" in (
+    assert "The run began at this checkpoint: bring it back, or stop the run and set trainer.resume to `from V" in (
         stage.engine.suspended
     )
     assert stage.engine.suspended.endswith(LOADED)
@@ -143,8 +143,8 @@ async def test_a_run_whose_own_checkpoints_are_lost_does_not_say_that_it_began_a
     (stage.options.folder / "checkpoints").rename(stage.folder / "unmounted")
     stage.train(options=stage.options.model_copy(update={"load_patience_s": 0.0}))
     await stage.follower.wait_for(lambda _: bool(stage.engine.suspended), WAIT_S)
-    assert "and no other one can be used: bring it back, or stop the run" in stage.engine.suspended
-    assert "began at it" not in stage.engine.suspended
+    assert "and no other can be used: bring it back, or stop the run" in stage.engine.suspended
+    assert "began at this checkpoint" not in stage.engine.suspended
 
 
 async def test_a_checkpoint_of_other_weights_at_the_same_path_ends_the_run_and_says_how_to_begin_anew(

@@ -236,7 +236,7 @@ async def test_an_update_that_is_not_finite_is_left_out_and_too_many_such_steps_
     completed = [event for event in stage.events if isinstance(event, StepCompleted)]
     assert [event.metrics["updates_left_out"] for event in completed] == [1, 0, 1, 1]
     assert [event.metrics["nonfinite_steps"] for event in completed] == [1, 0, 1, 2]
-    assert line_of(completed[0]).endswith("1 update left out, not finite")
+    assert line_of(completed[0]).endswith("1 update left out for not being finite")
     sha256 = [event.weights.sha256 for event in stage.events if isinstance(event, WeightsReady)]
     assert [before == after for before, after in pairwise(sha256)] == [True, False, True, True]
     assert stage.engine.step_failures == 0

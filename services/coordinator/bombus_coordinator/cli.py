@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--name",
         default="",
         metavar="NAME",
-        help="its name; a restart under the same name leads again immediately (default: a new name)",
+        help="its name; if restarted under the same name, it leads again immediately (default: a new name)",
     )
     parser.add_argument(
         "--watch-disk",

@@ -39,7 +39,7 @@ NOTE_BYTES_MAX = 1024  # maximum size of one of those calls; gateways write at m
 ID_CHARS_MAX = 256  # maximum length of the id recorded for a dead letter
 EVENT_BYTES_MAX = 8 << 20
 _TOO_LARGE = (
-    "An event of {} bytes exceeds the {} bytes of one bus message: send less at once, or raise the "
+    "An event of {} bytes exceeds the limit of {} bytes per bus message: send less at once, or raise the "
     "server's max_payload."
 )
 

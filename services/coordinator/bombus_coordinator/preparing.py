@@ -81,7 +81,7 @@ async def _fault(bus: Bus, position: int) -> str:
         raise
     except LogCorrupted:
         return f"the snapshot at event {position} is damaged"
-    return "" if snapshot.fold == FOLD else f"another version made the snapshot at event {position}"
+    return "" if snapshot.fold == FOLD else f"another version of bombus made the snapshot at event {position}"
 
 
 async def _archived(bus: Bus, archive: Path) -> int:
@@ -123,7 +123,7 @@ async def _compare(bus: Bus, check: LogCheck, begun_by: int) -> None:
     which the check began."""
     snapshot = await load_snapshot(bus, check.position)
     if snapshot.fold != FOLD:
-        raise LogCorrupted(f"another version has since written the snapshot at event {check.position}")
+        raise LogCorrupted(f"another version of bombus has since written the snapshot at event {check.position}")
     try:
         check.compare(snapshot)
     except LogCorrupted as error:

@@ -317,10 +317,10 @@ class Coordinator:
                 self._snapshots.pace.wrote(sum(len(each.body) + EVENT_BYTES for events in outgoing for each in events))
                 return
             except StreamFull as error:  # raised after many retries
-                log.warning("decisions wait for the log: %s", error)
+                log.warning("decisions are waiting for the log: %s", error)
                 await self.bus.inbox.say_undecided(str(error))
             except BusUnavailable as error:
-                log.warning("decisions wait for the log: %s", error)
+                log.warning("decisions are waiting for the log: %s", error)
                 await asyncio.sleep(RETRY_S)
 
     def _outgoing(self, event: ev.Event, body: bytes, seq: int, trace: str) -> Outgoing:
@@ -350,7 +350,7 @@ class Coordinator:
             try:
                 return await self.bus.last(self.bus.subjects.events_stream)
             except BusUnavailable as error:
-                log.warning("decisions wait for the log: %s", error)
+                log.warning("decisions are waiting for the log: %s", error)
                 await asyncio.sleep(RETRY_S)
 
     async def _reply(self, replies: Sequence[CommandReply]) -> None:

@@ -190,14 +190,14 @@ async def compare(source: Source, engine: str, run: int | None, changes: dict[st
         elif isinstance(event, ev.EngineStarted):
             break
     if found is None:
-        raise NotOnLog(f"the start of run {wanted} of engine {engine} is not on {source.title}")
+        raise NotOnLog(f"the start of run {wanted} of engine {engine} is not in {source.title}")
     return found
 
 
 def _changed(rules: Collection, changes: dict[str, object]) -> Collection:
     changed = msgspec.structs.replace(rules, **changes)
     if changed.max_staleness > 0 and BATCH_METHODS[changed.method].is_by_agreement:
-        raise BadUsage(f"{changed.method} needs --max-staleness 0: clients that agree wait for the phase to change")
+        raise BadUsage(f"{changed.method} needs --max-staleness 0: agreement cannot stop an asynchronous engine")
     return changed
 
 
@@ -207,7 +207,7 @@ async def _last_run(source: Source, engine: str) -> int:
         if isinstance(entry.event, ev.EngineStarted) and entry.event.engine == engine:
             run = entry.event.run
     if run == 0:
-        raise NotOnLog(f"engine {engine} has never been started on {source.title}")
+        raise NotOnLog(f"engine {engine} has never been started in {source.title}")
     return run
 
 
@@ -220,18 +220,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--method", metavar="NAME", help=f"one of {', '.join(Method)} (default for all rules: the run's own)"
     )
-    parser.add_argument("--batch-size", type=int, metavar="N", help="tasks in a batch")
-    parser.add_argument("--num-repeat", type=int, metavar="N", help="episodes of a task")
+    parser.add_argument("--batch-size", type=int, metavar="N", help="how many tasks a batch has")
+    parser.add_argument("--num-repeat", type=int, metavar="N", help="how many episodes each task has")
     parser.add_argument(
-        "--max-staleness", type=int, metavar="N", help="maximum age of a sample in versions; 0: synchronous"
+        "--max-staleness", type=int, metavar="N", help="maximum age of a sample, in policy versions; 0: synchronous"
     )
     parser.add_argument(
         "--max-carry-staleness",
         type=int,
         metavar="N",
-        help="versions for which an episode may wait when training is synchronous",
+        help="how many policy versions an episode may wait when training is synchronous",
     )
-    parser.add_argument("--max-pool-episodes", type=int, metavar="N", help="size above which the pool is cleared")
+    parser.add_argument("--max-pool-episodes", type=int, metavar="N", help="episodes above which the pool is cleared")
     parser.add_argument("--engine", default="main", metavar="NAME", help="the engine (default: %(default)s)")
     parser.add_argument(
         "--run", type=int, metavar="R", help="the number of the run (default: the last)", dest="which_run"
@@ -277,7 +277,7 @@ def render(compared: Compared) -> Iterator[str]:
     yield ""
     yield from _render("as it was", compared.was, compared.began_ns)
     yield ""
-    yield from _render("as it would have been, had nothing taken time", compared.would_be, compared.began_ns)
+    yield from _render("as it would have been if nothing had taken any time", compared.would_be, compared.began_ns)
 
 
 def _render(title: str, result: WhatIfResult, began_ns: int) -> Iterator[str]:

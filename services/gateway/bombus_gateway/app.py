@@ -156,7 +156,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(BusUnavailable)
     async def bus_down(_: Request, error: BusUnavailable) -> JSONResponse:
-        return _detail(Code.BUS_DOWN, f"The log cannot be reached just now; try again. ({error})")
+        return _detail(Code.BUS_DOWN, f"The log cannot be reached right now; try again. ({error})")
 
     @app.exception_handler(EngineFault)
     async def fault(_: Request, error: EngineFault) -> JSONResponse:
@@ -169,7 +169,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
         The server logs the traceback.
         """
-        return _detail(Code.INTERNAL, f"The gateway failed ({type(error).__name__}); its log says more.")
+        return _detail(Code.INTERNAL, f"The gateway failed ({type(error).__name__}); see its log.")
 
 
 def _detail(code: Code, why: str) -> JSONResponse:

@@ -72,7 +72,7 @@ class Gateway:
         try:
             await self.follower.wait_position(answer.position, POSITION_S)
         except TimeoutError:
-            log.warning("a command was carried out, but its event has not come back yet", extra={"command": command.id})
+            log.warning("a command was carried out, but its event has not arrived yet", extra={"command": command.id})
         return answer
 
     @property

@@ -90,7 +90,7 @@ class OpenRequests:
         if size and self._held + size > self._bytes_max:
             self._look_up()
             if not has_share(self._held_by, request.share or "", self._bytes_max, size):
-                why = f"The requests in progress hold the limit of {self._bytes_max >> 20} MiB; try again in a moment."
+                why = f"The requests in progress fill the limit of {self._bytes_max >> 20} MiB; try again in a moment."
                 raise Refused(Code.OVERLOADED, why)
         self._held += size
         request.bytes += size

@@ -18,14 +18,14 @@ class GatewaySettings(GatewayOptions):
     bus_url: Annotated[str, Flag(name="--nats", declared_elsewhere=True)] = "nats://127.0.0.1:4222"
     keys: Annotated[HiveKeys, NoFlag()] = HiveKeys()
 
-    reuse_port: bool = Field(default=False, description="share the port with other gateways of this host")
+    reuse_port: bool = Field(default=False, description="share the port with other gateways on this host")
     engines: Annotated[
         tuple[EngineName, ...], Flag(name="--engine", metavar="NAME", default="main", read=name_of("engine"))
     ] = Field(
         default=("main",),
         description="may be given several times: each has its own routes; the first one's are also at the root",
     )
-    public_url: Annotated[str, Flag(metavar="URL", default="what a client's request says")] = Field(
+    public_url: Annotated[str, Flag(metavar="URL", default="the address that a client's request names")] = Field(
         default="", description="behind a proxy: scheme://host:port as clients see it"
     )
     strict_model_names: bool = Field(
@@ -52,7 +52,7 @@ class GatewaySettings(GatewayOptions):
     )
 
     open_calls_max: Annotated[int, Flag(name="--open-calls", metavar="N")] = Field(
-        default=4096, ge=1, le=1 << 20, description="model calls open at the same time; further calls are answered 503"
+        default=4096, ge=1, le=1 << 20, description="how many model calls may be open at a time; others get a 503"
     )
     body_mb_max: Annotated[int, Flag(name="--body-mb", metavar="MB")] = Field(
         default=8, ge=1, le=1024, description="the largest body of a model call, in MiB"
@@ -62,10 +62,10 @@ class GatewaySettings(GatewayOptions):
         ge=1,
         le=1 << 20,
         description="memory for the bodies of all requests in progress, in MiB; once it is used up, each key still "
-        "gets its share, and requests beyond that are answered 503",
+        "gets its share, and requests beyond that get a 503",
     )
     episode_mb_max: Annotated[int, Flag(name="--episode-mb", metavar="MB")] = Field(
-        default=256, ge=1, le=1 << 20, description="what the calls of one episode may take in the log, in MiB"
+        default=256, ge=1, le=1 << 20, description="space that the calls of one episode may take in the log, in MiB"
     )
     history_mb_max: Annotated[int, Flag(name="--history-mb", metavar="MB")] = Field(
         default=512,
@@ -74,7 +74,7 @@ class GatewaySettings(GatewayOptions):
         description="memory for conversations, in MiB; those that do not fit are re-read from the log",
     )
     log_fill_max: Annotated[float, Flag(name="--call-log-fill", metavar="SHARE")] = Field(
-        default=0.9, gt=0, le=1, description="how full the log of calls may be before calls are answered 503"
+        default=0.9, gt=0, le=1, description="how full the log of calls may be before calls get a 503"
     )
 
     @field_validator("engines")

@@ -61,7 +61,7 @@ class ComputeSettings(BaseModel):
 
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
-        Flag(default="the job's; for auto float32 on a CPU, the model's own on a GPU"),
+        Flag(default="the job's; for auto, float32 on a CPU and the model's own on a GPU"),
     ] = Field(default=None, description="type of weights, keys and values")
     device: Annotated[Device, Flag(declared_elsewhere=True)] = "cpu"
     kv_cache_bytes: Annotated[int | None, Flag(name="--kv-cache-mb", metavar="MB", read=_mebibytes, default="0")] = (
@@ -76,8 +76,8 @@ class ComputeSettings(BaseModel):
         default=8,
         ge=1,
         le=256,
-        description="size of a block of the torch backend's KV cache; short, because the samples of a group share "
-        "their prompt by whole blocks",
+        description="tokens in a block of the torch backend's KV cache; few, because the samples of a group share "
+        "only whole blocks of their prompt",
     )
     max_model_len: Annotated[int | None, Flag(metavar="TOKENS", read=_tokens, default="0")] = Field(
         default=None,
@@ -85,12 +85,12 @@ class ComputeSettings(BaseModel):
         le=1 << 23,
         description="the longest sequence, prompt and answer; 0: the job's, or less if the cache is too small",
     )
-    max_running: MaxRunning = Field(default=128, description="sequences decoded at once")
+    max_running: MaxRunning = Field(default=128, description="how many sequences are decoded at the same time")
     max_waiting: Annotated[int, Flag(metavar="N")] = Field(
-        default=4096, ge=1, le=1 << 20, description="sequences that may wait to run; more are refused"
+        default=4096, ge=1, le=1 << 20, description="how many sequences may wait to run; more are refused"
     )
     prefill_tokens_max: Annotated[int, Flag(name="--max-prefill-tokens", metavar="TOKENS")] = Field(
-        default=1024, ge=1, le=1 << 20, description="prompt tokens in one step of the torch backend"
+        default=1024, ge=1, le=1 << 20, description="how many prompt tokens one step of the torch backend may have"
     )
     adapters_bytes: Annotated[
         int, Flag(name="--adapters-mb", metavar="MB", read=_adapter_mebibytes, default="1024")
@@ -99,7 +99,7 @@ class ComputeSettings(BaseModel):
         ge=0,
         le=1 << 42,
         description="room for LoRA adapters that are served in addition to the engine's own policy, in MiB; 0: none. "
-        "With the torch backend it is memory, and adapters in use take it twice; vLLM has copies of their "
+        "With the torch backend this is memory, and adapters in use take twice their size; vLLM keeps copies of their "
         "files",
     )
     threads: Annotated[Threads, Flag(declared_elsewhere=True)] = 0
@@ -127,14 +127,14 @@ class VllmSettings(BaseModel):
         Path | None, Flag(name="--vllm-python", metavar="PATH", default="the one from `bombus install vllm`")
     ] = Field(default=None, description="your own Python that has vLLM")
     tensor_parallel: Annotated[int, Flag(metavar="N")] = Field(
-        default=1, ge=1, le=1024, description="GPUs that share the model"
+        default=1, ge=1, le=1024, description="how many GPUs share the model"
     )
-    eager: Eager = Field(default=False, description="no compilation: starts sooner, decodes a fifth slower")
+    eager: Eager = Field(default=False, description="do not compile: vLLM starts sooner, but decodes a fifth slower")
     gpu_memory_utilization: Annotated[float | None, Flag(metavar="SHARE", default="vLLM's own")] = Field(
         default=None, gt=0, le=1, description="fraction of each GPU's memory to use, above 0 and at most 1"
     )
     max_loras: MaxLoras = Field(
-        default=4, description="adapters of an operations run in one batch; each takes GPU memory"
+        default=4, description="how many adapters one batch of an operations run may use; each takes GPU memory"
     )
     max_lora_rank: MaxLoraRank = Field(
         default=64,
@@ -167,7 +167,7 @@ class OpenAISettings(BaseModel):
         default="", max_length=1024, description="the model's name on the server"
     )
     drain_s: Annotated[float, Flag(name="--openai-drain-timeout", metavar="SECONDS")] = Field(
-        default=60.0, ge=0, le=86_400, description="how long open requests may run on before the weights change"
+        default=60.0, ge=0, le=86_400, description="how long open requests may continue before the weights change"
     )
     update_s: Annotated[float, Flag(name="--openai-update-timeout", metavar="SECONDS")] = Field(
         default=600.0, gt=0, le=86_400, description="how long the server may take to load new weights"
@@ -183,14 +183,14 @@ class ServerSettings(BaseModel):
     port: int = Field(default=0, ge=0, le=65535, description="port to listen on; 0: any free port")
     host_names: Annotated[tuple[HostName, ...], Flag(name="--host-name", metavar="NAME")] = Field(
         default=(),
-        description="may be given several times: a name by which it is reached; requests for names other than "
+        description="may be given several times: a name by which the replica is reached; requests for names other than "
         "localhost, its address, and that of --advertise-url are refused",
     )
     requests_max: Annotated[int, Flag(name="--max-requests", metavar="N")] = Field(
-        default=1024, ge=1, le=1 << 20, description="requests open at a time; more are answered with 503"
+        default=1024, ge=1, le=1 << 20, description="how many requests may be open at a time; others get a 503"
     )
     drain_s: Annotated[float, Flag(name="--drain-timeout", metavar="SECONDS")] = Field(
-        default=5.0, ge=0, le=600, description="how long open requests may run on when the replica stops"
+        default=5.0, ge=0, le=600, description="how long open requests may continue when the replica stops"
     )
 
 
@@ -210,13 +210,13 @@ class InferenceSettings(BaseModel):
         str, Flag(metavar="URL", default="where it listens; at every address, the one from which it reaches the bus")
     ] = Field(default="", description="how gateways reach it, such as http://10.0.0.7:8000")
     replica: Annotated[str, Flag(metavar="NAME", default="a new name")] = Field(
-        default="", description="the replica's name on the log"
+        default="", description="the replica's name in the log"
     )
     alive_every_s: Annotated[float, Flag(name="--alive-every", metavar="SECONDS")] = Field(
-        default=1.0, gt=0, le=3, description="between heartbeats; after 10 s without one, the replica counts as lost"
+        default=1.0, gt=0, le=3, description="time between heartbeats; after 10 s without one, it counts as lost"
     )
     load_retry_s: Annotated[float, Flag(name="--load-retry", metavar="SECONDS")] = Field(
-        default=1.0, gt=0, le=60, description="between attempts to load weights"
+        default=1.0, gt=0, le=60, description="time between attempts to load weights"
     )
     cache: Annotated[Path | None, Flag(metavar="DIR", default="a temporary one")] = Field(
         default=None, description="a folder for weights that come in parts or as objects"

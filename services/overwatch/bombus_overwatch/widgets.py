@@ -198,7 +198,7 @@ class CollectionPanel(Panel):
                 f"{now.unfinished} + {now.sealable} batches", pal.TEXT
             )
             ahead.append(f", bound {now.max_staleness}", pal.QUIET)
-            rows.append(ahead.append(", new episodes wait" if now.waits else "", pal.AMBER))
+            rows.append(ahead.append(", new episodes are waiting" if now.waits else "", pal.AMBER))
         return rows
 
     def _stages(self, screen: Screen, width: int, height: int) -> list[Text]:

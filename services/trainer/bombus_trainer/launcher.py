@@ -118,7 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder below which jobs may write debug rollout data (default: only below the folder of their run)",
     )
     parser.add_argument(
-        "--engine", type=name_of("engine"), default="main", help="the engine that is trained (default: %(default)s)"
+        "--engine", type=name_of("engine"), default="main", help="the engine to train (default: %(default)s)"
     )
     add_overrides(parser, HIVE_FLAGS)
     add_key_arguments(parser)
@@ -211,7 +211,7 @@ async def _introduce(layout: Layout, trainer: TrainerPart, arguments: argparse.N
     nats = layout.cluster.nats or await _own_bus(_url_file(layout))
     elsewhere = range(1, arguments.nnodes) if arguments.mode == AUTO else range(arguments.nnodes)
     if elsewhere:
-        say("type on each machine, in verl's environment (`bombus install verl`):", flush=True)
+        say("run on each machine, in verl's environment (`bombus install verl`):", flush=True)
         if layout.cluster.nats and has_login(nats):
             say(f"(first set {VARIABLE} to the address of the bus, which contains a password)", flush=True)
     for node in elsewhere:

@@ -228,7 +228,7 @@ class Trainer:
         self._made_again[DIFFERS] = float(differs)
         if differs:
             log.error(
-                "retraining step %d gave different weights from version %d on the log (sha256 %s and %s): either sums "
+                "retraining step %d gave different weights from version %d in the log (sha256 %s and %s): either sums "
                 "were computed in another order (another machine, other --threads), or kernels are not deterministic",
                 *(ready.version, ready.version, sha256, ready.weights.sha256),
             )

@@ -262,7 +262,7 @@ class Bus:
             flag = next(limit_flag(short) for short, name in limited_streams(self.subjects).items() if name == stream)
             raise Refused(
                 Code.BAD_CONFIG,
-                f"{flag} {limit} is refused: stream {stream} holds {info.state.bytes} bytes, which are not dropped",
+                f"{flag} {limit} is refused: stream {stream} holds {info.state.bytes} bytes, and none are dropped",
             )
         body = json.dumps({**info.config, **changes}).encode()
         await self.requests.api(ApiCall(f"stream {stream}", f"STREAM.UPDATE.{stream}", decode_info, body))

@@ -108,7 +108,7 @@ async def load(bus: Bus, position: int) -> Snapshot:
     if position < state.first_seq - 1:
         raise LogCorrupted(f"the log begins too far after it, at event {state.first_seq}")
     if position >= state.first_seq and (await bus.get(stream, position)).headers.get(MSG_ID) != snapshot.event_id:
-        raise LogCorrupted(f"event {position} on this log is a different event")
+        raise LogCorrupted(f"event {position} in this log is a different event")
     return snapshot
 
 

@@ -34,7 +34,7 @@ class Window:
             return
         if len(self._queue) >= self._waiting_max:
             raise BusUnavailable(
-                f"{self.messages} messages are in flight and {len(self._queue)} wait: the bus cannot keep up"
+                f"{self.messages} messages are in flight and {len(self._queue)} are waiting: the bus cannot keep up"
             )
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue.append((size, turn))

@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--url",
         default="",
-        help="a running hive, such as that of `bombus up --data-dir DIR/hive`: only the client is started",
+        help="a running hive, such as one started by `bombus up --data-dir DIR/hive`: only the client is started",
     )
     parser.add_argument(
         "--turns",
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     demo = DemoOf("tiny" if arguments.tiny else model, arguments.seed, secrets.token_hex(4))
     if earlier := open_folder(out, demo):
         demo = earlier
-        say(f"{out} has an earlier demo, which now resumes")
+        say(f"{out} contains an earlier demo, which now resumes")
     try:
         if arguments.tiny:
             turns = [arguments.turns] if arguments.turns else [1, 2]

@@ -22,7 +22,7 @@ PROGRESS_S = 2.0
 LOST_SHOWN = 8  # the most lost rollout groups that are listed
 IMPORT_EPILOG = """example:
   bombus log export monday.bombuslog --data /srv/hive     # while the hive runs, or after it was stopped
-  cp -a /srv/hive/engines monday-engines                  # checkpoints and weights, which are not on the log
+  cp -a /srv/hive/engines monday-engines                  # checkpoints and weights, which are not in the log
 
   bombus log import monday.bombuslog --data /srv/hive     # on another machine, or after the folder was lost
   cp -a monday-engines /srv/hive/engines
@@ -131,7 +131,7 @@ async def _import(path: Path, data: Path, limits: StreamLimits) -> None:
     say(f"{data}: imported {found.last - found.first + 1:,} events and {found.calls:,} calls that are still needed")
     if not (data / "engines").exists():
         say(
-            f"checkpoints and weights are not on a log: copy them from the old data folder to {data / 'engines'}. "
+            f"checkpoints and weights are not in a log: copy them from the old data folder to {data / 'engines'}. "
             "The log names weights by their paths, so the new data folder must be where the old one was"
         )
     say(f"continue with `bombus up --data-dir {data}{named}`")

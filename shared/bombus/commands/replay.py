@@ -14,7 +14,7 @@ SUBCOMMANDS = {
     "lineage": Command("bombus.replay.lineage", "what a weights version was made of", "server"),
     "batch": Command("bombus_trainer.replay.batch", "write the samples of a step to a file", "trainer"),
     "train": Command("bombus_trainer.replay.train", "train a step again from the log, without inference", "trainer"),
-    "what-if": Command("bombus_coordinator.what_if", "form batches of the same episodes by other rules", "coordinator"),
+    "what-if": Command("bombus_coordinator.what_if", "batch the same episodes under other rules", "coordinator"),
 }
 
 

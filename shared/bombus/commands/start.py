@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "arguments", nargs=argparse.REMAINDER, metavar="ARG", help="everything after the harness is passed to it"
     )
     parser.add_argument(
-        "--workspace", type=Path, default=Path(), metavar="DIR", help="where it works (default: this folder)"
+        "--workspace", type=Path, default=Path(), metavar="DIR", help="where the harness works (default: this folder)"
     )
     parser.add_argument(
         "--url",

@@ -19,6 +19,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _stop(bus: Bus, engine: EngineState) -> str:
     if engine.phase == Phase.OFFLINE:
-        return f"engine {engine.name} runs no job"
+        return f"engine {engine.name} is not running a job"
     await bus.inbox.request(inbox.Stop(id=uuid.uuid4().hex, engine=engine.name))
     return f"engine {engine.name} is stopped at step {engine.global_step}; its log, weights and checkpoints are kept"

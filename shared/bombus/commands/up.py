@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     planned = services(layout, cluster.nats or "nats://127.0.0.1:PORT")
     tell_ignored(jobs)
     if arguments.nats and has_login(arguments.nats):
-        log.warning("every user of this machine can read the bus's password in this command line: %s", BETTER)
+        log.warning("every user of this machine can read the bus's password on this command line: %s", BETTER)
     if arguments.dry_run:
         say(*planned)
         if has_login(cluster.nats):

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         default="",
         metavar="RUN|EPISODE|ENGINE",
-        help="a run (main-2), episode (main-2-17), engine (main) or client's model (default: every engine that waits)",
+        help="a run (main-2), episode (main-2-17), engine (main) or client's model (default: every waiting engine)",
     )
     add_source_arguments(parser)
     parser.add_argument(
@@ -73,9 +73,9 @@ async def _show(source: Source, arguments: argparse.Namespace) -> None:
         return
     say(f"after event {at.seq}, {date(at.now_ns)} {clock(at.now_ns)}" if at.now_ns else f"after event {at.seq}")
     for name, links in chains.items():
-        say("", *(_lines(links) if links else [f"{name} waits for nothing"]))
+        say("", *(_lines(links) if links else [f"{name} is not waiting for anything"]))
     if not chains:
-        say("", "nothing waits" if at.hive.engines else "no engine yet")
+        say("", "nothing is waiting" if at.hive.engines else "no engine yet")
 
 
 def _lines(links: list[ChainLink]) -> list[str]:

@@ -73,8 +73,8 @@ class GatewayOptions(BaseModel):
         int,
         Flag(
             metavar="N",
-            help="models of training clients on one engine at a time; once this limit is reached, each key still gets "
-            "its share, and memory may allow fewer",
+            help="how many models of training clients an engine may have at a time; once this limit is reached, each "
+            "key still gets its share, and memory may allow fewer",
         ),
     ] = Field(default=64, ge=1, le=MODELS_MAX_MAX)
 
@@ -113,7 +113,7 @@ class LogOptions(Part):
     @model_validator(mode="after")
     def _what_is_archived_is_removed(self) -> "LogOptions":
         if self.archive and not self.compact:
-            raise ValueError("archive (--archive) has no effect without compact: nothing is removed from the log")
+            raise ValueError("archive (--archive) has no effect without `compact`: nothing is removed from the log")
         return self
 
 
@@ -159,7 +159,7 @@ class TrainerMachineOptions(BaseModel):
         float,
         Flag(
             metavar="SECONDS",
-            help="how long the first work of a kind may make no progress before the trainer is replaced; later the "
+            help="how long the first work of a kind may go without progress before the trainer is replaced; later the "
             "limit follows from its pace; 0: it is replaced only after a day without progress",
         ),
     ] = Field(default=600.0, ge=0.0, le=86_400.0)

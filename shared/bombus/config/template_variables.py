@@ -22,7 +22,7 @@ def problem_of(variables: Mapping[str, bool | int | float | str]) -> str:
     """Return a clause that says why these variables cannot be passed to a chat template, or "" if they can."""
     taken = sorted(GIVEN & variables.keys())
     if taken:
-        return f"{taken[0]} is set by rendering itself; leave it out"
+        return f"{taken[0]} is set by the renderer; leave it out"
     large = [name for name, value in variables.items() if isinstance(value, int) and not -(2**63) <= value < 2**63]
     if large:
         return f"{large[0]} is a whole number of more than 64 bits"

@@ -194,8 +194,8 @@ class TrainerConfig(ConfigGroup):
             return self
         if not self.total_steps:
             raise ValueError(
-                f"lr_schedule {self.lr_schedule} needs total_steps, the step by which the rate has decayed: "
-                "set it, or use lr_schedule constant"
+                f"lr_schedule {self.lr_schedule} needs total_steps, the step at which the decay ends: "
+                "set it, or use `lr_schedule: constant`"
             )
         if self.warmup_steps >= self.total_steps:
             raise ValueError(
@@ -238,20 +238,20 @@ class TrainerConfig(ConfigGroup):
         if 0 < self.dual_clip <= 1:
             raise ValueError(f"dual_clip {self.dual_clip} is refused: it must be 0 (none) or more than 1")
         if self.dual_clip and self.loss != Loss.CLIPPED and self.backend == "torch":
-            raise ValueError(f"dual_clip belongs to the loss clipped, not to {self.loss}")
+            raise ValueError(f"dual_clip applies only to the loss `clipped`, not to `{self.loss}`")
         given = self.model_fields_set
         bounded = self.tis_clip > 0 and bool(given & {"tis_clip", "tis_clip_low"})
         if bounded and self.correction == Correction.NONE and "correction" not in given:
             raise ValueError(
-                f"tis_clip bounds a correction, but the loss {self.loss} has none by default: set correction to "
+                f"tis_clip bounds a correction, but the loss `{self.loss}` has none by default: set correction to "
                 "token_tis too, or leave tis_clip out"
             )
         if self.tis_clip and self.tis_clip_low > self.tis_clip:
             raise ValueError(f"tis_clip_low {self.tis_clip_low} exceeds tis_clip {self.tis_clip}")
         if self.correction == Correction.ICEPOP and not self.tis_clip_low * self.tis_clip:
             raise ValueError(
-                "correction icepop needs a tis_clip_low and a tis_clip above 0; its paper uses 0.5 and 5.0"
+                "`correction: icepop` needs a tis_clip_low and a tis_clip above 0; its paper uses 0.5 and 5.0"
             )
         if self.overlong == Overlong.PENALTY and not self.overlong_buffer:
-            raise ValueError("overlong penalty needs an overlong_buffer of at least 1 token")
+            raise ValueError("`overlong: penalty` needs an overlong_buffer of at least 1 token")
         return self

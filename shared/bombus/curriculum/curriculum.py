@@ -116,5 +116,5 @@ def _tier_is_missing(progress: CurriculumProgress, path: Path) -> str:
     names = ", ".join(tier.name for tier in progress.plan.tiers)
     return (
         f"{path} is at the tier {progress.unknown_tier!r}, but the plan has only {names}: rename the tier "
-        "back, or start another file"
+        "back, or start a new file"
     )

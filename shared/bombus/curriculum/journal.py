@@ -51,7 +51,7 @@ class CurriculumJournal:
             )
         line = msgspec.json.encode(events) + b"\n"
         if self._bytes + len(line) > JOURNAL_BYTES_MAX:
-            raise JournalFull(f"{self.path} has {self._bytes} bytes, but the limit is 1 GiB: start another file")
+            raise JournalFull(f"{self.path} has {self._bytes} bytes, but the limit is 1 GiB: start a new file")
         try:
             if os.write(self._file, line) < len(line):
                 raise JournalFull(f"the disk of {self.path} is full: make room, and record the result again")
@@ -72,7 +72,7 @@ class CurriculumJournal:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise Refused(
-                Code.NOT_ACTIVE, f"another program has the curriculum {self.path} open: end it, or name another file"
+                Code.NOT_ACTIVE, f"another program has the curriculum {self.path} open: stop it, or name another file"
             ) from error
 
     def _read(self) -> tuple[list[AnyCurriculumEvent], int]:

@@ -75,7 +75,7 @@ def group_of_episodes(
     episodes, found = [each.episode for each in played], [each.sequences for each in played]
     sequences = [each for of_episode in found for each in of_episode]
     if not sequences:
-        raise ValueError("no token of its episodes can be trained on: none was sampled, or all at temperature 0")
+        raise ValueError("no token of its episodes can be trained on: none was sampled above temperature 0")
     rows = [[token if call >= 0 else NOT_TRAINED for token, call in zip(s.tokens, s.calls)] for s in sequences]
     is_plain = all(len(of_episode) == 1 for of_episode in found) and all(each.call_rewards is None for each in episodes)
     warm = [each.temperature for each in sequences]

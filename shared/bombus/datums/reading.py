@@ -39,7 +39,7 @@ async def ancestors(calls: CallReader, records: Sequence[CallRecord]) -> tuple[C
     frontier: Sequence[CallRecord] = records
     while wanted := {record.parent for record in frontier if record.parent and record.parent.id not in have}:
         if len(context) + len(wanted) > ANCESTORS_MAX:
-            raise LogCorrupted(f"an episode has more than {ANCESTORS_MAX} parents that are not its own calls")
+            raise LogCorrupted(f"an episode has calls with more than {ANCESTORS_MAX} ancestors outside the episode")
         frontier = list((await read_calls(calls, sorted(wanted, key=lambda ref: ref.seq))).values())
         context += frontier
         have |= {record.id for record in frontier}

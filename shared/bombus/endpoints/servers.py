@@ -94,7 +94,7 @@ async def find_server(client: "httpx.AsyncClient", model: str = "") -> FoundServ
         answer = await _asked(client, "GET", "/v1/models", DETECT_TIMEOUT_S)
         if answer.status != 200:
             raise EngineFault(
-                f"{where} answers {answer.status} at /v1/models: it is not a vLLM or SGLang server, or it needs a key"
+                f"{where} answered {answer.status} at /v1/models: it is not a vLLM or SGLang server, or it needs a key"
             )
         models = msgspec.json.decode(answer.body, type=_ModelList).data
         can_load = (await _asked(client, "GET", "/weight_info", DETECT_TIMEOUT_S)).status == 200

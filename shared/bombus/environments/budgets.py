@@ -29,24 +29,24 @@ class RolloutBudgets(BaseModel):
         default_factory=partial(number_of, os.environ, TURNS_VARIABLE, 6, 1, TURNS_MAX),
         ge=1,
         le=TURNS_MAX,
-        description="answers of the model in an episode",
+        description="how many times the model may answer in an episode",
     )
     tokens_max: int = Field(
         default_factory=partial(number_of, os.environ, TOKENS_VARIABLE, 4096, 2, TOKENS_MAX),
         ge=2,
         le=TOKENS_MAX,
-        description="tokens of the newest prompt and its answer together",
+        description="how many tokens the newest prompt and its answer may have together",
     )
-    tool_s: float = Field(default=60.0, gt=0, le=86_400, description="seconds for one tool call")
-    turn_s: float = Field(default=180.0, gt=0, le=86_400, description="seconds for an answer and its tool calls")
+    tool_s: float = Field(default=60.0, gt=0, le=86_400, description="seconds one tool call may take")
+    turn_s: float = Field(default=180.0, gt=0, le=86_400, description="seconds an answer and its tool calls may take")
     episode_s: float = Field(default=420.0, gt=0, le=86_400, description="seconds for all turns")
     setup_s: float = Field(
         default=60.0, gt=0, le=86_400, description="seconds each to reset the environment, to score it, and to close it"
     )
-    tools_at_once: int = Field(default=8, ge=1, le=256, description="tool calls of an answer that run at the same time")
-    calls_max: int = Field(default=32, ge=1, le=1024, description="tool calls in one answer")
+    tools_at_once: int = Field(default=8, ge=1, le=256, description="how many tool calls of an answer may run at once")
+    calls_max: int = Field(default=32, ge=1, le=1024, description="how many tool calls an answer may have")
     tool_characters_max: int = Field(
-        default=20_000, ge=100, le=10_000_000, description="characters of a tool's result that are shown to the model"
+        default=20_000, ge=100, le=10_000_000, description="how many characters of a tool's result the model sees"
     )
 
     @model_validator(mode="after")

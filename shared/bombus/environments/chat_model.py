@@ -118,7 +118,7 @@ class OutageWarnings:
             self._failing_since = now
         if not self._has_warned and now - self._failing_since >= QUIET_S:
             self._has_warned = True
-            log.warning("the model's server does not answer; retrying: %s", why)
+            log.warning("the model's server is not answering; retrying: %s", why)
 
 
 class ChatModel:

@@ -184,7 +184,7 @@ class MethodFailed(InfraError):
 def went_on(name: str, kind: FailureKind = FailureKind.TOOL) -> EnvironmentLost:
     """Return the error for a coroutine, by default a tool, that still ran some seconds after it was cancelled."""
     return EnvironmentLost(
-        f"`{name}` kept running after it was cancelled, so the environment is given up. Let the CancelledError that "
+        f"`{name}` kept running after it was cancelled, so the environment was abandoned. Let the CancelledError that "
         "ends it propagate: `except Exception` does, `except:` does not",
         kind,
     )

@@ -243,7 +243,7 @@ class Rollout:
         ) -> ChatAnswer:
             model = model_of(role)
             if model is None:
-                raise ValueError(f"the multi-model episode has no role {role!r}: add it to the engines of the claim")
+                raise ValueError(f"the multi-model episode has no role {role!r}: add it to the claim's engines")
             room = max(1, budgets.tokens_max - _tokens_guessed(messages))
             return await model.ask(
                 messages,

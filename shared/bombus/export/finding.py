@@ -102,7 +102,7 @@ class Finder:
         path = await self._folder(weights) / DELTA_FILE
         if file_sha256(path) != weights.delta_sha256:
             raise EngineFault(
-                f"{path} does not have the sha256 recorded on the log: it is damaged, or has been replaced"
+                f"{path} does not have the sha256 recorded in the log: it is damaged, or has been replaced"
             )
         return path
 

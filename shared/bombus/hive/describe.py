@@ -121,7 +121,7 @@ def _step_completed(event: ev.StepCompleted) -> str:
     shown = [f"{name} {event.metrics[name]:.4g}" for name in ("loss", "grad_norm") if name in event.metrics]
     left_out = int(event.metrics.get("updates_left_out", 0))
     if left_out:
-        shown.append(f"{_count(left_out, 'update')} left out, not finite")
+        shown.append(f"{_count(left_out, 'update')} left out for not being finite")
     groups = int(event.metrics.get("groups_left_out", 0))
     if groups:
         shown.append(f"{_count(groups, 'group')} left out, with advantages that are not finite")
@@ -148,7 +148,7 @@ def _model_rebuilding(event: ev.ModelRebuilding) -> str:
 
 def _operation_accepted(event: ev.OperationAccepted) -> str:
     size = f", {byte_size(event.body.size)}" if event.body is not None else ""
-    return f"{event.op} {event.number} of {event.model} waits{size}"
+    return f"{event.op} {event.number} of {event.model} accepted{size}"
 
 
 def _operation_completed(event: ev.OperationCompleted) -> str:
@@ -217,7 +217,7 @@ _engine(ev.StorageFilled, lambda event: f"no room for new work: {event.why}", tr
 _engine(
     ev.LogCompacted,
     lambda event: (
-        f"the log begins at event {event.below:,} now" if event.below else "the log no longer needs compacting"
+        f"the log now begins at event {event.below:,}" if event.below else "the log no longer needs compacting"
     ),
 )
 _engine(ev.CompactionFailed, lambda event: f"the log could not be compacted: {event.why}", trouble=True)
@@ -229,13 +229,13 @@ _engine(
     ),
     trouble=True,
 )
-_engine(ev.StorageFreed, lambda event: f"room again: {byte_size(event.size - event.used)} of {event.what}")
+_engine(ev.StorageFreed, lambda event: f"free again: {byte_size(event.size - event.used)} of {event.what}")
 _engine(
     ev.EngineConfigured,
     lambda event: f"configured: {event.model}, {event.collection.method}, configuration {event.config_digest[:8]}",
 )
 _engine(ev.EngineStarted, _engine_started)
-_engine(ev.CommandAnswered, lambda event: f"command {event.command}: {event.why or 'nothing had to be done'}")
+_engine(ev.CommandAnswered, lambda event: f"command {event.command}: {event.why or 'nothing needed to be done'}")
 _engine(ev.EngineProgressed, lambda event: f"boot: {event.stage}")
 _engine(ev.EngineBooted, lambda event: f"run {event.run} booted")
 _engine(ev.EngineStopped, lambda event: f"run {event.run} stopped")
@@ -325,14 +325,14 @@ _batches(ev.BatchHandedOut, lambda event: f"batch {event.number} handed out, of 
 _batches(ev.BatchDelivered, lambda event: f"batch {event.number} delivered")
 _batches(ev.GroupsReset, lambda event: "all rollout groups and environments are forgotten")
 _batches(ev.GroupsGivenUp, _groups_given_up, trouble=True)
-_engine(ev.BodiesMoved, lambda event: f"the bodies of {_groups(len(event.moved))} that still wait were stored again")
+_engine(ev.BodiesMoved, lambda event: f"the bodies of {_groups(len(event.moved))} still waiting were stored again")
 _engine(ev.TrajectoriesReleased, lambda event: f"rollout groups before {event.below} are no longer needed")
 _engine(ev.OperationsReleased, lambda event: f"operations before {event.below} are no longer needed")
 _weights(
     ev.EndpointAdded,
     lambda event: f"the inference server at {event.host}:{event.port} gets synced weights",
 )
-_weights(ev.EndpointRemoved, lambda event: f"the inference server at {event.host}:{event.port} gets no more weights")
+_weights(ev.EndpointRemoved, lambda event: f"the inference server at {event.host}:{event.port} no longer gets weights")
 _training(
     ev.RestAsked,
     lambda event: f"the trainer of run {event.run} was asked to " + ("free its memory" if event.asleep else "wake up"),

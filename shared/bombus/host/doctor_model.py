@@ -31,7 +31,7 @@ TEXT_CURE = "correct the model's files, or the job's model.chat_template"
 ELSEWHERE = "name its folder, or download it to this machine"
 CURE = (
     "use a model of a family that docs/models.md lists as computed; the vllm backend of the replicas and "
-    "trainer.backend verl take some others, which they check themselves"
+    "trainer.backend verl support some others, which they check themselves"
 )
 AT_LOAD = "the trainer and the replicas check it when they load it"
 

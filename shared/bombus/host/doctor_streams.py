@@ -67,7 +67,7 @@ def examine_streams(cluster: Cluster) -> Iterator[Finding]:
         found = asyncio.run(states())
     except BombusError as error:
         detail = f"hive {cluster.hive} has none yet: {error}"
-        yield check("streams", False, detail, "`bombus up` or `bombus coordinator` makes them", False)
+        yield check("streams", False, detail, "`bombus up` or `bombus coordinator` creates them", False)
         return
     for name, state in found.items():
         yield _stream(name, state, cluster.streams)
@@ -102,7 +102,7 @@ def _stream(name: str, state: "StreamState", wanted: StreamLimits) -> Finding:
     limit = getattr(wanted, f"{name}_bytes_max")
     becomes = [byte_size(limit)] if limit not in (None, state.max_bytes) else []
     becomes += [f"{wanted.replicas} replicas"] if wanted.replicas not in (None, state.replicas) else []
-    detail = stream_text(state) + (f"; at the next start {' and '.join(becomes)}" if becomes else "")
+    detail = stream_text(state) + (f"; {' and '.join(becomes)} after a restart" if becomes else "")
     if limit is not None and limit < state.bytes:
         return check(f"stream {name}", False, detail, f"{limit_flag(name)} must be at least the size of the stream")
     if state.fill > NEARLY_FULL:

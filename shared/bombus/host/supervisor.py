@@ -75,7 +75,7 @@ class Child:
             if self._stopping:
                 return
             pause_s = RESTART_S if time.monotonic() - began > HEALTHY_S else min(2 * pause_s, RESTART_S_MAX)
-            log.warning("%s ended with code %s; it is restarted in %.1f s", service.name, code, pause_s)
+            log.warning("%s ended with code %s; restarting it in %.1f s", service.name, code, pause_s)
             await asyncio.sleep(pause_s)
 
     async def _run(self, environment: Mapping[str, str], watching: Watchdog | None = None) -> int:
@@ -114,7 +114,7 @@ class Child:
             async with asyncio.timeout(STOP_S):
                 await process.wait()
         except TimeoutError:
-            log.warning("%s did not stop within %.0f s and is killed", self._service.name, STOP_S)
+            log.warning("%s did not stop within %.0f s; killing it", self._service.name, STOP_S)
             kill(process)
             await process.wait()
         finally:
@@ -200,11 +200,11 @@ class Supervisor:
                     log.error("nats-server could not write but can now; restarting it: %s", server.broken)
                     await asyncio.to_thread(server.stop)
                 continue
-            log.error("nats-server ended with code %s; it is restarted with the same data", code)
+            log.error("nats-server ended with code %s; restarting it with the same data", code)
             try:
                 await asyncio.to_thread(server.start)
             except BusUnavailable as error:
-                log.error("nats-server does not start: %s", error)
+                log.error("nats-server did not start: %s", error)
                 await asyncio.sleep(RESTART_S_MAX)
 
     async def _announce(self, nats: str) -> None:

@@ -21,8 +21,8 @@ async def watch(every_s: float = LOOK_S) -> None:
         if why and not is_short:
             limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             log.error(
-                "%s: no connection can be taken or made, and no file opened, until some are closed. The limit of this "
-                "process is %d: raise it with `ulimit -n` or systemd's LimitNOFILE",
+                "%s: no connection can be accepted or made, and no file opened, until some are closed. The limit of "
+                "this process is %d: raise it with `ulimit -n` or systemd's LimitNOFILE",
                 why,
                 limit,
             )

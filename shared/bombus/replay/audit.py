@@ -192,7 +192,7 @@ class Audit:
             self._versions[event.engine, event.run, call.oldest, call.newest] += count
             if books.published and call.newest >= 0 and count and call.newest not in books.published:
                 self._differ(
-                    event.engine, call.episode, f"was sampled by version {call.newest}, which is not on the log"
+                    event.engine, call.episode, f"was sampled by version {call.newest}, which is not in the log"
                 )
             if call.late or episode is None:
                 self._tokens[source, Fate.DROPPED_LATE] += count
@@ -468,7 +468,7 @@ class Audit:
         self._groups["in a batch"] += len(books.handed_groups())
         self._groups["in a batch"] += 0 if books.batch is None else len(books.batch.groups)
         for model in books.models.values():
-            self._operations["forward_backward that waits for a step"] += model.accumulated
+            self._operations["forward_backward waiting for a step"] += model.accumulated
             for op in model.waiting.values():
                 self._operations[f"{op} waiting"] += 1
 

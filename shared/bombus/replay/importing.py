@@ -219,7 +219,7 @@ class _StreamWriter:
     async def put(self, seq: int, subject: str, body: bytes, headers: Mapping[str, str]) -> None:
         """Write a message. Raises `LogCorrupted` if the subject is invalid or `seq` is already used."""
         if not _SUBJECT.fullmatch(subject):
-            raise LogCorrupted(f"message {seq} is of an engine that cannot exist: its subject would be {subject!r}")
+            raise LogCorrupted(f"message {seq} names an engine that cannot exist: its subject would be {subject!r}")
         await self.skip_to(seq)
         if seq != self._next:
             raise LogCorrupted(f"message {seq} on {subject} is in the file twice")

@@ -173,7 +173,7 @@ class _Tracer:
                 f"engine {each.engine} run {each.run} has {each.steps[0].step} to {each.steps[-1].step}"
                 for each in runs
             )
-            raise NotOnLog(f"there is no step {self._step} on this log; {steps or 'no batch was sealed'}")
+            raise NotOnLog(f"there is no step {self._step} in this log; {steps or 'no batch was sealed'}")
         newest = holding[-1]
         newest.steps = [step for step in newest.steps if step.step <= self._step]
         return newest
@@ -200,7 +200,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "step", type=int, metavar="STEP", help="the optimizer step that made the version with the same number"
     )
-    parser.add_argument("--engine", default="", metavar="NAME", help="required when the hive has several")
+    parser.add_argument("--engine", default="", metavar="NAME", help="required when the hive has several engines")
     parser.add_argument(
         "--run", type=int, default=0, metavar="R", help="which run of the engine (default: the last that has this step)"
     )
@@ -264,7 +264,7 @@ def _checkpoint_of(step: Step) -> Iterator[str]:
     elif step.trainer_epoch:
         yield f"  checkpoint  none of this step (trainer.checkpoint_every), made by trainer epoch {step.trainer_epoch}"
     else:
-        yield "  checkpoint  none: the step was not completed on this log"
+        yield "  checkpoint  none: the step was not completed in this log"
 
 
 def _row(name: str, members: Sequence[Member], named: bool = True) -> str:

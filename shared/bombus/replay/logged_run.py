@@ -52,7 +52,7 @@ class LoggedRun(msgspec.Struct, kw_only=True):
             )
         if found is None:
             have = f"it has {min(self.steps)} to {max(self.steps)}" if self.steps else "no batch was sealed in it"
-            raise NotOnLog(f"run {self.run} of engine {self.engine} has no batch for step {number} on this log; {have}")
+            raise NotOnLog(f"run {self.run} of engine {self.engine} has no batch for step {number} in this log; {have}")
         return found
 
     @property
@@ -150,20 +150,20 @@ def _choose(
     if elsewhere and (not engines or engine in elsewhere) and engine not in engines:
         names = ", ".join(sorted(elsewhere))
         raise NotOnLog(
-            f"on {source.title} engine {names} collected rollout groups for an external trainer, which has the weights "
+            f"in {source.title} engine {names} collected rollout groups for an external trainer, which has the weights "
             "and the job: `bombus replay timeline` shows the batches that the trainer got"
         )
     if not engines:
-        raise NotOnLog(f"no engine was started on {source.title}")
+        raise NotOnLog(f"no engine was started in {source.title}")
     if engine is None and len(engines) > 1:
         raise NotOnLog(f"{source.title} has several engines: choose one of {', '.join(engines)} with --engine")
     name = engines[0] if engine is None else engine
     numbers = [number for each, number in runs if each == name]
     if not numbers:
-        raise NotOnLog(f"{source.title} has no engine {name}, but {', '.join(engines)}")
+        raise NotOnLog(f"{source.title} has no engine {name}, only {', '.join(engines)}")
     number = max(numbers) if run is None else run
     if number not in numbers:
-        raise NotOnLog(f"{source.title} has no run {number} of engine {name}, but {', '.join(map(str, numbers))}")
+        raise NotOnLog(f"{source.title} has no run {number} of engine {name}, only {', '.join(map(str, numbers))}")
     return runs[name, number]
 
 

@@ -30,7 +30,7 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
         "--data",
         metavar="DIR",
         type=Path,
-        help="the data folder of a hive, running or stopped (default: .bombus, if it is here)",
+        help="the data folder of a hive, running or stopped (default: .bombus, if it exists)",
     )
     where.add_argument(
         "--log",

@@ -24,7 +24,7 @@ class EpisodesSeen:
     def check(self, episode: str) -> None:
         """Raise `NotOnLog`, which lists existing episodes, if this episode is not among them."""
         if not self._numbers:
-            raise NotOnLog(f"there is no episode {episode}: no episode was claimed on this log{self._compacted}")
+            raise NotOnLog(f"there is no episode {episode}: no episode was claimed in this log{self._compacted}")
         stem, _, number = episode.rpartition("-")
         if stem in self._numbers and number.isdigit():
             first, last = self._numbers[stem]
@@ -33,4 +33,4 @@ class EpisodesSeen:
         near = [stem] if stem in self._numbers else list(self._numbers)[-RUNS_NAMED:]
         spans = ", ".join(f"{each}-{self._numbers[each][0]} to {each}-{self._numbers[each][1]}" for each in near)
         older = ", and older ones" if stem not in self._numbers and len(self._numbers) > RUNS_NAMED else ""
-        raise NotOnLog(f"there is no episode {episode} on this log; there are {spans}{older}{self._compacted}")
+        raise NotOnLog(f"there is no episode {episode} in this log; there are {spans}{older}{self._compacted}")

@@ -91,7 +91,7 @@ async def _check_inbox(bus: Bus, newest: Stored | None) -> None:
         raise LogCorrupted(
             f"event {newest.seq} answers message {newest.answers.seq} of the inbox, which is gone or was replaced by "
             "another: the inbox has lost its end. The next coordinator that leads continues after the messages that "
-            "are left, and records this on the log (`stream.went_back`)"
+            "are left, and records this in the log (`stream.went_back`)"
         )
 
 

@@ -113,7 +113,7 @@ class EpisodePlayer:
             return await self._lost(one, LossReason.INFRA, str(error), _failure_of(error))
         except (EpisodeGone, TakenBack):
             self.unfinished.discard(one.uuid)
-            why = "it was open for longer than the hive waits"
+            why = "it was open for longer than the hive allows"
             return self._lost_episode(one, LossReason.TAKEN_BACK, why, FailureKind.HIVE)
 
     async def _played(self, one: _OpenEpisode, output: OutputFile) -> PlayedEpisode | LostEpisode:

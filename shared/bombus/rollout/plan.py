@@ -39,7 +39,7 @@ class RolloutOptions(BaseModel):
     n: Annotated[int | None, Flag(declared_elsewhere=True)] = Field(default=None, ge=1, le=4096)
 
     workspace: Annotated[Path | None, Flag(metavar="DIR", default="an empty folder")] = Field(
-        default=None, description="the folder that is copied for each episode, whose commands run in the copy"
+        default=None, description="the folder that is copied for each episode; its commands run in the copy"
     )
     url: Annotated[str, Flag(metavar="URL")] = Field(
         default=URL, description="the hive; its key comes from $BOMBUS_CLIENT_KEY or $BOMBUS_ADMIN_KEY"
@@ -48,7 +48,7 @@ class RolloutOptions(BaseModel):
         default="", description="the engine that serves the model"
     )
     job: Annotated[Path | None, Flag(metavar="FILE")] = Field(
-        default=None, description="start this job first, or join it if it is running; otherwise one must be running"
+        default=None, description="start this job first, or join it if it is running; without it, a job must be running"
     )
     eval: bool = Field(default=False, description="play evaluation episodes, which are not trained on")
 
@@ -83,7 +83,7 @@ class RolloutOptions(BaseModel):
     )
 
     concurrency: Annotated[int, Flag(metavar="N")] = Field(
-        default=8, ge=1, le=1024, description="agents that run at the same time"
+        default=8, ge=1, le=1024, description="how many agents run at the same time"
     )
     epochs: Annotated[int | None, Flag(metavar="N", default="1, unlimited with --steps")] = Field(
         default=None, ge=1, le=COUNT_MAX, description="how many times to go through the tasks"
@@ -115,7 +115,7 @@ class RolloutOptions(BaseModel):
     @model_validator(mode="after")
     def _fit_together(self) -> "RolloutOptions":
         if self.eval and self.steps is not None:
-            raise ValueError("--eval cannot be combined with --steps: evaluation episodes make no steps")
+            raise ValueError("--eval cannot be combined with --steps: evaluation episodes lead to no steps")
         return self
 
 

@@ -87,7 +87,7 @@ def check_workspace(workspace: Path, scratch: Path, out: Path | None = None) -> 
     if scratch.resolve().is_relative_to(found):
         raise Refused(
             Code.BAD_CONFIG,
-            f"--scratch {scratch} is inside the workspace {found}, so copies would copy themselves",
+            f"--scratch {scratch} is inside the workspace {found}, so each copy would contain the earlier ones",
         )
     if out is not None and out.resolve().is_relative_to(found):
         raise Refused(

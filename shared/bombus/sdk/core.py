@@ -110,7 +110,7 @@ def finished(operation: Coroutine[Any, Any, T]) -> T:
         result: T = done.value
         return result
     operation.close()
-    raise RuntimeError(f"{operation} waits for an event loop, but there is none")
+    raise RuntimeError(f"{operation} needs a running event loop, but there is none")
 
 
 class ClientCore:
@@ -491,7 +491,7 @@ class ClientCore:
             if len(rest) >= len(asked):
                 raise ServerFault("The server returned none of the requested episodes.")
             for episode, why in missing.items():
-                log.warning("episode %s gives no data: %s", without_secret(episode), why)
+                log.warning("the data of episode %s is not available: %s", without_secret(episode), why)
             left = rest + later
         return found, lost
 

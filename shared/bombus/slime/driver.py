@@ -190,7 +190,7 @@ class SlimeDriver:
             size = options.rollout_batch_size
             epochs = f" in {options.num_epoch} epochs" if wanted > count else ""
             why = f"{left} of the {wanted} prompts{epochs} were not begun in {rollouts} rollouts of {size}"
-            self._tell(f"{why}: --num-rollout {rollouts - (-left // size)} begins all of them")
+            self._tell(f"{why}: --num-rollout {rollouts - (-left // size)} would begin all of them")
 
     async def rollout(self, rollout_id: int) -> RolloutReport:
         """Play prompts until a batch of groups is kept, and end their episodes."""

@@ -81,7 +81,7 @@ def _why_not(error: BaseException, module: str) -> str:
     if not isinstance(error, ModuleNotFoundError) or error.name is None:
         return said
     is_the_path = module == error.name or module.startswith(f"{error.name}.")
-    return f"{said}. {FORMS}" if is_the_path else f"{said}, which it imports: install that"
+    return f"{said}. {FORMS}" if is_the_path else f"{said}; it imports that module: install it"
 
 
 def _not_here(module: str, name: str) -> str:
@@ -89,7 +89,7 @@ def _not_here(module: str, name: str) -> str:
     while above not in NEEDED:
         above = above.rpartition(".")[0]
     what = f"{name} of {module}" if name else module
-    return f"it imports {what}, which is not here: {NEEDED[above]}. docs/slime.md lists what is here"
+    return f"it imports {what}, which bombus lacks: {NEEDED[above]}. docs/slime.md lists what is here"
 
 
 def _import_file(file: Path) -> ModuleType:

@@ -66,7 +66,7 @@ class SlimeOptions(BaseModel):
     prompt_data: Annotated[Path | None, Flag(metavar="FILE")] = Field(
         default=None, description="the prompts, a JSON object on each line"
     )
-    input_key: Text = Field(default="input", description="the field of a line with the prompt")
+    input_key: Text = Field(default="input", description="the field with the prompt")
     label_key: Annotated[str | None, Flag(metavar="NAME")] = Field(default=None, description="the field with the label")
     metadata_key: Text = Field(default="metadata", description="the field with the metadata")
     tool_key: Text = Field(default="tools", description="the field with the tools, which become part of the metadata")
@@ -83,19 +83,19 @@ class SlimeOptions(BaseModel):
         default=1, ge=1, le=100_000, description="how many times all prompts are played, without --num-rollout"
     )
     rollout_batch_size: Annotated[int, Flag(metavar="N")] = Field(
-        default=32, ge=1, le=65_536, description="prompts of a rollout"
+        default=32, ge=1, le=65_536, description="how many prompts a rollout has"
     )
     n_samples_per_prompt: Annotated[int, Flag(metavar="N")] = Field(
-        default=4, ge=1, le=1024, description="samples of each prompt, which are compared with each other"
+        default=4, ge=1, le=1024, description="how many samples of each prompt to compare with each other"
     )
-    over_sampling_batch_size: Annotated[int | None, Flag(metavar="N", default="that of a rollout")] = Field(
-        default=None, ge=1, le=65_536, description="prompts that are begun at a time"
+    over_sampling_batch_size: Annotated[int | None, Flag(metavar="N", default="as many as a rollout has")] = Field(
+        default=None, ge=1, le=65_536, description="how many prompts are begun at a time"
     )
     rollout_max_response_len: Annotated[int, Flag(metavar="N")] = Field(
-        default=8192, ge=1, le=10_000_000, description="the most tokens of an answer"
+        default=8192, ge=1, le=10_000_000, description="how many tokens an answer may have"
     )
     rollout_max_context_len: Annotated[int | None, Flag(metavar="N")] = Field(
-        default=None, ge=1, le=10_000_000, description="the most tokens of a conversation, for hook files that read it"
+        default=None, ge=1, le=10_000_000, description="how many tokens a conversation may have, if hook files read it"
     )
     max_tokens_per_gpu: Annotated[int | None, Flag(metavar="N")] = Field(
         default=None, ge=1, le=10_000_000, description="the same, for hook files that read this argument instead"
@@ -110,7 +110,7 @@ class SlimeOptions(BaseModel):
     )
     rollout_skip_special_tokens: bool = Field(default=False, description="leave special tokens out of texts")
     sglang_server_concurrency: Annotated[int, Flag(metavar="N")] = Field(
-        default=512, ge=1, le=65_536, description="samples that run at the same time"
+        default=512, ge=1, le=65_536, description="how many samples run at the same time"
     )
     custom_generate_function_path: FunctionPath = Field(default=None, description="generate(args, sample, params)")
     custom_rm_path: FunctionPath = Field(
@@ -120,7 +120,7 @@ class SlimeOptions(BaseModel):
     rm_url: Annotated[str | None, Flag(metavar="URL")] = Field(default=None, description="the server of remote_rm")
     group_rm: bool = Field(default=False, description="reward the samples of a prompt together")
     reward_key: Annotated[str | None, Flag(metavar="NAME")] = Field(
-        default=None, description="the value to use if rewards have several"
+        default=None, description="which value of a reward to use, if it has several"
     )
     dynamic_sampling_filter_path: FunctionPath = Field(default=None, description="chooses the groups to keep")
     rollout_sample_filter_path: FunctionPath = Field(default=None, description="marks samples not to train on")
@@ -140,9 +140,9 @@ class SlimeOptions(BaseModel):
     debug_rollout_only: bool = Field(default=False, description="play and score without training")
 
     search_port: Annotated[int | None, Flag(metavar="PORT")] = Field(
-        default=None, ge=1, le=65535, description="serve /retrieve at this port of this machine, for a search_url"
+        default=None, ge=1, le=65535, description="serve /retrieve on this port of this machine, for a search_url"
     )
-    search_documents: Annotated[Path | None, Flag(metavar="FILE", default="those of the tasks `search`")] = Field(
+    search_documents: Annotated[Path | None, Flag(metavar="FILE", default="those of the `search` tasks")] = Field(
         default=None, description="the documents to search, a JSON object with title and text on each line"
     )
 

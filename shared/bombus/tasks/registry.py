@@ -28,7 +28,7 @@ def family_of(name: str) -> TaskFamily:
     family = FAMILIES.get(name.partition(":")[0])
     if family is None:
         own = ". To play your own tasks, use `bombus eval --env`, or `Rollout` in a program (docs/environments.md)"
-        known = f"there are no tasks {name!r}: there are {', '.join(FAMILIES)}; see `bombus tasks`"
+        known = f"there are no tasks {name!r}: the choices are {', '.join(FAMILIES)}; see `bombus tasks`"
         raise Refused(Code.BAD_CONFIG, known + (own if name.endswith(".jsonl") else ""))
     return family
 

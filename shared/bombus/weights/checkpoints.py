@@ -83,7 +83,7 @@ def read_checkpoint(path: Path, facts: type[FactsT], digest: str = "") -> Checkp
         raise CheckpointLost(f"the checkpoint {path} cannot be read: {error.strerror}") from error
     found = sha256(body).hexdigest()
     if digest not in ("", found):
-        raise CheckpointDamaged(f"the checkpoint {path} is damaged: its manifest is not the one that the log names")
+        raise CheckpointDamaged(f"the checkpoint {path} is damaged: its manifest is not the one named in the log")
     try:
         manifest = decoded(_manifest.decode, body)
         if manifest.format != FORMAT:

@@ -97,7 +97,7 @@ def why_no_model(folder: Path) -> str:
     """Return why a trainer's folder is not a model and what to give instead, or "" for any other folder."""
     if (folder / STATE).is_file():
         return (
-            f"{folder} is a trainer's checkpoint: only a run in its own hive can begin at it, with trainer.resume. "
+            f"{folder} is a trainer's checkpoint: only a run in its own hive can start from it, with trainer.resume. "
             "For any other use, write its version as a folder with `bombus export`, and name that"
         )
     if (folder / DELTA_FILE).is_file() and not (folder / FULL_FILE).is_file():

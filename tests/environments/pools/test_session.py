@@ -46,7 +46,7 @@ async def test_a_message_that_cannot_be_sent_is_refused_and_the_session_goes_on(
         await session.reset({})
         with pytest.raises(StepRefused, match="the step cannot be sent: it is not JSON: TypeError"):
             await session.step({"tool": "add", "arguments": {"x": object()}})
-        with pytest.raises(StepRefused, match=f"but a message has at most {MESSAGE_BYTES_MAX}: send less at once"):
+        with pytest.raises(StepRefused, match=f"but the limit is {MESSAGE_BYTES_MAX}: send less at a time"):
             await session.step({"tool": "add", "arguments": {"x": "x" * MESSAGE_BYTES_MAX}})
         assert (await session.step({"tool": "add"})).observation["text"].endswith(":1")
 

@@ -240,7 +240,7 @@ async def test_p3_nor_is_that_of_a_call_by_post_whose_client_left(blocking: type
             writing = asyncio.create_task(server.call_by_post(session, call, gone))
             await until(lambda: server.working() == 1)
             gone.set_result(None)
-            with pytest.raises(NotLetIn, match="the session ended before its call"):
+            with pytest.raises(NotLetIn, match="the session ended before the call was carried out"):
                 await writing
             await until(lambda: len(server.table.free) == 1)
         assert memories.made[0].is_stopped, "the tool goes on there"
@@ -336,7 +336,7 @@ async def test_p3_no_message_follows_one_that_took_too_long_in_its_session(
             call = {"method": "tools/call", "params": {"name": "write"}}
             writing = asyncio.create_task(server.call_by_post(session, call, asyncio.Future[Any]()))
             await until(lambda: server.working() == 1)
-            with pytest.raises(NotLetIn, match="the session ended before its call"):
+            with pytest.raises(NotLetIn, match="the session ended before the call was carried out"):
                 await server.call_by_post(session, {"method": "tools/list"}, asyncio.Future[Any]())
             assert "took longer than" in (await writing).data["message"]
             await until(lambda: len(server.table.free) == 1)

@@ -217,7 +217,7 @@ async def test_a_tool_that_says_too_much_is_cut_and_the_session_goes_on() -> Non
 
 async def test_a_reset_that_says_too_much_fails_and_the_session_goes_on() -> None:
     async with served(Wordy) as (_, url), await EnvSession.open(url) as session:
-        with pytest.raises(ResetFailed, match="but a message has at most 16777216: send less at once"):
+        with pytest.raises(ResetFailed, match="but the limit is 16777216: send less at a time"):
             await session.reset({"task": {"metadata": {"goal": 3, "characters": 17 << 20}}})
         await session.reset({"task": TASK.model_dump()})
 

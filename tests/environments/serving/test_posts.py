@@ -137,7 +137,7 @@ async def test_one_whose_connection_is_silent_lapses_also_in_the_middle_of_a_cal
             await socket.send(TASK)
             await socket.recv()
             socket.transport.pause_reading()  # so that it answers no ping
-            assert "ended before its call" in await poster.why("tools/call", name="hang", session_id=session)
+            assert "before the call was carried out" in await poster.why("tools/call", name="hang", session_id=session)
             await until(lambda: len(server.table.free) == 1)
             socket.transport.abort()
 

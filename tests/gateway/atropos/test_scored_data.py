@@ -126,7 +126,7 @@ def test_programs_write_whole_numbers_as_floats_and_flags_for_numbers() -> None:
         ({"masks": [[-100, 6], [7, 8]]}, "masks[1]", "has 2 values for the 1 tokens of its sequence"),
         ({"masks": [[-(1 << 31) - 1, 6], [7]]}, "masks[0][0]", "Expected `int` >= -2147483648"),
         ({"scores": [1.0]}, "scores", "scores has 1 numbers for 2 sequences"),
-        ({"scores": [1.0, float("nan")]}, "scores[1]", "is NaN or infinite; send numbers that are finite"),
+        ({"scores": [1.0, float("nan")]}, "scores[1]", "is NaN or infinite; send finite numbers"),
         ({"scores": [1.0, None]}, "scores[1]", "got `null`"),
         ({"advantages": [[1.0, float("inf")], [1.0]]}, "advantages[0][1]", "is NaN or infinite"),
         ({"advantages": [1.0, 2.0]}, "advantages[0]", "Expected `array`, got `float`"),

@@ -193,7 +193,7 @@ def test_the_text_of_an_answer_is_written_as_vllm_writes_it(how: dict[str, Any],
 
 
 def test_stop_texts_need_a_text_as_in_vllm() -> None:
-    with pytest.raises(Refused, match="stop texts need the decoded text"):
+    with pytest.raises(Refused, match="stop texts need decoded text"):
         read_vllm(body(**TOKENS, detokenize=False, stop="x"))
 
 

@@ -73,7 +73,7 @@ async def test_what_does_not_fit_is_refused_as_vllms_server_would(served: Gatewa
     answer = await ask(served, key, {"prompt": {"prompt_token_ids": [1]}, "n": "two"}, 400)
     assert "n" in str(answer["detail"])
     scored = {"prompt": {"prompt_token_ids": [1, 2]}, "prompt_logprobs": 0, "max_tokens": 1}
-    assert "ask with a client key" in (await ask(served, key, scored, 400))["detail"]
+    assert "use a client key" in (await ask(served, key, scored, 400))["detail"]
     forged = f"{key[:-4]}xxxx"
     await ask(served, forged, {"prompt": "a"}, 401)
 

@@ -494,7 +494,7 @@ async def test_a_model_of_all_weights_goes_to_servers_elsewhere_only(
     await create(client, rank=0)
     await hive.join_replica()
     refused = await post(hive, "/sync_inference_weights")
-    assert "our replicas take only adapters" in refused["message"]
+    assert "the hive's replicas take only adapters" in refused["message"]
     await add(hive, server.port)
     assert (await post(hive, "/sync_inference_weights"))["success"]
 
@@ -562,7 +562,7 @@ async def test_a_trainer_that_does_not_fall_asleep_in_time_is_to_go_on(
     answer = await routes.sleep(Request({"type": "http"}))
     assert json.loads(bytes(answer.body)) == {
         "success": False,
-        "result": "The trainer has not freed its memory within 0.2 s, so it will continue. Is it running?",
+        "result": "The trainer has not freed its memory within 0.2 s, so it stays awake. Is it running?",
     }
     await hive.follower.wait_for(lambda _: not hive.engine.rest_wanted, PATIENCE_S)
 

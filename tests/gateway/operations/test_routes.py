@@ -101,7 +101,7 @@ async def test_another_body_under_the_same_number_fails_and_the_first_one_stands
     other = await ask(client, "optim_step", model_id=model, seq_id=1, adam_params={"learning_rate": 1.0})
     failure = (await result(client, other)).json()
     assert failure["category"] == "user"
-    assert "another body" in failure["error"]
+    assert "a different body" in failure["error"]
     assert "metrics" in (await result(client, first)).json()
 
 

@@ -387,7 +387,7 @@ async def test_a_sampler_of_a_base_is_never_one_of_another(hive: OperationHive, 
     assert hive.engine.started is not None
     assert hive.engine.started.base == "org/other"
     refused = await client.post("asample", json=sample(sampler))
-    why = "This sampler's base is not the one that engine main now has, org/other: create another sampler."
+    why = "This sampler's base differs from the current base of engine main, org/other: create another sampler."
     assert (refused.status_code, refused.json()["detail"]) == (404, why)
 
 

@@ -68,7 +68,7 @@ def test_what_is_beside_adam_params_comes_first_and_the_clients_defaults_last(
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"optimizer_params": {"type": "dimuon", "learning_rate": 1}}, "of the optimizer 'dimuon' is not offered"),
+        ({"optimizer_params": {"type": "dimuon", "learning_rate": 1}}, "The optimizer 'dimuon' is not offered"),
         ({"adam_params": {"learning_rate": -1}}, "learning_rate is -1.0, but must be at least 0 and below 1e"),
         ({"adam_params": {"beta1": 1.0}}, "beta1 is 1.0, but must be at least 0 and below 1."),
         ({"adam_params": {"beta2": -0.1}}, "beta2 is -0.1"),

@@ -40,5 +40,5 @@ async def test_a_bug_is_an_answer_and_on_the_log(caplog: pytest.LogCaptureFixtur
     async with client(DirectRoute("POST", Guard(Access.CLIENT, HiveKeys(), ""), failing, others)) as http:
         failed = await http.post("/")
     assert failed.status_code == 500
-    assert failed.json() == {"detail": "The gateway failed; its log says more."}
+    assert failed.json() == {"detail": "The gateway failed; see its log."}
     assert "a bug" in caplog.text

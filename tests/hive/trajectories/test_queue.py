@@ -342,8 +342,8 @@ def test_groups_that_wait_to_be_combined_have_a_limit(monkeypatch: pytest.Monkey
     push(queue, groups(0, 3, 3))
     assert why_no_room(queue, [*groups(0, 3, 8, 8), *groups(None, 3)]) == ""
     assert why_no_room(queue, groups(0, 3, 3)) == (
-        "2 groups of environment 0 (math_0) wait for others to make up its group_size of 8, but there is room for 3. "
-        "Send groups of that size, or register the environment again with the size that it sends."
+        "2 groups of environment 0 (math_0) are waiting for others to make up its group_size of 8, but there is room "
+        "for 3. Send groups of that size, or register the environment again with the size that it sends."
     )
 
 

@@ -129,8 +129,8 @@ def test_groups_that_wait_to_be_combined_are_named() -> None:
     queue = queue_of(8, environment(0, 8))
     push(queue, groups(0, 3, 3, 1))
     assert stranded(queue) == [
-        "Environment 0 (math_0) has 3 groups (1 of 1, 2 of 3 sequences) that wait for others to make up its group_size "
-        "of 8."
+        "Environment 0 (math_0) has 3 groups (1 of 1, 2 of 3 sequences) that are waiting for others to make up its "
+        "group_size of 8."
     ]
 
 

@@ -144,7 +144,7 @@ def test_a_checkpoint_of_an_earlier_version_is_refused_in_words(tmp_path: Path) 
     (place / MANIFEST).rename(place / "facts.json")
     with pytest.raises(CheckpointDamaged, match=r"step-1 has no manifest\.json: .* version of bombus that wrote it"):
         folder.read(NAME)
-    with pytest.raises(Refused, match="already: use another name, or save with overwrite"):
+    with pytest.raises(Refused, match="already: use another name, or save with `overwrite`"):
         saved(folder, 2.0, operation="op-7")
     saved(folder, 3.0, overwrite=True)
     assert weight(folder) == 3.0

@@ -93,7 +93,7 @@ def _newest(left: list[_Left], wanted: str) -> tuple[Beginning | None, str]:
         return None, why
     raise Refused(
         Code.BAD_CONFIG,
-        f"This experiment has begun, but {why}. Set trainer.resume to never to start over, or give another "
+        f"This experiment has already begun, but {why}. Set trainer.resume to never to start over, or use another "
         "experiment.experiment_name; to continue, restore these settings.",
     )
 

@@ -151,7 +151,7 @@ def sampler_of(engine: EngineState, claim: Claim) -> ev.SamplerWeights | None:
     if kept.noted.adapter is None:
         raise Refused(
             Code.UNSUPPORTED,
-            f"{named} contains all weights of its model, but episodes sample only from adapters (rank 1 or more).",
+            f"{named} contains all the weights of its model, but episodes sample only from adapters (rank 1 or more).",
         )
     assert engine.started is not None
     if kept.noted.base not in (engine.started.base, "" if engine.active is None else engine.active.model):
@@ -168,8 +168,8 @@ def _no_sampler(engine: EngineState) -> Refused:
         return Refused(Code.WRONG_PHASE, why)
     return Refused(
         Code.UNSUPPORTED,
-        f"Run {engine.run} of engine {engine.name} trains the model that its episodes sample from: leave sampler out, "
-        "or claim from an engine whose run serves training operations.",
+        f"Run {engine.run} of engine {engine.name} trains the model that its episodes sample from: leave out "
+        "`sampler`, or claim from an engine whose run serves training operations.",
     )
 
 

@@ -55,7 +55,7 @@ def configure(engine: EngineState, live: Live, message: Configure) -> Decisions:
     if engine.phase != Phase.OFFLINE:
         raise wrong_phase("change the configuration", engine.phase, "Call stop_engine first.")
     if not message.config_digest:
-        raise Refused(Code.MALFORMED, "A configuration needs a digest: without one, a run has no job.")
+        raise Refused(Code.MALFORMED, "A configuration needs a digest, which identifies the job of its runs.")
     if message.collection.max_staleness > 0:
         check_asynchronous(message.collection)
     check_size(message.collection, live.event_bytes_max)
@@ -77,7 +77,7 @@ def check_size(rules: Collection, event_bytes_max: int) -> None:
     if rules.episode_target > most:
         raise Refused(
             Code.BAD_CONFIG,
-            f"a batch of {rules.episode_target} episodes does not fit into one message of the bus, which takes about "
+            f"a batch of {rules.episode_target} episodes does not fit into one bus message, which has room for about "
             f"{most}: lower collection.batch_size or rollout.num_repeat, or raise the server's max_payload.",
         )
 
@@ -87,15 +87,15 @@ def check_asynchronous(rules: Collection) -> None:
     if BATCH_METHODS[rules.method].is_by_agreement:
         raise Refused(
             Code.BAD_CONFIG,
-            f"collection.method = {rules.method} needs max_staleness = 0: clients that agree wait for the phase to "
-            "change, but an asynchronous engine keeps rolling. Use one of the other methods.",
+            f"collection.method = {rules.method} needs max_staleness = 0: clients that agree to train then wait for "
+            "the engine to stop rolling, which an asynchronous engine never does. Use another method.",
         )
     ahead = (rules.max_staleness + 1) * rules.episode_target
     if rules.max_pool_episodes < ahead:
         raise Refused(
             Code.BAD_CONFIG,
             f"collection.max_cached_episodes = {rules.max_pool_episodes} is less than the {ahead} episodes of "
-            f"max_staleness + 1 batches, which can all wait for training: raise it to at least {ahead}.",
+            f"max_staleness + 1 batches, which may all be waiting for training: raise it to at least {ahead}.",
         )
 
 
@@ -228,7 +228,7 @@ def agree(engine: EngineState, live: Live, message: AgreeSync) -> Decisions:
     if message.client not in active_clients(engine, live.now_ns):
         raise Refused(
             Code.NOT_ACTIVE,
-            f"Only an active client can agree: first end an episode with a reward (within {ACTIVE_S:.0f} s).",
+            f"Only an active client can agree, one that ended an episode with a reward in the last {ACTIVE_S:.0f} s.",
         )
     event = ev.SyncAgreed(at_ns=live.now_ns, engine=engine.name, run=engine.run, client=message.client)
     yield Decision(events=(event,), replies=reply)

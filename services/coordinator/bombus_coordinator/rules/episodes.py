@@ -102,8 +102,8 @@ def _call_rewards(episode: Episode, result: EpisodeResult) -> tuple[float, ...] 
         raise Refused(
             Code.BAD_REWARD,
             f"Episode {result.episode} has {len(given)} rewards by call for {len(ids)} completed calls"
-            f"{_aside(episode)}: {lacking} calls have none, and {foreign} ids name none of its calls. Give one for the "
-            "id of each answer.",
+            f"{_aside(episode)}: {lacking} calls have none, and {foreign} ids belong to none of its calls. Give one "
+            "reward for the id of each answer.",
         )
     return tuple(given[call] for call in ids)
 
@@ -278,7 +278,7 @@ def take(engine: EngineState, live: Live, message: Take) -> Decisions:
     if len(message.episodes) > EPISODES_PER_COMMAND_MAX:
         raise Refused(Code.MALFORMED, f"One request can take at most {EPISODES_PER_COMMAND_MAX} episodes.")
     if not engine.clients_take_episodes:
-        raise Refused(Code.UNSUPPORTED, f"Engine {engine.name} trains on the episodes of run {engine.run} itself.")
+        raise Refused(Code.UNSUPPORTED, f"Engine {engine.name} itself trains on the episodes of run {engine.run}.")
     ended = [engine.pool[episode] for episode in dict.fromkeys(message.episodes) if episode in engine.pool]
     if any(each.client != message.client for each in ended):
         raise Refused(Code.NOT_YOUR_EPISODE, "An episode can be taken only by the client that claimed it.")

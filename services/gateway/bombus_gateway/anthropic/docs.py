@@ -39,7 +39,7 @@ _TOOL_RESULT = _block("tool_result", tool_use_id=NAME, content=_TEXTS)
 _CONTENT = any_of(str, array_of(any_of(_TEXT, _THINKING, _TOOL_USE, _TOOL_RESULT)))
 _MESSAGE = object_of(
     role=one_of("user", "assistant", "system"),
-    content={"description": "text, or blocks; blocks of other types are not supported", **_CONTENT},
+    content={"description": "text, or blocks of these types; others are not supported", **_CONTENT},
 )
 _TOOL = object_of(
     "description",

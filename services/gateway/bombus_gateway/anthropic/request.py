@@ -216,7 +216,7 @@ def _beyond_messages(found: MessagesBody, last_role: str) -> list[Unsupported]:
         ("context_management", _takes_away(found.context_management), "nothing is removed from a conversation"),
         ("container", found.container is not None, "no code is run here"),
         ("mcp_servers", bool(found.mcp_servers), "only the client calls tools"),
-        ("messages", last_role == "assistant", "an answer that the client began is not continued"),
+        ("messages", last_role == "assistant", "answers begun by the client are not continued"),
         ("diagnostics", found.diagnostics is not None, "cache diagnostics are not offered"),
         ("service_tier", found.service_tier not in (None, "auto", "standard_only"), "there is only one tier"),
         ("speed", found.speed not in (None, "standard"), "there is only one speed"),
@@ -302,7 +302,7 @@ def _beyond_function(tool: _Tool) -> Iterator[Unsupported]:
     if tool.strict:
         yield STRICT
     if tool.input_examples:
-        yield Unsupported("tools.input_examples", "templates have no place for examples")
+        yield Unsupported("tools.input_examples", "chat templates have no place for examples")
     if tool.allowed_callers not in (None, [], ["direct"]):
         yield Unsupported("tools.allowed_callers", "no code is run here")
 

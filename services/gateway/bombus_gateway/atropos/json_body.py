@@ -71,11 +71,11 @@ def _refuse_not_finite(body: bytes, end: int, place: str) -> None:
         return
     steps = _steps_to(body, found.start())
     if steps is None:
-        why = f"The number at byte {found.start()} is NaN or infinite; send numbers that are finite."
+        why = f"The number at byte {found.start()} is NaN or infinite; send finite numbers."
         raise UnfitBody(place, why)
     for step in steps:
         place = f"{place}[{step}]" if isinstance(step, int) else within(place, step)
-    raise UnfitBody(place, f"{place} is NaN or infinite; send numbers that are finite.")
+    raise UnfitBody(place, f"{place} is NaN or infinite; send finite numbers.")
 
 
 def _steps_to(body: bytes, end: int) -> list[str | int] | None:

@@ -90,13 +90,13 @@ def read_vllm(body: bytes) -> VllmRequest:
     if given.min_tokens > 0:
         raise Refused(Code.UNSUPPORTED, "min_tokens is not offered here: leave it out.")
     if given.stop and not given.detokenize:
-        raise UnfitBody("detokenize", "stop texts need the decoded text: leave out detokenize, or send stop_token_ids.")
+        raise UnfitBody("detokenize", "stop texts need decoded text: leave out `detokenize`, or send stop_token_ids.")
     prompt, text = _prompt_of(given.prompt)
     scored: int | None = None
     top_prompt = 0
     if given.prompt_logprobs is not None:
         if text:
-            why = "prompt_logprobs need a prompt of tokens: send the prompt as prompt_token_ids."
+            why = "prompt_logprobs needs a prompt of token ids: send the prompt as prompt_token_ids."
             raise UnfitBody("prompt_logprobs", why)
         top_prompt = counted("prompt_logprobs", given.prompt_logprobs, 0, limits.TOP_LOGPROBS)
         scored = len(prompt) // 4 - 1

@@ -83,7 +83,7 @@ class AnswerCheck:
         first = int(frame.start == 0)  # the first prompt token has no logprob
         self._check_logprobs(array("f", frame.logprobs)[first:], sampled=False)
         if not len(frame.top_tokens) == len(frame.top_logprobs) == count * frame.width * ID_BYTES:
-            raise self._wrong(f"its alternatives for {count} prompt tokens are not {frame.width} for each")
+            raise self._wrong(f"it does not have {frame.width} alternatives for each of its {count} prompt tokens")
         if frame.width:
             skipped = first * frame.width
             self._check_alternatives(array("i", frame.top_tokens)[skipped:], array("f", frame.top_logprobs)[skipped:])
@@ -124,14 +124,14 @@ class AnswerCheck:
         if max(logprobs) <= LOGPROB_MAX and (total > -inf or (total == -inf and not sampled)):
             return
         odd = next(each for each in logprobs if not each <= LOGPROB_MAX or (sampled and each == -inf))
-        raise self._wrong(f"the logprob {odd:g}")
+        raise self._wrong(f"a token has the logprob {odd:g}")
 
     def _check_alternatives(self, tokens: Iterable[int], logprobs: Iterable[float]) -> None:
         """Raise `WrongAnswer` for alternatives with an invalid id or logprob. Minus infinity is allowed."""
         self._check_ids(tokens)
         for logprob in logprobs:
             if not logprob <= LOGPROB_MAX:
-                raise self._wrong(f"the logprob {logprob:g} of an alternative")
+                raise self._wrong(f"an alternative has the logprob {logprob:g}")
 
     def _wrong(self, why: str) -> WrongAnswer:
         return WrongAnswer(why, of_replica=not self._request.adapter)

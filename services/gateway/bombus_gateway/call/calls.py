@@ -147,7 +147,7 @@ class Calls:
             except (HungUp, ReplicaGone):
                 await call.cut_off()
                 if not self._gateway.ready:
-                    raise Refused(Code.BUS_DOWN, "This gateway is stopping; try again with another.") from None
+                    raise Refused(Code.BUS_DOWN, "This gateway is stopping; try another one.") from None
                 raise
             except TimeoutError:
                 call.hang_up()

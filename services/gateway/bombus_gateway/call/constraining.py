@@ -23,7 +23,7 @@ def why_not_held(request: CompletionRequest, renderer: TemplateRenderer) -> str:
     if not renderer.stop_token_ids:
         return "this model has no token that ends an answer"
     if names and renderer.call_text is None:
-        return "this model does not write its calls as JSON, or gives them ids"
+        return "this model does not write its tool calls as JSON, or gives them ids"
     strange = next((name for name in names if not _PLAIN_NAME.fullmatch(name)), "")
     return f"the tool name {strange!r} has characters that can be written in several ways" if strange else ""
 

@@ -122,7 +122,7 @@ def route(method: str, errors: ErrorEncoder, answer: Responding) -> ASGIApp:
             await response.fail(_as_refusal(error))
         except Exception:  # the process boundary: answer the client, and log the bug
             log.exception("a model call failed because of a bug")
-            await response.fail(Refused(Code.INTERNAL, "An internal error occurred; the gateway's log says more."))
+            await response.fail(Refused(Code.INTERNAL, "An internal error occurred; see the gateway's log."))
 
     return app
 
@@ -141,7 +141,7 @@ def _as_refusal(error: BombusError) -> Refused:
     if isinstance(error, Refused):
         return error
     if isinstance(error, BusUnavailable):
-        return Refused(Code.BUS_DOWN, f"The log cannot be written just now; try again. ({error})")
+        return Refused(Code.BUS_DOWN, f"The log cannot be written right now; try again. ({error})")
     if isinstance(error, ReplicaGone):
         return Refused(Code.NO_REPLICA, f"The answer broke off: {error}.")
     log.error("a model call failed", extra={"why": str(error)})

@@ -35,7 +35,7 @@ class EngineModels:
     def job(self, engine: EngineState) -> RunConfig:
         """Return the configuration of the run. Raises `Refused` NO_CONFIG if there is none."""
         if engine.active is None:
-            raise Refused(Code.NO_CONFIG, f"Engine {engine.name} runs no job.")
+            raise Refused(Code.NO_CONFIG, f"Engine {engine.name} is not running a job.")
         return RunConfig.from_json(engine.active.config)
 
     async def text_model(self, engine: EngineState) -> TextModel:
@@ -72,7 +72,7 @@ class EngineModels:
             raise
         except BombusError as error:
             raise Refused(
-                Code.BUS_DOWN, f"The model's tokenizer cannot be read just now; try again. ({error})"
+                Code.BUS_DOWN, f"The model's tokenizer cannot be read right now; try again. ({error})"
             ) from error
         except msgspec.MsgspecError as error:
             raise EngineFault(f"the tokenizer's blob {blob} is not a map of files: {error}") from error

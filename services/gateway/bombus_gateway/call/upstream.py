@@ -88,7 +88,7 @@ class Upstream:
         The answer's frames are checked; for example, token ids must be below `vocabulary`. The caller must call
         `finished(generation)` later. Raises `Refused` NO_REPLICA if no replica can be reached.
         """
-        why = "no inference replica serves this engine's weights just now"
+        why = "no inference replica serves this engine's weights right now"
         engine = request.engine
         for _ in range(ATTEMPTS_MAX):
             name, replica = await self._choose(request)
@@ -179,7 +179,7 @@ class Upstream:
             form = " with support for structured output" if request.constraint is not None else ""
             raise Refused(
                 Code.NO_REPLICA,
-                f"No inference replica serves version {state.version} of engine {engine}{form} just now; try again."
+                f"No inference replica serves version {state.version} of engine {engine}{form} right now; try again."
                 f"{why}",
             )
         now = time.monotonic()
@@ -190,7 +190,7 @@ class Upstream:
 def dropped_too_often(adapter: str) -> Refused:
     return Refused(
         Code.OVERLOADED,
-        f"Replicas dropped adapter {adapter} for others {LOADS_MAX} times: give them more room (--adapters-mb), or "
+        f"Replicas dropped adapter {adapter} {LOADS_MAX} times to make room for others: raise --adapters-mb, or "
         "sample from fewer adapters at the same time.",
     )
 

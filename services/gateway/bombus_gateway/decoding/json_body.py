@@ -183,7 +183,7 @@ def stop_strings(given: Sequence[str], param: str) -> tuple[str, ...]:
 def stop_tokens(given: Sequence[int], param: str) -> tuple[int, ...]:
     """Return the token ids that end an answer. Raises `BadParameter` if there are too many, or if one is negative."""
     if len(given) > limits.STOPS or any(token < 0 for token in given):
-        why = f"{param} takes up to {limits.STOPS} ids of tokens, which must not be negative."
+        why = f"{param} takes up to {limits.STOPS} token ids, which must not be negative."
         raise BadParameter(Code.MALFORMED, param, why)
     return tuple(given)
 

@@ -43,7 +43,7 @@ class GenerateDialect:
         if is_vllm(fields):
             asked = read_vllm(body)
             if asked.prompt_logprobs:
-                why = "prompt_logprobs are not offered with an episode's key: ask with a client key of the hive."
+                why = "prompt_logprobs is not offered with an episode's key: use a client key of the hive."
                 raise Refused(Code.UNSUPPORTED, why)
             completion = _completion(asked.asked, asked.text, asked.logprobs)
             return ParsedRequest(completion, partial(VllmEncoder, asked))

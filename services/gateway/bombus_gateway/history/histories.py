@@ -149,5 +149,5 @@ def _key(claims: KeyClaims) -> _Key:
 def _unreadable(error: BombusError) -> Refused:
     log.warning("the earlier turns of an episode cannot be read", extra={"why": str(error)})
     return Refused(
-        Code.BUS_DOWN, f"The earlier turns of this episode cannot be read from the log just now; try again. ({error})"
+        Code.BUS_DOWN, f"The earlier turns of this episode cannot be read from the log right now; try again. ({error})"
     )

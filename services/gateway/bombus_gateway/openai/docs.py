@@ -76,7 +76,7 @@ _CHAT = request_of(
     },
     reasoning_effort={
         **one_of(NO_EFFORT, *NEAREST),
-        "description": "passed to the chat template, in the variables that it reads",
+        "description": "passed to the chat template, in the variables that the template reads",
     },
 ) | {
     "dependentRequired": {"tool_choice": ["tools"], "top_logprobs": ["logprobs"]},

@@ -341,7 +341,7 @@ def _prompt(prompt: str | list[Any]) -> str | list[int]:
     if not prompt:
         raise BadParameter(Code.MALFORMED, "prompt", "prompt is empty.")
     if isinstance(prompt, list) and not all(type(token) is int and token >= 0 for token in prompt):
-        _refuse("prompt", "send one text, or the token ids of one; send several prompts as separate requests")
+        _refuse("prompt", "send one text, or the token ids of one text; send several prompts as separate requests")
     return prompt
 
 

@@ -110,7 +110,7 @@ class OperationResults:
         if engine.suspended:
             return Waits(f"The run is suspended: {engine.suspended}", "paused_capacity")
         if engine.rest_wanted:
-            return Waits("The trainer sleeps until a client calls /wake_up.", "paused_capacity")
+            return Waits("The trainer is asleep until a client calls /wake_up.", "paused_capacity")
         if engine.phase == Phase.BOOTING:
             base = "" if engine.started is None else engine.started.base
             return Waits(f"The trainer is loading {base}.", "paused_capacity")
@@ -122,7 +122,7 @@ class OperationResults:
             return Waits(f"The model cannot continue now: {model.suspended}", "paused_capacity")
         before = sum(each.waits and each.number < queued.number for each in model.operations.values())
         others = clients.waiting - model.waiting
-        return Waits(f"{before} operations of this model come first, and {others} of other models wait too.", "active")
+        return Waits(f"{before} operations of this model come first; {others} of other models also wait.", "active")
 
     async def _submission(self, model: str, queued: Queued | None) -> Submission:
         """Return the submission of an operation, without its data, for writing its result."""

@@ -302,7 +302,7 @@ class TrainingRoutes:
         outcome = await self._results.outcome(name, LAST_S)
         if isinstance(outcome, ModelEnded | Failed):
             return JsonResponse(kill_session_answer(TrainingDialect.XORL, submission.model, outcome))
-        why = outcome.reason if isinstance(outcome, Waits) else "It is no longer known."
+        why = outcome.reason if isinstance(outcome, Waits) else "Its outcome is no longer known."
         return JsonResponse({"success": False, "message": f"{submission.model} has not ended yet. {why}"})
 
     async def session_info(self, request: Request) -> Response:

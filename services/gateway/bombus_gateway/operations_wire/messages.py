@@ -196,7 +196,7 @@ def parsed(kind: MessageType, body: bytes) -> Message:
     try:
         return kind.FromString(body)
     except (message.DecodeError, UnicodeDecodeError) as error:  # pure-Python protobuf raises the second
-        raise Refused(Code.MALFORMED, f"The body is not a {kind.DESCRIPTOR.name} of protobuf: {error}.") from None
+        raise Refused(Code.MALFORMED, f"The body is not a protobuf {kind.DESCRIPTOR.name}: {error}.") from None
 
 
 class _Budget:

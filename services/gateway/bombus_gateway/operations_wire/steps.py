@@ -75,7 +75,7 @@ def _step(dialect: TrainingDialect, body: bytes, job: RateDefaults) -> OptimStep
     given = decode_body(_steps, body)
     if given.optimizer_params is not None:
         kind = given.optimizer_params.type[:40]
-        raise Refused(Code.UNSUPPORTED, f"A step of the optimizer {kind!r} is not offered: send adam_params.")
+        raise Refused(Code.UNSUPPORTED, f"The optimizer {kind!r} is not offered: send adam_params.")
     adam = given.adam_params or _Adam()
     rate, clip, schedule = adam.learning_rate, adam.grad_clip_norm, None
     if dialect == TrainingDialect.XORL:

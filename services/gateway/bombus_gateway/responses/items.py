@@ -145,7 +145,7 @@ class InputReader:
         """
         call = _call_of(item)
         if not call:
-            why = "Only items of this hive's answers can be referred to: send the item itself, or previous_response_id."
+            why = "Only items of this hive's answers can be referenced: send the item itself, or previous_response_id."
             raise BadParameter(Code.UNSUPPORTED, place, why)
         if call != self._referred:
             self._answer_of(item)

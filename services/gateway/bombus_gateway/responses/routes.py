@@ -22,7 +22,7 @@ from bombus_gateway.responses.response import ResponsesEncoder, event
 
 # This dialect's names for fields of a `CompletionRequest`.
 _PARAMETERS = {"continues": "previous_response_id", "messages": "input"}
-_NO_WEBSOCKET = Refused(Code.UNSUPPORTED, "WebSockets are not supported: use POST, with stream for events.")
+_NO_WEBSOCKET = Refused(Code.UNSUPPORTED, "WebSockets are not supported: use POST, with `stream` for events.")
 
 
 class ResponsesDialect:

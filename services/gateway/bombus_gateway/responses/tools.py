@@ -19,7 +19,7 @@ FREE_TEXT_PARAMETERS: dict[str, Any] = {
     "required": [FREE_TEXT],
 }
 _SHOWN = ("name", "description", "parameters")
-_SERVER_TOOL = "a tool of type {!r} runs at the server, which has no tools"
+_SERVER_TOOL = "a tool of type {!r} runs on the server, which has no tools"
 
 
 class ToolForm(msgspec.Struct, frozen=True):

@@ -31,5 +31,5 @@ class DirectRoute:
             answer = await self._answer(Request(scope, receive))
         except Exception:  # outermost handler: answer the client and log the bug
             log.exception("an environment's request failed because of a bug")
-            answer = JSONResponse({"detail": "The gateway failed; its log says more."}, 500)
+            answer = JSONResponse({"detail": "The gateway failed; see its log."}, 500)
         await answer(scope, receive, send)

@@ -94,7 +94,7 @@ def _refusing(gateway: Gateway, handler: Handler, write: RefusalWriter) -> Handl
             await gateway.check_ready()
             return await handler(request)
         except BusUnavailable as error:
-            return _refused(Refused(Code.BUS_DOWN, f"The log cannot be reached just now; try again. ({error})"), write)
+            return _refused(Refused(Code.BUS_DOWN, f"The log cannot be reached right now; try again. ({error})"), write)
         except Refused as refusal:
             return _refused(refusal, write)
 

@@ -59,7 +59,7 @@ class EndedEpisodes:
         if not state.clients_take_episodes:
             raise Refused(
                 Code.UNSUPPORTED,
-                f"Engine {state.name} trains on the episodes of run {state.run} itself: clients can read only the "
+                f"Engine {state.name} itself trains on the episodes of run {state.run}: clients can read only the "
                 "episodes of a run of training operations.",
             )
 

@@ -52,7 +52,7 @@ class EngineRoutes:
         wanted = await asyncio.to_thread(parse_job, body.yaml_as_string)
         running = self._context.state.active
         if running is None or self._context.state.phase == Phase.OFFLINE:
-            raise Refused(Code.WRONG_PHASE, "The engine runs no job to compare with; it is ENGINE.OFFLINE.")
+            raise Refused(Code.WRONG_PHASE, "The engine is not running a job to compare with; it is ENGINE.OFFLINE.")
         return JsonResponse({"differences": views.job_differences(running.config, wanted.to_json())})
 
     async def start_engine(self, request: Request) -> Response:

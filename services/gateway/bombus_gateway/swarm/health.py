@@ -87,7 +87,7 @@ def _why_not_served(engine: EngineState) -> str:
     if not engine.has_policy and not engine.serves_operations:
         return ""
     if engine.phase == Phase.BOOTING:
-        return f"Engine {engine.name} is booting: {engine.stage or 'it waits for its trainer'}."
+        return f"Engine {engine.name} is booting: {engine.stage or 'it is waiting for its trainer'}."
     serving = engine.usable.keys() & engine.loaded if engine.rolling else engine.usable.keys()
     if serving:  # or will be soon, with the weights of the last step
         return ""

@@ -80,7 +80,7 @@ class TextModel:
         log.info(
             "the model's own chat template renders its prompts"
             if options.chat
-            else "the job has plain completions only",
+            else "the job is for plain completions only",
             extra={"model": name, **self.syntaxes},
         )
 

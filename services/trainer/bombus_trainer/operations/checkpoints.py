@@ -126,7 +126,7 @@ class CheckpointFolder:
             if facts.operation and found.facts.operation == facts.operation:
                 return found
         raise Refused(
-            Code.BAD_CONFIG, f"there is a checkpoint {name} already: use another name, or save with overwrite"
+            Code.BAD_CONFIG, f"there is a checkpoint {name} already: use another name, or save with `overwrite`"
         )
 
     def remove(self, name: CheckpointName) -> None:

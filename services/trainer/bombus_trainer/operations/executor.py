@@ -314,7 +314,7 @@ class OperationExecutor:
         if self._models and all_weights:
             raise Refused(
                 Code.WRONG_PHASE,
-                f"a model that trains all weights cannot share its base, but {len(self._models)} models are on it: "
+                f"a model that trains all weights cannot share its base, but {len(self._models)} models use it: "
                 "end them first, or ask for an adapter",
             )
         if self._models and self._need_base(None).all_weights:

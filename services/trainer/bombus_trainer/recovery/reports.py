@@ -86,7 +86,7 @@ class RunReports:
         if isinstance(error, Interrupted | RunOver):
             raise RunOver from None
         if isinstance(error, BusUnavailable):
-            log.warning("run %d waits for the bus: %s", run, error)
+            log.warning("run %d is waiting for the bus: %s", run, error)
             return False
         failed.attempts += 1
         failed.failures += not lacks_room(error)
@@ -119,7 +119,7 @@ class RunReports:
         """Wait while the run is suspended."""
         ownership = self._ownership
         if ownership.engine.suspended:
-            log.warning("run %d waits for `bombus resume`: %s", ownership.run, ownership.engine.suspended)
+            log.warning("run %d is waiting for `bombus resume`: %s", ownership.run, ownership.engine.suspended)
             await ownership.wait(lambda engine: not engine.suspended)
 
     async def suspend(self, reason: str) -> None:

@@ -46,6 +46,6 @@ def restore_newest(executor: TrainerBackend, engine: EngineState) -> int:
     if not engine.begun and steps_after(engine.steps, 0, newest.step) is not None:
         return 0
     if lost is None:
-        raise EngineFault(f"step {newest.step} is on the log, but no checkpoint is left to resume from")
-    others = ". The run began at it" if newest.step == engine.begun else ", and no other one can be used"
+        raise EngineFault(f"step {newest.step} is in the log, but no checkpoint is left to resume from")
+    others = ". The run began at this checkpoint" if newest.step == engine.begun else ", and no other can be used"
     raise type(lost)(f"{lost}{others}: bring it back, {ANEW}") from lost

@@ -79,7 +79,7 @@ async def batch_samples(source: Source, logged: LoggedRun, number: int) -> list[
     for episode, age in read.stale.items():
         complain(f"episode {episode} is left out: it is {age} versions old")
     if read.lost and not any(group.episodes for group in read.groups):
-        raise LogCorrupted(f"the calls of step {number} are no longer on the log: {next(iter(read.lost.values()))}")
+        raise LogCorrupted(f"the calls of step {number} are no longer in the log: {next(iter(read.lost.values()))}")
     config = json.loads(files.get("config.json", b"{}"))
     vocabulary = int(config.get("vocab_size", VOCABULARY_MAX))
     settings = TrainerSettings.of_job(logged.job)

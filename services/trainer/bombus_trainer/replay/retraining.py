@@ -65,7 +65,7 @@ def read_whole(read: ReadBatch, batch: BatchReady, recorded: Mapping[str, float]
     """
     if len(read.lost) > int(recorded.get("episodes_left_out", 0)):
         why = next(iter(read.lost.values()))
-        raise LogCorrupted(f"step {batch.step} cannot be retrained: some of its calls are no longer on the log ({why})")
+        raise LogCorrupted(f"step {batch.step} cannot be retrained: some of its calls are no longer in the log ({why})")
     return list(read.groups)
 
 

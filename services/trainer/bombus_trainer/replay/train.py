@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source_arguments(parser)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
-        "--step", type=int, metavar="N", help="retrain this step and compare its weights with those on the log"
+        "--step", type=int, metavar="N", help="retrain this step and compare its weights with those in the log"
     )
     what.add_argument("--from", type=int, metavar="A", dest="first", help="train a branch from step A on")
     parser.add_argument("--to", type=int, metavar="B", dest="last", help="with --from: the branch's last step")
@@ -107,7 +107,7 @@ async def again(source: Source, logged: LoggedRun, step: int, arguments: argpars
     if trained.agrees:
         _say(f"step {step} matches: its weights are identical to version {step}, sha256 {trained.sha256}")
         return 0
-    _say(f"step {step} does not match: on the log it has sha256 {trained.logged_sha256}, but here {trained.sha256}")
+    _say(f"step {step} does not match: in the log it has sha256 {trained.logged_sha256}, but here {trained.sha256}")
     _say(_explanation(logged, trained, settings.device))
     return 1
 
@@ -124,7 +124,7 @@ def _prepare(logged: LoggedRun, step: int, arguments: argparse.Namespace) -> Tra
 def _verdict(trained: Trained) -> str:
     if not trained.logged_sha256:
         return ""
-    return "; the same bytes as the log" if trained.agrees else "; different bytes from the log"
+    return "; the bytes match those in the log" if trained.agrees else "; the bytes differ from those in the log"
 
 
 def _explanation(logged: LoggedRun, trained: Trained, device: str) -> str:
@@ -172,7 +172,7 @@ async def branch(source: Source, logged: LoggedRun, arguments: argparse.Namespac
     weights = export(replay.executor, VersionTarget(arguments.out, last, 0))
     Path(weights.where).rename(arguments.out / WEIGHTS)
     _say(f"weights of step {last} (load them with transformers): {arguments.out / WEIGHTS}")
-    _say(f"metrics, alongside those on the log: {arguments.out / METRICS}")
+    _say(f"metrics, alongside those in the log: {arguments.out / METRICS}")
     return 0
 
 

@@ -47,8 +47,8 @@ class EvalOptions(PlayOptions):
         default=64,
         ge=1,
         le=1024,
-        description="episodes that are claimed together, and so play one version; training waits for them. At most the "
-        "job's rollout.max_env_worker",
+        description="how many episodes are claimed together, and so play one version; training waits for them. At most "
+        "the job's rollout.max_env_worker",
     )
     every: Annotated[int | None, Flag(metavar="N", default="once")] = Field(
         default=None,

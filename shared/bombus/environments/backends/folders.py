@@ -25,7 +25,7 @@ class BackendFolder:
         self.path = tempfile.mkdtemp(prefix=f"{PREFIX}{kind}-")
         self._lock = _locked(Path(self.path))
         if self._lock is None:
-            raise OSError(f"{self.path} was mistaken for a folder left by a killed server: try again")
+            raise OSError(f"{self.path} was mistaken for a folder that a killed server left behind: try again")
 
     async def remove(self) -> None:
         """Remove the folder and its contents. Raises `OSError` if anything is left."""

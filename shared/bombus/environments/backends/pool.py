@@ -128,7 +128,7 @@ class BackendPool:
             return
         if was_unscrubbed or in_use:
             why = "could not be scrubbed" if was_unscrubbed else f"may be in use by code of session {session}"
-            log.warning("backend %d %s, and is replaced", number, why)
+            log.warning("backend %d %s and will be replaced", number, why)
             self._replace(number)
             return
         try:
@@ -136,7 +136,7 @@ class BackendPool:
                 await backend.scrub()
                 healthy = await backend.is_healthy()
         except Exception as error:  # a backend may raise anything; how far the scrub got is unknown
-            log.warning("backend %d could not be scrubbed, and is replaced: %s", number, in_one_line(error))
+            log.warning("backend %d could not be scrubbed and will be replaced: %s", number, in_one_line(error))
             healthy = False
         except BaseException:  # cancelled; how far the scrub got is unknown
             self._replace(number)

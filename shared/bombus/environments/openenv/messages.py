@@ -120,7 +120,7 @@ def encode(message: WireMessage) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         raise NotSendable(f"it is not JSON: {in_one_line(error)}") from error
     if (size := len(sent)) > MESSAGE_BYTES_MAX:
-        raise NotSendable(f"it has {size} bytes, but a message has at most {MESSAGE_BYTES_MAX}: send less at once")
+        raise NotSendable(f"it has {size} bytes, but the limit is {MESSAGE_BYTES_MAX}: send less at a time")
     return sent.decode()
 
 

@@ -95,7 +95,7 @@ class _Reading:
                 self._add_tool(name, method, tools)
         self._check_shape(methods, plays, marked)
         if not isinstance(getattr(self._kind, "tools_run_together", False), bool):
-            self._say("`tools_run_together` is neither True nor False: set one of them on the class.")
+            self._say("`tools_run_together` is neither True nor False: set it to one of them.")
         if len(tools) > TOOLS_MAX:
             self._say(f"It has {len(tools)} tools, but the limit is {TOOLS_MAX}: split it into several classes.")
         return PlainClass(
@@ -210,7 +210,7 @@ class _Reading:
     def _check_play(self, method: Callable[..., Any], has_stop: bool) -> None:
         self._check_parameters("play", method, ("task", "agents"))
         if not inspect.iscoroutinefunction(method):
-            self._say("`play` is not `async def`, but agents are asked with `await`.")
+            self._say("`play` is not `async def`, but it must `await` its agents.")
         if has_stop:
             self._say("It has `play`, which decides when to end, and a method with @stop, which would never be called.")
 

@@ -73,7 +73,7 @@ class PlainInstance:
     @property
     def description(self) -> PlainClass:
         """The description of the class. It is available once the instance has been made."""
-        assert self._description is not None, "the instance must be made first"
+        assert self._description is not None, "the instance must be created first"
         return self._description
 
     @property
@@ -130,7 +130,7 @@ class PlainInstance:
     def check_alive(self) -> None:
         """Raise `EnvironmentLost` if the environment is lost or closed."""
         if self._lost is not None or self._closed:
-            raise self._lost or EnvironmentLost("the environment was closed already")
+            raise self._lost or EnvironmentLost("the environment has already been closed")
 
     async def call(self, name: str, arguments: Mapping[str, Any], *, together: bool = False) -> Any:
         """Call a method by its name, and return its result or raise its exception."""
@@ -208,7 +208,7 @@ class PlainInstance:
             if thread.is_stuck:
                 is_tool = self._description is not None and name in self._description.tools
                 self._lost = EnvironmentLost(
-                    f"`{name}` did not end in time, and a thread cannot be cancelled, so the environment is given up. "
+                    f"`{name}` did not end in time; a thread cannot be cancelled, so the environment was abandoned. "
                     "Make it `async def`, or give it its own time limit",
                     FailureKind.TOOL if is_tool else None,
                 )
@@ -392,7 +392,7 @@ async def metrics_of(
         try:
             found[method.name] = await ask(method)
         except MethodFailed as error:
-            log.warning("a metric is left out: %s", error)
+            log.warning("a metric was left out: %s", error)
     return found
 
 
@@ -411,7 +411,7 @@ def _shown(value: object) -> str:
     try:
         return repr(value)[:REPR_CHARACTERS]
     except Exception:  # any error in the class's own code: the name of the type will do
-        return f"something of the type {type(value).__name__}"
+        return f"a value of type {type(value).__name__}"
 
 
 def _messages_of(first: object, name: str) -> list[MessageDict]:

@@ -66,12 +66,12 @@ class ClassValidation:
 
     async def _again(self, name: str, problems: AsyncIterator[str]) -> CheckedTask:
         if name == "isolation" and self._description.plays:
-            return CheckedTask(check=name, skipped="an instance of a class with `play` cannot be left open")
+            return CheckedTask(check=name, skipped="an episode of a class with `play` cannot be paused")
         try:
             async with asyncio.timeout(CHECK_S):
                 return CheckedTask(check=name, problems=await contained(_all(problems)))
         except Exception as error:  # any error in the class's own code
-            return CheckedTask(check=name, problems=(f"It could not be played once more: {_said(error)}.",))
+            return CheckedTask(check=name, problems=(f"It could not be played again: {_said(error)}.",))
 
     @asynccontextmanager
     async def _environment(self) -> AsyncIterator[PlainEnvironment]:
@@ -96,15 +96,15 @@ class ClassValidation:
     def _gold(self, nothing: Trial, best: Trial) -> CheckedTask:
         if not self._has_gold:
             if self._needs_gold:
-                return CheckedTask(check="gold", problems=("It has no `gold(self, task)`, which --gold asks for.",))
+                return CheckedTask(check="gold", problems=("It has no `gold(self, task)`, which --gold needs.",))
             return CheckedTask(check="gold", skipped="it has no `gold`")
         problems = [f"A call of the gold solution failed: {each.text}." for each in best.outcomes if each.failed]
         if best.scores.is_success is False:
-            problems.append("The gold solution is not a success.")
+            problems.append("The gold solution does not count as a success.")
         if best.scores.reward <= nothing.scores.reward + SLACK:
             problems.append(
-                f"The gold solution has the reward {best.scores.reward:g}, but doing nothing "
-                f"has {nothing.scores.reward:g}, so there is nothing to learn."
+                f"The gold solution earns {best.scores.reward:g}, but doing nothing "
+                f"earns {nothing.scores.reward:g}, so there is nothing to learn."
             )
         return CheckedTask(check="gold", problems=tuple(problems), detail=f"reward {best.scores.reward:g}")
 
@@ -119,7 +119,7 @@ class ClassValidation:
     async def _determinism(self, task: Task, best: Trial) -> AsyncIterator[str]:
         again = await self._trial(task, gold=self._has_gold)
         for each in _differences(best, again):
-            yield f"Played a second time, {each}."
+            yield f"On a second run, {each}."
 
     async def _isolation(self, task: Task, nothing: Trial, best: Trial) -> AsyncIterator[str]:
         """Play one instance while another is open, which must not be affected."""
@@ -128,9 +128,9 @@ class ClassValidation:
             await tried(one, task, gold=self._has_gold)
             noticed = await carried_out(other, opening.messages, GoldSolution())
             for each in _differences(nothing, noticed):
-                yield f"While another instance was played, {each}."
+                yield f"While another instance was being played, {each}."
             for each in _differences(best, await tried(other, task, gold=self._has_gold)):
-                yield f"Reset after another instance was played, {each}."
+                yield f"When it was reset after another instance was played, {each}."
 
     async def _leaks(self, task: Task) -> AsyncIterator[str]:
         with _temporary_folder() as folder:
@@ -145,7 +145,7 @@ def _warning_of(nothing: RolloutScores) -> str:
     """Return a warning if an empty answer without tool calls earns a reward or counts as success, else ""."""
     if nothing.reward <= SLACK and not nothing.is_success:
         return ""
-    how = "is a success" if nothing.is_success else f"earns the reward {nothing.reward:g}"
+    how = "counts as a success" if nothing.is_success else f"earns a reward of {nothing.reward:g}"
     return (
         f"Doing nothing {how}: a policy may learn to do nothing. Unless the task is to refrain from something, reward "
         "what was done"
@@ -159,7 +159,7 @@ async def _all(problems: AsyncIterator[str]) -> tuple[str, ...]:
 def _differences(first: Trial, second: Trial) -> Iterator[str]:
     """Yield a clause for each difference between two trials that should be the same."""
     if first.messages != second.messages:
-        yield "it opened with other messages"
+        yield "it began with different messages"
     for number, (before, after) in enumerate(zip(first.outcomes, second.outcomes), 1):
         if before != after:
             yield f"call {number} of the gold solution gave {after.text!r} instead of {before.text!r}"

@@ -237,7 +237,7 @@ class AsyncEnvPool:
         """Return a session by its number. Raises `EnvironmentLost` once the pool is closed."""
         found = self._sessions[number] if number < len(self._sessions) else None
         if found is None:
-            raise EnvironmentLost(f"the pool of environments at {self.url} is closed, or this one could not be opened")
+            raise EnvironmentLost(f"the pool of environments at {self.url} is closed, or this session failed to open")
         return found
 
     async def _revive(self, number: int) -> None:

@@ -94,7 +94,7 @@ class LoopThread:
     def check_caller(self) -> None:
         """Raise `Refused` in the loop's own thread, which would be waiting for itself."""
         if threading.current_thread() is self._thread:
-            why = "this pool cannot be used in its own coroutines, because they would wait for themselves"
+            why = "this pool cannot be used in its own coroutines, because they would deadlock"
             raise Refused(Code.WRONG_PHASE, f"{why}: use the environment that they are given, or an AsyncEnvPool")
 
     def stop(self) -> None:
@@ -272,7 +272,7 @@ class EnvPool:
         try:
             thread.run(pool.close(within_s), within_s + STOP_S)
         except TimeoutError:
-            log.warning("a coroutine blocks the pool's loop, so its slots are not given back; their leases will lapse")
+            log.warning("a coroutine blocks the pool's loop, so its slots were not released; their leases will lapse")
         finally:
             thread.stop()
 

@@ -89,7 +89,7 @@ class RemoteEnvironment:
             return await self.session.rpc(method, {"transcript": msgspec.to_builtins(transcript)})
         except StepRefused as error:
             kind = FailureKind.GRADER if method == Rpc.SCORE else None
-            raise EnvironmentLost(f"the environment does not answer {method}: {error}", kind) from error
+            raise EnvironmentLost(f"the environment did not answer {method}: {error}", kind) from error
 
     # ---- other OpenEnv servers --------------------------------------------------------------------------------------
 

@@ -43,14 +43,14 @@ class SessionSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    connect_s: float = Field(default=10, gt=0, le=600, description="to connect, in addition to `wait_s`")
-    wait_s: float = Field(default=0, ge=0, le=600, description="to wait for a slot, if the server has a queue")
-    step_s: float = Field(default=60, gt=0, le=86_400, description="to wait for the answer to a reset or a step")
-    take_s: float = Field(default=600, gt=0, le=86_400, description="to wait for an idle environment of a pool")
+    connect_s: float = Field(default=10, gt=0, le=600, description="seconds to connect, in addition to `wait_s`")
+    wait_s: float = Field(default=0, ge=0, le=600, description="seconds to wait for a slot, if the server has a queue")
+    step_s: float = Field(default=60, gt=0, le=86_400, description="seconds to wait for the answer to a reset or step")
+    take_s: float = Field(default=600, gt=0, le=86_400, description="seconds to wait for an idle environment of a pool")
     silence_s: float = Field(
         default=20, gt=0, le=3600, description="a server that is silent for this long is considered gone"
     )
-    idle_s: float = Field(default=1500, gt=0, le=86_400, description="a session unused for this long is given up")
+    idle_s: float = Field(default=1500, gt=0, le=86_400, description="a session unused for this long is abandoned")
     key: str = Field(default="", repr=False, description="the server's key, if it has one")
 
 

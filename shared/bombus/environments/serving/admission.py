@@ -53,7 +53,7 @@ def check_caller(request: Request, key: str, names: OwnHostNames) -> None:
         why = f"{host[:200]!r} is not a name of this server: if it should be, start the server with --host-name"
         raise NotLetIn(HTTPStatus.MISDIRECTED_REQUEST, Code.UNKNOWN_HOST, why)
     if origin is not None and (not host or origin.partition("://")[2] != host):  # only browsers send an origin
-        raise NotLetIn(HTTPStatus.FORBIDDEN, Code.UNKNOWN_HOST, "pages of other sites may not use this server")
+        raise NotLetIn(HTTPStatus.FORBIDDEN, Code.UNKNOWN_HOST, "web pages of other sites may not use this server")
 
 
 def _only(headers: Headers, name: str) -> str | None:

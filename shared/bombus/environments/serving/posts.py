@@ -105,7 +105,7 @@ class PostingConnection(ServerConnection):  # type: ignore[misc]  # websockets i
                 case h11.Data():
                     self._body += event.data
                     if len(self._body) > MESSAGE_BYTES_MAX:
-                        why = f"the body is over {MESSAGE_BYTES_MAX} bytes: send less at once"
+                        why = f"the body is over {MESSAGE_BYTES_MAX} bytes: send less at a time"
                         raise NotLetIn(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, Code.TOO_LARGE, why)
                 case h11.EndOfMessage():
                     return True

@@ -186,7 +186,7 @@ class ServedSession:
         """Raise `BadRequestMessage` if no further step may follow."""
         self._opened()
         if self._is_over:
-            raise BadRequestMessage("the episode is over: send a reset for another one")
+            raise BadRequestMessage("the episode is over: send a reset to start another")
         if len(self.transcript.messages) + 2 > TRANSCRIPT_MESSAGES_MAX:
             raise BadRequestMessage(f"an episode has at most {TRANSCRIPT_MESSAGES_MAX} messages: send a reset")
         if self._characters > TRANSCRIPT_CHARACTERS_MAX:

@@ -159,7 +159,7 @@ class EnvironmentServer:
             raise NotLetIn(HTTPStatus.NOT_FOUND, Code.UNKNOWN_PATH, f"{why}: serve the class with --slots 1")
         if url.path != "/ws":
             there = ", ".join(self._documents)
-            why = f"this server has no such page: there are /ws for sessions, {there}, and POST /mcp"
+            why = f"this server has no such page: there is /ws for sessions, {there}, and POST /mcp"
             raise NotLetIn(HTTPStatus.NOT_FOUND, Code.UNKNOWN_PATH, why)
         if request.headers.get("Upgrade", "").lower() != "websocket":
             raise NotLetIn(HTTPStatus.UPGRADE_REQUIRED, Code.MALFORMED, "/ws speaks WebSocket: connect to ws://")
@@ -343,7 +343,7 @@ class EnvironmentServer:
             answer = step.result()
         if answer is None:
             self._do(Release(session, LeaseEnd.BROKEN))
-            why = "the session ended before its call: open another session, and reset it"
+            why = "the session ended before the call was carried out: open another session, and reset it"
             raise NotLetIn(HTTPStatus.GONE, WireError.SESSION_ERROR, why)
         self._do(Beat(session, self._clock(), worked=True))
         self._end_if_broken(session, answer)

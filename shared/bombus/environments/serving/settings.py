@@ -23,12 +23,12 @@ class ServingSettings(BaseModel):
     idle_s: float = Field(
         default=1800, ge=0.2, le=86_400, description="a client that does nothing for this many seconds loses its slot"
     )
-    step_s: float = Field(default=600, ge=0.1, le=86_400, description="seconds for one reset, step or score")
+    step_s: float = Field(default=600, ge=0.1, le=86_400, description="seconds that a reset, step or score may take")
     close_s: float = Field(
         default=10, ge=0.1, le=600, description="seconds each to close an environment and to clean its backend"
     )
-    queue_max: int = Field(default=256, ge=0, le=65_536, description="clients that may wait for a slot")
-    key: Annotated[str, NoFlag()] = Field(default="", repr=False, description="what clients send as a bearer token")
+    queue_max: int = Field(default=256, ge=0, le=65_536, description="how many clients may wait for a slot")
+    key: Annotated[str, NoFlag()] = Field(default="", repr=False, description="the bearer token that clients send")
 
     def for_slots(self) -> SlotSettings:
         return SlotSettings(

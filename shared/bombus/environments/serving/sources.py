@@ -113,7 +113,7 @@ async def _close_once_made(making: asyncio.Task[AgentEnvironment]) -> None:
     try:
         await (await making).close()
     except Exception as error:  # raised by the class's own code, after its session has ended
-        log.warning("an environment whose session had ended was not created, or not closed: %s", in_one_line(error))
+        log.warning("an environment could not be created or closed after its session had ended: %s", in_one_line(error))
 
 
 def _action(properties: dict[str, object], required: str) -> dict[str, object]:
@@ -129,6 +129,6 @@ def _tools_of(kind: Callable[..., Any], takes_backend: bool) -> tuple[ToolSchema
     except WrongClass as error:
         raise Refused(Code.BAD_CONFIG, str(error)) from error
     if description.plays:
-        why = "it has `play`, and asks models itself: play it with `Rollout`, without a server"
+        why = "it has `play`, and calls models itself: play it with `Rollout`, without a server"
         raise Refused(Code.BAD_CONFIG, f"{description.name} cannot be served: {why}")
     return tuple(tool.schema for tool in description.tools.values())

@@ -45,7 +45,7 @@ def _checkpointed(model: ClientModel | None, event: ev.ModelCheckpointed) -> str
     if model is None or not model.checkpointed < event.number <= model.numbers:
         return f"a recovery checkpoint of {event.model} covers operation {event.number}, which is out of range"
     waits = any(each.waits and each.number <= event.number for each in model.operations.values())
-    return f"a recovery checkpoint of {event.model} covers operation {event.number}, which still waits" if waits else ""
+    return f"a recovery checkpoint of {event.model} covers operation {event.number}, which is waiting" if waits else ""
 
 
 def _taken(engine: EngineState, event: ev.EpisodesTaken) -> str:

@@ -67,7 +67,7 @@ def _rolling_detail(engine: EngineState, now_ns: int) -> str:
         asleep = ""
         if engine.rest_wanted:
             since = duration(seconds_between(engine.rest_since_ns, now_ns))
-            asleep = f"asleep for {since}: nothing is executed and no session ends until /wake_up; "
+            asleep = f"asleep for {since}: nothing is executed and no session ends before POST /wake_up; "
         episodes = f", {counted(len(engine.open), 'episode')} running" if engine.open else ""
         return f"{asleep}serving {counted(models, 'model')}, {counted(waiting, 'operation')} waiting{episodes}"
     if engine.queues_groups:
@@ -75,7 +75,7 @@ def _rolling_detail(engine: EngineState, now_ns: int) -> str:
         queued = f"{counted(len(queue.groups), 'rollout group')} for batches of {queue.batch_size} sequences"
         episodes = f", {counted(len(engine.open), 'episode')} running" if engine.open else ""
         if (now := pace(engine)) is not None and now.waits:
-            episodes += f"; new episodes wait: {now.waits}"
+            episodes += f"; new episodes are waiting: {now.waits}"
         if engine.makes_steps:
             return queued + (f", step {engine.batch.step} training" if engine.batch else "") + episodes
         return f"{queued} of an outside trainer{episodes}"
@@ -95,7 +95,7 @@ def _asynchronous(engine: EngineState, waited_for: Measure) -> str:
     trains = engine.version < engine.step
     if not trains and waited_for.done >= waited_for.target and (last := last_chances(engine)):
         text = f", waiting for {len(last)} running episodes that would be too old for the batch after it"
-    return f"{text}; new episodes wait: {now.waits}" if now.waits else text
+    return f"{text}; new episodes are waiting: {now.waits}" if now.waits else text
 
 
 def noting(detail: str, refusing: str) -> str:
@@ -113,7 +113,7 @@ def disagreement_of(formats: Sequence[FormatStatus]) -> str:
         return ""
     ways = "; ".join(f"{row.gateway} has {format_text(row.format)}" for row in formats)
     return (
-        f"gateways have read the model of this run in {len(formats)} ways: {ways}. "
+        f"gateways have read the model of this run in {len(formats)} different ways: {ways}. "
         "Install the same versions of bombus, jinja2 and tokenizers for all of them, then restart the engine."
     )
 

@@ -43,7 +43,7 @@ def _pace_lines(now: Pace | None) -> list[str]:
     if now is None:
         return []
     ahead = f"{now.unfinished} unfinished and {now.sealable} sealable batches, limit {now.max_staleness}"
-    return [f"  ahead of training: {ahead}{', new episodes wait' if now.waits else ''}"]
+    return [f"  ahead of training: {ahead}{', new episodes are waiting' if now.waits else ''}"]
 
 
 def _episode_lines(running: tuple[OpenEpisode, ...]) -> list[str]:
@@ -203,7 +203,7 @@ def _eval_figures(row: EvalStatus | DataSetStatus, name: str = "") -> str:
     """Return the mean over episodes sampled by a single version, and next to it the mean over episodes sampled by
     several."""
     mean = f"{row.mean_reward:.3f}" if row.episodes else "-"
-    mixed = f"; {row.mixed} sampled partly by a later version: {row.mixed_mean_reward:.3f}" if row.mixed else ""
+    mixed = f"; {row.mixed} partly sampled by a later version: {row.mixed_mean_reward:.3f}" if row.mixed else ""
     named = f"{name} " if name else ""
     return f"{mean:<5}  {named}({row.episodes} episodes{mixed})"
 
@@ -233,7 +233,7 @@ def render_status(hive: Hive, engine: str = "", now_ns: int | None = None) -> st
     chosen = [row for row in status.engines if engine in ("", row.engine)]
     if not chosen and engine:
         known = ", ".join(row.engine for row in status.engines) or "none"
-        return f"no engine {engine!r} on this hive; known engines: {known}\n"
+        return f"no engine {engine!r} in this hive; known engines: {known}\n"
     alarms = [
         f"warning: a message could not be decided and became a dead letter; please report this: {one_line(why)}\n"
         for why in status.dead_letters

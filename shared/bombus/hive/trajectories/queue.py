@@ -221,9 +221,9 @@ def why_no_room(queue: TrajectoryQueue, groups: Sequence[QueuedGroup]) -> str:
         environment = queue.environments[each]
         if environment.held_groups + count > HELD_MAX:
             return (
-                f"{environment.held_groups} groups of environment {each} ({environment.name}) wait for others to make "
-                f"up its group_size of {environment.group_size}, but there is room for {HELD_MAX}. Send groups of "
-                "that size, or register the environment again with the size that it sends."
+                f"{environment.held_groups} groups of environment {each} ({environment.name}) are waiting for others "
+                f"to make up its group_size of {environment.group_size}, but there is room for {HELD_MAX}. Send groups "
+                "of that size, or register the environment again with the size that it sends."
             )
     return ""
 

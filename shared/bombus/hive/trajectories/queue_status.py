@@ -130,7 +130,7 @@ def _waits(queue: TrajectoryQueue, environment: Environment, asked: int) -> str:
 def _held(queue: TrajectoryQueue) -> list[str]:
     return [
         f"Environment {each.id} ({each.name}) has {_groups({size: line.count for size, line in each.held.items()})} "
-        f"that wait for others to make up its group_size of {each.group_size}."
+        f"that are waiting for others to make up its group_size of {each.group_size}."
         for each in queue.environments.values()
         if each.held_groups
     ]

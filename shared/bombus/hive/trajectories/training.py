@@ -119,7 +119,7 @@ def why_not_registered(event: TrainerRegistered, begun: int) -> str:
     parts = event.checkpoint_dir.removeprefix("./").rstrip("/").split("/") if event.checkpoint_dir else []
     if len(parts) > FOLDERS_MAX or not all(FOLDER.fullmatch(part) for part in parts):
         return (
-            f"checkpoint_dir is {event.checkpoint_dir!r}, but this engine's own trainer keeps checkpoints below its "
+            f"checkpoint_dir is {event.checkpoint_dir!r}, but this engine's own trainer keeps checkpoints in its "
             "own folder. Send a relative path of letters, digits, dots, dashes and underscores, or an empty one."
         )
     return ""

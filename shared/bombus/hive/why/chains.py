@@ -27,7 +27,7 @@ def chain(hive: Hive, now_ns: int, last: LastEvents, name: str, led_ns: int = 0)
     found = _chain(view, name)
     if is_led or not found:
         return found
-    what = f"no coordinator has led{view.lasting(led_ns)}: nothing is decided, and no deadline runs"
+    what = f"no coordinator has led{view.lasting(led_ns)}: nothing is being decided, and no deadline is running"
     return [found[0], ChainLink(what, COORDINATOR, led_ns)]
 
 
@@ -47,7 +47,7 @@ def _chain(view: View, name: str) -> list[ChainLink] | None:
 def _run(view: View, engine: EngineState, run: int) -> list[ChainLink] | None:
     if run == engine.run:
         return list(_engine(view, engine))
-    over = f"run {run} of engine {engine.name} waits for nothing: run {engine.run} followed it"
+    over = f"run {run} of engine {engine.name} is not waiting for anything: run {engine.run} followed it"
     return [ChainLink(over, NOBODY)] if 1 <= run < engine.run else None
 
 
@@ -57,7 +57,7 @@ def _episode(view: View, engine: EngineState, name: str) -> list[ChainLink] | No
     if name in engine.open:
         return list(of_episode(view, engine, engine.open[name]))
     if name in engine.pool:
-        what, ended_ns = f"episode {name} has ended, and waits in the pool for a batch", engine.pool[name].ended_ns
+        what, ended_ns = f"episode {name} has ended, and is waiting in the pool for a batch", engine.pool[name].ended_ns
         return [ChainLink(what, CLIENT, ended_ns), *_engine(view, engine)]
     if batch is not None and any(each.episode == name for group in batch.groups for each in group.episodes):
         what = f"episode {name} has ended, and is in the batch of step {batch.step}"
@@ -67,7 +67,7 @@ def _episode(view: View, engine: EngineState, name: str) -> list[ChainLink] | No
     how = (
         "its run is over" if closed is None else f"it was aborted ({closed.aborted})" if closed.aborted else "it ended"
     )
-    return [ChainLink(f"episode {name} waits for nothing: {how}", NOBODY)]
+    return [ChainLink(f"episode {name} is not waiting for anything: {how}", NOBODY)]
 
 
 # ---- engines ------------------------------------------------------------------------------------------------------
@@ -124,8 +124,8 @@ def _offline(view: View, engine: EngineState) -> ChainLink:
 def _booting(view: View, engine: EngineState) -> Iterator[ChainLink]:
     since_ns = engine.phase_since_ns
     until_ns = view.deadline_ns(since_ns, engine.collection.boot_s)
-    what = f"engine {engine.name} has been booting{view.lasting(since_ns)}; its run is suspended {view.left(until_ns)}"
-    yield ChainLink(f"{what} if it has not booted by then", trainer_of(engine), since_ns, until_ns)
+    what = f"engine {engine.name} has been booting{view.lasting(since_ns)}; its run will be suspended"
+    yield ChainLink(f"{what} {view.left(until_ns)} unless it boots by then", trainer_of(engine), since_ns, until_ns)
     if engine.weights is None or not engine.has_policy:
         said = engine.stage not in ("", NO_TRAINER, BOOTED)
         since_ns = view.last.at_ns(ev.EngineProgressed, engine.name)
@@ -172,13 +172,13 @@ def _complete(view: View, engine: EngineState, head: str, since_ns: int) -> Iter
     """Yield what a complete batch waits for before it is sealed. Only batches of asynchronous runs wait."""
     last = last_chances(engine) if engine.collection.max_staleness > 0 else []
     if engine.batch is not None or engine.version < engine.step:
-        yield ChainLink(f"{head} is complete, and waits for step {engine.step}", trainer_of(engine), since_ns)
+        yield ChainLink(f"{head} is complete, and is waiting for step {engine.step}", trainer_of(engine), since_ns)
         yield from serving.training(view, engine)
         return
     if not last:
-        yield ChainLink(f"{head} is complete, and is sealed next", COORDINATOR, since_ns)
+        yield ChainLink(f"{head} is complete, and will be sealed next", COORDINATOR, since_ns)
         return
-    what = f"{head} is complete, and waits for {counted(len(last), 'episode')}"
+    what = f"{head} is complete, and is waiting for {counted(len(last), 'episode')}"
     end = WaitEnd(view.deadline_ns(held_since_ns(engine), engine.collection.drain_s), "the batch is sealed without it")
     yield ChainLink(f"{what} that would be too old for the batch after it", CLIENT, since_ns, end.until_ns)
     yield from of_episode(view, engine, idlest(last), "the longest idle is ", end)
@@ -189,7 +189,7 @@ def _other_engine(view: View, engine: EngineState, followed: frozenset[str]) -> 
     claimed = view.last.of(ev.EpisodeClaimed, engine.name)
     for name in () if claimed is None else sorted(claimed.partners.keys() - followed):
         if not view.hive.engine(name).granting:
-            what = f"its newest claim was for multi-model episodes with engine {name}, which hands out none now"
+            what = f"its newest claim was for multi-model episodes with engine {name}, which is not handing out any"
             yield ChainLink(what, CLIENT)
             yield from _engine(view, view.hive.engine(name), followed)
             return
@@ -197,10 +197,10 @@ def _other_engine(view: View, engine: EngineState, followed: frozenset[str]) -> 
 
 def _draining(view: View, engine: EngineState) -> Iterator[ChainLink]:
     since_ns, count = engine.phase_since_ns, counted(len(engine.open), "open episode")
-    end = WaitEnd(view.deadline_ns(since_ns, engine.collection.drain_s), "the drain ends and aborts it")
-    what = f"engine {engine.name} hands out no episodes: the batch of step {engine.step + 1} has waited"
+    end = WaitEnd(view.deadline_ns(since_ns, engine.collection.drain_s), "the drain will end and abort it")
+    what = f"engine {engine.name} is handing out no episodes: the batch of step {engine.step + 1} has waited"
     if not engine.open:
-        yield ChainLink(f"engine {engine.name} hands out no episodes: its batch is sealed next", COORDINATOR, since_ns)
+        yield ChainLink(f"engine {engine.name} hands out no episodes until its batch is sealed", COORDINATOR, since_ns)
     else:
         yield ChainLink(f"{what}{view.lasting(since_ns)} for {count}", CLIENT, since_ns, end.until_ns)
         yield from of_episode(view, engine, idlest(engine.open.values()), "the longest idle is ", end)
@@ -209,16 +209,16 @@ def _draining(view: View, engine: EngineState) -> Iterator[ChainLink]:
 def _syncing(view: View, engine: EngineState) -> Iterator[ChainLink]:
     since_ns = engine.phase_since_ns
     until = f"step {engine.step} is trained" if engine.batch is not None else f"version {engine.step} is served"
-    what = f"engine {engine.name} has handed out no episodes{view.lasting(since_ns)}: it waits until {until}"
+    what = f"engine {engine.name} has handed out no episodes{view.lasting(since_ns)}: it is waiting until {until}"
     yield ChainLink(what, trainer_of(engine), since_ns)
     if waits := list(serving.training(view, engine)):
         yield from waits
         return
     if not BATCH_METHODS[engine.collection.method].is_by_agreement:
-        yield ChainLink(f"version {engine.step} is served, and rolling starts next", COORDINATOR, since_ns)
+        yield ChainLink(f"version {engine.step} is being served, and rolling will start next", COORDINATOR, since_ns)
         return
     until_ns = view.deadline_ns(since_ns, engine.collection.agreed_sync_s)
-    what = f"clients that agreed have to see this phase, which ends {view.left(until_ns)}"
+    what = f"the clients that agreed need time to see this phase, which ends {view.left(until_ns)}"
     yield ChainLink(what, TIME, since_ns, until_ns)
 
 

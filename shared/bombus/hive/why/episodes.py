@@ -48,7 +48,7 @@ def of_episode(
     yield ChainLink(what, client, episode.active_ns)
     for name, part in sorted({engine.name: episode.id, **episode.partners}.items()):
         if not fitting(view.hive.engine(name), part):
-            what = f"its calls wait: no replica of engine {name} serves a version that it may use"
+            what = f"its calls are waiting: no replica of engine {name} serves a version that it may use"
             yield ChainLink(what, "a replica", episode.active_ns)
             yield from serving.replicas(view, view.hive.engine(name))
             return
@@ -69,8 +69,8 @@ def _end_of(view: View, episode: Episode, client: str, end: WaitEnd | None) -> C
             f"that {client} has to report its reward{alive}"
         )
         return ChainLink(what, client, active_ns)
-    what = f"it is aborted as idle {view.left(idle_ns)} unless {client} has a call in progress, makes one, or reports"
-    return ChainLink(f"{what} its reward{alive}", client, active_ns, idle_ns)
+    what = f"it will be aborted as idle {view.left(idle_ns)} unless {client} has a call in progress, makes one, or"
+    return ChainLink(f"{what} reports its reward{alive}", client, active_ns, idle_ns)
 
 
 # ---- what an incomplete batch of episodes waits for: the first of these that yields a link ------------------------
@@ -106,7 +106,7 @@ def agreement(view: View, engine: EngineState) -> Iterator[ChainLink]:
 
 def paced(view: View, engine: EngineState) -> Iterator[ChainLink]:
     if not engine.open_tasks and (now := pace(engine)) is not None and now.waits:
-        yield ChainLink(f"new episodes wait: {now.waits}", serving.trainer_of(engine))
+        yield ChainLink(f"new episodes are waiting: {now.waits}", serving.trainer_of(engine))
         yield from serving.training(view, engine)
 
 
@@ -136,7 +136,7 @@ def played(view: View, engine: EngineState) -> Iterator[ChainLink]:
     training = [each for each in engine.open.values() if each.type == EpisodeType.TRAIN]
     if training:
         slowest = idlest(training)
-        group = f"the group of task {slowest.task_hint} waits for " if slowest.task_hint else "it waits for "
+        group = f"the group of task {slowest.task_hint} is waiting for " if slowest.task_hint else "it is waiting for "
         yield from of_episode(view, engine, slowest, group)
 
 

@@ -57,7 +57,7 @@ def _first(view: View, engine: EngineState, model: ClientModel, first: Queued) -
         yield ChainLink(what, who, rest_ns)
     elif engine.trainer and rebuilt is not None:
         since_ns = max(engine.trainer_since_ns, view.last.at_ns(ev.ModelRebuilding, engine.name))
-        at = f", and executes operation {max(rebuilt.unsurvived)} again" if rebuilt.unsurvived else ""
+        at = f", and is executing operation {max(rebuilt.unsurvived)} again" if rebuilt.unsurvived else ""
         yield ChainLink(f"{who} has been rebuilding model {rebuilt.name}{view.lasting(since_ns)}{at}", who, since_ns)
     else:
         yield from _turn(view, engine, model, first)
@@ -70,7 +70,7 @@ def _suspended(view: View, engine: EngineState, model: ClientModel) -> ChainLink
     what = f"no trainer could rebuild model {model.name}{tried}: {model.suspended}"
     if model.deadly(engine.collection.operations.executions_max):
         return ChainLink(f"{what}; `bombus resume` lets trainers try again", OPERATOR, since_ns)
-    return ChainLink(f"{what}; trainers try again by themselves", trainer_of(engine), since_ns)
+    return ChainLink(f"{what}; trainers will try again on their own", trainer_of(engine), since_ns)
 
 
 def _turn(view: View, engine: EngineState, model: ClientModel, first: Queued) -> Iterator[ChainLink]:
@@ -84,7 +84,7 @@ def _turn(view: View, engine: EngineState, model: ClientModel, first: Queued) ->
     oldest = min(queues, key=lambda each: _waiting(each)[0].arrival)
     if oldest is not model:
         before = f"{_named(_waiting(oldest)[0])} of model {oldest.name}"
-        yield ChainLink(f"{name} waits for its turn, after {before}", who, first.accepted_ns)
+        yield ChainLink(f"{name} is waiting for its turn, after {before}", who, first.accepted_ns)
         name = before
     since_ns = max(_waiting(oldest)[0].accepted_ns, view.last.at_ns(ev.OperationCompleted, engine.name))
     yield from serving.trainer(view, engine, f"has had {name} pending", since_ns)

@@ -29,7 +29,7 @@ def rollout_groups(view: View, engine: EngineState) -> Iterator[ChainLink]:
         yield from serving.training(view, engine)
     elif not ours and state.batch is not None and not state.batch.delivered:
         what = f"batch {state.batch.number} of engine {engine.name} was handed out {view.ago(handed_ns)}"
-        yield ChainLink(f"{what}, but not delivered: the next request gets it again", OUTSIDE, handed_ns)
+        yield ChainLink(f"{what}, but was not delivered: the next request will get it again", OUTSIDE, handed_ns)
     elif form(queue) is not None:
         yield ChainLink(f"{head} {OUTSIDE} to ask for a batch; one is complete", OUTSIDE, since_ns)
     else:

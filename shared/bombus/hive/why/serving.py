@@ -30,14 +30,14 @@ def trainer(view: View, engine: EngineState, does: str, since_ns: int) -> Iterat
     elif engine.step_failures and failed is not None and (failed.run, failed.step) == (engine.run, engine.step):
         yield ChainLink(
             f"step {failed.step} has failed {counted(engine.step_failures, 'time')}, the last {view.ago(failed.at_ns)} "
-            f"because: {failed.reason}; {who} tries again, and {engine.collection.max_step_failures} failures in a row "
-            "suspend the run",
+            f"because: {failed.reason}; {who} will try again, and {engine.collection.max_step_failures} failures in a "
+            "row suspend the run",
             who,
             failed.at_ns,
         )
     else:
         since_ns, patience = max(since_ns, engine.trainer_since_ns), engine.trainer_patience_s
-        silent = f"; it is replaced if it gives no sign of life for {duration(patience)}" if patience else ""
+        silent = f"; it will be replaced if it gives no sign of life for {duration(patience)}" if patience else ""
         yield ChainLink(f"{who} {does}{view.lasting(since_ns)}{silent}", who, since_ns)
 
 
@@ -47,7 +47,7 @@ def training(view: View, engine: EngineState) -> Iterator[ChainLink]:
     if engine.batch is not None:
         yield from trainer(view, engine, f"has had step {engine.batch.step} pending", engine.batch.at_ns)
     elif engine.version < engine.step and done is not None:
-        what = f"step {done.step} was completed {view.ago(done.at_ns)}, and its weights are not published yet"
+        what = f"step {done.step} was completed {view.ago(done.at_ns)}, and its weights have not been published yet"
         yield ChainLink(what, trainer_of(engine), done.at_ns)
         yield from trainer(view, engine, f"has had the weights of step {done.step} to publish", done.at_ns)
     else:
@@ -76,7 +76,7 @@ def _loading(view: View, engine: EngineState, names: list[str]) -> ChainLink:
     """Return the link for replicas that are loading. Slow replicas are quarantined, except while the run boots."""
     since_ns, name = min((loading_since_ns(engine, engine.replicas[name]), name) for name in names)
     until_ns = view.deadline_ns(since_ns, engine.collection.sync_s)
-    then = f"; it is quarantined {view.left(until_ns)} unless it does"
+    then = f"; it will be quarantined {view.left(until_ns)} unless it does"
     if engine.phase == Phase.BOOTING and not engine.loaded:
         then, until_ns = "", view.deadline_ns(engine.phase_since_ns, engine.collection.boot_s)
     more = f", as has {counted(len(names) - 1, 'other')}" if len(names) > 1 else ""

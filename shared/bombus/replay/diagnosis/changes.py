@@ -59,8 +59,8 @@ def _straggling(row: StepFigures) -> float:
     return row.slowest_s / row.median_s if row.median_s > 0 and 2 * row.slowest_s > row.collecting_s else 1.0
 
 
-_ENTROPY = "the entropy went from {before:.2g} to {recent:.2g}, and the model did not become better"
-_LENGTH = "answers went from {before:.0f} to {recent:.0f} tokens, and the model did not become better"
+_ENTROPY = "the entropy went from {before:.2g} to {recent:.2g}, and the model did not improve"
+_LENGTH = "answers went from {before:.0f} to {recent:.0f} tokens, and the model did not improve"
 _TIMES = "a batch is collected in {newest.collecting_s:.1f} s and trained in {newest.training_s:.1f} s: the "
 # If one side takes ten times as long as the other, the other's machine is idle for 90 % of the time. A job may be
 # lopsided from its start, and then its owner knows.
@@ -70,10 +70,10 @@ RULES = (
         is_bought=True, may_drift=True),
     ChangeRule(FaultKind.ENTROPY_RISES, trainer_metric("entropy"), 1.5, _ENTROPY,
         "set trainer.entropy_coef (now {job.trainer.entropy_coef:g}) to 0, or trainer.lr (now {job.trainer.lr:.2g}) to "
-        "a third, and read an episode: the policy drifts towards noise", is_bought=True),
+        "a third, and read an episode: the policy is drifting towards noise", is_bought=True),
     # At this KL per token, the policy has left the reference behind; healthy runs stay below it for hundreds of steps.
     ChangeRule(FaultKind.KL_RUNAWAY, trainer_metric("kl_reference"), 3.0,
-        "the KL to the reference is {recent:.2g} per token, {before:.2g} before",
+        "the KL to the reference is {recent:.2g} per token, up from {before:.2g}",
         "set trainer.kl_coef (now {job.trainer.kl_coef:g}) to 0.01 or five times its value, or lower trainer.lr",
         level=0.1),
     ChangeRule(FaultKind.ANSWERS_GROW, tokens_of, 1.7, _LENGTH,
@@ -83,11 +83,11 @@ RULES = (
         "read the best episodes (`bombus replay episodes --sort reward --reverse`): giving up early may pay off",
         is_bought=True),
     ChangeRule(FaultKind.TRAINER_WAITS, lambda row: _times_longer(row.collecting_s, row.training_s), 3.0,
-        f"{_TIMES}trainer waits",
+        f"{_TIMES}trainer is waiting",
         "add replicas or clients, or raise collection.max_staleness (now {job.collection.max_staleness}) by 1",
         level=10.0),
     ChangeRule(FaultKind.SAMPLER_WAITS, lambda row: _times_longer(row.training_s, row.collecting_s), 3.0,
-        f"{_TIMES}replicas wait",
+        f"{_TIMES}replicas are waiting",
         "look at seconds_forward_backward and seconds_read; add trainer.processes, or raise max_tokens_per_bin",
         level=10.0),
     # The largest of 250 log-normal values with a deviation of 0.5 (log) is about four times their median.

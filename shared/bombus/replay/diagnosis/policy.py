@@ -50,7 +50,7 @@ def lr_too_low(seen: Seen) -> RunFinding | None:
         return None
     return seen.found(
         FaultKind.LR_TOO_LOW,
-        f"the learning rate is {rates[-1]:.2g}, the usual one {usual:.2g}; the model does not become better",
+        f"the learning rate is {rates[-1]:.2g}, while {usual:.2g} is usual; the model is not improving",
         f"set trainer.lr to {usual:.2g}, or look at lr_schedule, total_steps and min_lr_ratio",
         lambda row: row.trainer["lr"] <= limit if "lr" in row.trainer else None,
     )

@@ -248,7 +248,7 @@ class _TurnDecoder:
         if record.sampling.temperature <= 0:
             return "sampled at temperature 0: there is no distribution to correct"
         if record.constrained:
-            return f"held to a form ({', '.join(record.constrained)}), so it was not drawn from the policy alone"
+            return f"forced into a format ({', '.join(record.constrained)}), so it was not drawn from the policy alone"
         if record.auxiliary_call and not _trains_auxiliary_calls(self._job):
             return f"an auxiliary call of its harness ({record.auxiliary_call}), which the job does not train on"
         if self._masked:

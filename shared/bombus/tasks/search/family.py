@@ -31,9 +31,9 @@ class SearchOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    max_turns: int = Field(default=2, ge=1, le=64, description="replies of the model in an episode")
-    topk: int = Field(default=3, ge=1, le=100, description="documents returned by a search")
-    search_concurrency: int = Field(default=256, ge=1, le=4096, description="queries answered at the same time")
+    max_turns: int = Field(default=2, ge=1, le=64, description="how many replies the model may give in an episode")
+    topk: int = Field(default=3, ge=1, le=100, description="how many documents a search returns")
+    search_concurrency: int = Field(default=256, ge=1, le=4096, description="how many queries are answered at once")
     search_backend: Literal["local", "google"] = Field(default="local", description="what answers queries")
     format_score: float = Field(
         default=0.2, ge=0.0, le=1.0, description="the reward of a wrong answer in the right format"

@@ -63,7 +63,7 @@ def test_a_recovery_checkpoint_that_is_not_the_one_on_the_log_is_not_loaded(base
     assert made.models == {"m": 0}
     facts = Path(folder, MANIFEST)
     facts.write_bytes(facts.read_bytes() + b"\n")
-    with pytest.raises(EngineFault, match="is not the one that the log names"):
+    with pytest.raises(EngineFault, match="is not the one named in the log"):
         recovery.load(made, "m", checkpointed)
     facts.unlink()
     with pytest.raises(EngineFault, match=r"model m cannot continue from its recovery checkpoint at .*: bring it back"):

@@ -480,7 +480,7 @@ async def test_a_recovery_checkpoint_that_is_damaged_holds_up_its_model_alone_un
         stage.train()
         await weights(client, "b")
         await stage.follower.wait_for(lambda _: bool(client.model("a").suspended), 30.0)
-        assert "is not the one that the log names" in client.model("a").suspended
+        assert "is not the one named in the log" in client.model("a").suspended
         assert client.queued("a", waiting).waits
         assert stage.engine.suspensions == 0
         facts.write_bytes(whole)

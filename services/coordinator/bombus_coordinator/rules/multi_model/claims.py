@@ -34,7 +34,7 @@ def _engines(hive: Hive, claim: MultiModelClaim) -> tuple[EngineState, ...]:
         raise Refused(Code.MALFORMED, f"{why}, not {claim.count}.")
     if claim.sampler:
         raise Refused(
-            Code.UNSUPPORTED, "Multi-model episodes use the policies that their engines train: leave sampler out."
+            Code.UNSUPPORTED, "Multi-model episodes use the policies that their engines train: leave out `sampler`."
         )
     return tuple(map(hive.engine, names))
 

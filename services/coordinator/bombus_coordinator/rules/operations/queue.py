@@ -115,7 +115,7 @@ def _again(model: ClientModel, live: Live, message: Operate, before: Queued) -> 
     if before.body is None or before.body.digest != message.body.digest:
         raise Refused(
             Code.OTHER_BODY,
-            f"Operation {message.key} of model {message.model} was accepted with another body; that one stands. Give "
+            f"Operation {message.key} of model {message.model} was already accepted with a different body. Give "
             "each operation its own key.",
         )
     age_s = (live.now_ns - before.accepted_ns) / 1e9
@@ -236,8 +236,8 @@ def _check_room(engine: EngineState, message: Operate, model: ClientModel) -> No
     if len(model.operations) >= limits.operations_max:
         raise Refused(
             Code.QUOTA,
-            f"Model {model.name} has {len(model.operations)} operations since its trainer wrote a recovery checkpoint, "
-            f"and the limit is {limits.operations_max}: send this one again once it has written another.",
+            f"Model {model.name} has {len(model.operations)} operations since its trainer last wrote a recovery "
+            f"checkpoint, and the limit is {limits.operations_max}: send this one again once it has written another.",
         )
     is_over_share = model.held_bytes + message.body.size > bodies_share(limits)
     if is_over_share and not has_share(_held_bytes(engine), holder, limits.bodies_bytes_max, message.body.size):

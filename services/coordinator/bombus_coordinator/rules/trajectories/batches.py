@@ -43,8 +43,8 @@ def push(hive: Hive, live: Live, message: PushGroups) -> Decisions:
         if repeated.digest not in (b"", digest_of(message.groups)):  # snapshots of an older version have no digest
             raise Refused(
                 Code.OTHER_BODY,
-                "A recent push with this key had other groups. Give each push its own key in "
-                "x-idempotency-key, or none: then its bytes are the key.",
+                "A recent push with this key had other groups. Send each push with its own "
+                "x-idempotency-key, or without one: its key is then derived from its body.",
             )
         yield Decision(replies=(CommandReply(message.id, Pushed(held=repeated.held)),))
         return

@@ -155,14 +155,14 @@ class EndpointRoutes:
             await self._gateway.carry_out(
                 inbox.AskRest(id=uuid.uuid4().hex, engine=self._operations.engine, asleep=False)
             )
-            why = f"The trainer has not freed its memory within {self._rest_s:g} s, so it will continue. Is it running?"
+            why = f"The trainer has not freed its memory within {self._rest_s:g} s, so it stays awake. Is it running?"
             return {"success": False, "result": why}
         engine = self._operations.state
         if not engine.asleep == engine.rest_wanted == asleep or engine.run != run:
             return {"success": False, "result": "The run has since ended, or another client asked for the opposite."}
         if asleep:
-            return {"success": True, "result": "The trainer has freed its memory. Operations wait for /wake_up."}
-        return {"success": True, "result": "The trainer has all of its models back, unchanged."}
+            return {"success": True, "result": "The trainer has freed its memory. Operations will wait for /wake_up."}
+        return {"success": True, "result": "The trainer has restored all of its models, unchanged."}
 
 
 def _over(state: Callable[[], EngineState], run: int, asleep: bool) -> Callable[[], bool]:

@@ -134,7 +134,7 @@ async def given(target: Target, saved: CheckpointSaved, label: str) -> EndpointO
     except LoadFailed as failed:
         return _failed(target, str(failed))
     except httpx.HTTPError as error:
-        return _failed(target, f"{target.url} broke off: {str(error) or type(error).__name__}")
+        return _failed(target, f"the request to {target.url} failed: {str(error) or type(error).__name__}")
     except TimeoutError:
         return _failed(target, f"{target.url} did not load the weights within {LOAD_S:.0f} s")
     return EndpointOutcome(target.at.host, target.at.port, True, how)

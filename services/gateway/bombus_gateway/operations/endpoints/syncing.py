@@ -140,7 +140,7 @@ class WeightSync:
             raise Refused(Code.NO_REPLICA, f"No inference endpoint can be used: {failures}")
         wanted = {CheckpointKind.SAMPLER if each.takes_adapters else CheckpointKind.EXTERNAL for each in usable}
         if model.adapter is None and wanted == {CheckpointKind.SAMPLER}:
-            why = f"{model.name} is a full-weight model, but our replicas take only adapters"
+            why = f"{model.name} is a full-weight model, but the hive's replicas take only adapters"
             raise Refused(Code.UNSUPPORTED, f"{why}: register an SGLang or vLLM server with add_inference_endpoint.")
         return wanted if model.adapter is not None else {CheckpointKind.EXTERNAL}
 
@@ -168,7 +168,7 @@ class WeightSync:
         if isinstance(outcome, Failed):
             why = outcome.error
         elif isinstance(outcome, Waits):
-            why = f"the save still waits: {outcome.reason}"
+            why = f"the save is still waiting: {outcome.reason}"
         raise Refused(Code.WRONG_PHASE, f"The weights of {model.name} could not be saved: {why}")
 
     def _newest(

@@ -154,7 +154,7 @@ def _base_mark(base: str) -> str:
 def _of_marked_base(engine: EngineState, mark: str) -> Sampler:
     sampler = _of_base(engine, "")
     if mark not in (BASE, _base_mark(sampler.base)):  # earlier gateways used the plain word for every base
-        why = f"This sampler's base is not the one that engine {engine.name} now has, {sampler.base}"
+        why = f"This sampler's base differs from the current base of engine {engine.name}, {sampler.base}"
         raise Refused(Code.UNKNOWN_MODEL, f"{why}: create another sampler.")
     return sampler
 

@@ -23,7 +23,7 @@ LOSSES = {
 CROSS_ENTROPIES = ("cross_entropy", "per_token_ce")
 _REFUSED = {
     "custom": "custom losses do not run on the server; pass your function to forward_backward_custom",
-    "stable_reinforce": "it needs data about each sample that is not recorded here; importance_sampling or ppo may do",
+    "stable_reinforce": "it needs data about each sample that is not recorded here; try importance_sampling or ppo",
     "opd_loss": "this server has no teacher model; cross_entropy takes the teacher's tokens and weights as [N, K]",
 }
 

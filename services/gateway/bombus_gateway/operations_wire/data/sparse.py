@@ -57,11 +57,11 @@ def checked(tensor: SparseTensor, place: str) -> SparseTensor:
     elif len(tensor.at) != listed:
         why = f"{len(tensor.at)} columns for {listed} values"
     elif starts[0] != 0 or starts[-1] != listed or any(end < start for start, end in pairwise(starts)):
-        why = f"row pointers that do not rise from 0 to the {listed} values"
+        why = f"row pointers that do not increase from 0 to the {listed} values"
     elif tensor.at and not 0 <= min(tensor.at) <= max(tensor.at) < tensor.columns:
-        why = f"columns outside of its {tensor.columns}"
+        why = f"column indices outside its {tensor.columns} columns"
     elif any(not _rises(tensor.row(index)) for index in range(tensor.rows)):
-        why = "a row whose columns do not rise"
+        why = "a row whose columns do not increase"
     if why:
         raise Refused(Code.MALFORMED, f"{place} is a sparse tensor with {why}.")
     return tensor

@@ -64,7 +64,7 @@ class Blocks:
             block, _ = self._idle.popitem(last=False)
             self._forget(block)
         else:
-            raise EngineFault("every block of the KV cache is held")
+            raise EngineFault("every block of the KV cache is in use")
         self._holders[block] = 1
         return block
 

@@ -128,8 +128,8 @@ class Answering:
         longest = self.limits.max_model_len - 1  # after the tokens that it scores, vLLM must sample one more
         if longest <= len(prompt):
             why = (
-                f"the prompt has {len(prompt)} tokens; with logprobs at temperature 1 of tokens that are sampled "
-                f"otherwise, this replica takes {longest} for prompt and completion"
+                f"the prompt has {len(prompt)} tokens; with logprobs at temperature 1 for tokens that are sampled "
+                f"differently, this replica takes {longest} for prompt and completion"
             )
             raise Refused(Code.PROMPT_TOO_LONG, why)
         return min(tokens_max, longest)

@@ -460,7 +460,7 @@ class OperationServer:
             try:
                 await self._bus.inbox.request(done(id=ownership.id(f"operation-{next(self._facts)}"), result=ref))
             except BusUnavailable as error:
-                log.warning("a result of model %s waits for the bus: %s", model.name, error)
+                log.warning("a result of model %s is waiting for the bus: %s", model.name, error)
                 await ownership.pause(self._options.retry_s)
             except Refused as refused:
                 log.info("a result of model %s was refused: %s", model.name, refused.why)
@@ -512,7 +512,7 @@ class OperationServer:
             try:
                 return await attempt()
             except BusUnavailable as error:
-                log.warning("run %d waits for the bus: %s", ownership.run, error)
+                log.warning("run %d is waiting for the bus: %s", ownership.run, error)
             await ownership.pause(self._options.retry_s)
 
 
@@ -525,7 +525,7 @@ def _without_model(operation: Operation, model: ClientModel) -> Result:
     if isinstance(operation, EndModel) and not operation.save_as:
         return ModelEnded()
     why = f"the model cannot be saved, because it cannot be rebuilt now: {model.suspended}"
-    return Failed(error=f"{why}. Wait until it can, or end it without saving it", category=Category.SERVER)
+    return Failed(error=f"{why}. Wait until it can be, or end it without saving it", category=Category.SERVER)
 
 
 def _is_settled(engine: EngineState, model: ClientModel, queued: Queued) -> bool:
