@@ -66,6 +66,6 @@ async def test_the_queue_for_a_window_is_bounded_too() -> None:
     assert window.try_acquire(1)
     waiting = asyncio.create_task(window.acquire(1, timeout_s=5))
     await asyncio.sleep(0)
-    with pytest.raises(BusUnavailable, match=r"messages are in flight and \d+ wait"):
+    with pytest.raises(BusUnavailable, match=r"messages are in flight and \d+ are waiting"):
         await window.acquire(1, timeout_s=5)
     waiting.cancel()

@@ -90,7 +90,7 @@ def test_a_program_that_is_killed_loses_nothing_that_was_recorded(tmp_path: Path
 def test_one_program_at_a_time_writes_a_file(tmp_path: Path) -> None:
     with (
         Curriculum(PLAN, tmp_path / "c.jsonl"),
-        pytest.raises(Refused, match=r"another program has the curriculum .* open: end it"),
+        pytest.raises(Refused, match=r"another program has the curriculum .* open: stop it"),
     ):
         Curriculum(PLAN, tmp_path / "c.jsonl")
     Curriculum(PLAN, tmp_path / "c.jsonl").close()

@@ -199,7 +199,7 @@ async def test_closing_again_does_nothing_and_what_is_closed_is_not_used_again()
     await environment.close()
     await environment.close()
     assert counter.closed == 1
-    with pytest.raises(EnvironmentLost, match="was closed"):
+    with pytest.raises(EnvironmentLost, match="has already been closed"):
         await environment.call(call("add", '{"amount": 3}'))
 
 

@@ -66,7 +66,7 @@ SCORED = scores([nan, -1.0, -2.0])
         ([scores([nan, -1.0, -2.0, -3.0])], "4 prompt tokens"),
         ([scores([-1.0], start=1)], "from 1 on"),
         ([scores([nan, -1.0], version=99)], "version 99"),
-        ([scores([nan, -1.0], width=1)], "are not 1 for each"),
+        ([scores([nan, -1.0], width=1)], "does not have 1 alternatives for each"),
         (
             [scores([nan, -1.0], width=1, top_tokens=pack_tokens([0, -4]), top_logprobs=pack_logprobs([nan, -1.0]))],
             "token -4",

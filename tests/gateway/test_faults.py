@@ -168,10 +168,10 @@ async def test_a_replica_whose_answers_cannot_be_right_is_quarantined_and_nothin
         while len(served.replica.requests) < WRONG_MAX:  # an attempt of which nothing has gone out is made again
             answer = await http.post("/v1/chat/completions", json=body)
             answers += answer.status_code == 200
-            assert "is invalid: the logprob nan" in answer.text
+            assert "is invalid: a token has the logprob nan" in answer.text
             assert "[DONE]" not in answer.text
     await served.until(lambda engine: engine.suspended != "")
-    assert "replica-1: a replica's answer is invalid: the logprob nan" in served.engine.suspended
+    assert "replica-1: a replica's answer is invalid: a token has the logprob nan" in served.engine.suspended
     if answers:
         records = await served.records(episode, answers)
         assert {record.status for record in records} == {CallStatus.CUT_OFF}

@@ -121,13 +121,13 @@ def test_gateways_that_read_the_model_differently_are_named_in_one_sentence() ->
     story.tell(read("77d0ab12", "g2\x1b (bombus 1.1)"))
     hive = hive_of(story)
     assert (
-        "\n  warning: gateways have read the model of this run in 2 ways: "
+        "\n  warning: gateways have read the model of this run in 2 different ways: "
         "g1 (bombus 1.0) has template 3fa91c2e, tool calls: hermes, reasoning: <think>; "
         "g2  (bombus 1.1) has template 77d0ab12, tool calls: hermes, reasoning: <think>. "
         "Install the same versions of bombus, jinja2 and tokenizers for all of them, then restart the engine.\n"
     ) in render_status(hive)
     data = json.loads(json.dumps(status_dict(hive)))["engines"][0]
-    assert data["disagreement"].startswith("gateways have read the model of this run in 2 ways")
+    assert data["disagreement"].startswith("gateways have read the model of this run in 2 different ways")
 
 
 def test_an_unknown_engine_is_answered_with_the_known_ones(hive: Hive) -> None:

@@ -190,7 +190,7 @@ async def test_how_gateways_read_the_model_is_shown_and_that_they_disagree() -> 
         await pilot.pause()
         assert "template 3fa91c2e, tool calls: hermes, reasoning: <think>" in text(app, PhaseBar)
         assert app.screen.query_one(Notice).display
-        assert "in 2 ways: gateway of 3fa91c2e has" in text(app, Notice)
+        assert "in 2 different ways: gateway of 3fa91c2e has" in text(app, Notice)
 
 
 async def test_calls_that_lack_a_part_of_their_conversation_are_warned_of() -> None:

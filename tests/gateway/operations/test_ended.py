@@ -162,7 +162,7 @@ async def test_a_replica_that_drops_an_adapter_again_and_again_fails_the_call_in
     hive.replica.scripts.extend([lacks_adapter] * 9)
     hive.replica.adapters[address_of("one")] = "/w/one"
     _, credentials = await swarm.begin_episode(sampler=path)
-    with pytest.raises(Exception, match=r"Replicas dropped adapter .* for others 8 times"):
+    with pytest.raises(Exception, match=r"Replicas dropped adapter .* 8 times to make room"):
         await ask_once(credentials, "hello")
 
 

@@ -56,7 +56,7 @@ def test_a_text_is_a_prompt_and_sglang_samples_128_tokens() -> None:
         (body(text="a", sampling_params={"regex": "a*"}), "Object contains unknown field `regex`"),
         (body(text="a", sampling_params={"n": 0}), "n is 0, but must be from 1 to 256"),
         (body(text="a", sampling_params={"max_new_tokens": 0}), "max_new_tokens is 0"),
-        (body(text="a", sampling_params={"stop_token_ids": [-1]}), "stop takes up to 16 ids of tokens"),
+        (body(text="a", sampling_params={"stop_token_ids": [-1]}), "stop takes up to 16 token ids"),
         (b"{", "could not be read as JSON"),
     ],
 )

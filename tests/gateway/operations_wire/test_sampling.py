@@ -114,7 +114,7 @@ def test_the_first_token_of_a_prompt_is_never_scored(more: dict[str, object], sc
         (body({"top_p": 1.5}, [1]), "top_p is 1.5, but must be from 0 to 1"),
         (body({"top_k": -2}, [1]), "top_k is -2"),
         (body({"stop": ["x" * 300]}, [1]), "stop takes up to 16 texts of 1 to 256 characters"),
-        (body({"stop": [-3]}, [1]), "stop takes up to 16 ids of tokens"),
+        (body({"stop": [-3]}, [1]), "stop takes up to 16 token ids"),
         (body({"stop": [1.5]}, [1]), "sampling_params.stop[0]: Expected `int | str`"),
         (body({}, [1], topk_prompt_logprobs=21), "topk_prompt_logprobs is 21, but must be from 0 to 20"),
         (body({}, [1], prompt_logprobs=True, prompt_logprobs_last_n=1), "a prompt of one token, which has no logprob"),

@@ -40,7 +40,7 @@ def test_the_end_of_a_prefix_is_evicted_before_its_beginning() -> None:
 def test_a_block_in_use_is_never_taken() -> None:
     blocks = Blocks(1, SIZE)
     blocks.take()
-    with pytest.raises(EngineFault, match="held"):
+    with pytest.raises(EngineFault, match="in use"):
         blocks.take()
 
 

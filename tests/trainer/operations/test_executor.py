@@ -485,4 +485,4 @@ def test_a_model_of_all_weights_is_alone_and_begins_again_from_its_base(base: Pa
     assert made.execute("full", EndModel()) == ModelEnded()
     created(made, "a")
     assert logprobs(scored(made, "a", one)) == begun
-    assert "1 models are on it: end them first" in failed(made, "full", CreateModel(base=BASE)).error
+    assert "1 models use it: end them first" in failed(made, "full", CreateModel(base=BASE)).error
