@@ -35,7 +35,7 @@ class Hive:
 @contextmanager
 def running(folder: Path, *others: str) -> Iterator[Hive]:
     """Run `bombus up` while the block runs, with these `others` of its options, and audit its log after it."""
-    options = ("--port", str(free_port()), "--data-dir", str(folder / "data"), "--threads", "1")
+    options = ("--port", str(free_port()), "--data-dir", str(folder / "data"), "--threads", "1", "--record-samples")
     with (folder / "up.log").open("wb") as log:
         command = [PYTHON, "-m", "bombus", "up", *options, *others]
         up = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)

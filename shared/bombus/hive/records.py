@@ -162,8 +162,10 @@ class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
 class CallRecord(msgspec.Struct, frozen=True, kw_only=True, tag="call.v1", tag_field="kind", omit_defaults=True):
     """One model call of an episode, as stored in the `calls` stream.
 
-    The prompt is the parent call's prompt, followed by the tokens of the parent's choice `parent_choice`, followed by
-    `prompt_tail`; without a parent it is `prompt_tail` alone. An episode of n turns therefore stores O(n) tokens.
+    Samples of training clients are in it too if a gateway's `record_samples` asks for that; their `episode` is "".
+
+    The prompt is the parent call's prompt, then the tokens of the parent's choice `parent_choice`, then `prompt_tail`;
+    without a parent it is `prompt_tail` alone. An episode of n turns therefore stores O(n) tokens.
     """
 
     id: str
@@ -191,6 +193,7 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True, tag="call.v1", tag_f
     # The request fields that constrained every token of its answers, such as `response_format`. The logprobs are then
     # those under the distribution over the allowed tokens.
     constrained: tuple[str, ...] = ()
+    sampler: str = ""  # the address of the adapter that sampled it; "": the engine's own policy, or the base
 
     def completion_tokens(self) -> int:
         return sum(len(choice.tokens) // 4 for choice in self.choices)
@@ -231,6 +234,14 @@ def decode_record(body: bytes, ref: CallRef | None = None) -> CallRecord:
     if ref is not None and record.id != ref.id:
         raise LogCorrupted(f"call {ref.id} at {ref.seq}: found {record.id} there")
     return record
+
+
+def add_span(spans: list[Span], version: int, count: int) -> None:
+    """Add `count` tokens that a version has sampled after those of `spans`."""
+    end = spans[-1].end if spans else 0
+    start = spans.pop().start if spans and spans[-1].version == version else end
+    if end + count > start:
+        spans.append(Span(version, start, end + count))
 
 
 def spans_of(versions: Sequence[int]) -> tuple[Span, ...]:

@@ -153,7 +153,7 @@ def services(layout: Layout, nats: str) -> list[Service]:
             found.append(service("inference", f"inference {name}{which}", *_replica(part, name), more=key, gpus=gpus))
     engines = [argument for name in cluster.engines for argument in ("--engine", name)]
     listening = ["--host", cluster.gateway.host, "--port", str(cluster.gateway.port), "--reuse-port", *engines]
-    listening += typed_flags(cluster.gateway, "host_names", "inference_hosts", "bases", "models_max")
+    listening += typed_flags(cluster.gateway, "host_names", "inference_hosts", "bases", "models_max", "record_samples")
     listening += ["--trusted-network"] if layout.trusted_network else []
     keys = layout.keys.environment()  # the other processes run models and need no keys
     return found + [

@@ -22,6 +22,7 @@ from bombus.hive.state import EngineState, Hive, Phase
 DIFFERENCES_KEPT = 100
 NOT_REPORTED = "trained or masked: an older trainer did not report which"
 DELIVERED = "delivered to an outside trainer"
+TO_CLIENT = "sampled for a training client"
 TRAINING_OPERATIONS = ("forward_backward", "optim_step")
 
 
@@ -92,6 +93,7 @@ class _Books:
         self.handed: dict[int, dict[int, _Group]] = {}
         self.arrived = 0
         self.published: dict[int, str] = {}  # hash of each version's weights
+        self.adapters: set[str] = set()  # the hashes of those that training clients have saved
         self.models: dict[str, _Model] = {}
 
     def handed_groups(self) -> list[_Group]:
@@ -126,13 +128,17 @@ class SourceTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VersionTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """How many tokens the policy versions `oldest` to `newest` sampled, counting whole calls."""
+    """How many tokens the policy versions `oldest` to `newest` have sampled, over whole calls.
+
+    `weights` is the hash of the newest, or of the training client's adapter that sampled; "" if the log lacks it.
+    """
 
     engine: str
     run: int
     oldest: int
     newest: int
     tokens: int
+    weights: str = ""
 
 
 class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,7 +164,7 @@ class Audit:
         self._books: dict[str, _Books] = {}
         self._sampled: Counter[TokenSource] = Counter()
         self._tokens: Counter[tuple[TokenSource, str]] = Counter()
-        self._versions: Counter[tuple[str, int, int, int]] = Counter()
+        self._versions: Counter[tuple[str, int, int, int, str]] = Counter()
         self._groups: Counter[str] = Counter()
         self._operations: Counter[str] = Counter()
         self._steps: dict[tuple[str, int, int], TrainedStep] = {}
@@ -187,14 +193,21 @@ class Audit:
     def noted(self, books: _Books, event: ev.CallsNoted) -> None:
         for call in event.calls:
             count, episode = call.completion_tokens, books.open.get(call.episode)
-            source = TokenSource(event.engine, event.run, "") if episode is None else episode.source
+            source = TokenSource(event.engine, event.run, call.holder) if episode is None else episode.source
+            weights = call.sampler or books.published.get(call.newest, "")
             self._sampled[source] += count
-            self._versions[event.engine, event.run, call.oldest, call.newest] += count
+            self._versions[event.engine, event.run, call.oldest, call.newest, weights] += count
             if books.published and call.newest >= 0 and count and call.newest not in books.published:
                 self._differ(
                     event.engine, call.episode, f"was sampled by version {call.newest}, which is not in the log"
                 )
-            if call.late or episode is None:
+            if call.sampler and call.sampler not in books.adapters:
+                self._differ(
+                    event.engine, call.episode, f"was sampled by adapter {call.sampler}, which is not on the log"
+                )
+            if not call.episode:
+                self._tokens[source, TO_CLIENT] += count
+            elif call.late or episode is None:
                 self._tokens[source, Fate.DROPPED_LATE] += count
             elif call.ref.id in episode.calls:
                 self._differ(event.engine, call.episode, f"call {call.ref.id} was noted twice")
@@ -384,6 +397,9 @@ class Audit:
 
     # ---- training operations ------------------------------------------------------------------------------------
 
+    def saved(self, books: _Books, event: ev.WeightsKept) -> None:
+        books.adapters.add(event.saved.address)
+
     def accepted(self, books: _Books, event: ev.OperationAccepted) -> None:
         if event.op in TRAINING_OPERATIONS and not event.passive:
             self._operations[f"{event.op} accepted"] += 1
@@ -441,8 +457,8 @@ class Audit:
                 for (engine, run, client), fates in by_source.items()
             ],
             versions=[
-                VersionTokens(engine=engine, run=run, oldest=oldest, newest=newest, tokens=count)
-                for (engine, run, oldest, newest), count in self._versions.items()
+                VersionTokens(engine=engine, run=run, oldest=oldest, newest=newest, tokens=count, weights=weights)
+                for (engine, run, oldest, newest, weights), count in self._versions.items()
             ],
             steps=list(self._steps.values()),
             groups=dict(+self._groups),
@@ -505,6 +521,7 @@ class Audit:
         """Begin with what was outstanding when a log was compacted. How many tokens ended before that is unknown."""
         books = self._of(engine.name)
         books.arrived = engine.trajectories.queue.arrived
+        books.adapters = {kept.noted.saved.address for kept in engine.clients.kept.values()}
         for name, episode in engine.open.items():
             source = TokenSource(engine.name, engine.run, episode.client)
             entry = books.open[name] = _Episode(source)
@@ -553,4 +570,5 @@ _HANDLERS: dict[type, Callable[..., None]] = {
     ev.OperationAccepted: Audit.accepted,
     ev.OperationCompleted: Audit.executed,
     ev.ModelClosed: Audit.closed,
+    ev.WeightsKept: Audit.saved,
 }

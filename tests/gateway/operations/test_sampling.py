@@ -9,11 +9,15 @@ import httpx
 import pytest
 
 from bombus.bus import Bus
+from bombus.commands.audit import audited
 from bombus.hive import inbox
+from bombus.hive.events import CallsNoted
 from bombus.hive.generation import Fault, Finished, Generate, PromptScores
-from bombus.hive.records import pack_logprobs, unpack_tokens
+from bombus.hive.records import Span, pack_logprobs, pack_tokens, unpack_tokens
 from bombus.hive.state import Phase
 from bombus.operations import SaveWeights
+from bombus.replay.audit import TO_CLIENT
+from bombus.replay.source import BusSource
 from bombus_gateway.operations_wire.messages import SAMPLE_RESPONSE, WireStop
 from tests.gateway.openai_hive import (
     ENGINE,
@@ -432,6 +436,41 @@ async def test_no_call_is_recorded_and_the_model_is_told_to_be_sampleable(
     await hive.follower.wait_for(lambda _: hive.engine.phase is Phase.OFFLINE, PATIENCE_S)
     (first, *_) = (await client.get("get_server_capabilities")).json()["supported_models"]
     assert first["sampleable"], "a sampling client would start the run, and a replica is there"
+
+
+@pytest.mark.parametrize("gateway_settings", [{"record_samples": True}])
+async def test_samples_are_recorded_as_calls_if_the_gateway_is_set_to_and_an_audit_says_which_weights_sampled_them(
+    hive: OperationHive, client: httpx.AsyncClient, model: str
+) -> None:
+    hive.replica.otherwise = says("hello", "there", finish="stop")
+    await drawn(client, sample(await begin(client, model), num_samples=2, params={"seed": 3}))
+    path = (await saved(client, model, 1, path="one"))["path"]
+    hive.replica.otherwise = says("hello", finish="stop")
+    await drawn(client, sample(await begin(client, model, 1, model_path=path)))
+    await hive.follower.wait_for(lambda _: hive.engine.counters.calls == 2, PATIENCE_S)
+    source = BusSource(hive.bus, "the log of this test")
+    noted = [call async for each in source.events() if isinstance(each.event, CallsNoted) for call in each.event.calls]
+    of_base, of_adapter = await source.records([call.ref for call in noted])
+    assert (of_base.episode, of_base.prompt_tail, of_base.sampling.seed) == ("", pack_tokens([5, 6, 7]), 3)
+    assert [each.token_ids() for each in of_base.choices] == [tokens_of("hello"), tokens_of("there")]
+    assert of_base.choices[0].spans == (Span(0, 0, len(tokens_of("hello"))),)
+    assert (of_base.sampler, of_adapter.sampler) == ("", address_of("one"))
+    assert hive.engine.counters.calls_late == 0
+    assert hive.engine.newest_call == noted[1].ref.seq, "so that it can be purged"
+    report = await audited(source)
+    count = len(tokens_of("hello"))
+    assert report.tokens == {TO_CLIENT: 2 * count + len(tokens_of("there"))}
+    assert [(each.weights, each.tokens) for each in report.versions][1:] == [(address_of("one"), count)]
+    assert not report.differences
+
+
+@pytest.mark.parametrize("gateway_settings", [{"record_samples": True, "log_fill_max": 1e-9, "call_timeout_s": 0.2}])
+async def test_samples_that_are_recorded_wait_for_room_in_the_log_before_they_are_drawn(
+    hive: OperationHive, client: httpx.AsyncClient, model: str
+) -> None:
+    answer = await failure(client, sample(await begin(client, model)))
+    assert answer == {"error": "The sample took longer than the limit of 0.2 s.", "category": "server"}
+    assert not hive.replica.requests
 
 
 async def test_xorls_client_samples_in_sglangs_form_from_the_base_and_from_a_checkpoint(

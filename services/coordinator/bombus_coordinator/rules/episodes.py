@@ -304,6 +304,8 @@ def note(engine: EngineState, message: CallRecorded) -> NotedCall | None:
     if message.run != engine.run:
         return None
     episode = engine.open.get(call.episode)
+    if not call.episode:
+        return call
     if episode is None:
         return msgspec.structs.replace(call, late=True)
     if any(noted.ref.id == call.ref.id for noted in episode.calls):

@@ -538,6 +538,7 @@ class Call:
             timings=Timings(request.received_ns, self.first_token_ns, time.time_ns()),
             trace=request.traceparent,
             chat_template_kwargs={} if node is not None else request.completion.chat_template_kwargs,
+            sampler="" if self.sampler is None else self.sampler.address,
         )
 
     def _choice(self, completion: Completion) -> Choice:
@@ -560,6 +561,7 @@ class Call:
             masked=self.plan.masked,
             incomplete=any(each.is_content for each in self.request.completion.unsupported),
             bytes=self._stored_bytes,
+            sampler=record.sampler,
         )
 
     def _remember(self, ref: CallRef, record: CallRecord) -> None:

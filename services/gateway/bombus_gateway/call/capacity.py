@@ -54,7 +54,7 @@ class CallCapacity:
 
     @contextmanager
     def open_sample(self, holder: str) -> Iterator[None]:
-        """While the block runs, count an open call that stores nothing. Raises `Refused` OVERLOADED.
+        """Count an open request for samples while the block runs. Raises `Refused` OVERLOADED.
 
         A key has separate shares for samples and for its episodes' calls, so that many samples do not block its calls.
         """
@@ -70,6 +70,32 @@ class CallCapacity:
 
         `holder` is the name of the share that its episode counts against.
         """
+        self._check_room(size, holder)
+        self._open_one(holder)
+        self._count(size, holder)
+
+    def release(self, size: int, holder: str = "") -> None:
+        """Release the room that was reserved for a call that has ended."""
+        self._close_one(holder)
+        self._count(-size, holder)
+        self._used += size  # until the stream is next checked
+
+    @contextmanager
+    def room(self, size: int, holder: str) -> Iterator[None]:
+        """Reserve room for the record of samples while the block runs. Raises `Refused` OVERLOADED or TOO_LARGE."""
+        limit = self._bus.publisher.message_bytes_max
+        if size > limit:
+            why = f"The record of these samples could take {size} bytes, but the log accepts {limit}"
+            raise Refused(Code.TOO_LARGE, f"{why}: ask for fewer samples, or fewer tokens.")
+        self._check_room(size, holder)
+        self._count(size, holder)
+        try:
+            yield
+        finally:
+            self._count(-size, holder)
+            self._used += size
+
+    def _check_room(self, size: int, holder: str) -> None:
         why = self._hive().why_no_calls(holder, size + self._reserved[holder])
         if why:
             raise Refused(Code.OVERLOADED, why)
@@ -80,16 +106,10 @@ class CallCapacity:
                 Code.OVERLOADED,
                 f"The log of calls is {share:.0%} full; calls are accepted again once the coordinator has trimmed it.",
             )
-        self._open_one(holder)
+
+    def _count(self, size: int, holder: str) -> None:
         self.reserved += size
         self._reserved[holder] += size
-
-    def release(self, size: int, holder: str = "") -> None:
-        """Release the room that was reserved for a call that has ended."""
-        self._close_one(holder)
-        self.reserved -= size
-        self._reserved[holder] -= size
-        self._used += size  # until the stream is next checked
 
     def _open_one(self, holder: str) -> None:
         limit = self._settings.open_calls_max

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from bombus.hive.generation import Tokens
-from bombus.hive.records import Choice, FinishReason, Span, unpack_logprobs, unpack_tokens
+from bombus.hive.records import Choice, FinishReason, Span, add_span, unpack_logprobs, unpack_tokens
 from bombus_gateway.call.request import CompletionRequest
 from bombus_gateway.text.deltas import Delta, DeltaReader, PlainReader, ReasoningDelta, TextDelta, ToolCallDelta
 from bombus_gateway.text.message import id_of_call
@@ -193,11 +193,8 @@ class Completion:
     def _keep(self, frame: Tokens, used: int) -> None:
         self._tokens.append(frame.tokens[: 4 * used])
         self._packed_logprobs.append(frame.logprobs[: 4 * used])
-        start, self.sampled = self.sampled, self.sampled + used
-        if self._spans and self._spans[-1].version == frame.version:
-            start = self._spans.pop().start
-        if self.sampled > start:
-            self._spans.append(Span(frame.version, start, self.sampled))
+        self.sampled += used
+        add_span(self._spans, frame.version, used)
 
     def _feed_reader(self, text: str, last: bool = False) -> list[Delta]:
         """Return the reader's deltas for a text. If the reader fails, return all text that it has held back.

@@ -47,7 +47,10 @@ class EpisodeClaimed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class NotedCall(msgspec.Struct, frozen=True, array_like=True):
-    """A recorded call. `oldest` and `newest` are the policy versions of its sampled tokens."""
+    """A recorded call. `oldest` and `newest` are the policy versions of its sampled tokens.
+
+    `episode` is "" for recorded samples of a training client, and `holder` then has whose share they count toward.
+    """
 
     episode: str
     ref: CallRef
@@ -61,6 +64,8 @@ class NotedCall(msgspec.Struct, frozen=True, array_like=True):
     masked: bool = False  # an auxiliary call made by its harness, which the job does not train on
     incomplete: bool = False  # part of its conversation, such as an image, was left out of its prompt
     bytes: int = 0  # the size of its record in the stream `calls`
+    sampler: str = ""  # the address of the adapter that sampled it; "": the engine's own policy, or the base
+    holder: str = ""
 
 
 class CallsNoted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="calls.noted"):

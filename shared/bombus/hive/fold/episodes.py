@@ -76,7 +76,10 @@ def _calls_noted(engine: EngineState, event: ev.CallsNoted) -> None:
         counters.completion_tokens += call.completion_tokens
         episode = engine.open.get(call.episode)
         known = episode or engine.closed.get(call.episode)
-        engine.calls.store("" if known is None else known.holder, call.bytes)
+        engine.calls.store(call.holder if known is None else known.holder, call.bytes)
+        if not call.episode:
+            engine.newest_call = call.ref.seq
+            continue
         if call.late or episode is None:
             counters.calls_late += 1
             continue

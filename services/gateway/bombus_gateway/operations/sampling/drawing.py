@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-import uuid
+import os
+import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -10,10 +11,26 @@ from functools import partial
 import msgspec
 
 from bombus.errors import Code, Refused
+from bombus.hive.events import NotedCall
 from bombus.hive.generation import Fault, Finished, Frame, Generate, PromptScores, Tokens
-from bombus.hive.records import FinishReason, SamplingParams, pack_tokens, unpack_tokens
+from bombus.hive.inbox import CallRecorded
+from bombus.hive.records import (
+    CallRecord,
+    CallRef,
+    Choice,
+    FinishReason,
+    SamplingParams,
+    Span,
+    Timings,
+    add_span,
+    digest,
+    encode_record,
+    pack_tokens,
+    unpack_tokens,
+)
 from bombus.hive.state import EngineState, Phase
-from bombus_gateway.call.calls import Calls
+from bombus_gateway.call.calls import MESSAGE_BYTES, Calls
+from bombus_gateway.call.capacity import record_bytes
 from bombus_gateway.call.replica_client import Generation, ReplicaBusy, ReplicaGone
 from bombus_gateway.call.request import PromptTooLong, check_sampled
 from bombus_gateway.call.upstream import LOADS_MAX, AdapterMissing, dropped_too_often
@@ -83,19 +100,20 @@ class SampleDrawing:
     def _context(self, model: TextModel) -> int:
         return min(self._calls.models.job(self.engine).rollout.max_model_len, model.context_tokens)
 
-    async def draw(self, sampler: Sampler, asked: SampleRequest) -> DrawnSamples:
-        """Draw samples. Wait for a replica while the run continues, up to the time limit of a call.
+    async def draw(self, sampler: Sampler, asked: SampleRequest, holder: str) -> DrawnSamples:
+        """Draw samples, and record them for a `holder` of a share if the gateway is set to.
 
-        Raises `Refused`, with TIMEOUT after that limit.
+        Waits for a replica, and for room in the log, while the run continues, up to the time limit of a call. Raises
+        `Refused`, TIMEOUT after that limit, and `BusUnavailable` if the samples could not be recorded.
         """
         limit_s = self._calls.settings.call_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                return await self._attempted(sampler, asked)
+                return await self._attempted(sampler, asked, holder)
         except TimeoutError:
             raise Refused(Code.TIMEOUT, f"The sample took longer than the limit of {limit_s:g} s.") from None
 
-    async def _attempted(self, sampler: Sampler, asked: SampleRequest) -> DrawnSamples:
+    async def _attempted(self, sampler: Sampler, asked: SampleRequest, holder: str) -> DrawnSamples:
         """Draw samples, and retry if there is no replica, or if one is busy, fails, or lacks the adapter."""
         attempt = loads = failures = 0
         lacking = ""  # the replica that lacks the adapter
@@ -104,9 +122,9 @@ class SampleDrawing:
                 if lacking:
                     replica, lacking = lacking, ""
                     await self._calls.upstream.load_adapter(self._engine, replica, sampler.address, sampler.folder)
-                return await self._drawn(sampler, asked)
+                return await self._drawn(sampler, asked, holder)
             except Refused as refusal:
-                if refusal.code not in (Code.NO_REPLICA, Code.BUS_DOWN):
+                if refusal.code not in (Code.NO_REPLICA, Code.BUS_DOWN, Code.OVERLOADED):
                     raise
                 log.debug("a sample waits: %s", refusal.why)
             except AdapterMissing as missing:
@@ -144,7 +162,7 @@ class SampleDrawing:
             why = f"Engine {engine.name} plays episodes in run {engine.run}, and only their agents may call its model."
             raise Refused(Code.WRONG_PHASE, f"{why} Stop the run first, or use another engine.")
 
-    async def _drawn(self, sampler: Sampler, asked: SampleRequest) -> DrawnSamples:
+    async def _drawn(self, sampler: Sampler, asked: SampleRequest, holder: str) -> DrawnSamples:
         self._check_serving(sampler)
         model = await self.text_model()
         pieces = model.tokenizer.pieces
@@ -154,24 +172,71 @@ class SampleDrawing:
             ends |= configured_stops(model.tokenizer)
         collected = _Collected(asked, pieces, ends, names)
         generate = self._request(sampler, asked, self._sampling(asked, model, ends))
-        generation, replica = await self._calls.upstream.start(generate, len(pieces))
+        if not self._calls.settings.record_samples:
+            await self._generated(generate, len(pieces), collected)
+            return collected.drawn()
+        received_ns, sampled = time.time_ns(), asked.samples * generate.sampling.max_tokens
+        with self._calls.capacity.room(record_bytes(0, len(asked.prompt) // 4, sampled), holder):
+            replica = await self._generated(generate, len(pieces), collected)
+            await self._record(generate, collected, replica, received_ns, holder)
+        return collected.drawn()
+
+    async def _generated(self, generate: Generate, vocabulary: int, collected: "_Collected") -> str:
+        """Generate into `collected`, and return the replica that did."""
+        generation, replica = await self._calls.upstream.start(generate, vocabulary)
         try:
             await self._collect(generation, collected)
         except ReplicaGone as error:
             self._calls.upstream.failed(self._engine, replica, error)
             raise
         except Refused as refusal:
-            if refusal.code == Code.UNKNOWN_MODEL and sampler.address:
+            if refusal.code == Code.UNKNOWN_MODEL and generate.adapter:
                 raise AdapterMissing(replica) from None
             raise
         finally:
             generation.abort("the samples are complete, or are not wanted any more")
             self._calls.upstream.finished(generation)
-        return collected.drawn()
+        return replica
+
+    async def _record(
+        self, generate: Generate, collected: "_Collected", replica: str, received_ns: int, holder: str
+    ) -> None:
+        """Record samples as a call that has no episode, before their client gets them (R9)."""
+        bus, limit_s = self._calls.bus, self._calls.settings.bus_timeout_s
+        record = CallRecord(
+            id=generate.id,
+            engine=generate.engine,
+            run=generate.run,
+            episode="",
+            prompt_tail=generate.prompt,
+            prompt_tokens=len(generate.prompt) // 4,
+            choices=collected.choices(),
+            sampling=generate.sampling,
+            replica=replica,
+            timings=Timings(received_ns, collected.first_ns, time.time_ns()),
+            sampler=generate.adapter,
+        )
+        body = encode_record(record)
+        subject = bus.subjects.call(record.engine, holder)
+        ack = await bus.publisher.publish(subject, body, msg_id=record.id, timeout_s=limit_s)
+        versions = [span.version for choice in record.choices for span in choice.spans] or [self.engine.version]
+        noted = NotedCall(
+            "",
+            CallRef(ack.seq, record.id, digest(body)),
+            record.prompt_tokens,
+            record.completion_tokens(),
+            min(versions),
+            max(versions),
+            bytes=len(body) + MESSAGE_BYTES,
+            sampler=record.sampler,
+            holder=holder,
+        )
+        message = CallRecorded(id=record.id, engine=record.engine, run=record.run, call=noted)
+        await bus.inbox.send(message, timeout_s=limit_s)
 
     def _request(self, sampler: Sampler, asked: SampleRequest, sampling: SamplingParams) -> Generate:
         return Generate(
-            id=uuid.uuid4().hex,
+            id=os.urandom(16).hex(),
             engine=self._engine,
             run=self.engine.run,
             prompt=asked.prompt,
@@ -220,6 +285,7 @@ class _Collected:
         self._scores = array("f")
         self._top: list[tuple[tuple[int, float], ...]] = []
         self._cached = 0
+        self.first_ns = 0  # when the first token arrived
 
     @property
     def is_complete(self) -> bool:
@@ -228,6 +294,7 @@ class _Collected:
     def take(self, frame: Frame) -> None:
         match frame:
             case Tokens():
+                self.first_ns = self.first_ns or time.time_ns()
                 self._choices[frame.choice].take(frame)
             case Finished():
                 self._cached = max(self._cached, frame.cached_prompt_tokens)
@@ -247,6 +314,10 @@ class _Collected:
             top_prompt=top,
             cached_prompt_tokens=self._cached,
         )
+
+    def choices(self) -> tuple[Choice, ...]:
+        """Return the samples as a record has them."""
+        return tuple(choice.recorded() for choice in self._choices)
 
     def _of_prompt(self, length: int, scored: int | None) -> tuple[bytes, Alternatives]:
         """Return the logprobs of a prompt of `length` tokens, and alternatives to the tokens. Both are empty unless
@@ -269,6 +340,7 @@ class _Choice:
         self._ends = ends
         self._tokens: list[bytes] = []
         self._logprobs: list[bytes] = []
+        self._spans: list[Span] = []
         self._top: list[tuple[tuple[int, float], ...]] = []
 
     def take(self, frame: Tokens) -> None:
@@ -283,6 +355,7 @@ class _Choice:
             self.finish = FinishReason.STOP
         else:
             used = len(tokens)
+        add_span(self._spans, frame.version, used)
         self._tokens.append(frame.tokens[: 4 * used])
         self._logprobs.append(frame.logprobs[: 4 * used])
         self._top += frame.top[:used]
@@ -297,6 +370,10 @@ class _Choice:
         return SampledTokens(
             tokens=b"".join(self._tokens), logprobs=b"".join(self._logprobs), finish=self.finish, top=tuple(self._top)
         )
+
+    def recorded(self) -> Choice:
+        sample = self.sample()
+        return Choice(sample.tokens, sample.logprobs, tuple(self._spans), sample.finish)
 
 
 def _rows(frame: PromptScores) -> list[tuple[tuple[int, float], ...]]:

@@ -65,7 +65,7 @@ class SampleFutures:
             with ExitStack() as room:
                 room.enter_context(self._capacity.open_sample(holder.share))
                 room.enter_context(self._open(size, holder.share))
-                task = asyncio.create_task(self._answer(submission, holder.name))
+                task = asyncio.create_task(self._answer(submission, holder))
                 task.add_done_callback(partial(_leave, room.pop_all()))
             task.add_done_callback(partial(self._count, holder.share))
             self._drawn[name] = _Drawn(holder, task)
@@ -84,7 +84,7 @@ class SampleFutures:
         finally:
             self._open_bytes[share] -= size
 
-    async def _answer(self, submission: SampleSubmission, holder: str) -> FutureAnswer:
+    async def _answer(self, submission: SampleSubmission, holder: KeyHolder) -> FutureAnswer:
         """Return the answer. Expected errors are returned as failures."""
         asked = submission.asked
         if isinstance(asked, Failed):
@@ -98,9 +98,9 @@ class SampleFutures:
             log.warning("a sample has failed", extra={"sampler": submission.session, "why": str(error)})
             return failed(Failed(error=str(error), category=Category.SERVER))
 
-    async def _samples(self, session: str, asked: SampleRequest, holder: str) -> FutureAnswer:
-        sampler = found_sampler(self._drawing.engine, session, holder)
-        drawn = await self._drawing.draw(sampler, asked)
+    async def _samples(self, session: str, asked: SampleRequest, holder: KeyHolder) -> FutureAnswer:
+        sampler = found_sampler(self._drawing.engine, session, holder.name)
+        drawn = await self._drawing.draw(sampler, asked, holder.share)
         write = partial(
             write_samples, drawn.samples, drawn.prompt_logprobs, drawn.top_prompt, drawn.cached_prompt_tokens
         )

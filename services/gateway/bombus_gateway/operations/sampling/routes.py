@@ -112,7 +112,7 @@ class SamplingRoutes:
         sampler = await self._found(lambda: named_sampler(self._drawing.engine, adapter, holder.name))
         with self._calls.capacity.open_sample(holder.share):
             given = await self._with_prompt(given)
-            drawn = await self._drawing.draw(sampler, given.asked)
+            drawn = await self._drawing.draw(sampler, given.asked, holder.share)
         count = len(given.asked.prompt) // 4
         write = partial(write_generated, drawn.samples, drawn.texts, count, given.logprobs)
         answer = await self._drawing.written(drawn, lambda: msgspec.json.encode(write()))
@@ -125,7 +125,7 @@ class SamplingRoutes:
         sampler = named_sampler(self._drawing.engine, "", holder.name)
         with self._calls.capacity.open_sample(holder.share):
             given = await self._with_prompt(given)
-            drawn = await self._drawing.draw(sampler, given.asked)
+            drawn = await self._drawing.draw(sampler, given.asked, holder.share)
         model = await self._drawing.text_model()
         answer = await self._drawing.written(drawn, partial(_written_as_vllm, given, drawn, model.tokenizer))
         return Response(answer, media_type="application/json")
