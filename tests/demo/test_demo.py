@@ -131,6 +131,9 @@ def test_a_demo_that_is_cut_in_two_goes_on_by_up_and_its_client_alone_and_reache
     made = len(before) - 1  # the newest batch may have been played and not trained
     assert after[:made] == before[:made], "it goes on where it was"
     assert len(after) > len(before)
+    audit = bombus(tmp_path, "audit", "--data", "run/tiny-1/hive")
+    assert audit.returncode == 0, audit.stdout + audit.stderr
+    assert "no differences: every token is accounted for" in audit.stdout
 
 
 def test_a_folder_of_another_demo_or_of_something_else_is_refused(tmp_path: Path) -> None:

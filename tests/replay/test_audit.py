@@ -1,6 +1,5 @@
 """`bombus audit` on logs without a trainer of ours: older logs, rollout groups and training operations."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,18 +11,12 @@ from bombus.hive.fates import Fate
 from bombus.hive.records import BodyRef
 from bombus.hive.trajectories.queue import QueuedGroup
 from bombus.replay.archive import FileSource
-from bombus.replay.audit import NOT_REPORTED, Audit, AuditReport
+from bombus.replay.audit import NOT_REPORTED
+from tests.trainer.trainer_hive import audited as audited_events
 
 LOGS = sorted((Path(__file__).parents[1] / "logs").glob("*.bombuslog"))
 ENGINE = "main"
 BODY = BodyRef((1,), 1, b"d" * 16)
-
-
-def report_of(events: Sequence[AnyEvent]) -> AuditReport:
-    audit = Audit()
-    for seq, event in enumerate(events, 1):
-        audit.read(event, seq)
-    return audit.report()
 
 
 @pytest.mark.parametrize("path", LOGS, ids=lambda path: path.stem)
@@ -61,13 +54,13 @@ def test_rollout_groups_are_delivered_given_up_or_wait() -> None:
         ev.GroupsGivenUp(engine=ENGINE, run=1, number=0, groups=(3,), why="lost"),
         ev.EnvironmentLeft(engine=ENGINE, environment=1, reason=EnvironmentEnd.SILENT),
     ]
-    report = report_of(events[:-1])
+    report = audited_events(events[:-1])
     assert not report.differences
     delivered, given_up = {"delivered to an outside trainer": 2}, {"dropped: given up": 1}
     assert report.groups == {"pushed": 5, **delivered, **given_up, "queued": 2}
     stopped = [*events[:3], ev.EngineStopped(engine=ENGINE, run=1, at_ns=1)]
-    assert report_of(stopped).groups == {"pushed": 5, "dropped: run over": 5}
-    again = report_of([*events[:-1], ev.GroupsGivenUp(engine=ENGINE, run=1, number=0, groups=(3,), why="lost")])
+    assert audited_events(stopped).groups == {"pushed": 5, "dropped: run over": 5}
+    again = audited_events([*events[:-1], ev.GroupsGivenUp(engine=ENGINE, run=1, number=0, groups=(3,), why="lost")])
     assert [found.why for found in again.differences] == [
         "rollout group 3 was given up, but was neither queued nor in a batch"
     ]
@@ -108,7 +101,7 @@ def test_each_gradient_of_a_training_client_is_used_in_a_step_dropped_or_waits()
         done(5, step),
         done(6, fb),
     ]
-    report = report_of(events)
+    report = audited_events(events)
     assert report.operations == {
         "forward_backward accepted": 5,
         "optim_step accepted": 1,
@@ -118,6 +111,6 @@ def test_each_gradient_of_a_training_client_is_used_in_a_step_dropped_or_waits()
         "forward_backward waiting for a step": 1,
         "forward_backward waiting": 1,
     }
-    over = report_of([*events, ev.ModelClosed(engine=ENGINE, run=1, model="s:m", reason=ModelEnd.ENDED)])
+    over = audited_events([*events, ev.ModelClosed(engine=ENGINE, run=1, model="s:m", reason=ModelEnd.ENDED)])
     assert over.operations["forward_backward dropped: no step followed"] == 1
     assert over.operations["forward_backward dropped: model ended"] == 1

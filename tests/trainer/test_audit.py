@@ -17,28 +17,20 @@ from bombus.hive.fates import Fate
 from bombus.hive.fold import evolve
 from bombus.hive.records import CallRecord
 from bombus.hive.state import Phase
-from bombus.replay.audit import Audit, AuditReport
 from bombus_trainer.backends import steps
 from bombus_trainer.data import batch as data_batch
 from bombus_trainer.data.batch import EpisodeGroup, PreparedBatch
 from bombus_trainer.data.sequences import MergedEpisode
 from bombus_trainer.settings import TrainerSettings
-from tests.trainer.trainer_hive import ENGINE, Stage, staged
+from tests.trainer.trainer_hive import ENGINE, Stage, audited, staged
 
 Events = list[AnyEvent]
 
 
 @pytest.fixture
 async def stage(bus: Bus, tmp_path: Path) -> AsyncIterator[Stage]:
-    async with staged(bus, tmp_path) as stage:
+    async with staged(bus, tmp_path, sound=False) as stage:
         yield stage
-
-
-def audited(events: Sequence[AnyEvent]) -> AuditReport:
-    audit = Audit()
-    for seq, event in enumerate(events, 1):
-        audit.read(event, seq)
-    return audit.report()
 
 
 async def played(stage: Stage, **trainer: Any) -> Events:

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from hashlib import sha256
@@ -20,6 +20,7 @@ from bombus.hive.events import AnyEvent, NotedCall, Weights
 from bombus.hive.inbox import EpisodeResult
 from bombus.hive.records import CallRef, digest, encode_record
 from bombus.hive.state import EngineState, Phase
+from bombus.replay.audit import Audit, AuditReport
 from bombus_coordinator.shell import Coordinator
 from bombus_trainer.options import TrainerOptions
 from bombus_trainer.service import Trainer
@@ -31,6 +32,13 @@ log = logging.getLogger(__name__)
 ENGINE = "main"
 REPLICA = "r1"
 WAIT_S = PATIENCE_S
+
+
+def audited(events: Sequence[AnyEvent]) -> AuditReport:
+    audit = Audit()
+    for seq, event in enumerate(events, 1):
+        audit.read(event, seq)
+    return audit.report()
 
 
 class Stage:
@@ -120,8 +128,10 @@ class Stage:
         call.
 
         The same `shift` gives the same tokens, in any hive. The tokens of the two tasks are of `versions`; `noted` is
-        the version that is reported to the coordinator. Of a task's episodes one has the `reward`, the other 0.
+        the version that is reported to the coordinator, at least the one at which the run began. Of a task's episodes
+        one has the `reward`, the other 0.
         """
+        noted = max(noted, self.engine.begun)
         for task, version in zip(("t1", "t2"), versions, strict=True):
             claim = inbox.Claim(id=self.id(), engine=ENGINE, claim=self.id(), client="c", count=2, wait_s=5.0)
             granted = await self.bus.inbox.request(claim)
@@ -156,10 +166,10 @@ class Stage:
 
 
 @asynccontextmanager
-async def staged(bus: Bus, folder: Path, serves: bool = True) -> AsyncIterator[Stage]:
+async def staged(bus: Bus, folder: Path, serves: bool = True, sound: bool = True) -> AsyncIterator[Stage]:
     """Start a hive with the tiny model in `folder`; everything that runs in it is cancelled afterwards.
 
-    Unless it `serves`, it has no replica but those of the test.
+    Unless it `serves`, it has no replica but those of the test. If its bookkeeping is `sound`, its log is audited.
     """
     tiny_model_folder(folder / "model")
     stage = Stage(bus, folder)
@@ -170,6 +180,7 @@ async def staged(bus: Bus, folder: Path, serves: bool = True) -> AsyncIterator[S
         tasks.append(asyncio.create_task(stage.replica()))
     try:
         yield stage
+        assert not sound or not audited(stage.events).differences
     finally:
         for task in (*tasks, *stage.trainers):
             task.cancel()
