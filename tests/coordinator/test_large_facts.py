@@ -11,6 +11,7 @@ from bombus.errors import Code, Refused
 from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.events import Collection, NotedCall
+from bombus.hive.fates import Fate, StepTokens
 from bombus.hive.fold.evolve import evolve
 from bombus.hive.inbox import Done, EpisodeResult, Refusal
 from bombus.hive.records import CallRef
@@ -18,6 +19,7 @@ from bombus.hive.state import EngineState, Hive, Phase
 from bombus.hive.status.text import render_status
 from bombus_coordinator import core, shell
 from bombus_coordinator.rules.decision import NAMES_PER_EVENT, Decisions
+from bombus_coordinator.rules.engines import EPISODE_BYTES
 from bombus_coordinator.rules.live import Live
 from tests.coordinator.core_in_memory import ENGINE, CoreHarness
 from tests.coordinator.test_shell import boot, claim, leading, log_of
@@ -117,6 +119,16 @@ def test_a_job_whose_batches_fit_into_no_message_is_refused() -> None:
     assert isinstance(answer, Refusal)
     assert "lower collection.batch_size" in answer.why
     assert isinstance(harness.configure(Collection(batch_size=512, num_repeat=8)), Done)
+
+
+def test_what_a_step_says_of_an_episode_takes_no_more_than_what_a_job_is_refused_by() -> None:
+    names = [f"{'e' * 32}-{2**31}-{number}" for number in range(2**31, 2**31 + 1000)]
+    fates, row = tuple(Fate), (2**31,) * len(Fate)
+    said = StepTokens(fates=fates, episodes=dict.fromkeys(names, row), weights=dict.fromkeys(names, 0.1))
+    step = inbox.StepDone(
+        id="x", engine=ENGINE, run=1, step=1, trainer_epoch=1, checkpoint="", checkpoint_digest="", tokens=said
+    )
+    assert len(inbox.encode_message(step)) < EPISODE_BYTES * len(names)
 
 
 def test_very_many_open_episodes_are_aborted_by_several_events_of_one_decision() -> None:

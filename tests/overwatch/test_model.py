@@ -135,7 +135,7 @@ def test_losses_are_counted_by_reason(story: Story) -> None:
     )
     story.tell(cleared)
     screen = shown(story)
-    assert screen.aborted == (("idle", 2), ("client", 1))
+    assert screen.aborted == (("idle", 2), ("by its client", 1))
     assert screen.dropped == (("overflow", 9),)
 
 

@@ -20,6 +20,7 @@ from bombus.datums.reading import BusCallReader
 from bombus.hive import inbox
 from bombus.hive.describe import line_of
 from bombus.hive.events import StepCompleted, Weights, WeightsReady
+from bombus.hive.fates import Fate
 from bombus.hive.state import Phase
 from bombus.weights.adapters import ADAPTER_FILE
 from bombus_trainer.backend import BackendLost, TrainerBackend
@@ -270,11 +271,14 @@ async def test_r14_of_an_asynchronous_run_no_episode_over_the_bound_is_trained_w
     for step, versions in enumerate(((0, 0), (0, 1), (0, 1)), start=1):
         await stage.play_batch(shift=step, noted=step - 1, versions=versions)
         await stage.until(Phase.ROLLING, version=step)
-    completed = [event.metrics for event in stage.events if isinstance(event, StepCompleted)]
+    events = [event for event in stage.events if isinstance(event, StepCompleted)]
+    completed = [event.metrics for event in events]
     assert [metrics["staleness_max"] for metrics in completed] == [0, 1, 1]
     assert [metrics["stale_share"] for metrics in completed] == [0, 0.5, 1]
-    assert [metrics["episodes_stale"] for metrics in completed] == [0, 0, 2], "of version 0 in step 3: 2 versions old"
     assert [metrics["episodes_left_out"] for metrics in completed] == [0, 0, 2]
+    assert events[-1].tokens is not None
+    stale = list(events[-1].tokens.left_out.values())
+    assert stale == [Fate.DROPPED_STALE] * 2, "of version 0 in step 3: 2 versions old"
     assert all(metrics["seconds_waited"] > 0 for metrics in completed)
 
 

@@ -10,7 +10,7 @@ import msgspec
 from bombus.hive import events as ev
 from bombus.hive.bounded import trim
 from bombus.hive.describe import KINDS, EventGroup
-from bombus.hive.events import EpisodeType, Event
+from bombus.hive.events import AbortReason, EpisodeType, Event
 from bombus.hive.fold.evolve import evolve
 from bombus.hive.operations.state import FORWARD_BACKWARD, OPTIM_STEP, mean_loss
 from bombus.hive.state import EngineState, EvalStats, Hive
@@ -119,7 +119,7 @@ def _note(history: EngineHistory, event: Event, engine: EngineState) -> None:
         case ev.EpisodeEnded():
             _ended(history, event, engine)
         case ev.EpisodeAborted():
-            why = event.failure or event.reason
+            why = event.failure or ("by its client" if event.reason == AbortReason.CLIENT else str(event.reason))
             history.aborted[why] = history.aborted.get(why, 0) + len(event.episodes)
         case ev.GroupDropped():
             history.dropped[event.reason] = history.dropped.get(event.reason, 0) + len(event.episodes)

@@ -320,7 +320,6 @@ class Trainer:
         metrics[NONFINITE_STEPS] = nonfinite_steps(metrics, _metrics_before(self._ownership.engine))
         metrics |= self._made_again
         metrics["episodes_left_out"] += len(read.lost) + len(read.stale)
-        metrics["episodes_stale"] = float(len(read.stale))
         metrics["seconds_read"] = read_s
         metrics["seconds_waited"] = self._waited_s
         if self._debug is not None:

@@ -168,7 +168,7 @@ def test_a_finding_has_the_step_at_which_it_began_and_was_last_seen() -> None:
 
 NUMBERS = (0.0, 1.0, -1.0, 0.5, 1e-9, 3e8, 1e300, -1e300, inf, -inf, nan)
 TRAINER = ("entropy", "grad_norm", "clip_fraction", "kl_reference", "kl_sampler", "staleness_mean", "lr", "episodes",
-           "importance_capped", "episodes_cut", "episodes_stale", "updates_left_out")  # fmt: skip
+           "importance_capped", "episodes_cut", "updates_left_out")  # fmt: skip
 METRICS = ("reward/a", "reward/b", "tool_calls", "tool_failures", "truncated", "x")
 
 

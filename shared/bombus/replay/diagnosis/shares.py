@@ -86,7 +86,7 @@ SHARES = (
         "{share:.0%} of the episodes ran out of turns, tokens or time, compared with {before:.0%} before",
         "raise the budget of turns, tokens or time of the environment, or the limit of the reward's program",
         compared=True),
-    ShareRule(FaultKind.STALE, lambda row: (row.stale + row.trainer.get("episodes_stale", 0), row.ended), 0.1,
+    ShareRule(FaultKind.STALE, lambda row: (row.stale, row.ended), 0.1,
         "{share:.0%} of the episodes are dropped as too old", _STALE),
     ShareRule(FaultKind.EVALUATED_ON_TRAINED, lambda row: (row.evaluated_known, row.evaluated.count), 0.1,
         "{share:.0%} of {count} evaluation episodes have a task that was trained on",

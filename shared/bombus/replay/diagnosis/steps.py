@@ -11,6 +11,7 @@ from bombus.figures import seconds_between
 from bombus.hive import events as ev
 from bombus.hive.bounded import trim
 from bombus.hive.events import AbortReason, DropReason, EpisodeType
+from bombus.hive.fates import Fate
 from bombus.hive.records import CallRef, CallStatus
 from bombus.hive.rewards import have_signal
 from bombus.hive.rollouts import SILENT
@@ -170,6 +171,8 @@ class RunSeries:
         else:
             row.training_s = seconds_between(self._sealed_ns, event.at_ns)
         row.trainer = {name: value for name, value in event.metrics.items() if isfinite(value)}
+        left_out = {} if event.tokens is None else event.tokens.left_out
+        row.stale += sum(fate == Fate.DROPPED_STALE for fate in left_out.values())
         if not row.groups:
             _add_groups_of_trainer(row)
         self.steps.append(row)
