@@ -64,6 +64,14 @@ def test_rollout_groups_are_delivered_given_up_or_wait() -> None:
     assert [found.why for found in again.differences] == [
         "rollout group 3 was given up, but was neither queued nor in a batch"
     ]
+    mistakes: dict[str, AnyEvent] = {
+        "rollout group 1 was handed out, but was not queued": ev.BatchHandedOut(
+            engine=ENGINE, run=1, number=2, groups=(1,)
+        ),
+        "batch 1 was delivered, but was not handed out": ev.BatchDelivered(engine=ENGINE, run=1, number=1),
+    }
+    for why, mistake in mistakes.items():
+        assert why in [found.why for found in audited_events([*events[:-1], mistake]).differences]
 
 
 def operation(number: int, op: str, passive: bool = False) -> ev.OperationAccepted:
@@ -74,6 +82,7 @@ def operation(number: int, op: str, passive: bool = False) -> ev.OperationAccept
 
 def done(number: int, op: str, failed: bool = False) -> ev.OperationCompleted:
     return ev.OperationCompleted(
+        at_ns=1,
         engine=ENGINE,
         run=1,
         model="s:m",
@@ -102,6 +111,7 @@ def test_each_gradient_of_a_training_client_is_used_in_a_step_dropped_or_waits()
         done(6, fb),
     ]
     report = audited_events(events)
+    assert not report.differences
     assert report.operations == {
         "forward_backward accepted": 5,
         "optim_step accepted": 1,
@@ -114,3 +124,8 @@ def test_each_gradient_of_a_training_client_is_used_in_a_step_dropped_or_waits()
     over = audited_events([*events, ev.ModelClosed(engine=ENGINE, run=1, model="s:m", reason=ModelEnd.ENDED)])
     assert over.operations["forward_backward dropped: no step followed"] == 1
     assert over.operations["forward_backward dropped: model ended"] == 1
+    stopped = audited_events([*events, ev.EngineStopped(engine=ENGINE, run=1, at_ns=1)])
+    assert stopped.operations == over.operations
+    assert not stopped.differences
+    twice = audited_events([*events, done(6, fb)])
+    assert [found.why for found in twice.differences] == ["operation 6 of model s:m was completed twice"]

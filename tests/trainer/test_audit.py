@@ -13,9 +13,9 @@ from bombus.config.algorithms import Correction
 from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.events import AnyEvent
-from bombus.hive.fates import Fate
+from bombus.hive.fates import Fate, StepTokens
 from bombus.hive.fold import evolve
-from bombus.hive.records import CallRecord
+from bombus.hive.records import CallRecord, CallRef
 from bombus.hive.state import Phase
 from bombus_trainer.backends import steps
 from bombus_trainer.data import batch as data_batch
@@ -137,10 +137,17 @@ def changed(events: Events, kind: type[AnyEvent], change: Callable[[Any], list[A
     return [*events[:at], *change(events[at]), *events[at + 1 :]]
 
 
-def without_first_row(event: ev.StepCompleted) -> list[AnyEvent]:
-    assert event.tokens is not None
-    _, *others = event.tokens.episodes.items()
-    return [replace(event, tokens=replace(event.tokens, episodes=dict(others)))]
+def of_tokens(change: Callable[[StepTokens], dict[str, Any]]) -> Callable[[Any], list[Any]]:
+    return lambda event: [replace(event, tokens=replace(event.tokens, **change(event.tokens)))]
+
+
+def of_calls(**fields: Any) -> Callable[[Any], list[Any]]:
+    return lambda event: [replace(event, calls=tuple(replace(each, **fields) for each in event.calls))]
+
+
+def with_a_call_of_nobody(event: ev.CallsNoted) -> list[AnyEvent]:
+    first = event.calls[0]
+    return [replace(event, calls=(*event.calls, replace(first, episode="main-1-99", ref=CallRef(1, "x", b""))))]
 
 
 ON_THE_LOG: dict[str, tuple[type[AnyEvent], Callable[[Any], list[Any]], str]] = {
@@ -154,11 +161,76 @@ ON_THE_LOG: dict[str, tuple[type[AnyEvent], Callable[[Any], list[Any]], str]] = 
     "an episode that ends without a claim": (ev.EpisodeClaimed, lambda event: [], "was aborted, but was not open"),
     "a batch that is sealed twice": (ev.BatchReady, lambda event: [event, event], "was not in the pool"),
     "a step that is completed twice": (ev.StepCompleted, lambda event: [event, event], "completed without its batch"),
-    "a step that leaves out an episode": (ev.StepCompleted, without_first_row, "step 2 does not account for it"),
+    "a step that leaves out an episode": (
+        ev.StepCompleted,
+        of_tokens(lambda tokens: {"episodes": dict(list(tokens.episodes.items())[1:])}),
+        "step 2 does not account for it",
+    ),
+    "a step that trains an episode and leaves it out": (
+        ev.StepCompleted,
+        of_tokens(lambda tokens: {"left_out": {next(iter(tokens.episodes)): Fate.DROPPED_STALE}}),
+        "step 2 both accounts for it and leaves it out",
+    ),
+    "a row that has not one count for each fate": (
+        ev.StepCompleted,
+        of_tokens(lambda tokens: {"fates": (Fate.TRAINED, Fate.MASKED_GREEDY)}),
+        "step 2 accounts for it with (5,) of 2 fates",
+    ),
+    "a row with a count below 0": (
+        ev.StepCompleted,
+        of_tokens(lambda tokens: {"fates": tuple(Fate)[:4], "episodes": dict.fromkeys(tokens.episodes, (7, -2, 0, 0))}),
+        "step 2 accounts for it with (7, -2, 0, 0) of 4 fates",
+    ),
+    "a trained episode without a weight": (
+        ev.StepCompleted,
+        of_tokens(lambda tokens: {"weights": {}}),
+        "step 2 has trained 5 tokens of it, with a weight of None in the loss",
+    ),
+    "a call in time of an episode that is not open": (
+        ev.CallsNoted,
+        with_a_call_of_nobody,
+        "call x was noted in time, but it is not open",
+    ),
+    "a late call of an episode that is open": (ev.CallsNoted, of_calls(late=True), "was noted as late, but it is open"),
+    "an end by another client": (
+        ev.EpisodeEnded,
+        lambda event: [replace(event, client="other")],
+        "was ended by client other, but claimed by c",
+    ),
+    "calls of another run": (
+        ev.CallsNoted,
+        lambda event: [replace(event, run=7)],
+        "calls.noted is of run 7, but run 1 is on",
+    ),
+    "a step of another run": (
+        ev.StepCompleted,
+        lambda event: [replace(event, run=7)],
+        "step.completed is of run 7, but run 1 is on",
+    ),
+    "a batch that skips a step": (
+        ev.BatchReady,
+        lambda event: [replace(event, step=3)],
+        "the batch of step 3 was sealed after step 1",
+    ),
+    "a step that is never completed": (
+        ev.StepCompleted,
+        lambda event: [],
+        "version 2 is ready, but its step was not completed",
+    ),
+    "a version that is published twice": (
+        ev.WeightsReady,
+        lambda event: [event, event],
+        "version 2 was published twice",
+    ),
+    "an adapter that nobody saved": (
+        ev.CallsNoted,
+        of_calls(sampler="f00"),
+        "was sampled by adapter f00, which nobody saved",
+    ),
     "a version that samples before it is there": (
         ev.CallsNoted,
-        lambda event: [replace(event, calls=tuple(replace(each, newest=7) for each in event.calls))],
-        "was sampled by version 7, which is not in the log",
+        of_calls(newest=7),
+        "was sampled by version 7, which is not on the log",
     ),
 }
 
@@ -168,10 +240,13 @@ def fold_forgets(engine: Any, event: Any) -> None:
 
 
 IN_THE_FOLD: dict[str, tuple[type[AnyEvent], str]] = {
-    "an aborted episode stays open": (ev.EpisodeAborted, "is open according to the state alone"),
-    "an ended episode stays open": (ev.EpisodeEnded, "is open according to the state alone"),
-    "a claimed episode is not open": (ev.EpisodeClaimed, "is open according to the log's events alone"),
-    "a sealed batch stays in the pool": (ev.BatchReady, "is in the pool according to the state alone"),
+    "an aborted episode stays open": (ev.EpisodeAborted, "is open by the state alone"),
+    "an ended episode stays open": (ev.EpisodeEnded, "is open by the state alone"),
+    "a claimed episode is not open": (ev.EpisodeClaimed, "is open by the log's events alone"),
+    "calls are not counted": (ev.CallsNoted, "has 0 sampled tokens of this run in the state, but 40 noted"),
+    "a completed step's batch stays": (ev.StepCompleted, "is in the batch by the state alone"),
+    "a version is not known": (ev.WeightsReady, "has version -1 in the state, but 2 is the newest"),
+    "a sealed batch stays in the pool": (ev.BatchReady, "is in the pool by the state alone"),
 }
 
 

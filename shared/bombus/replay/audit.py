@@ -16,6 +16,7 @@ from bombus.hive import events as ev
 from bombus.hive.events import EpisodeType, Event
 from bombus.hive.fates import Fate, StepTokens
 from bombus.hive.fold.evolve import evolve
+from bombus.hive.operations.state import Queued
 from bombus.hive.records import CallStatus
 from bombus.hive.state import EngineState, Hive, Phase
 
@@ -72,13 +73,13 @@ class _Step(NamedTuple):
 
 
 class _Model:
-    """The training operations of a model: the waiting ones by number, and how many gradients wait for an optimizer
-    step."""
+    """The training operations of a model: those that wait, by number, and those whose gradients wait for a step."""
 
-    __slots__ = ("accumulated", "waiting")
+    __slots__ = ("accumulated", "completed", "waiting")
 
     def __init__(self) -> None:
         self.waiting: dict[int, str] = {}
+        self.completed: set[int] = set()
         self.accumulated = 0
 
 
@@ -93,6 +94,7 @@ class _Books:
         self.handed: dict[int, dict[int, _Group]] = {}
         self.arrived = 0
         self.published: dict[int, str] = {}  # hash of each version's weights
+        self.counted = 0  # tokens that the run's calls have sampled
         self.adapters: set[str] = set()  # the hashes of those that training clients have saved
         self.models: dict[str, _Model] = {}
 
@@ -178,8 +180,16 @@ class Audit:
         self._seq = seq
         handle = _HANDLERS.get(type(event))
         if handle is not None:
+            self._check_run(event)
             handle(self, self._of(event.engine), event)
         evolve(self.hive, event)
+        if isinstance(event, ev.EngineStarted):  # which may go on with the figures of the run before
+            self._of(event.engine).counted = self.hive.engines[event.engine].counters.completion_tokens
+
+    def _check_run(self, event: Event) -> None:
+        run = getattr(event, "run", 0)
+        if isinstance(event, _OF_THE_RUN) and run != (current := self.hive.engine(event.engine).run):
+            self._differ(event.engine, "", f"{event.__struct_config__.tag} is of run {run}, but run {current} is on")
 
     # ---- episodes and their calls -------------------------------------------------------------------------------
 
@@ -196,15 +206,17 @@ class Audit:
             source = TokenSource(event.engine, event.run, call.holder) if episode is None else episode.source
             weights = call.sampler or books.published.get(call.newest, "")
             self._sampled[source] += count
+            books.counted += count
             self._versions[event.engine, event.run, call.oldest, call.newest, weights] += count
             if books.published and call.newest >= 0 and count and call.newest not in books.published:
                 self._differ(
                     event.engine, call.episode, f"was sampled by version {call.newest}, which is not in the log"
                 )
             if call.sampler and call.sampler not in books.adapters:
-                self._differ(
-                    event.engine, call.episode, f"was sampled by adapter {call.sampler}, which is not on the log"
-                )
+                self._differ(event.engine, call.episode, f"was sampled by adapter {call.sampler}, which nobody saved")
+            if call.episode and call.late == (episode is not None):
+                when, state = ("as late", "open") if call.late else ("in time", "not open")
+                self._differ(event.engine, call.episode, f"call {call.ref.id} was noted {when}, but it is {state}")
             if not call.episode:
                 self._tokens[source, TO_CLIENT] += count
             elif call.late or episode is None:
@@ -226,6 +238,9 @@ class Audit:
                     self._differ(event.engine, outcome.episode, "ended, but was not open")
                 continue
             complete = episode.tokens + episode.auxiliary
+            if episode.source.client != event.client:
+                why = f"was ended by client {event.client}, but claimed by {episode.source.client}"
+                self._differ(event.engine, outcome.episode, why)
             if outcome.completion_tokens != complete and not outcome.calls:  # older versions listed the calls instead
                 why = f"ended with {outcome.completion_tokens} tokens, but {complete} were noted"
                 self._differ(event.engine, outcome.episode, why)
@@ -280,6 +295,9 @@ class Audit:
                 event.engine, "", f"the batch of step {event.step} was sealed before step {books.batch.number} ended"
             )
             self._abandon(books, Fate.DROPPED_RUN_OVER)
+        step = self.hive.engine(event.engine).step
+        if event.step != step + 1:
+            self._differ(event.engine, "", f"the batch of step {event.step} was sealed after step {step}")
         names = [episode.episode for group in event.groups for episode in group.episodes]
         groups = {number: books.queue.pop(number) for number in event.taken if number in books.queue}
         for number in event.taken:
@@ -297,6 +315,8 @@ class Audit:
         given = event.tokens or StepTokens()
         for name, episode in batch.episodes.items():
             self._account(event, name, episode, event.tokens)
+        for name in given.episodes.keys() & given.left_out.keys():
+            self._differ(event.engine, name, f"step {event.step} both accounts for it and leaves it out")
         for name in given.episodes.keys() | given.left_out.keys():
             if batch.episodes and name not in batch.episodes:
                 self._differ(event.engine, name, f"step {event.step} accounts for it, but that step's batch lacks it")
@@ -304,7 +324,10 @@ class Audit:
             what = "trained" if group.tokens else "empty"
             self._end_groups([group], what, "trained or masked: as part of a rollout group")
         trained = sum(
-            count for row in given.episodes.values() for fate, count in zip(given.fates, row) if fate == Fate.TRAINED
+            count
+            for row in given.episodes.values()
+            for fate, count in zip(given.fates, row, strict=False)
+            if fate == Fate.TRAINED
         )
         step = TrainedStep(engine=event.engine, run=event.run, step=event.step, tokens=trained, data=given.data.hex())
         self._steps[event.engine, event.run, event.step] = step
@@ -317,7 +340,14 @@ class Audit:
         elif name not in given.episodes:
             self._differ(event.engine, name, f"step {event.step} does not account for it")
         else:
-            row = dict(zip(given.fates, given.episodes[name], strict=True))
+            counts = given.episodes[name]
+            row = dict(zip(given.fates, counts, strict=False))
+            if len(counts) != len(given.fates) or min(counts, default=0) < 0:
+                why = f"step {event.step} accounts for it with {counts} of {len(given.fates)} fates"
+                self._differ(event.engine, name, why)
+            if (name in given.weights) != (row.get(Fate.TRAINED, 0) > 0):
+                why = f"step {event.step} has trained {row.get(Fate.TRAINED, 0)} tokens of it"
+                self._differ(event.engine, name, f"{why}, with a weight of {given.weights.get(name)} in the loss")
             if not episode.known:
                 episode.tokens = sum(row.values())
                 self._sampled[episode.source] += episode.tokens
@@ -338,12 +368,20 @@ class Audit:
         books.open, books.pool, books.published = {}, {}, {}
 
     def published(self, books: _Books, event: ev.WeightsReady) -> None:
+        engine = self.hive.engine(event.engine)
+        if event.version > max(engine.begun, 0 if engine.step_done is None else engine.step_done.step):
+            self._differ(event.engine, "", f"version {event.version} is ready, but its step was not completed")
+        if event.version in books.published:
+            self._differ(event.engine, "", f"version {event.version} was published twice")
         books.published[event.version] = event.weights.sha256
         key = event.engine, event.run, event.version
         if key in self._steps:
             self._steps[key] = msgspec.structs.replace(self._steps[key], weights=event.weights.sha256)
 
     def over(self, books: _Books, event: ev.EngineStopped | ev.EngineFailed) -> None:
+        for model in books.models.values():
+            self._close(model)
+        books.models = {}
         if self.hive.engines[event.engine].queues_groups:  # otherwise groups wait for a run that queues them
             self._end_groups(books.take_groups(), Fate.DROPPED_RUN_OVER, Fate.DROPPED_RUN_OVER)
 
@@ -367,9 +405,13 @@ class Audit:
     def handed_out(self, books: _Books, event: ev.BatchHandedOut) -> None:
         combined = self.hive.engines[event.engine].trajectories.queue.combined
         numbers = {*event.groups, *(member for number in event.groups for member in combined.get(number, ()))}
+        for number in sorted(numbers - books.queue.keys()):
+            self._differ(event.engine, "", f"rollout group {number} was handed out, but was not queued")
         books.handed[event.number] = {number: books.queue.pop(number) for number in numbers if number in books.queue}
 
     def delivered(self, books: _Books, event: ev.BatchDelivered) -> None:
+        if event.number not in books.handed:
+            self._differ(event.engine, "", f"batch {event.number} was delivered, but was not handed out")
         self._end_groups(books.handed.pop(event.number, {}).values(), DELIVERED, DELIVERED)
 
     def given_up(self, books: _Books, event: ev.GroupsGivenUp) -> None:
@@ -401,7 +443,7 @@ class Audit:
         books.adapters.add(event.saved.address)
 
     def accepted(self, books: _Books, event: ev.OperationAccepted) -> None:
-        if event.op in TRAINING_OPERATIONS and not event.passive:
+        if _is_training(event):
             self._operations[f"{event.op} accepted"] += 1
             books.models.setdefault(event.model, _Model()).waiting[event.number] = event.op
 
@@ -409,8 +451,11 @@ class Audit:
         if event.op not in TRAINING_OPERATIONS:
             return
         model = books.models.setdefault(event.model, _Model())
+        if event.number in model.completed:
+            self._differ(event.engine, "", f"operation {event.number} of model {event.model} was completed twice")
         if model.waiting.pop(event.number, None) is None:
             return  # a forward pass, or an operation from before this log
+        model.completed.add(event.number)
         if event.failed:
             self._operations[f"{event.op} failed"] += 1
         elif event.op == "forward_backward":
@@ -496,6 +541,15 @@ class Audit:
         groups = () if engine.batch is None else engine.batch.groups
         sealed = [episode.episode for group in groups for episode in group.episodes]
         self._same(name, "in the batch", {} if books.batch is None else books.batch.episodes, sealed)
+        if books.counted != (counted := engine.counters.completion_tokens):
+            self._differ(name, "", f"has {counted} sampled tokens of this run in the state, but {books.counted} noted")
+        if books.published and (newest := max(books.published)) != engine.version:
+            self._differ(name, "", f"has version {engine.version} in the state, but {newest} is the newest")
+        self._same(name, "queued", map(str, books.queue), map(str, engine.trajectories.queue.groups))
+        waiting = [f"{name}:{number}" for name, model in books.models.items() for number in model.waiting]
+        queued = [(model.name, each) for model in engine.clients.open_models for each in model.operations.values()]
+        folded_waiting = [f"{name}:{each.number}" for name, each in queued if each.waits and _is_training(each)]
+        self._same(name, "waiting", waiting, folded_waiting)
         for episode in books.open.keys() & engine.open.keys():
             ours = books.open[episode]
             folded = sum(call.completion_tokens for call in engine.open[episode].complete_calls())
@@ -520,7 +574,10 @@ class Audit:
     def _take_over(self, engine: EngineState) -> None:
         """Begin with what was outstanding when a log was compacted. How many tokens ended before that is unknown."""
         books = self._of(engine.name)
-        books.arrived = engine.trajectories.queue.arrived
+        books.arrived, books.counted = engine.trajectories.queue.arrived, engine.counters.completion_tokens
+        for model in engine.clients.open_models:
+            waiting = {each.number: each.op for each in model.operations.values() if each.waits and _is_training(each)}
+            books.models.setdefault(model.name, _Model()).waiting = waiting
         books.adapters = {kept.noted.saved.address for kept in engine.clients.kept.values()}
         for name, episode in engine.open.items():
             source = TokenSource(engine.name, engine.run, episode.client)
@@ -548,6 +605,21 @@ class Audit:
             self._differences.append(Difference(self._seq, engine, episode, why))
 
 
+def _is_training(operation: Queued | ev.OperationAccepted) -> bool:
+    return operation.op in TRAINING_OPERATIONS and not operation.passive
+
+
+_OF_THE_RUN = (
+    ev.EpisodeClaimed,
+    ev.CallsNoted,
+    ev.EpisodeEnded,
+    ev.EpisodeAborted,
+    ev.GroupDropped,
+    ev.PoolCleared,
+    ev.BatchReady,
+    ev.StepCompleted,
+    ev.WeightsReady,
+)
 _HANDLERS: dict[type, Callable[..., None]] = {
     ev.EpisodeClaimed: Audit.claimed,
     ev.CallsNoted: Audit.noted,
