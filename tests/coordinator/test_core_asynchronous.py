@@ -9,7 +9,6 @@ from bombus.hive.events import Collection, DropReason, EpisodeType, Method
 from bombus.hive.inbox import Granted, Refusal
 from bombus.hive.state import Phase
 from bombus.hive.status.data import engine_status
-from bombus.hive.status.detail import detail_of
 from bombus.hive.status.text import render_status
 from bombus_coordinator.core import Core
 from tests.coordinator.core_in_memory import ENGINE, CoreHarness
@@ -134,7 +133,6 @@ def test_a_waiting_client_and_the_operator_learn_the_reason() -> None:
     why = refused(harness)
     assert "No available episodes to claim." in why
     assert "unfinished batches (1) and those under way (1) exceed collection.max_staleness (1)" in why
-    assert "new episodes are waiting: unfinished batches (1)" in detail_of(harness.engine, harness.now_ns)
     now = engine_status(harness.engine, harness.now_ns).pace
     assert now is not None
     assert (now.unfinished, now.sealable, now.max_staleness) == (1, 1, 1)
@@ -259,7 +257,9 @@ def test_a_complete_batch_waits_for_episodes_that_would_be_too_old_for_the_next_
     harness.train()
     group(harness, "b")
     assert sealed(harness) == [["a"]]
-    assert "waiting for 2 running episodes" in detail_of(harness.engine, harness.now_ns)
+    text = render_status(harness.core.hive, now_ns=harness.now_ns)
+    waits = "engine main is rolling: the batch of step 2 is complete, and waits for 2 episodes that would be too old"
+    assert f"\n  waits for client c1: {waits} for the batch after it; the longest idle is episode {slow[0]}" in text
     harness.end(slow[0], "slow", 0.0)
     assert sealed(harness) == [["a"]], "the other one may have a call in flight that began at version 0"
     harness.end(slow[1], "slow", 1.0)

@@ -10,7 +10,7 @@ from bombus.hive.fold.evolve import evolve
 from bombus.hive.inbox import Accepted, AnyAnswer
 from bombus.hive.records import BodyRef
 from bombus.hive.state import Phase
-from bombus.hive.status.detail import detail_of
+from bombus.hive.status.text import render_status
 from bombus_coordinator.core import Core
 from tests.coordinator.core_in_memory import ENGINE, SECOND, CoreHarness
 from tests.coordinator.operations_in_memory import BASE, MODEL, OperationHarness
@@ -357,10 +357,11 @@ def test_operations_wait_for_a_trainer_that_sleeps_and_it_owes_nothing() -> None
     rests(harness, asleep=True)
     assert isinstance(harness.operate("1"), Accepted)
     assert harness.clients.waiting == 1
-    detail = detail_of(harness.engine, harness.now_ns + 90 * 86_400 * SECOND)
-    asleep, _, serving = detail.partition("; ")
-    assert asleep == "asleep for 90 d 00 h: nothing is executed and no session ends before POST /wake_up"
-    assert serving == "serving 1 model, 1 operation waiting"
+    text = render_status(harness.core.hive, now_ns=harness.now_ns + 90 * 86_400 * SECOND)
+    assert "(asleep until /wake_up; serving 1 model, 1 operation waiting)\n" in text
+    asleep = "the trainer was told to sleep 90 d 00 h ago, and nothing is executed until POST /wake_up"
+    assert "\n  waits for the client that sends /wake_up: engine main has 1 training operation" in text
+    assert f"; {asleep}\n" in text
     assert not harness.engine.owes_weights
     rest(harness, asleep=False)
     assert harness.engine.owes_weights

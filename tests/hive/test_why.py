@@ -7,8 +7,9 @@ import pytest
 
 from bombus.hive import inbox
 from bombus.hive.events import Collection, EpisodeType, Event, Method
+from bombus.hive.failures import FailureKind
 from bombus.hive.fold.evolve import evolve
-from bombus.hive.state import Hive, Phase
+from bombus.hive.state import LOAD_FAILED, Hive, Phase
 from bombus.hive.why.chains import chain
 from bombus.hive.why.links import ChainLink, LastEvents
 from bombus_coordinator.core import Core
@@ -205,6 +206,37 @@ def test_a_complete_batch_is_held_for_an_episode_that_would_be_too_old_for_the_n
     assert "is complete, and is waiting for 1 episode" in first.what
     assert last.what == "the batch is sealed without it in 1 m 00 s unless client c1 reports its reward"
     assert last.who == "client c1"
+
+
+def test_a_pool_that_is_too_small_for_a_batch_was_cleared() -> None:
+    harness = rolling(max_pool_episodes=2, batch_size=5, num_repeat=3)
+    for task in "abc":
+        harness.play(task)
+    later(harness, 5)
+    assert cause(harness, "the operator") == (
+        "the pool was cleared of 3 episodes 5.0 s ago, as it was full (collection.max_cached_episodes is 2)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("failure", "why"),
+    [(None, "by its client"), (FailureKind.SANDBOX, "as failed: sandbox")],
+    ids=["given up", "failed"],
+)
+def test_a_batch_waits_because_every_episode_is_aborted(failure: FailureKind | None, why: str) -> None:
+    harness = rolling()
+    (episode,) = harness.claim("flaky")
+    harness.send(inbox.Abort(id=harness.id(), engine=ENGINE, client="flaky", episodes=(episode,), failure=failure))
+    later(harness, 30)
+    assert cause(harness, "a client").endswith(f"; the last one was aborted 30 s ago ({why})")
+
+
+def test_how_long_ago_the_last_claim_was_is_not_said_if_it_is_not_known() -> None:
+    harness = rolling()
+    harness.play("a")
+    later(harness, 50)
+    links = chain(harness.core.hive, harness.now_ns, LastEvents(), ENGINE) or []
+    assert links[-1].what == "no training episode is open, and no client has claimed one"
 
 
 def test_an_episode_that_has_ended_waits_with_its_batch_or_for_nothing() -> None:
@@ -465,6 +497,25 @@ def test_an_engine_that_is_offline_says_why_and_what_its_operator_can_do() -> No
     harness.send(inbox.EngineBroke(id="broke", engine=ENGINE, run=2, reason="a fault", trainer_epoch=0))
     assert cause(harness, "the operator").startswith("run 2 of engine main failed 0.0 s ago: a fault; ")
     assert cause(harness, "nobody", "main-1") == "run 1 of engine main is not waiting for anything: run 2 followed it"
+
+
+def test_a_trainer_waits_for_disk_space_and_another_for_a_model_that_it_cannot_load() -> None:
+    harness = rolling(batch_size=1, num_repeat=1)
+    harness.play("a")
+    lacks = inbox.StepBroke(
+        id="x", engine=ENGINE, run=1, step=1, trainer_epoch=1, reason="no space left on device", waits=True
+    )
+    harness.send(lacks)
+    later(harness, 20)
+    assert cause(harness, "the operator") == (
+        "trainer t1 waits for disk space, and tries again by itself; the last time, 20 s ago: no space left on device"
+    )
+    harness = booting()
+    harness.open_trainer()
+    harness.send(inbox.StageReached(id="x", engine=ENGINE, run=1, stage=f"{LOAD_FAILED}CUDA out of memory"))
+    later(harness, 10)
+    what = cause(harness, "trainer t1")
+    assert what.startswith("trainer t1 has been trying again to load the model (CUDA out of memory) for 10 s")
 
 
 def test_an_engine_boots_stage_by_stage_until_a_replica_has_the_first_weights() -> None:

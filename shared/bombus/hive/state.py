@@ -37,6 +37,7 @@ FORMATS_MAX = 4  # the most conversation formats recorded for the model of one r
 STEPS_NEEDED = 2  # steps that may have to be made or repeated even if every step saves a checkpoint
 NO_TRAINER = "waiting for a trainer"
 BOOTED = "booted"  # the stage of an engine that has booted but is not rolling yet
+LOAD_FAILED = "loading the model failed, trying again: "  # then the reason
 
 
 class Phase(StrEnum):

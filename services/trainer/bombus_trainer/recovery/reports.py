@@ -12,7 +12,7 @@ from torch import AcceleratorError
 
 from bombus.errors import BombusError, BusUnavailable
 from bombus.hive.inbox import EngineBroke, StageReached
-from bombus.hive.state import Phase
+from bombus.hive.state import LOAD_FAILED, Phase
 from bombus.weights.checkpoints import CheckpointDamaged
 from bombus_trainer.backend import BackendLost, Interrupted
 from bombus_trainer.options import TrainerOptions
@@ -68,7 +68,7 @@ class RunReports:
             gc.collect()  # free this attempt's memory for the next
             pause_s = None if is_damaged else patience.pause(perf_counter())
             if pause_s is not None:
-                await self.stage(f"loading the model failed, trying again: {reason}", f"failed-{self._loads}")
+                await self.stage(f"{LOAD_FAILED}{reason}", f"failed-{self._loads}")
                 await self._ownership.pause(pause_s)
             else:
                 times = f" {patience.failures} times" if patience.failures else ""

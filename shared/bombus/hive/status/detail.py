@@ -3,10 +3,9 @@
 from collections.abc import Mapping, Sequence
 
 from bombus.figures import counted, duration, seconds_between
-from bombus.hive.collection import Measure, measures
+from bombus.hive.collection import measures
 from bombus.hive.events import ConversationFormat, StreamWentBack, TrainerStalled
 from bombus.hive.failures import FailureKind
-from bombus.hive.pacing import last_chances, pace
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.status.rows import EngineStatus, FormatStatus
 
@@ -64,38 +63,19 @@ def _phase_detail(engine: EngineState, now_ns: int) -> str:
 def _rolling_detail(engine: EngineState, now_ns: int) -> str:
     if engine.serves_operations:
         models, waiting = len(engine.clients.open_models), engine.clients.waiting
-        asleep = ""
-        if engine.rest_wanted:
-            since = duration(seconds_between(engine.rest_since_ns, now_ns))
-            asleep = f"asleep for {since}: nothing is executed and no session ends before POST /wake_up; "
+        asleep = "asleep until /wake_up; " if engine.rest_wanted else ""
         episodes = f", {counted(len(engine.open), 'episode')} running" if engine.open else ""
         return f"{asleep}serving {counted(models, 'model')}, {counted(waiting, 'operation')} waiting{episodes}"
     if engine.queues_groups:
         queue = engine.trajectories.queue
         queued = f"{counted(len(queue.groups), 'rollout group')} for batches of {queue.batch_size} sequences"
         episodes = f", {counted(len(engine.open), 'episode')} running" if engine.open else ""
-        if (now := pace(engine)) is not None and now.waits:
-            episodes += f"; new episodes are waiting: {now.waits}"
         if engine.makes_steps:
             return queued + (f", step {engine.batch.step} training" if engine.batch else "") + episodes
         return f"{queued} of an outside trainer{episodes}"
     waited_for = next(measure for measure in measures(engine, now_ns) if measure.decides)
     text = f"{waited_for.done} of {waited_for.target} {waited_for.name}"
-    if engine.batch:
-        text += f", step {engine.batch.step} training"
-    return text + _asynchronous(engine, waited_for)
-
-
-def _asynchronous(engine: EngineState, waited_for: Measure) -> str:
-    """Return a clause that says what an asynchronous run is waiting for, apart from the next batch."""
-    now = pace(engine)
-    if now is None:
-        return ""
-    text = ""
-    trains = engine.version < engine.step
-    if not trains and waited_for.done >= waited_for.target and (last := last_chances(engine)):
-        text = f", waiting for {len(last)} running episodes that would be too old for the batch after it"
-    return f"{text}; new episodes are waiting: {now.waits}" if now.waits else text
+    return f"{text}, step {engine.batch.step} training" if engine.batch else text
 
 
 def noting(detail: str, refusing: str) -> str:

@@ -8,7 +8,7 @@ from bombus.hive.operations.state import mean_loss
 from bombus.hive.pacing import Pace
 from bombus.hive.state import Hive
 from bombus.hive.status.data import hive_status
-from bombus.hive.status.detail import failures_text, format_text, incomplete_text, way_on
+from bombus.hive.status.detail import failures_text, format_text, incomplete_text
 from bombus.hive.status.rows import (
     DataSetStatus,
     EngineStatus,
@@ -21,6 +21,8 @@ from bombus.hive.status.rows import (
     StepRollouts,
 )
 from bombus.hive.trajectories.status import rollout_group_lines
+from bombus.hive.why.chains import chain
+from bombus.hive.why.links import LastEvents
 
 BAR_CELLS = 24
 EPISODES_SHOWN = 12  # the most episodes in the plain text; the data has all of them
@@ -81,15 +83,15 @@ def _claim_rows(
     return lines + ([f"  and {len(rows) - EPISODES_SHOWN} {more}"] if len(rows) > EPISODES_SHOWN else [])
 
 
-def _head_lines(status: EngineStatus) -> list[str]:
+def _head_lines(status: EngineStatus, waits: Sequence[str]) -> list[str]:
     phase = status.phase.removeprefix("ENGINE.")
     version = status.version if status.version >= 0 else "-"
     since = f" for {duration(status.phase_s)}" if status.run else ""  # unknown before the first run
-    lines = [f"engine {status.engine}: {phase}{since} ({one_line(status.detail)})"]
+    detail = "suspended" if status.suspended else one_line(status.detail)  # `waits` has the reason
+    lines = [f"engine {status.engine}: {phase}{since} ({detail})"]
     if status.failure:
         lines.append(f"  failure: {one_line(status.failure)}")
-    if status.suspended:
-        lines.append(f"  {way_on(status.until_served)}; `bombus stop` ends it")
+    lines += [f"  {one_line(each)}" for each in waits]
     model = one_line(status.model) or "-"
     lines.append(f"  model {model}, run {status.run}, step {status.global_step}, policy version {version}")
     if status.begun:
@@ -212,8 +214,14 @@ def _indented_line(text: str) -> str:
     return text[: len(text) - len(text.lstrip(" "))] + one_line(text.lstrip(" "))
 
 
-def _engine_text(status: EngineStatus, now_ns: int) -> str:
-    lines = _head_lines(status) + _operation_lines(status.operations)
+def _waits_lines(hive: Hive, engine: str, now_ns: int) -> list[str]:
+    """Return a line that says what an engine waits for, as `bombus why` does; none if it waits for nothing."""
+    links = chain(hive, now_ns, LastEvents(), engine) or []
+    return [f"waits for {links[-1].who}: {'; '.join(link.what for link in links)}"] if links else []
+
+
+def _engine_text(status: EngineStatus, waits: Sequence[str], now_ns: int) -> str:
+    lines = _head_lines(status, waits) + _operation_lines(status.operations)
     if status.rollout_groups is not None:
         lines += map(_indented_line, rollout_group_lines(status.rollout_groups))
     if status.clients_take_episodes:
@@ -241,7 +249,7 @@ def render_status(hive: Hive, engine: str = "", now_ns: int | None = None) -> st
     if status.uncompacted:
         alarms.append(f"warning: the log could not be compacted: {one_line(status.uncompacted)}\n")
     alarms += [f"warning: {lost}\n" for lost in status.went_back]
-    parts = [_engine_text(row, status.now_ns) for row in chosen]
+    parts = [_engine_text(row, _waits_lines(hive, row.engine, status.now_ns), status.now_ns) for row in chosen]
     if multi := _multi_model_lines([row for row in status.multi_model if engine in ("", *row.engines)]):
         parts.append("\n".join(multi))
     return ("\n\n".join(parts) or "no engine yet") + "\n" + "".join(alarms)

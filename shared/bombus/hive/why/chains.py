@@ -6,7 +6,7 @@ from bombus.figures import counted
 from bombus.hive import events as ev
 from bombus.hive.collection import BATCH_METHODS, enough, measures, progress
 from bombus.hive.pacing import held_since_ns, last_chances
-from bombus.hive.state import BOOTED, NO_TRAINER, EngineState, Hive, Phase, engine_of
+from bombus.hive.state import BOOTED, LOAD_FAILED, NO_TRAINER, EngineState, Hive, Phase, engine_of
 from bombus.hive.status.detail import way_on
 from bombus.hive.why import episodes, serving
 from bombus.hive.why.episodes import WaitEnd, idlest, of_episode
@@ -128,10 +128,11 @@ def _booting(view: View, engine: EngineState) -> Iterator[ChainLink]:
     yield ChainLink(f"{what} {view.left(until_ns)} unless it boots by then", trainer_of(engine), since_ns, until_ns)
     if engine.weights is None or not engine.has_policy:
         said = engine.stage not in ("", NO_TRAINER, BOOTED)
+        does = f"has been {engine.stage}" if said else "has reported no stage"
+        if engine.stage.startswith(LOAD_FAILED):
+            does = f"has been trying again to load the model ({engine.stage.removeprefix(LOAD_FAILED)})"
         since_ns = view.last.at_ns(ev.EngineProgressed, engine.name)
-        yield from serving.trainer(
-            view, engine, f"has been {engine.stage}" if said else "has reported no stage", since_ns
-        )
+        yield from serving.trainer(view, engine, does, since_ns)
     else:
         yield from serving.replicas(view, engine)
 
@@ -164,6 +165,7 @@ _RULES: tuple[Callable[[View, EngineState], Iterator[ChainLink]], ...] = (
     episodes.paced,
     episodes.shares,
     episodes.places,
+    episodes.cleared,
     episodes.played,
 )
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from bombus.figures import counted, duration
 from bombus.hive import events as ev
 from bombus.hive.collection import BATCH_METHODS, active_clients
-from bombus.hive.events import EpisodeType
+from bombus.hive.events import DropReason, EpisodeType
 from bombus.hive.pacing import fitting, pace
 from bombus.hive.state import ACTIVE_S, EngineState, Episode
 from bombus.hive.why import serving
@@ -140,6 +140,15 @@ def played(view: View, engine: EngineState) -> Iterator[ChainLink]:
         yield from of_episode(view, engine, slowest, group)
 
 
+def cleared(view: View, engine: EngineState) -> Iterator[ChainLink]:
+    """Yield that a pool which is too small for a batch was cleared since the newest one."""
+    found, batch = view.last.of(ev.PoolCleared, engine.name), view.last.at_ns(ev.BatchReady, engine.name)
+    if found is not None and found.run == engine.run and found.reason == DropReason.OVERFLOW and found.at_ns > batch:
+        limit = engine.collection.max_pool_episodes
+        what = f"the pool was cleared of {counted(found.episodes, 'episode')} {view.ago(found.at_ns)}, as it was full"
+        yield ChainLink(f"{what} (collection.max_cached_episodes is {limit})", OPERATOR, found.at_ns)
+
+
 def unclaimed(view: View, engine: EngineState) -> Iterator[ChainLink]:
     size, counts_tasks = engine.collection.num_repeat, BATCH_METHODS[engine.collection.method].counts_tasks
     unfinished = {task: len(ended) for task, ended in engine.by_task.items() if len(ended) < size}
@@ -147,7 +156,13 @@ def unclaimed(view: View, engine: EngineState) -> Iterator[ChainLink]:
         task = max(unfinished, key=unfinished.__getitem__)
         groups = f"; {len(unfinished)} groups are incomplete" if len(unfinished) > 1 else ""
         yield ChainLink(f"the group of task {task} has {unfinished[task]} of {size} episodes{groups}", CLIENT)
-    claimed_ns = max(view.last.at_ns(ev.EpisodeClaimed, engine.name), engine.phase_since_ns)
+    claimed_ns = view.last.at_ns(ev.EpisodeClaimed, engine.name)
+    if claimed_ns or not engine.counters.claimed:  # otherwise it is not known when the last claim was
+        claimed_ns = max(claimed_ns, engine.phase_since_ns)
+    aborted, gone = view.last.of(ev.EpisodeAborted, engine.name), ""
+    if aborted is not None and aborted.at_ns >= claimed_ns > 0:
+        why = "by its client" if aborted.failed_by is None else f"as failed: {aborted.failed_by}"
+        gone = f"; the last one was aborted {view.ago(aborted.at_ns)} ({why})"
     evals = f" besides {counted(len(engine.open), 'evaluation episode')}" if engine.open else ""
-    what = f"no training episode is open{evals}, and no client has claimed one{view.lasting(claimed_ns)}"
+    what = f"no training episode is open{evals}, and no client has claimed one{view.lasting(claimed_ns)}{gone}"
     yield ChainLink(what, CLIENT, claimed_ns)

@@ -56,8 +56,8 @@ def _first(view: View, engine: EngineState, model: ClientModel, first: Queued) -
         what = f"{who} was told to wake up {view.ago(rest_ns)}, and has not loaded its models again yet"
         yield ChainLink(what, who, rest_ns)
     elif engine.trainer and rebuilt is not None:
-        since_ns = max(engine.trainer_since_ns, view.last.at_ns(ev.ModelRebuilding, engine.name))
-        at = f", and is executing operation {max(rebuilt.unsurvived)} again" if rebuilt.unsurvived else ""
+        since_ns = view.last.at_ns(ev.ModelRebuilding, engine.name)
+        at = f", and executes operation {max(rebuilt.unsurvived)} again" if rebuilt.unsurvived else ""
         yield ChainLink(f"{who} has been rebuilding model {rebuilt.name}{view.lasting(since_ns)}{at}", who, since_ns)
     else:
         yield from _turn(view, engine, model, first)
@@ -86,5 +86,7 @@ def _turn(view: View, engine: EngineState, model: ClientModel, first: Queued) ->
         before = f"{_named(_waiting(oldest)[0])} of model {oldest.name}"
         yield ChainLink(f"{name} is waiting for its turn, after {before}", who, first.accepted_ns)
         name = before
-    since_ns = max(_waiting(oldest)[0].accepted_ns, view.last.at_ns(ev.OperationCompleted, engine.name))
-    yield from serving.trainer(view, engine, f"has had {name} pending", since_ns)
+    models = engine.clients.models.values()
+    done_ns = max((each.completed_ns for every in models for each in every.operations.values()), default=0)
+    since_ns = max(_waiting(oldest)[0].accepted_ns, done_ns)
+    yield from serving.trainer(view, engine, f"has had {name} to do", since_ns)

@@ -8,7 +8,7 @@ from bombus.hive.describe import why_quarantined
 from bombus.hive.loading import awaited, loading_since_ns
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.status.detail import no_trainer
-from bombus.hive.why.links import ChainLink, View
+from bombus.hive.why.links import OPERATOR, ChainLink, View
 
 QUARANTINED_SHOWN = 3
 
@@ -27,6 +27,9 @@ def trainer(view: View, engine: EngineState, does: str, since_ns: int) -> Iterat
         since_ns = engine.phase_since_ns if stalled is None else stalled.at_ns
         never = f"no trainer has opened run {engine.run} of engine {engine.name}{view.lasting(since_ns)}"
         yield ChainLink(no_trainer(engine, view.now_ns) or never, who, since_ns)
+    elif failed is not None and not failed.failures and (failed.run, failed.step) == (engine.run, engine.step):
+        what = f"{who} waits for disk space, and tries again by itself; the last time, {view.ago(failed.at_ns)}"
+        yield ChainLink(f"{what}: {failed.reason}", OPERATOR, failed.at_ns)
     elif engine.step_failures and failed is not None and (failed.run, failed.step) == (engine.run, engine.step):
         yield ChainLink(
             f"step {failed.step} has failed {counted(engine.step_failures, 'time')}, the last {view.ago(failed.at_ns)} "
