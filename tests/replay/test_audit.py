@@ -13,6 +13,7 @@ from bombus.hive.trajectories.queue import QueuedGroup
 from bombus.replay.archive import FileSource
 from bombus.replay.audit import NOT_REPORTED
 from tests.trainer.trainer_hive import audited as audited_events
+from tests.trainer.trainer_hive import audited_from_anywhere
 
 LOGS = sorted((Path(__file__).parents[1] / "logs").glob("*.bombuslog"))
 ENGINE = "main"
@@ -58,6 +59,7 @@ def test_rollout_groups_are_delivered_given_up_or_wait() -> None:
     assert not report.differences
     delivered, given_up = {"delivered to an outside trainer": 2}, {"dropped: given up": 1}
     assert report.groups == {"pushed": 5, **delivered, **given_up, "queued": 2}
+    audited_from_anywhere(events[:-1])
     stopped = [*events[:3], ev.EngineStopped(engine=ENGINE, run=1, at_ns=1)]
     assert audited_events(stopped).groups == {"pushed": 5, "dropped: run over": 5}
     again = audited_events([*events[:-1], ev.GroupsGivenUp(engine=ENGINE, run=1, number=0, groups=(3,), why="lost")])
@@ -121,6 +123,7 @@ def test_each_gradient_of_a_training_client_is_used_in_a_step_dropped_or_waits()
         "forward_backward waiting for a step": 1,
         "forward_backward waiting": 1,
     }
+    audited_from_anywhere(events)
     over = audited_events([*events, ev.ModelClosed(engine=ENGINE, run=1, model="s:m", reason=ModelEnd.ENDED)])
     assert over.operations["forward_backward dropped: no step followed"] == 1
     assert over.operations["forward_backward dropped: model ended"] == 1

@@ -22,7 +22,7 @@ from bombus_trainer.data import batch as data_batch
 from bombus_trainer.data.batch import EpisodeGroup, PreparedBatch
 from bombus_trainer.data.sequences import MergedEpisode
 from bombus_trainer.settings import TrainerSettings
-from tests.trainer.trainer_hive import ENGINE, Stage, audited, staged
+from tests.trainer.trainer_hive import ENGINE, Stage, audited, audited_from_anywhere, staged
 
 Events = list[AnyEvent]
 
@@ -248,6 +248,10 @@ IN_THE_FOLD: dict[str, tuple[type[AnyEvent], str]] = {
     "a version is not known": (ev.WeightsReady, "has version -1 in the state, but 2 is the newest"),
     "a sealed batch stays in the pool": (ev.BatchReady, "is in the pool by the state alone"),
 }
+
+
+async def test_a_log_that_was_compacted_anywhere_agrees_with_itself(stage: Stage) -> None:
+    audited_from_anywhere(await played(stage))
 
 
 async def test_mistakes_on_the_log_and_in_its_fold_are_found(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

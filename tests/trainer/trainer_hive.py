@@ -1,6 +1,7 @@
 """A hive for the trainer's tests: a real bus and coordinator, and stand-ins for gateway, replica and clients."""
 
 import asyncio
+import copy
 import itertools
 import logging
 from collections.abc import AsyncIterator, Sequence
@@ -17,9 +18,10 @@ from bombus.bus.follow import Follower
 from bombus.config.job import RunConfig
 from bombus.hive import inbox
 from bombus.hive.events import AnyEvent, NotedCall, Weights
+from bombus.hive.fold.evolve import evolve
 from bombus.hive.inbox import EpisodeResult
 from bombus.hive.records import CallRef, digest, encode_record
-from bombus.hive.state import EngineState, Phase
+from bombus.hive.state import EngineState, Hive, Phase
 from bombus.replay.audit import Audit, AuditReport
 from bombus_coordinator.shell import Coordinator
 from bombus_trainer.options import TrainerOptions
@@ -39,6 +41,17 @@ def audited(events: Sequence[AnyEvent]) -> AuditReport:
     for seq, event in enumerate(events, 1):
         audit.read(event, seq)
     return audit.report()
+
+
+def audited_from_anywhere(events: Sequence[AnyEvent]) -> None:
+    """Audit a log that was compacted before each of its events."""
+    hive = Hive()
+    for cut, event in enumerate(events):
+        audit = Audit(copy.deepcopy(hive), cut)
+        for seq, later in enumerate(events[cut:], cut + 1):
+            audit.read(later, seq)
+        assert not audit.report().differences, f"compacted before event {cut + 1}"
+        evolve(hive, event)
 
 
 class Stage:

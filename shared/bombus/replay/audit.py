@@ -578,6 +578,9 @@ class Audit:
         for model in engine.clients.open_models:
             waiting = {each.number: each.op for each in model.operations.values() if each.waits and _is_training(each)}
             books.models.setdefault(model.name, _Model()).waiting = waiting
+        for ready in (engine.weights_before, engine.weights):
+            if ready is not None and ready.run == engine.run:
+                books.published[ready.version] = ready.weights.sha256
         books.adapters = {kept.noted.saved.address for kept in engine.clients.kept.values()}
         for name, episode in engine.open.items():
             source = TokenSource(engine.name, engine.run, episode.client)
@@ -592,7 +595,12 @@ class Audit:
         if engine.batch is not None:
             names = [episode.episode for group in engine.batch.groups for episode in group.episodes]
             source = TokenSource(engine.name, engine.run, "")
-            books.batch = _Step(engine.batch.step, {name: _Episode(source, known=False) for name in names}, {})
+            taken = zip(engine.batch.taken, engine.batch.rollout_groups, strict=False)
+            groups = {number: _Group(group.tokens, ()) for number, group in taken}
+            books.batch = _Step(engine.batch.step, {name: _Episode(source, known=False) for name in names}, groups)
+        if (handed := engine.trajectories.batch) is not None and not handed.delivered:
+            taken = zip(handed.numbers, handed.groups, strict=False)
+            books.handed[handed.number] = {number: _Group(group.tokens, ()) for number, group in taken}
         for number, group in engine.trajectories.queue.groups.items():
             books.queue[number] = _Group(group.tokens, ())
 
