@@ -258,8 +258,9 @@ def test_a_complete_batch_waits_for_episodes_that_would_be_too_old_for_the_next_
     group(harness, "b")
     assert sealed(harness) == [["a"]]
     text = render_status(harness.core.hive, now_ns=harness.now_ns)
-    waits = "engine main is rolling: the batch of step 2 is complete, and waits for 2 episodes that would be too old"
-    assert f"\n  waits for client c1: {waits} for the batch after it; the longest idle is episode {slow[0]}" in text
+    waits = "engine main is rolling: the batch of step 2 is complete, and is waiting for 2 episodes"
+    too_old = f"that would be too old for the batch after it; the longest idle is episode {slow[0]}"
+    assert f"\n  waiting for client c1: {waits} {too_old}" in text
     harness.end(slow[0], "slow", 0.0)
     assert sealed(harness) == [["a"]], "the other one may have a call in flight that began at version 0"
     harness.end(slow[1], "slow", 1.0)

@@ -207,7 +207,7 @@ def test_a_status_says_that_new_episodes_wait() -> None:
     harness.claim_all()
     shown = render_status(harness.core.hive)
     assert "ahead of training: 0 unfinished and 2 sealable batches, limit 1, new episodes are waiting" in shown
-    assert "new episodes are waiting: batches that are under way (0)" in shown
+    assert "\n  waiting for client c1: engine main has waited for 0.0 s for a batch: 0 of 4 sequences" in shown
 
 
 # ---- the bound ----------------------------------------------------------------------------------------------------

@@ -360,7 +360,7 @@ def test_operations_wait_for_a_trainer_that_sleeps_and_it_owes_nothing() -> None
     text = render_status(harness.core.hive, now_ns=harness.now_ns + 90 * 86_400 * SECOND)
     assert "(asleep until /wake_up; serving 1 model, 1 operation waiting)\n" in text
     asleep = "the trainer was told to sleep 90 d 00 h ago, and nothing is executed until POST /wake_up"
-    assert "\n  waits for the client that sends /wake_up: engine main has 1 training operation" in text
+    assert "\n  waiting for the client that sends /wake_up: engine main has 1 training operation" in text
     assert f"; {asleep}\n" in text
     assert not harness.engine.owes_weights
     rest(harness, asleep=False)

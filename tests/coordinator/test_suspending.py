@@ -254,7 +254,7 @@ def test_the_status_says_that_a_run_is_suspended_why_and_what_to_do() -> None:
     suspend(harness)
     assert detail_of(harness.engine, harness.now_ns) == f"suspended: {REASON}"
     text = render_status(harness.core.hive, ENGINE, harness.now_ns)
-    assert "ROLLING for 0.0 s (suspended)\n  waits for the operator: the run of engine main has been suspended" in text
+    assert "ROLLING for 0.0 s (suspended)\n  waiting for the operator: the run of engine main has been" in text
     assert f": {REASON}; once the cause is gone, `bombus resume` lets the run continue\n" in text
 
 

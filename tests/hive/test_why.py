@@ -508,7 +508,7 @@ def test_a_trainer_waits_for_disk_space_and_another_for_a_model_that_it_cannot_l
     harness.send(lacks)
     later(harness, 20)
     assert cause(harness, "the operator") == (
-        "trainer t1 waits for disk space, and tries again by itself; the last time, 20 s ago: no space left on device"
+        "trainer t1 is waiting for disk space, and last tried 20 s ago: no space left on device"
     )
     harness = booting()
     harness.open_trainer()

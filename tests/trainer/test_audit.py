@@ -230,7 +230,7 @@ ON_THE_LOG: dict[str, tuple[type[AnyEvent], Callable[[Any], list[Any]], str]] = 
     "a version that samples before it is there": (
         ev.CallsNoted,
         of_calls(newest=7),
-        "was sampled by version 7, which is not on the log",
+        "was sampled by version 7, which is not in the log",
     ),
 }
 
@@ -240,13 +240,13 @@ def fold_forgets(engine: Any, event: Any) -> None:
 
 
 IN_THE_FOLD: dict[str, tuple[type[AnyEvent], str]] = {
-    "an aborted episode stays open": (ev.EpisodeAborted, "is open by the state alone"),
-    "an ended episode stays open": (ev.EpisodeEnded, "is open by the state alone"),
-    "a claimed episode is not open": (ev.EpisodeClaimed, "is open by the log's events alone"),
+    "an aborted episode stays open": (ev.EpisodeAborted, "is open according to the state alone"),
+    "an ended episode stays open": (ev.EpisodeEnded, "is open according to the state alone"),
+    "a claimed episode is not open": (ev.EpisodeClaimed, "is open according to the log's events alone"),
     "calls are not counted": (ev.CallsNoted, "has 0 sampled tokens of this run in the state, but 40 noted"),
-    "a completed step's batch stays": (ev.StepCompleted, "is in the batch by the state alone"),
+    "a completed step's batch stays": (ev.StepCompleted, "is in the batch according to the state alone"),
     "a version is not known": (ev.WeightsReady, "has version -1 in the state, but 2 is the newest"),
-    "a sealed batch stays in the pool": (ev.BatchReady, "is in the pool by the state alone"),
+    "a sealed batch stays in the pool": (ev.BatchReady, "is in the pool according to the state alone"),
 }
 
 

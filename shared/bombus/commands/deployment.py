@@ -41,7 +41,7 @@ HIVE_FLAGS: Overrides = {
         help="the model that training clients get by a name of their own (repeatable), such as "
         "meta-llama/Llama-3.2-1B=smollm2",
     ),
-    "gateway.models_max": Flag(help="models of training clients on one engine at once, if memory allows"),
+    "gateway.models_max": Flag(help="the most models of training clients on an engine at a time, if memory allows"),
     "gateway.record_samples": Flag(help="record the samples of training clients in the log, for `bombus audit`"),
     "gateway.port": Flag(also="--swarm-port", help="the gateway's port; 0: any free port, which is printed"),
     "data_dir": Flag(metavar="DIR", help="for the log, checkpoints and weights", default=".bombus, in this folder"),

@@ -24,7 +24,7 @@ from bombus_coordinator.rules.episodes import aborted
 from bombus_coordinator.rules.live import Live
 
 REASON_CHARS_MAX = 2000
-EPISODE_BYTES = 256  # of an episode in `batch.ready`, with its share of a task's name, or in `step.completed`
+EPISODE_BYTES = 256  # size of an episode in `batch.ready`, with its share of a task's name, or in `step.completed`
 
 
 CONTROL = (Configure, Start, Stop, Resume)  # commands whose outcome is always on the log

@@ -215,9 +215,9 @@ def _indented_line(text: str) -> str:
 
 
 def _waits_lines(hive: Hive, engine: str, now_ns: int) -> list[str]:
-    """Return a line that says what an engine waits for, as `bombus why` does; none if it waits for nothing."""
+    """Return a line that says what an engine is waiting for, as `bombus why` does, if anything."""
     links = chain(hive, now_ns, LastEvents(), engine) or []
-    return [f"waits for {links[-1].who}: {'; '.join(link.what for link in links)}"] if links else []
+    return [f"waiting for {links[-1].who}: {'; '.join(link.what for link in links)}"] if links else []
 
 
 def _engine_text(status: EngineStatus, waits: Sequence[str], now_ns: int) -> str:

@@ -57,7 +57,7 @@ def _first(view: View, engine: EngineState, model: ClientModel, first: Queued) -
         yield ChainLink(what, who, rest_ns)
     elif engine.trainer and rebuilt is not None:
         since_ns = view.last.at_ns(ev.ModelRebuilding, engine.name)
-        at = f", and executes operation {max(rebuilt.unsurvived)} again" if rebuilt.unsurvived else ""
+        at = f", and is executing operation {max(rebuilt.unsurvived)} again" if rebuilt.unsurvived else ""
         yield ChainLink(f"{who} has been rebuilding model {rebuilt.name}{view.lasting(since_ns)}{at}", who, since_ns)
     else:
         yield from _turn(view, engine, model, first)
@@ -89,4 +89,4 @@ def _turn(view: View, engine: EngineState, model: ClientModel, first: Queued) ->
     models = engine.clients.models.values()
     done_ns = max((each.completed_ns for every in models for each in every.operations.values()), default=0)
     since_ns = max(_waiting(oldest)[0].accepted_ns, done_ns)
-    yield from serving.trainer(view, engine, f"has had {name} to do", since_ns)
+    yield from serving.trainer(view, engine, f"has had {name} pending", since_ns)

@@ -28,7 +28,7 @@ def trainer(view: View, engine: EngineState, does: str, since_ns: int) -> Iterat
         never = f"no trainer has opened run {engine.run} of engine {engine.name}{view.lasting(since_ns)}"
         yield ChainLink(no_trainer(engine, view.now_ns) or never, who, since_ns)
     elif failed is not None and not failed.failures and (failed.run, failed.step) == (engine.run, engine.step):
-        what = f"{who} waits for disk space, and tries again by itself; the last time, {view.ago(failed.at_ns)}"
+        what = f"{who} is waiting for disk space, and last tried {view.ago(failed.at_ns)}"
         yield ChainLink(f"{what}: {failed.reason}", OPERATOR, failed.at_ns)
     elif engine.step_failures and failed is not None and (failed.run, failed.step) == (engine.run, engine.step):
         yield ChainLink(
