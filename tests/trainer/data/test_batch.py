@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup, mini_batches, prepare
+from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup, answer_ends, mini_batches, prepare
 from bombus_trainer.data.sequences import merge_calls
 from tests.trainer.small_batches import VOCAB, call, episode, tiny_settings
 
@@ -40,6 +40,13 @@ def test_tokens_that_were_not_sampled_have_no_advantage_after_normalisation() ->
         for entry in group.sequences:
             assert entry.advantages_T.dtype == np.float32
             assert not entry.advantages_T[entry.sequence.calls_T < 0].any()
+
+
+def test_the_ends_of_answers_are_known_among_the_terms_of_a_batch() -> None:
+    turns = episode("d", 1.0, call("d", [1], [2, 3, 4]), call("d", [1, 2, 3, 4, 9], [5, 6]))
+    batch = prepare([*two_groups(), EpisodeGroup("v", (turns,))], tiny_settings(), VOCAB)
+    ends = {name: np.flatnonzero(of_class).tolist() for name, of_class in answer_ends(batch).items()}
+    assert ends == {"first": [0, 2, 3, 4, 7], "last": [1, 2, 3, 6, 8]}
 
 
 def test_equal_rewards_in_all_groups_give_no_signal() -> None:

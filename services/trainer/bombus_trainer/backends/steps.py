@@ -14,7 +14,7 @@ from bombus.hive.fates import StepTokens
 from bombus_trainer.backend import Interrupted
 from bombus_trainer.backends.torch.metrics import Tally, reward_metrics
 from bombus_trainer.backends.torch.optim import learning_rate
-from bombus_trainer.data.batch import EpisodeGroup, PreparedBatch, mini_batches, prepare, staleness
+from bombus_trainer.data.batch import EpisodeGroup, PreparedBatch, answer_ends, mini_batches, prepare, staleness
 from bombus_trainer.data.fates import TrainedTerms, step_tokens
 from bombus_trainer.data.packing import TrainingItem
 from bombus_trainer.data.sequences import Floats, Ints
@@ -88,6 +88,7 @@ class StepBackend(ABC, Generic[P]):
         tally = Tally()
         with tally.phase("merge"):
             batch = self.prepared(groups)
+            tally.classes = answer_ends(batch)
         rate, terms = learning_rate(step, self.settings), TrainedTerms(batch)
         with self.training():
             old = self._old_logprobs(batch, step, tally, interrupted)
@@ -99,6 +100,7 @@ class StepBackend(ABC, Generic[P]):
         terms.masked_N = self.ranks.total(terms.masked_N)
         if self.ranks.leads:
             account(step_tokens(groups, batch, terms, self.settings))
+        tally.classes.clear()
         first, *others = self.ranks.gather(tally)
         for other in others:
             first.add(other)

@@ -22,7 +22,7 @@ from bombus_trainer.algorithms.aggregation import (
 )
 from bombus_trainer.algorithms.overlong import is_masked, penalties, was_cut, was_ended_by_length
 from bombus_trainer.data.packing import Terms, TrainingItem
-from bombus_trainer.data.sequences import Floats, MergedEpisode, TokenSequence, merge_calls
+from bombus_trainer.data.sequences import Flags, Floats, MergedEpisode, TokenSequence, merge_calls
 from bombus_trainer.settings import TrainerSettings
 
 
@@ -273,6 +273,18 @@ def staleness(batch: PreparedBatch, step: int) -> dict[str, float]:
         "staleness_max": float(ages_N.max()),
         "stale_share": float((ages_N > 0).mean()),
     }
+
+
+def answer_ends(batch: PreparedBatch) -> dict[str, Flags]:
+    """Return which terms of the batch are the first, and which the last, trained token of an answer."""
+    first, last = np.zeros(batch.terms, dtype=np.bool_), np.zeros(batch.terms, dtype=np.bool_)
+    for entry in (entry for group in batch.groups for entry in group.sequences):
+        positions = np.flatnonzero(entry.sequence.loss_mask_T)
+        calls = entry.sequence.calls_T[positions]
+        begins = np.flatnonzero((np.diff(positions, prepend=-1) > 1) | (np.diff(calls, prepend=-2) != 0))
+        first[entry.first_id + begins] = True
+        last[entry.first_id + np.append(begins[1:], len(positions)) - 1] = True
+    return {"first": first, "last": last}
 
 
 def mini_batches(batch: PreparedBatch, settings: TrainerSettings, step: int, epoch: int) -> list[list[TrainingItem]]:

@@ -14,7 +14,7 @@ from bombus_trainer.algorithms.kl import kl_k3
 from bombus_trainer.algorithms.losses import PolicyLoss
 from bombus_trainer.data.batch import EpisodeGroup
 from bombus_trainer.data.packing import Bin
-from bombus_trainer.data.sequences import Ints
+from bombus_trainer.data.sequences import Flags, Ints
 
 LEFT_OUT = "updates_left_out"
 
@@ -24,6 +24,7 @@ class Tally:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.classes: dict[str, Flags] = {}  # which terms of the batch are in a class, whose mismatch is counted too
         self._sums: dict[str, float] = {}
         self._terms: Counter[str] = Counter()  # how many tokens each sum covers
         self._updates: list[tuple[float, float]] = []  # (loss, gradient norm)
@@ -63,8 +64,13 @@ class Tally:
         self._masked_ids.append(ids_N[loss.masked_N.cpu().numpy()])
         known_N = ~sampler_N.isnan()
         of_old, of_sampler = old_N[known_N], sampler_N[known_N]
+        kl_N = kl_k3(of_sampler, of_old)
+        classes = {
+            name: torch.from_numpy(of_batch[ids_N]).to(known_N.device) for name, of_batch in self.classes.items()
+        }
         columns = {
-            "kl_sampler": kl_k3(of_sampler, of_old),
+            "kl_sampler": kl_N,
+            **{f"kl_sampler_{name}": kl_N[of_class_N[known_N]] for name, of_class_N in classes.items()},
             "kl_sampler_abs": (of_old - of_sampler).abs(),
             "clip_fraction": loss.clipped_N,
             "importance_capped": loss.capped_N,
