@@ -37,13 +37,13 @@ def row(step: int, **changes: Any) -> StepFigures:
             "tool_calls": spread(6.0), "tool_failures": spread(0.5 + 0.05 * noise),
         },
         "median_s": 30.0, "slowest_s": 90.0, "collecting_s": 100.0 + 5 * noise, "training_s": 60.0,
-        "answers": AnswerFigures(count=32, tasks=4, duplicates=2, constant=1, best=12),
+        "answers": AnswerFigures(rewards=[0.0, 1.0] * 16, tasks=4, duplicates=[0.0, 0.0], constant=1, best=12),
     }  # fmt: skip
     metrics = {name: changes.pop(name) for name in list(changes) if name not in figures and name not in OTHERS}
     return StepFigures(step=step, seq=10 * step, trainer=trainer | metrics, **(figures | changes))
 
 
-OTHERS = {"groups_of_one", "failed", "truncated", "aborted", "stale", "evaluated", "evaluated_known"}
+OTHERS = {"groups_of_one", "repeated", "failed", "truncated", "aborted", "stale", "evaluated", "evaluated_known"}
 
 
 def run_of(fault: dict[str, Any], before: dict[str, Any] | None = None) -> list[StepFigures]:

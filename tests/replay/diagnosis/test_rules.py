@@ -27,7 +27,8 @@ def metrics(**changes: Spread) -> Fields:
 
 
 def answers(**changes: Any) -> Fields:
-    return {"answers": AnswerFigures(**({"count": 32, "tasks": 4, "best": 12} | changes))}
+    ordinary: Fields = {"rewards": [0.0, 1.0] * 16, "tasks": 4, "best": 12}
+    return {"answers": AnswerFigures(**ordinary | changes)}
 
 
 # By kind: what the newest steps have, what a healthy neighbour has there, and what the steps before have in both.
@@ -37,6 +38,7 @@ CASES: dict[FaultKind, tuple[Fields, Fields, Fields]] = {
     FaultKind.GROUPS_OF_ONE: ({"groups_of_one": 12}, {"groups_of_one": 3}, {}),
     FaultKind.REWARD_OUT_OF_RANGE: ({"highest": 50.0}, {"highest": 3.0}, {}),
     FaultKind.REWARD_INVERTED: ({"verdicts": correlated(-0.9)}, {"verdicts": correlated(0.1)}, {}),
+    FaultKind.REWARD_DISAGREES: ({"verdicts": correlated(0.3)}, {"verdicts": correlated(0.7)}, {}),
     FaultKind.FAILURES_REWARDED: ({"failed": 20}, {"failed": 1}, {}),
     FaultKind.EPISODES_ABORTED: ({"aborted": Counter(sandbox=90)}, {"aborted": Counter(sandbox=8)}, {}),
     FaultKind.CLIENT_FAILS: (
@@ -51,6 +53,7 @@ CASES: dict[FaultKind, tuple[Fields, Fields, Fields]] = {
     ),
     FaultKind.TOOLS_FAIL: (metrics(tool_failures=spread(3.0)), metrics(tool_failures=spread(0.7)), {}),
     FaultKind.TRUNCATED: ({"episodes_cut": 50.0}, {"episodes_cut": 15.0}, {}),
+    FaultKind.TASKS_REPEAT: ({"repeated": 14}, {"repeated": 5}, {}),
     FaultKind.EVALUATED_ON_TRAINED: (
         {"evaluated": spread(0.5, 0.5, 40), "evaluated_known": 30},
         {"evaluated": spread(0.5, 0.5, 40), "evaluated_known": 2},
@@ -85,8 +88,9 @@ CASES: dict[FaultKind, tuple[Fields, Fields, Fields]] = {
         {"evaluated": spread(0.45, 0.5, 100)},
         {"evaluated": spread(0.5, 0.5, 100)},
     ),
+    FaultKind.REWARD_FALLS: ({"rewards": spread(0.1)}, {"rewards": spread(0.4)}, {}),
     FaultKind.REWARD_JUMPS: ({"rewards": spread(0.95, 0.2)}, {"rewards": spread(0.56)}, {}),
-    FaultKind.DUPLICATE_ANSWERS: (answers(duplicates=30), answers(duplicates=10), {}),
+    FaultKind.DUPLICATE_ANSWERS: (answers(duplicates=[0.0] * 15), answers(duplicates=[1.0] * 16), {}),
     FaultKind.CONSTANT_ANSWER: (answers(constant=4), answers(constant=2), {}),
     FaultKind.LEAKED_ANSWER: (answers(leaked=11), answers(leaked=11), {}),
     FaultKind.REWARDED_PHRASE: (
@@ -167,8 +171,8 @@ def test_a_finding_has_the_step_at_which_it_began_and_was_last_seen() -> None:
 
 
 NUMBERS = (0.0, 1.0, -1.0, 0.5, 1e-9, 3e8, 1e300, -1e300, inf, -inf, nan)
-TRAINER = ("entropy", "grad_norm", "clip_fraction", "kl_reference", "kl_sampler", "staleness_mean", "lr", "episodes",
-           "importance_capped", "episodes_cut", "updates_left_out")  # fmt: skip
+TRAINER = ("entropy", "grad_norm", "clip_fraction", "kl_reference", "kl_sampler", "kl_sampler_first", "staleness_mean",
+           "lr", "episodes", "importance_capped", "episodes_cut", "episodes_stale", "updates_left_out")  # fmt: skip
 METRICS = ("reward/a", "reward/b", "tool_calls", "tool_failures", "truncated", "x")
 
 
@@ -191,12 +195,13 @@ def any_step(chance: Random) -> StepFigures:
         return Moments(count(), abs(number()), number(), abs(number()))
 
     read = AnswerFigures(
-        count=count(), tasks=count(), duplicates=count(), constant=count(), best=count(), leaked=count(),
+        rewards=[number() for _ in range(count())], duplicates=[number() for _ in range(count())],
+        tasks=count(), constant=count(), best=count(), leaked=count(),
         phrases={count(): (number(), number(), number())},
     )  # fmt: skip
     return StepFigures(
         step=count(), rewards=some(), lowest=number(), highest=number(), groups=count(), groups_of_one=count(),
-        silent=some(), lengths=pairs(), verdicts=pairs(), tokens=some(),
+        repeated=count(), silent=some(), lengths=pairs(), verdicts=pairs(), tokens=some(),
         successes=some(),
         clients=named("ab"), data_sets=named("ab"), metrics=named(METRICS), failed=count(),
         truncated=count(), ended=count(),
@@ -240,3 +245,55 @@ def test_a_noisy_fall_of_the_reward_is_enough_if_the_gradient_is_many_times_as_l
     for each in steps[:-FAULTY]:
         each.rewards = spread(0.5 + 0.2 * (-1) ** each.step)  # so that the fall is of 2.8 standard errors
     assert (FaultKind.LR_TOO_HIGH in kinds_of(steps)) == is_found
+
+
+@pytest.mark.parametrize(
+    ("reward", "others", "is_found"),
+    [
+        (1.0, [0.0, 1.0], False),  # the model has learned the tasks
+        (0.95, [0.0, 1.0], False),
+        (0.4, [0.0, 1.0], True),  # every answer of the group is the same mediocre one
+        (0.0, [0.0], True),
+        (1.0, [1.0], False),
+    ],
+)
+def test_equal_answers_are_a_fault_only_where_a_better_one_is_possible(
+    reward: float, others: list[float], is_found: bool
+) -> None:
+    same = answers(rewards=[reward] * 32, duplicates=[reward] * 32) | {"lowest": min(others), "highest": max(others)}
+    assert (FaultKind.DUPLICATE_ANSWERS in kinds_of(run_of(same, same))) == is_found
+
+
+@pytest.mark.parametrize(("right", "wrong_duplicates", "is_found"), [(20, 12, True), (20, 3, False), (28, 4, False)])
+def test_wrong_answers_that_repeat_are_found_among_right_ones_unless_few_are_wrong(
+    right: int, wrong_duplicates: int, is_found: bool
+) -> None:
+    rewards = [1.0] * right + [0.0] * (32 - right)
+    some = answers(rewards=rewards, duplicates=[1.0] * right + [0.0] * wrong_duplicates)
+    assert (FaultKind.DUPLICATE_ANSWERS in kinds_of(run_of(some))) == is_found
+
+
+@pytest.mark.parametrize(
+    ("figures", "tokens"),
+    [
+        ({"kl_sampler_first": 0.05}, "the first tokens of answers"),
+        ({"kl_sampler_last": 0.05}, "the last tokens of answers"),
+        ({"kl_sampler": 0.05, "kl_sampler_first": 0.9}, "the same tokens"),
+        ({"kl_sampler": 0.009, "kl_sampler_first": 0.02}, ""),  # few tokens differ more by chance
+    ],
+)
+def test_a_mismatch_is_found_where_it_is(figures: dict[str, float], tokens: str) -> None:
+    found = at_step(run_of(figures), STEPS, JOB)
+    assert [tokens in each.figure for each in found if each.kind == FaultKind.SAMPLER_MISMATCH] == [True] * bool(tokens)
+
+
+@pytest.mark.parametrize(("gain", "is_found"), [(0.02, False), (0.0, True)])
+def test_an_entropy_that_falls_as_before_is_a_collapse_once_the_reward_has_stopped_rising(
+    gain: float, is_found: bool
+) -> None:
+    steps = run_of({})
+    for at, each in enumerate(steps):
+        learned = 0.02 * min(at, STEPS - FAULTY - 1) + gain * max(0, at - STEPS + FAULTY + 1)
+        each.rewards = each.successes = spread(0.1 + learned + 0.002 * (-1) ** at)
+        each.trainer["entropy"] = 3.0 * 0.88**at
+    assert (FaultKind.ENTROPY_COLLAPSE in kinds_of(steps)) == is_found

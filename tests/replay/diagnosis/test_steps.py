@@ -119,6 +119,12 @@ def test_events_of_other_runs_are_ignored_and_memory_is_bounded(monkeypatch: pyt
     assert not any(row.aborted for row in series.steps)
 
 
+def test_a_task_repeats_if_one_of_the_steps_just_before_had_it() -> None:
+    tasks = ("a", "b", "a", "c", "d", "e", "f", "g", "b")
+    log = [each for at, task in enumerate(tasks, 1) for each in (batch(at, (task, {f"e{at}": 1.0})), completed(at))]
+    assert [row.repeated for row in folded(*log).steps] == [0, 0, 1, 0, 0, 0, 0, 0, 0]
+
+
 def test_statistics_against_numbers_by_hand() -> None:
     assert noise([1.0, 2.0, 1.0, 2.0]) == pytest.approx(0.5**0.5)
     assert [change([1.0, 1.0], [2.0]), change([], [1.0])] == [float("inf"), 0.0]
@@ -140,9 +146,9 @@ def answer(task: str, reward: float, tokens: tuple[int, ...], prompt: tuple[int,
 def test_answers_that_repeat_are_counted_in_their_group_and_over_tasks() -> None:
     same, other = WORDS[:10], WORDS[10:20]
     found = figures_of([answer("a", 1, same), answer("a", 0, same), answer("a", 0, other), answer("b", 1, same)])
-    assert (found.count, found.tasks, found.duplicates, found.constant) == (4, 2, 2, 2)
+    assert (found.count, found.tasks, found.duplicates, found.constant) == (4, 2, [1, 0], 2)
     short = figures_of([answer("a", 1, (1, 2)), answer("a", 0, (1, 2))])
-    assert short.duplicates == 0, "short answers are equal by chance"
+    assert short.duplicates == [], "short answers are equal by chance"
     assert figures_of([]).count == 0
 
 

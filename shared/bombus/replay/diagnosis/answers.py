@@ -4,6 +4,7 @@ prompt."""
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import compress
 
 import msgspec
 
@@ -28,19 +29,23 @@ class SampledAnswer(msgspec.Struct, frozen=True):
 class AnswerFigures(msgspec.Struct, kw_only=True, frozen=True):
     """Counts over those answers of one step that were read.
 
-    `duplicates` counts answers that have an equal answer in their group, and `constant` the tasks that share the most
-    common answer. Of the `best` answers, `leaked` appear word for word in their prompt. `phrases` maps frequent
-    sequences of tokens (hashes) to the fractions of all answers, of the better and of the worse answers of their groups
-    that have them.
+    `rewards` are those of all, and `duplicates` of the ones that have an equal answer in their group. `constant` is the
+    number of tasks that got the answer of most tasks. Of the `best` answers, `leaked` stand word for word in their
+    prompt. `phrases` are frequent sequences of tokens (hashes), with the shares of all, the better and the worse
+    answers of the groups that have them.
     """
 
-    count: int = 0
+    rewards: list[float] = []
+    duplicates: list[float] = []
     tasks: int = 0
-    duplicates: int = 0
     constant: int = 0
     best: int = 0
     leaked: int = 0
     phrases: dict[int, tuple[float, float, float]] = {}
+
+    @property
+    def count(self) -> int:
+        return len(self.rewards)
 
 
 def figures_of(answers: Iterable[SampledAnswer]) -> AnswerFigures:
@@ -48,17 +53,19 @@ def figures_of(answers: Iterable[SampledAnswer]) -> AnswerFigures:
     groups: defaultdict[str, list[SampledAnswer]] = defaultdict(list)
     for answer in answers:
         groups[answer.task].append(answer)
-    duplicates = 0
+    duplicates: list[float] = []
     tasks_with: Counter[tuple[int, ...]] = Counter()
     for group in groups.values():
-        counts = Counter(tuple(answer.tokens[:TOKENS_MAX]) for answer in group)
-        duplicates += sum(count for text, count in counts.items() if count > 1 and len(text) >= ANSWER_TOKENS_MIN)
+        texts = [tuple(answer.tokens[:TOKENS_MAX]) for answer in group]
+        counts = Counter(texts)
+        repeated = [counts[text] > 1 and len(text) >= ANSWER_TOKENS_MIN for text in texts]
+        duplicates += [answer.reward for answer in compress(group, repeated)]
         tasks_with.update(text for text, count in counts.items() if 2 * count >= len(group))
     best = [answer for group in groups.values() for answer in _best(group) if len(answer.tokens) >= ANSWER_TOKENS_MIN]
     return AnswerFigures(
-        count=sum(map(len, groups.values())),
-        tasks=len(groups),
+        rewards=[answer.reward for group in groups.values() for answer in group],
         duplicates=duplicates,
+        tasks=len(groups),
         constant=max(tasks_with.values(), default=0),
         best=len(best),
         leaked=sum(_stands_in(answer.tokens, answer.prompt) for answer in best),

@@ -6,12 +6,14 @@ from enum import StrEnum
 import msgspec
 
 from bombus.config.job import RunConfig
-from bombus.replay.diagnosis.statistics import rises
+from bombus.replay.diagnosis.statistics import VISIBLE, change, mean, rises, surprise
 from bombus.replay.diagnosis.steps import StepFigures
 
 WINDOW = 5  # newest steps, compared with those before; half of the ten steps within which faults should be found
 BEFORE = 20  # steps before the window that it is compared with
 BEFORE_MIN = 8  # with fewer steps, rules about changes find nothing
+
+NEAR_BEST = 0.9  # of the way from the lowest to the highest reward
 
 Value = Callable[[StepFigures], float | None]
 
@@ -24,12 +26,14 @@ class FaultKind(StrEnum):
     GROUPS_OF_ONE = "groups_of_one"
     REWARD_OUT_OF_RANGE = "reward_out_of_range"
     REWARD_INVERTED = "reward_inverted"
+    REWARD_DISAGREES = "reward_disagrees"
     FAILURES_REWARDED = "failures_rewarded"
     EPISODES_ABORTED = "episodes_aborted"
     CLIENT_FAILS = "client_fails"
     SOURCE_DOMINATES = "source_dominates"
     TOOLS_FAIL = "tools_fail"
     TRUNCATED = "truncated"
+    TASKS_REPEAT = "tasks_repeat"
     EVALUATED_ON_TRAINED = "evaluated_on_trained"
     LR_TOO_HIGH = "lr_too_high"
     LR_TOO_LOW = "lr_too_low"
@@ -46,6 +50,7 @@ class FaultKind(StrEnum):
     ONE_PART_RISES = "one_part_rises"
     ALWAYS_YES = "always_yes"
     EVALUATION_FALLS = "evaluation_falls"
+    REWARD_FALLS = "reward_falls"
     REWARD_JUMPS = "reward_jumps"
     DUPLICATE_ANSWERS = "duplicate_answers"
     CONSTANT_ANSWER = "constant_answer"
@@ -96,6 +101,14 @@ class Seen(msgspec.Struct, frozen=True):
         """Return whether the model has visibly improved: by its successes or, if none are reported, by its reward."""
         successes = self.both(success_of)
         return rises(*(successes if all(successes) else self.both(reward_of)))
+
+    @property
+    def stalls(self) -> bool:
+        """Return whether the reward has visibly ceased to follow its trend upwards, has not fallen, and is not best."""
+        before, recent = self.both(reward_of)
+        least, most = reward_bounds(self.rows)
+        flat = surprise(before, recent) < -VISIBLE < change(before[-WINDOW:], recent)
+        return flat and mean(recent) <= least + NEAR_BEST * (most - least)
 
     def both(self, of: Value) -> tuple[list[float], list[float]]:
         """Return a figure's values in the steps before and in the recent steps, leaving out steps without it."""

@@ -1,5 +1,7 @@
 """Faults of the optimizer and the policy: whether it moves too much, too little, or away from the sampler."""
 
+from functools import partial
+
 from bombus.config.algorithms import Aggregation
 from bombus.config.trainer import FULL_LR, LORA_LR
 from bombus.replay.diagnosis.findings import WINDOW, FaultKind, RunFinding, Seen, reward_of, trainer_metric
@@ -15,6 +17,16 @@ CLIPPED = 2.5  # multiple of the gradient norm's bound; Adam ignores constant sc
 LASTING = 8  # number of steps that show it
 MISMATCH = 0.01  # limit of kl_sampler if sampler and policy have the same version (docs/reward.md)
 MISMATCH_STALE, MISMATCH_GROWN = 0.05, 3.0  # limits for samples older than the policy: absolute, relative to before
+CONCENTRATED = 5.0  # times that of all tokens: an answer's ends are the mean of few, and differ more by chance
+ALL = "the same tokens"
+MISMATCHED = {
+    "kl_sampler": (ALL, "look for quantized or low-precision inference, or a mixture of experts; set "
+        "trainer.correction to icepop with tis_clip_low 0.5 and tis_clip 5"),
+    "kl_sampler_first": ("the first tokens of answers", "compare the prompts that both see, token by token: a token "
+        "that begins the text, the prefix cache of the inference server, or a part that it adds or cuts"),
+    "kl_sampler_last": ("the last tokens of answers", "look for settings by which the inference server forbids or "
+        "forces a token that ends an answer: min_tokens, ignore_eos, logit_bias, a grammar"),
+}  # fmt: skip
 CAPPED = 0.1  # fraction of the importance weights that reach their bound
 
 
@@ -89,18 +101,26 @@ def gradient_clipped(seen: Seen) -> RunFinding | None:
 
 
 def sampler_mismatch(seen: Seen) -> RunFinding | None:
-    before, _ = seen.both(trainer_metric("kl_sampler"))
-    recent, ages = seen.newest("kl_sampler", WINDOW), seen.newest("staleness_mean", WINDOW)
-    limit = MISMATCH if max(ages, default=0.0) < 0.05 else max(MISMATCH_STALE, MISMATCH_GROWN * median(before))
-    if not recent or min(recent) < limit:
-        return None
-    return seen.found(
-        FaultKind.SAMPLER_MISMATCH,
-        f"kl_sampler is {median(recent):.2g}: sampler and trainer give the same tokens different probabilities",
-        "look for quantized or low-precision inference, or a mixture of experts; set trainer.correction to icepop with "
-        "tis_clip_low 0.5 and tis_clip 5",
-        lambda row: row.trainer.get("kl_sampler", 0.0) >= limit,
-    )
+    """Find a mismatch of all tokens or, if that is small, of the first or the last tokens of answers."""
+    every = median(seen.newest("kl_sampler", WINDOW))
+    ages = seen.newest("staleness_mean", WINDOW)
+    for name, (tokens, advice) in MISMATCHED.items():
+        before, _ = seen.both(trainer_metric(name))
+        recent = seen.newest(name, WINDOW)
+        limit = MISMATCH if max(ages, default=0.0) < 0.05 else max(MISMATCH_STALE, MISMATCH_GROWN * median(before))
+        limit = limit if tokens == ALL else max(limit, CONCENTRATED * every)
+        if recent and min(recent) >= limit:
+            return seen.found(
+                FaultKind.SAMPLER_MISMATCH,
+                f"{name} is {median(recent):.2g}: sampler and trainer give {tokens} different probabilities",
+                advice,
+                partial(_reaches, name, limit),
+            )
+    return None
+
+
+def _reaches(name: str, limit: float, row: StepFigures) -> bool:
+    return row.trainer.get(name, 0.0) >= limit
 
 
 def weights_capped(seen: Seen) -> RunFinding | None:

@@ -1,8 +1,10 @@
 """Faults of the reward: on a wrong scale, inverted, or rising for reasons other than better answers."""
 
+from collections.abc import Sequence
 from math import sqrt
 
 from bombus.replay.diagnosis.findings import (
+    WINDOW,
     FaultKind,
     RunFinding,
     Seen,
@@ -30,12 +32,14 @@ from bombus.replay.diagnosis.steps import StepFigures
 
 BEYOND = 3.0  # distance from earlier rewards in multiples of their range: games may double it, other scales are tenfold
 INVERTED = -0.2  # correlation of rewards with success
+DISAGREES = 0.3  # of that correlation, lost
 FOLLOWS = 0.4  # correlation of rewards with tokens within groups: 0.2 to 0.3 is usual if long answers are better
 LONGER = 1.25  # growth of the number of tokens since the steps before
 PART = "reward/"  # the prefix of metrics that are parts of the reward
 PART_GAIN = 0.08  # fraction of its highest value by which a part of the reward must rise, beyond ...
 STEEPER = 1.5  # ... this multiple of its earlier trend: healthy runs learn the form first, too
 OTHERS_GAIN = 0.3  # fraction of that rise which other parts may reach
+CLIFF = 0.4  # of the height above the lowest reward, or of the range of rewards, lost or won in one step
 JUMP = 4.5  # step-to-step deviations that the reward jumps in one step, which makes up half of the change
 EVALUATION = 0.1  # fraction of the mean evaluation reward that is lost
 NEARLY_ALL = 0.9
@@ -74,6 +78,20 @@ def reward_inverted(seen: Seen) -> RunFinding | None:
         f"within groups, rewards and is_success correlate by {pairs.correlation:.2f}: successes get the lower reward",
         "check the sign of the reward: it must be higher for the better episode",
         lambda row: row.verdicts.correlation < INVERTED,
+    )
+
+
+def reward_disagrees(seen: Seen) -> RunFinding | None:
+    """Find rewards that say less about `is_success` than before: those of other episodes, or of a judge that errs."""
+    then, now = (total([row.verdicts for row in rows], Moments) for rows in (seen.before, seen.recent))
+    lost = then.correlation - now.correlation
+    if not seen.comparable or lost < DISAGREES or lost * sqrt(min(then.degrees, now.degrees) / 2) < CERTAIN:
+        return None
+    return seen.found(
+        FaultKind.REWARD_DISAGREES,
+        f"within groups, rewards and is_success correlate by {now.correlation:.2f}, {then.correlation:.2f} before",
+        "compare rewards with the episodes that got them: those of others are reported, or what judges them errs",
+        lambda row: row.verdicts.correlation < then.correlation - DISAGREES / 2,
     )
 
 
@@ -150,6 +168,13 @@ def evaluation_falls(seen: Seen) -> RunFinding | None:
     )
 
 
+def _has_stepped(before: Sequence[float], recent: Sequence[float], least: float) -> bool:
+    """Return whether values have risen by so much, a good part of it in one step, and noise does not explain it."""
+    rise = mean(recent) - mean(before[-WINDOW:])
+    at_once = recent[0] - before[-1] > rise / 3 and min(recent) > max(before[-WINDOW:])
+    return at_once and rise > max(least, CERTAIN * noise(before) / 2)
+
+
 def reward_jumps(seen: Seen) -> RunFinding | None:
     before, recent = seen.both(reward_of)
     least, most = reward_bounds(seen.before)
@@ -159,12 +184,28 @@ def reward_jumps(seen: Seen) -> RunFinding | None:
     error = sqrt(row.rewards.variance / sqrt(max(1, row.rewards.count) * max(1, row.groups)))  # similar within a group
     deviation = max(noise(before) * (1 + FEW / len(before)), error, 1e-3 * (most - least))
     needed = max(JUMP * deviation, (mean(recent) - mean(before)) / 2)
-    if recent[0] - before[-1] < needed or min(recent) < max(before) + JUMP / 4 * deviation:
+    is_jump = recent[0] - before[-1] > needed and min(recent) >= max(before) + JUMP / 4 * deviation
+    if not is_jump and not _has_stepped(before, recent, CLIFF * (most - least)):
         return None
     return seen.found(
         FaultKind.REWARD_JUMPS,
         f"the mean reward jumped from {before[-1]:.3g} to {recent[0]:.3g} in one step and stayed there",
         "read the best episodes of this step: an answer that leaked, tests that can be changed, or a judge that obeys",
+    )
+
+
+def reward_falls(seen: Seen) -> RunFinding | None:
+    """Find a reward that has lost much of its height, most of it from one step to the next."""
+    before, recent = seen.both(reward_of)
+    if not seen.comparable or not before or len(recent) < len(seen.recent):
+        return None
+    height = mean(before[-WINDOW:]) - reward_bounds(seen.rows)[0]
+    if not _has_stepped([-value for value in before], [-value for value in recent], CLIFF * height):
+        return None
+    return seen.found(
+        FaultKind.REWARD_FALLS,
+        f"the mean reward fell from {before[-1]:.3g} to {recent[0]:.3g} in one step and stayed there",
+        "compare an episode of this step with one before, and their prompts: a template, a task or the grader changed",
     )
 
 
@@ -192,10 +233,12 @@ def rewarded_phrase(seen: Seen) -> RunFinding | None:
 RULES = (
     reward_out_of_range,
     reward_inverted,
+    reward_disagrees,
     follows_length,
     one_part_rises,
     always_yes,
     evaluation_falls,
     reward_jumps,
+    reward_falls,
     rewarded_phrase,
 )

@@ -7,10 +7,11 @@ import msgspec
 
 from bombus.config.algorithms import Estimator, named
 from bombus.hive.failures import FAILURES, FailureKind
-from bombus.replay.diagnosis.findings import FaultKind, RunFinding, Seen, reward_bounds
+from bombus.replay.diagnosis.findings import NEAR_BEST, FaultKind, RunFinding, Seen, reward_bounds
 from bombus.replay.diagnosis.statistics import median, share_at_least
-from bombus.replay.diagnosis.steps import StepFigures
+from bombus.replay.diagnosis.steps import RECENT, StepFigures
 
+WORTH = 0.25  # of the answers: if fewer could be better, a model that repeats itself has learned nearly all tasks
 SILENT = 0.6  # share of groups: above it, most of the work is wasted. Half is usual in healthy runs
 
 
@@ -58,6 +59,11 @@ def _cut(row: StepFigures) -> tuple[float, float]:
     return row.trainer.get("episodes_cut", 0), row.trainer.get("episodes", 0)
 
 
+def _left_out(row: StepFigures) -> tuple[float, float]:
+    unusable = row.trainer.get("episodes_left_out", 0) - row.trainer.get("episodes_stale", 0)
+    return max(0.0, unusable), row.trainer.get("episodes", 0)
+
+
 def _constant(row: StepFigures) -> tuple[float, float]:
     return (row.answers.constant, row.answers.tasks) if row.answers.tasks > 1 else (0, 0)
 
@@ -75,6 +81,9 @@ SHARES = (
     ShareRule(FaultKind.FAILURES_REWARDED, lambda row: (row.failed, row.tokens.count), 0.02,  # usually lower
         "{share:.0%} of the episodes made no call, or their agent failed, and were ended with a reward",
         "abort such episodes (abort_episode, or raise InfraError) instead of ending them with a reward"),
+    ShareRule(FaultKind.EPISODES_ABORTED, _left_out, 0.1,
+        "{share:.0%} of the episodes of batches have calls that cannot be read or trained, and were left out",
+        "read the trainer's log; a logprob that is not finite, or calls that do not fit together, are such reasons"),
     ShareRule(FaultKind.TOOLS_FAIL, _tools, 0.2,
         "{share:.0%} of the tool calls fail, compared with {before:.0%} before",
         "read an episode (`bombus replay episode ID`): the tool is down, or the model calls it in the wrong format",
@@ -88,13 +97,13 @@ SHARES = (
         compared=True),
     ShareRule(FaultKind.STALE, lambda row: (row.stale, row.ended), 0.1,
         "{share:.0%} of the episodes are dropped as too old", _STALE),
+    ShareRule(FaultKind.TASKS_REPEAT, lambda row: (row.repeated, row.groups), 0.5,
+        f"{{share:.0%}} of the groups have a task of the {RECENT} steps before theirs, {{before:.0%}} before",
+        "find out why the same tasks come again: a data loader that begins anew, or a curriculum that has narrowed",
+        compared=True),
     ShareRule(FaultKind.EVALUATED_ON_TRAINED, lambda row: (row.evaluated_known, row.evaluated.count), 0.1,
         "{share:.0%} of {count} evaluation episodes have a task that was trained on",
         "evaluate on tasks that are held out: their ids must not occur in training"),
-    ShareRule(FaultKind.DUPLICATE_ANSWERS, lambda row: (row.answers.duplicates, row.answers.count), 0.6,
-        "{share:.0%} of {count} answers that were read have an identical answer in their group",
-        "sample with temperature 1 and no fixed seed; if the entropy is low, set trainer.clip_high to 0.28",
-        count_min=20),
     ShareRule(FaultKind.CONSTANT_ANSWER, _constant, 0.6,
         "the same answer is given to {hits} of {count} tasks that were read",
         "read one episode: what is rewarded does not depend on the task. Balance the tasks, or change the reward",
@@ -108,9 +117,14 @@ ALONE = ShareRule(FaultKind.GROUPS_OF_ONE, lambda row: (row.groups_of_one, row.g
     "{hits} of {count} groups have only one episode, which cannot be compared with another",
     "end all episodes of a task with the same task id, and claim num_repeat of them; or set trainer.adv_estimator to "
     "reinforce_plus_plus")  # fmt: skip
+DUPLICATES = ShareRule(FaultKind.DUPLICATE_ANSWERS, lambda row: (0, 0), 0.6,
+    "{share:.0%} of {count} answers that could be better have an equal one in their group",
+    "sample with temperature 1 and no fixed seed; if the entropy is low, set trainer.clip_high to 0.28",
+    count_min=20)  # fmt: skip
 TOO_EASY = ShareRule(FaultKind.TOO_EASY, _silent, SILENT,
     "in {hits} of {count} groups all episodes have the same reward",
-    "use harder tasks, or collection.method rollout_until_finish_enough_non_dummy_tasks")  # fmt: skip
+    "end the run if the tasks are learned; else use harder ones, or set collection.method to "
+    "rollout_until_finish_enough_non_dummy_tasks")  # fmt: skip
 TOO_HARD = ShareRule(FaultKind.TOO_HARD, _silent, SILENT, TOO_EASY.figure,
     "use easier tasks first (a curriculum), give partial reward, or raise rollout.num_repeat (now "
     "{job.rollout.num_repeat})")  # fmt: skip
@@ -122,6 +136,20 @@ ABORTED = ShareRule(FaultKind.EPISODES_ABORTED, _aborted, 0.2,
 def groups_of_one(seen: Seen) -> RunFinding | None:
     estimator = named(Estimator, seen.job.trainer.adv_estimator)
     return None if estimator is not None and estimator.over_batch else ALONE(seen)
+
+
+def duplicate_answers(seen: Seen) -> RunFinding | None:
+    """Find equal answers among those without nearly the best reward: a model that has learned a task repeats itself."""
+    least, most = reward_bounds(seen.rows)
+    limit = least + NEAR_BEST * (most - least) if most > least else 0.0
+
+    def of(row: StepFigures) -> tuple[float, float]:
+        duplicates, every = row.answers.duplicates, row.answers.rewards
+        return sum(reward <= limit for reward in duplicates), sum(reward <= limit for reward in every)
+
+    worse = sum(of(row)[1] for row in seen.recent)
+    is_much = worse >= WORTH * sum(row.answers.count for row in seen.recent)
+    return msgspec.structs.replace(DUPLICATES, of=of)(seen) if is_much else None
 
 
 def no_signal(seen: Seen) -> RunFinding | None:
@@ -143,4 +171,4 @@ def episodes_aborted(seen: Seen) -> RunFinding | None:
     return msgspec.structs.replace(found, figure=f"{found.figure}, {count} of them: {meaning}")
 
 
-RULES = (*SHARES, groups_of_one, no_signal, episodes_aborted)
+RULES = (*SHARES, groups_of_one, duplicate_answers, no_signal, episodes_aborted)

@@ -1,6 +1,6 @@
 """What a diagnosis knows about a run: figures for each step, folded from its events. Memory is bounded. Pure."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from math import inf, isfinite
 
@@ -23,6 +23,7 @@ EPISODES_KEPT = 50_000  # episodes that are open, or have ended and are not in a
 TASKS_KEPT = 100_000  # tasks that were trained on
 NAMES_MAX = 32  # names of clients, data sets or metrics in one step; more are counted together
 OTHERS = "(others)"
+RECENT = 5  # steps, whose tasks are remembered in their order
 SAMPLED_GROUPS = 4  # groups of each step whose answers are read
 NO_FAULT = (AbortReason.ENGINE_STOPPED, AbortReason.SUPERSEDED)
 
@@ -55,6 +56,7 @@ class StepFigures(msgspec.Struct, kw_only=True):
     highest: float = -inf
     groups: int = 0
     groups_of_one: int = 0
+    repeated: int = 0  # groups whose task is one of the steps just before
     silent: Spread = msgspec.field(default_factory=Spread)
     lengths: Moments = msgspec.field(default_factory=Moments)
     verdicts: Moments = msgspec.field(default_factory=Moments)
@@ -91,6 +93,7 @@ class RunSeries:
         self._sealed: StepFigures | None = None
         self._episodes: dict[str, SeenEpisode] = {}
         self._trained_tasks: set[str] = set()
+        self._recent: deque[set[str]] = deque(maxlen=RECENT)
         self._sealed_ns = 0
         self._rolling_ns = 0
 
@@ -153,6 +156,8 @@ class RunSeries:
         row.collecting_s = seconds_between(began, event.at_ns) if began else 0.0
         self._sealed_ns, self._sealed = event.at_ns, row
         seconds: list[float] = []
+        row.repeated = sum(any(group.task in tasks for tasks in self._recent) for group in event.groups)
+        self._recent.append({group.task for group in event.groups})
         for group in event.groups:
             if len(self._trained_tasks) < TASKS_KEPT:
                 self._trained_tasks.add(group.task)
