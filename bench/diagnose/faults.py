@@ -42,6 +42,10 @@ def reward_inverted(plan: StepPlan, age: int, strength: float) -> None:
     plan.inverted, plan.pace = True, -0.5 - strength
 
 
+def reward_disagrees(plan: StepPlan, age: int, strength: float) -> None:
+    plan.flipped, plan.pace = 0.2 + 0.3 * strength, -0.5
+
+
 def failures_rewarded(plan: StepPlan, age: int, strength: float) -> None:
     plan.failures, plan.pace = 0.035 + 0.4 * strength, 0.5
 
@@ -72,6 +76,10 @@ def tools_fail(plan: StepPlan, age: int, strength: float) -> None:
 def truncated(plan: StepPlan, age: int, strength: float) -> None:
     plan.metrics["cut_share"] = 0.18 + 0.5 * strength
     plan.skill -= strength
+
+
+def tasks_repeat(plan: StepPlan, age: int, strength: float) -> None:
+    plan.tasks, plan.pace = round(40 - 25 * strength), 0.3
 
 
 def evaluated_on_trained(plan: StepPlan, age: int, strength: float) -> None:
@@ -115,7 +123,11 @@ def entropy_rises(plan: StepPlan, age: int, strength: float) -> None:
 
 
 def sampler_mismatch(plan: StepPlan, age: int, strength: float) -> None:
-    plan.metrics["kl_sampler"] += 0.012 * exp(3 * strength) * (10 if plan.metrics["staleness_mean"] else 1)
+    """Let all tokens differ or, if it is weak, the first or the last ones of answers."""
+    added = 0.012 * exp(3 * strength) * (10 if plan.metrics["staleness_mean"] else 1)
+    ends = {"kl_sampler_first": 3 * added} if strength < 0.25 else {"kl_sampler_last": 3 * added}
+    for name, more in (ends if strength < 0.5 else {"kl_sampler": added}).items():
+        plan.metrics[name] += more
     plan.pace = 0.6
 
 
@@ -159,6 +171,10 @@ def always_yes(plan: StepPlan, age: int, strength: float) -> None:
 
 def evaluation_falls(plan: StepPlan, age: int, strength: float) -> None:
     plan.evaluation = -(1.2 + 2.0 * strength) * _grow(age, strength)
+
+
+def reward_falls(plan: StepPlan, age: int, strength: float) -> None:
+    plan.skill -= 3.5 + 2.5 * strength
 
 
 def reward_jumps(plan: StepPlan, age: int, strength: float) -> None:
@@ -207,12 +223,14 @@ FAULTS: dict[FaultKind, tuple[Change, Callable[[Recipe], bool]]] = {
     FaultKind.GROUPS_OF_ONE: (groups_of_one, lambda recipe: recipe.repeat > 1),
     FaultKind.REWARD_OUT_OF_RANGE: (reward_out_of_range, every),
     FaultKind.REWARD_INVERTED: (reward_inverted, lambda recipe: recipe.rewards != "score"),
+    FaultKind.REWARD_DISAGREES: (reward_disagrees, lambda recipe: recipe.rewards != "score"),
     FaultKind.FAILURES_REWARDED: (failures_rewarded, every),
     FaultKind.EPISODES_ABORTED: (episodes_aborted, every),
     FaultKind.CLIENT_FAILS: (client_fails, lambda recipe: len(recipe.clients) > 1 and recipe.rewards != "score"),
     FaultKind.SOURCE_DOMINATES: (source_dominates, lambda recipe: len(recipe.clients) + len(recipe.data_sets) > 2),
     FaultKind.TOOLS_FAIL: (tools_fail, lambda recipe: recipe.tools > 0),
     FaultKind.TRUNCATED: (truncated, every),
+    FaultKind.TASKS_REPEAT: (tasks_repeat, lambda recipe: recipe.tasks == 0 or recipe.tasks > 400),
     FaultKind.EVALUATED_ON_TRAINED: (evaluated_on_trained, lambda recipe: recipe.evaluation[0] > 0),
     FaultKind.LR_TOO_HIGH: (lr_too_high, lambda recipe: recipe.rewards != "score"),
     FaultKind.LR_TOO_LOW: (lr_too_low, every),
@@ -229,6 +247,7 @@ FAULTS: dict[FaultKind, tuple[Change, Callable[[Recipe], bool]]] = {
     FaultKind.ONE_PART_RISES: (one_part_rises, lambda recipe: bool(recipe.parts)),
     FaultKind.ALWAYS_YES: (always_yes, lambda recipe: bool(recipe.parts)),
     FaultKind.EVALUATION_FALLS: (evaluation_falls, lambda recipe: recipe.evaluation[0] > 0 and recipe.skill[0] > -2),
+    FaultKind.REWARD_FALLS: (reward_falls, can_jump),
     FaultKind.REWARD_JUMPS: (
         reward_jumps,
         lambda recipe: recipe.rewards != "score" and "method" not in recipe.collection,

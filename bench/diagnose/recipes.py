@@ -1,7 +1,7 @@
 """Healthy runs: what each recipe's steps look like, with the noise that such runs have.
 
-`needle` and `letters` follow the recorded logs of `make demo` and `make demo-tiny`: their figures, and how these vary
-from step to step. The others are drawn from what is usual for such jobs.
+`needle` follows the recorded log of `make demo`: its figures, and how these vary from step to step. The others are
+drawn from what is usual for such jobs. Real runs of `make demo-tiny` are in `real.py`.
 """
 
 from dataclasses import dataclass, field
@@ -20,6 +20,7 @@ class StepPlan:
     scale: float = 1.0  # of rewards
     outliers: float = 0.0  # share of rewards that are 50 times as large
     inverted: bool = False
+    flipped: float = 0.0  # share of the rewards that are inverted
     forced: float | None = None  # this reward for ...
     forced_share: float = 0.0  # ... this share of the groups
     alone: float = 0.0  # share of the groups with one episode
@@ -32,6 +33,7 @@ class StepPlan:
     broken: dict[str, float] = field(default_factory=dict)  # by client: the share of its episodes with reward 0
     data_sets: dict[str, float] = field(default_factory=dict)
     parts: dict[str, float] = field(default_factory=dict)  # besides that for success: probabilities of full marks
+    tasks: int = 0  # so many tasks come again and again; 0: all that the recipe has
     tool_failures: float = 0.0
     truncated: float = 0.0
     evaluation: float = 0.0  # skill in evaluation, less that in training
@@ -80,6 +82,8 @@ class Recipe:
     evaluation: tuple[int, int] = (0, 0)  # every so many steps, so many episodes
     seconds: tuple[float, float] = (20.0, 15.0)  # to collect and to train a batch
     seconds_noise: float = 0.15
+    plateau: int = 0  # steps at the end, in which nothing is left to learn
+    alike: bool = False  # whether all right answers to a task are equal
 
     def plan(self, progress: float, chance: Random) -> StepPlan:
         """Return a healthy step after a part of what there is to learn, from 0 to 1."""
@@ -100,6 +104,8 @@ class Recipe:
             "kl_sampler_abs": noisy(
                 0.5 * self.kl_sampler**0.5, 0.1
             ),  # k3 is half of the square, mostly of a few tokens
+            "kl_sampler_first": noisy(self.kl_sampler, 0.7),
+            "kl_sampler_last": noisy(self.kl_sampler, 0.7),
             "importance_capped": noisy(0.01, 0.3) if self.staleness else 0.0,
             "staleness_mean": max(0.0, chance.gauss(self.staleness, 0.1)) if self.staleness else 0.0,
             "loss": chance.gauss(0.0, 0.03),
@@ -134,9 +140,13 @@ RECIPES = {
             kl_sampler=1e-9, evaluation=(5, 128), seconds=(4.5, 3.0), seconds_noise=0.35, difficulty=2.5,
         ),
         Recipe(
-            "letters", 16, 8, 49, {"lr": 5e-4}, rewards="partial", skill=(-4.0, -0.8), tokens=(14.0, 15.6),
-            tokens_noise=0.15, length_pays=0.4, entropy=(3.77, 2.6), entropy_noise=0.006, grad_norm=(0.5, 1.1),
-            grad_noise=0.1, clip_fraction=0.008, kl_sampler=1e-9, tasks=40, seconds=(0.4, 0.3), difficulty=0.7,
+            "spelling", 16, 8, 75, {**LORA, "lr": 1e-4}, rewards="partial", skill=(-4.0, 4.0), tokens=(14.0, 12.0),
+            tokens_noise=0.15, entropy=(3.5, 0.15), grad_norm=(0.6, 0.3), kl_sampler=1e-6, tasks=40, seconds=(4.0, 3.0),
+            difficulty=0.7, plateau=25, alike=True,
+        ),
+        Recipe(
+            "sums", 16, 8, 75, {"lr": 2e-6}, skill=(-2.0, 5.0), tokens=(500.0, 380.0), entropy=(0.6, 0.1),
+            grad_norm=(0.4, 0.2), difficulty=1.0, tasks=5000, evaluation=(5, 200), seconds=(60.0, 40.0), plateau=25,
         ),
         Recipe(
             "math", 16, 8, 60, {"lr": 1e-6}, tokens=(900.0, 1300.0), length_pays=-0.2, cut=0.04, tasks=2000,

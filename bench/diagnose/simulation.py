@@ -47,11 +47,12 @@ class Simulation:
 
     def play(self) -> RunSeries:
         for step in range(1, self.recipe.steps + 1):
-            plan = self.recipe.plan(min(1.2, max(0.0, self._progress)), self.chance)
+            most = 1.0 if self.recipe.plateau else 1.2
+            plan = self.recipe.plan(min(most, max(0.0, self._progress)), self.chance)
             if self._fault is not None and step >= self._onset:
                 self._fault(plan, step - self._onset, self._strength)
             self._play_step(step, plan)
-            self._progress += plan.pace / self.recipe.steps
+            self._progress += plan.pace / (self.recipe.steps - self.recipe.plateau)
         return self.series
 
     def _note(self, event: ev.AnyEvent) -> None:
@@ -101,6 +102,7 @@ class Simulation:
         """Draw the episodes of a task, each with its client."""
         recipe, chance = self.recipe, self.chance
         number = chance.randrange(recipe.tasks) if recipe.tasks else chance.getrandbits(40)
+        number = number % plan.tasks if plan.tasks else number
         difficulty = chance.gauss(0.0, recipe.difficulty)
         forced = plan.forced if chance.random() < plan.forced_share else None
         (data_set,) = chance.choices(list(plan.data_sets), list(plan.data_sets.values()))
@@ -124,7 +126,7 @@ class Simulation:
         success = chance.random() < 1 / (1 + exp(-odds))
         metrics: dict[str, float] = {}
         reward = self._reward(plan, odds, success, metrics) * plan.scale
-        if plan.inverted:
+        if plan.inverted or (plan.flipped and chance.random() < plan.flipped):
             reward = 1.0 - reward
         if chance.random() < plan.outliers:
             reward = 50.0 * (reward or 1.0)
@@ -233,6 +235,9 @@ class Simulation:
         tokens = [chance.randrange(100, VOCABULARY) for _ in range(length)]
         if length == ANSWER_TOKENS:
             tokens[: len(OPENING)] = OPENING
+        if self.recipe.alike and outcome.is_success:
+            right = Random(outcome.task)
+            tokens = [right.randrange(100, VOCABULARY) for _ in range(length)]
         if chance.random() < plan.constant:
             tokens = list(CONSTANT)
         elif outcome.is_success and chance.random() < plan.leaked:
