@@ -32,7 +32,7 @@ ONSET = 30  # of faults in what a client does: the model is right in half of its
 KEPT = (
     "entropy", "grad_norm", "clip_fraction", "importance_capped", "kl_sampler", "kl_sampler_first", "kl_sampler_last",
     "kl_sampler_abs", "staleness_mean", "loss", "lr", "episodes", "episodes_cut", "episodes_cut_by_request",
-    "episodes_stale", "updates_left_out",
+    "updates_left_out",
 )  # fmt: skip
 Spoil = Callable[["SpoiledLetters", GameModel, GameTask], Awaitable[Played]]
 

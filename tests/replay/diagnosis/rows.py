@@ -43,7 +43,9 @@ def row(step: int, **changes: Any) -> StepFigures:
     return StepFigures(step=step, seq=10 * step, trainer=trainer | metrics, **(figures | changes))
 
 
-OTHERS = {"groups_of_one", "repeated", "failed", "truncated", "aborted", "stale", "evaluated", "evaluated_known"}
+OTHERS = {
+    "groups_of_one", "repeated", "failed", "truncated", "aborted", "stale", "unusable", "evaluated", "evaluated_known",
+}  # fmt: skip
 
 
 def run_of(fault: dict[str, Any], before: dict[str, Any] | None = None) -> list[StepFigures]:

@@ -172,7 +172,7 @@ def test_a_finding_has_the_step_at_which_it_began_and_was_last_seen() -> None:
 
 NUMBERS = (0.0, 1.0, -1.0, 0.5, 1e-9, 3e8, 1e300, -1e300, inf, -inf, nan)
 TRAINER = ("entropy", "grad_norm", "clip_fraction", "kl_reference", "kl_sampler", "kl_sampler_first", "staleness_mean",
-           "lr", "episodes", "importance_capped", "episodes_cut", "episodes_stale", "updates_left_out")  # fmt: skip
+           "lr", "episodes", "importance_capped", "episodes_cut", "updates_left_out")  # fmt: skip
 METRICS = ("reward/a", "reward/b", "tool_calls", "tool_failures", "truncated", "x")
 
 
@@ -205,8 +205,9 @@ def any_step(chance: Random) -> StepFigures:
         successes=some(),
         clients=named("ab"), data_sets=named("ab"), metrics=named(METRICS), failed=count(),
         truncated=count(), ended=count(),
-        aborted=Counter({chance.choice(("", "sandbox", "client")): count()}), stale=count(), evaluated=some(),
-        evaluated_known=count(), median_s=number(), slowest_s=number(), collecting_s=number(), training_s=number(),
+        aborted=Counter({chance.choice(("", "sandbox", "client")): count()}), stale=count(), unusable=count(),
+        evaluated=some(), evaluated_known=count(), median_s=number(), slowest_s=number(), collecting_s=number(),
+        training_s=number(),
         trainer={name: number() for name in TRAINER if chance.random() < 0.7},
         answers=read if chance.random() < 0.7 else AnswerFigures(),
     )  # fmt: skip
@@ -235,6 +236,11 @@ def test_aborts_are_shown_with_the_words_of_their_kind_of_failure(reasons: Count
     steps = run_of({"aborted": reasons})
     (finding,) = (each for each in at_step(steps, STEPS, JOB) if each.kind == FaultKind.EPISODES_ABORTED)
     assert finding.figure == f"41% of the episodes were aborted, {words.replace('80', '400').replace('90', '450')}"
+
+
+@pytest.mark.parametrize(("unusable", "is_found"), [(60, True), (6, False)])
+def test_episodes_of_a_batch_that_cannot_be_trained_count_as_lost(unusable: int, is_found: bool) -> None:
+    assert (FaultKind.EPISODES_ABORTED in kinds_of(run_of({"unusable": unusable}))) == is_found
 
 
 @pytest.mark.parametrize(("norm", "is_found"), [(9.0, True), (1.2, False)])

@@ -3,12 +3,14 @@
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 
 from bombus.config.job import RunConfig
 from bombus.hive import events as ev
 from bombus.hive.events import AbortReason, DropReason, EpisodeType
 from bombus.hive.failures import FailureKind
+from bombus.hive.fates import Fate, StepTokens
 from bombus.hive.records import CallRef
 from bombus.replay.diagnosis import steps as series_module
 from bombus.replay.diagnosis.answers import PHRASE_TOKENS, SampledAnswer, figures_of
@@ -79,7 +81,10 @@ def one_step() -> RunSeries:
         ev.EpisodeAborted(engine="main", run=1, episodes=("lost",), reason=AbortReason.INFRA),
         ev.GroupDropped(engine="main", run=1, reason=DropReason.STALE, tasks=("t",), episodes=("old", "older")),
         batch(1, ("t1", {"a": 1.0, "b": 0.0}), ("t2", {"c": 0.25, "d": 0.25})),
-        completed(1, entropy=0.5),
+        msgspec.structs.replace(
+            completed(1, entropy=0.5),
+            tokens=StepTokens(left_out={"c": Fate.DROPPED_STALE, "d": Fate.DROPPED_UNREADABLE}),
+        ),
         ev.EpisodeEnded(engine="main", run=1, client="y", type=EpisodeType.EVAL, version=1, outcomes=held_out),
         batch(2, ("t3", {"unknown": 1.0})),
         completed(2),
@@ -91,7 +96,7 @@ def test_a_step_has_the_figures_of_its_batch_and_of_what_ended_before_it() -> No
     assert (first.step, first.seq, first.groups, first.silent.count, first.groups_of_one) == (1, 9, 2, 1, 0)
     assert (first.rewards.count, first.rewards.mean, first.lowest, first.highest) == (4, 0.375, 0.0, 1.0)
     assert first.silent.mean == 0.25
-    assert (first.ended, first.aborted, first.stale) == (4, {"environment": 1}, 2)
+    assert (first.ended, first.aborted, first.stale, first.unusable) == (4, {"environment": 1}, 3, 1)
     assert (first.tokens.total, first.failed) == (45, 1)
     assert {name: (each.count, each.mean) for name, each in first.clients.items()} == {"x": (1, 0.5), "y": (1, 0.25)}
     assert set(first.data_sets) == {"", "set"}

@@ -59,11 +59,6 @@ def _cut(row: StepFigures) -> tuple[float, float]:
     return row.trainer.get("episodes_cut", 0), row.trainer.get("episodes", 0)
 
 
-def _left_out(row: StepFigures) -> tuple[float, float]:
-    unusable = row.trainer.get("episodes_left_out", 0) - row.trainer.get("episodes_stale", 0)
-    return max(0.0, unusable), row.trainer.get("episodes", 0)
-
-
 def _constant(row: StepFigures) -> tuple[float, float]:
     return (row.answers.constant, row.answers.tasks) if row.answers.tasks > 1 else (0, 0)
 
@@ -81,7 +76,7 @@ SHARES = (
     ShareRule(FaultKind.FAILURES_REWARDED, lambda row: (row.failed, row.tokens.count), 0.02,  # usually lower
         "{share:.0%} of the episodes made no call, or their agent failed, and were ended with a reward",
         "abort such episodes (abort_episode, or raise InfraError) instead of ending them with a reward"),
-    ShareRule(FaultKind.EPISODES_ABORTED, _left_out, 0.1,
+    ShareRule(FaultKind.EPISODES_ABORTED, lambda row: (row.unusable, row.tokens.count), 0.1,
         "{share:.0%} of the episodes of batches have calls that cannot be read or trained, and were left out",
         "read the trainer's log; a logprob that is not finite, or calls that do not fit together, are such reasons"),
     ShareRule(FaultKind.TOOLS_FAIL, _tools, 0.2,

@@ -70,6 +70,7 @@ class StepFigures(msgspec.Struct, kw_only=True):
     ended: int = 0
     aborted: Counter[str] = msgspec.field(default_factory=Counter)  # keyed by kind of failure, "" if none is reported
     stale: int = 0  # episodes dropped as too old
+    unusable: int = 0  # episodes of the batch whose calls could not be read or trained
     evaluated: Spread = msgspec.field(default_factory=Spread)
     evaluated_known: int = 0  # evaluated episodes whose task was trained on
     median_s: float = 0.0  # median time of the batch's episodes, from claim to end
@@ -177,7 +178,8 @@ class RunSeries:
             row.training_s = seconds_between(self._sealed_ns, event.at_ns)
         row.trainer = {name: value for name, value in event.metrics.items() if isfinite(value)}
         left_out = {} if event.tokens is None else event.tokens.left_out
-        row.stale += sum(fate == Fate.DROPPED_STALE for fate in left_out.values())
+        stale = sum(fate == Fate.DROPPED_STALE for fate in left_out.values())
+        row.stale, row.unusable = row.stale + stale, len(left_out) - stale
         if not row.groups:
             _add_groups_of_trainer(row)
         self.steps.append(row)
