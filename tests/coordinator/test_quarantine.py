@@ -259,6 +259,30 @@ def test_a_replica_that_has_just_joined_has_time_to_load() -> None:
     assert late.replica == "late"
 
 
+def test_the_canary_of_a_version_and_what_replicas_found_of_it_are_on_the_log() -> None:
+    harness = rolling(replicas=1)
+    for reward in (0.0, 1.0):
+        harness.play("t", reward)
+    harness.step_done(1)
+    canary = ev.Canary(logprobs=(-1.0, -2.0), dtype="float32", bits="ab")
+    saved = inbox.WeightsSaved(
+        id=harness.id(), engine=ENGINE, run=harness.engine.run, step=1, trainer_epoch=harness.engine.trainer_epoch,
+        weights=ev.Weights(where="/weights/1"), canary=canary,
+    )  # fmt: skip
+    harness.send(saved)
+    assert harness.engine.weights is not None
+    assert harness.engine.weights.canary == canary
+    cannot_load(harness, "r1", why="its weights are not those of version 1 at the trainer")
+    assert list(quarantined(harness.engine)) == ["r1"]
+    check = ev.CanaryCheck(difference=1e-6, limit=1e-4)
+    loaded = inbox.ReplicaAlive(
+        id=harness.id(), engine=ENGINE, replica="r1", url="http://r1", run=harness.engine.run, version=1, canary=check
+    )
+    (event,) = [each for each in harness.send(loaded) if isinstance(each, ev.WeightsLoaded)]
+    assert event.canary == harness.engine.replicas["r1"].canary == check
+    assert not quarantined(harness.engine)
+
+
 # ---- none is left ---------------------------------------------------------------------------------------------
 
 

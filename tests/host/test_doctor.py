@@ -121,8 +121,8 @@ def test_an_environment_that_is_unfinished_or_made_differently_is_missing(tmp_pa
 # ---- the bus ------------------------------------------------------------------------------------------------------
 
 
-def streams_of(folder: Path, nats: str = "", **streams: Any) -> list[Finding]:
-    tree = {"engines": {"main": {}}, "nats": nats, "data_dir": str(folder), "streams": streams}
+def streams_of(folder: Path, nats: str = "", hive: str = "main", **streams: Any) -> list[Finding]:
+    tree = {"engines": {"main": {}}, "hive": hive, "nats": nats, "data_dir": str(folder), "streams": streams}
     return list(examine_streams(read_cluster(tree, folder)[0]))
 
 

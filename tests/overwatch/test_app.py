@@ -219,6 +219,20 @@ async def test_quarantined_replicas_are_named_with_their_reasons() -> None:
         assert text(app, Notice) == "! replica-a is quarantined: it cannot load version 0: no weights at /v0 [2J"
 
 
+async def test_a_replica_is_shown_with_how_far_it_is_from_its_trainer() -> None:
+    story = rolling(1)
+    app = app_of(story)
+    async with app.run_test(size=WIDE) as pilot:
+        check = ev.CanaryCheck(difference=2e-6, limit=1e-4)
+        app.take(
+            len(story.events) + 1, ev.WeightsLoaded(**story.at, run=1, version=1, replica="replica-a", canary=check)
+        )
+        async with asyncio.timeout(PATIENCE_S):
+            while "2e-06" not in text(app, ReplicasPanel):
+                await pilot.pause(0.02)
+        assert "replica-a serves version 1, 2.0e-06 nats from the trainer" in text(app, TailPanel)
+
+
 async def test_a_suspended_run_says_so_beside_its_phase_and_why_in_full() -> None:
     story = rolling(1)
     story.tell(ev.EngineSuspended(**story.at, run=1, reason="CUDA out of memory"))

@@ -12,7 +12,7 @@ from bombus.bus import Bus
 from bombus.bus.follow import Follower
 from bombus.config.job import RunConfig
 from bombus.errors import BusUnavailable, Code, EngineFault, Refused
-from bombus.hive.events import ReplicaQuarantined, WeightsReady
+from bombus.hive.events import CanaryCheck, ReplicaQuarantined, WeightsReady
 from bombus.hive.generation import replica_key
 from bombus.hive.inbox import LoadBroke, ReplicaAlive, ReplicaLeaves, StageReached, WeightsLoadedFact
 from bombus.hive.state import EngineState, Phase
@@ -22,6 +22,7 @@ from bombus.machine.host_names import OwnHostsOnly, host_of
 from bombus.machine.http_limits import HttpLimits
 from bombus.machine.http_server import http_server
 from bombus.machine.process import listen
+from bombus.weights.canary import CanaryFailed, Expected
 from bombus_inference.backends.protocol import Deliver, InferenceBackend, Policy
 from bombus_inference.fetching import Fetcher
 from bombus_inference.server import App, GatewaysOnly
@@ -65,6 +66,7 @@ class ReplicaService:
         self._alives = 0
         self._loads = 0
         self._losses = 0
+        self._canary: CanaryCheck | None = None  # of the version that is served
         self._warned_run = 0  # the run whose length limit has been warned about
         # Makes our message ids unique: otherwise a replica with a fixed name would send the id "alive, 1" after every
         # start.
@@ -157,11 +159,14 @@ class ReplicaService:
                 return
             except EngineFault as fault:
                 failures += 1
-                if self.app.backend.lost.is_set() or (served and self.app.backend.version < 0):
+                # A replica that computes wrongly stays in the hive, to be quarantined, and gets no calls all the same.
+                emptied = served and self.app.backend.version < 0 and not isinstance(fault, CanaryFailed)
+                if self.app.backend.lost.is_set() or emptied:
                     self.app.backend.lost.clear()
                     await self._leave_without_weights()
                 log.warning("version %d, attempt %d: %s", ready.version, failures, fault, extra={"run": ready.run})
-                if failures >= LOAD_ATTEMPTS and (self._quarantine is None or not reports):
+                computes_wrongly = isinstance(fault, CanaryFailed)
+                if computes_wrongly or (failures >= LOAD_ATTEMPTS and (self._quarantine is None or not reports)):
                     reports += 1
                     await self._report_broken(ready, str(fault), reports)
             if await self._is_released(ready, self._retry_s(failures)):
@@ -227,9 +232,11 @@ class ReplicaService:
         limit, dtype = job.rollout.max_model_len, job.model.dtype
         beside = self._engine.serves_operations
         policy = Policy(
-            fetched.folder, run, version, limit, fetched.delta, fetched.base, fetched.adapter, dtype, beside=beside
+            *(fetched.folder, run, version, limit, fetched.delta, fetched.base, fetched.adapter, dtype),
+            beside=beside,
+            expected=self._expected(ready),
         )
-        await self.app.backend.load(policy, self._report_stage)
+        self._canary = await self.app.backend.load(policy, self._report_stage)
         seconds = round(loop.time() - started, 3)
         log.info("serving version %d after %.3f s", version, seconds, extra={"run": run, "version": version})
         self._loads += 1  # a version reloaded after a loss needs its own message id
@@ -241,8 +248,17 @@ class ReplicaService:
             replica=self.name,
             sequence_tokens=self.app.backend.sequence_tokens,
             constrains=self.app.backend.constrains,
+            canary=self._canary,
         )
         await self._bus.inbox.send_when_back(loaded)
+
+    def _expected(self, ready: WeightsReady) -> Expected | None:
+        """Return what the version must compute, None if its trainer does not say."""
+        if ready.canary is None:
+            return None
+        before = self._engine.weights_before
+        follows = before is not None and before.run == ready.run and before.version < ready.version
+        return Expected(ready.version, ready.canary, before.canary if before is not None and follows else None)
 
     def _job(self, run: int) -> RunConfig:
         """Return the engine's job. Warn, once per run, if our length limit is below the job's."""
@@ -280,6 +296,7 @@ class ReplicaService:
                 capacity=self._settings.compute.max_running,
                 sequence_tokens=self.app.backend.sequence_tokens,
                 constrains=self.app.backend.constrains,
+                canary=self._canary,
             )
             try:
                 await self._bus.inbox.send(alive, timeout_s=self._settings.alive_every_s)

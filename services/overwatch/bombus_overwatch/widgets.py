@@ -365,7 +365,11 @@ class ReplicasPanel(Panel):
         for replica in replicas[: room if len(replicas) <= room else room - 1]:
             mark, colour = _health(replica)
             version = f"v{replica.version}" if replica.version >= 0 else "empty"
-            row = Text(f"{mark} ", colour).append(fit(one_line(replica.replica), width - 10), pal.TEXT)
+            apart = f"{replica.canary.difference:.0e}" if replica.canary else "unchecked" if replica.unchecked else ""
+            room_of_name = width - 10 - (len(apart) + 1 if apart else 0)
+            row = Text(f"{mark} ", colour).append(fit(one_line(replica.replica), room_of_name), pal.TEXT)
+            if apart:
+                row.append(f" {apart}", pal.QUIET)
             rows.append(row.append(fit(version, 8, right=True), f"bold {colour}"))
         if len(replicas) > room:
             rows.append(Text(f"and {len(replicas) - room + 1} more", pal.QUIET))

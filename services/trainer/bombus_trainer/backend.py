@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from bombus.config.job import RunConfig
 from bombus.errors import EngineFault
+from bombus.hive.events import Canary
 from bombus.hive.fates import StepTokens
 from bombus.operations import Operation, Result
 from bombus.weights.checkpoints import Checkpoint
@@ -77,6 +78,10 @@ class TrainerBackend(Protocol):
         ...
 
     def outline(self, part: ModelPart = ModelPart.MODEL) -> Outline: ...
+
+    def canary(self, part: ModelPart = ModelPart.MODEL) -> Canary | None:
+        """Return the canary of the current weights as they are published, with `part`. None: it is not computed."""
+        ...
 
     def read_weights(self, use: Callable[[Tensors], T], part: ModelPart = ModelPart.MODEL) -> T:
         """Pass the current weights to `use` as whole tensors, each computed only when `use` reaches it.

@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import Store
 
 from bombus.config.job import RunConfig
 from bombus.errors import BombusError
+from bombus.hive.events import Canary
 from bombus.hive.fates import StepTokens
 from bombus.operations import Operation, Result
 from bombus.weights.checkpoints import Checkpoint
@@ -170,6 +171,9 @@ class _LeaderBackend:
 
     def outline(self, part: ModelPart = ModelPart.MODEL) -> Outline:
         return self._ours.outline(part)
+
+    def canary(self, part: ModelPart = ModelPart.MODEL) -> Canary | None:
+        return self._ours.canary(part)
 
     def read_weights(self, use: Callable[[Tensors], T], part: ModelPart = ModelPart.MODEL) -> T:
         return self._leader.run(("gather_weights", (part,)), lambda: self._ours.read_weights(use, part))

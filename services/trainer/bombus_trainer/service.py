@@ -36,7 +36,7 @@ from bombus_trainer.operations.serving.server import OperationServer
 from bombus_trainer.options import TrainerOptions
 from bombus_trainer.ownership import RunOver, RunOwnership
 from bombus_trainer.publish.directories import remove_others
-from bombus_trainer.publish.export import digest_like
+from bombus_trainer.publish.export import ModelPart, digest_like
 from bombus_trainer.publish.step_checkpoint import StepFacts
 from bombus_trainer.recovery.faults import lacks_room
 from bombus_trainer.recovery.progress import STALLS, Kind, advanced, in_thread, watch_here
@@ -253,6 +253,8 @@ class Trainer:
     async def _publish_weights(self, executor: TrainerBackend, version: int, versions: Versions) -> None:
         ownership = self._ownership
         weights = await versions.publish(executor, version, self._tokenizer, ownership.engine.weights)
+        part = ModelPart.MODEL if weights.adapter_of is None else ModelPart.ADAPTER
+        canary = await in_thread(Kind.WEIGHTS, f"the canary of version {version}", partial(executor.canary, part))
         saved = WeightsSaved(
             id=ownership.id(f"weights-{version}"),
             engine=self._options.engine,
@@ -260,6 +262,7 @@ class Trainer:
             step=version,
             trainer_epoch=ownership.epoch,
             weights=weights,
+            canary=canary,
         )
         await ownership.say(saved, lambda engine: engine.version >= version, Point.TRAINER_WEIGHTS_SAID)
         reached(Point.TRAINER_WEIGHTS_SEEN)

@@ -137,6 +137,18 @@ class Follower:
             await future
 
 
+async def fold(bus: Bus) -> Hive:
+    """Return the present state of a hive. Raises `TimeoutError`."""
+    follower = Follower(bus)
+    following = asyncio.create_task(follower.run())
+    try:
+        await follower.caught_up()
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+    return follower.hive
+
+
 def read_event(stored: Stored) -> AnyEvent:
     """Decode the event of a message. Raises `NewerEvent` if it is intact but this version does not know it.
 

@@ -5,8 +5,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from bombus.bus import Bus
+from bombus.bus.follow import fold
 from bombus.cli import add_hive_arguments, hint_at_bus
-from bombus.commands.status import fold
 from bombus.config.flags import name_of
 from bombus.errors import BombusError, Code, Refused
 from bombus.hive.state import EngineState

@@ -8,7 +8,7 @@ import time
 import msgspec
 
 from bombus.bus import Bus, StreamState
-from bombus.bus.follow import Follower
+from bombus.bus.follow import fold
 from bombus.bus.streams import stream_text
 from bombus.cli import add_hive_arguments, hint_at_bus
 from bombus.environments.serving.announcing import ShownServer, shown_servers
@@ -71,15 +71,3 @@ async def _ask(bus: Bus, engine: EngineState) -> str:
     except BusUnavailable:
         return f"trainer {engine.trainer} does not answer"
     return answer.doing if isinstance(answer, Done) else ""
-
-
-async def fold(bus: Bus) -> Hive:
-    """Return the current state of a hive. Raises `TimeoutError`."""
-    follower = Follower(bus)
-    following = asyncio.create_task(follower.run())
-    try:
-        await follower.caught_up()
-    finally:
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
-    return follower.hive

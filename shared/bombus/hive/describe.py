@@ -134,6 +134,11 @@ def _weights_ready(event: ev.WeightsReady) -> str:
     return f"version {event.version} is ready, {byte_size(weights.bytes)}{changed}"
 
 
+def _weights_loaded(event: ev.WeightsLoaded) -> str:
+    apart = "" if event.canary is None else f", {event.canary.difference:.1e} nats from the trainer"
+    return f"{event.replica} serves version {event.version}{apart}"
+
+
 def why_quarantined(event: ev.ReplicaQuarantined) -> str:
     what = "its answers are wrong at" if event.answers else "it cannot load"
     return f"{what} version {event.version}: {event.reason}"
@@ -271,7 +276,7 @@ _training(
     trouble=True,
 )
 _weights(ev.WeightsReady, _weights_ready)
-_weights(ev.WeightsLoaded, lambda event: f"{event.replica} serves version {event.version}")
+_weights(ev.WeightsLoaded, _weights_loaded)
 _weights(ev.ReplicaJoined, lambda event: f"replica {event.replica} joined at {event.url}, room for {event.capacity}")
 _weights(
     ev.ReplicaQuarantined,

@@ -140,6 +140,9 @@ class Replica(msgspec.Struct, kw_only=True):
     sequence_tokens: int = 0  # the longest sequence that it serves, 0 if it does not say
     constrains: bool = False  # whether it supports structured output
     quarantined: ev.ReplicaQuarantined | None = None  # why it gets no calls, and the run does not wait for it
+    canary: ev.CanaryCheck | None = None  # of the version that it serves
+    canary_worst: ev.CanaryCheck | None = None  # the largest difference of a run, and its version
+    canary_worst_version: int = -1
 
 
 class RewardStats(msgspec.Struct):

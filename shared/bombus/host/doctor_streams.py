@@ -22,6 +22,9 @@ from bombus.config.streams import (
 )
 from bombus.errors import BombusError, Code, Refused
 from bombus.figures import byte_size
+from bombus.hive.state import Hive
+from bombus.hive.status.data import engine_status
+from bombus.hive.status.text import canary_text
 from bombus.host.doctor import Finding, State, check
 
 if TYPE_CHECKING:
@@ -42,8 +45,10 @@ class ServerInfo(msgspec.Struct, frozen=True):
 
 
 def examine_streams(cluster: Cluster) -> Iterator[Finding]:
-    """Check the NATS servers that the hive uses or that run here, and its streams, or the planned streams if it has
-    none yet."""
+    """Check the NATS servers that the hive uses or that run here, and its streams; without any, the planned streams.
+
+    Of replicas that are in the hive, say how far they are from what the trainer computes.
+    """
     url_file = Path(cluster.data_dir) / URL_FILE.name
     urls = cluster.nats or (url_file.read_text().strip() if url_file.is_file() else "")
     if not urls:
@@ -55,22 +60,35 @@ def examine_streams(cluster: Cluster) -> Iterator[Finding]:
         return
     try:
         from bombus.bus import Bus
+        from bombus.bus.follow import fold
     except ModuleNotFoundError:
         yield check("streams", False, "not checked: nats-py is not installed", "pip install 'bombus[bus]'", False)
         return
 
-    async def states() -> "dict[str, StreamState]":
+    async def states() -> "tuple[dict[str, StreamState], Hive]":
         async with await Bus.connect(urls, cluster.hive, name="doctor", timeout_s=CONNECT_S) as bus:
-            return await bus.limited_states()
+            return await bus.limited_states(), await fold(bus)
 
     try:
-        found = asyncio.run(states())
-    except BombusError as error:
+        found, hive = asyncio.run(states())
+    except (BombusError, TimeoutError) as error:
         detail = f"hive {cluster.hive} has none yet: {error}"
         yield check("streams", False, detail, "`bombus up` or `bombus coordinator` creates them", False)
         return
     for name, state in found.items():
         yield _stream(name, state, cluster.streams)
+    yield from _replicas(hive)
+
+
+def _replicas(hive: Hive) -> Iterator[Finding]:
+    """Yield how far each replica's logprobs of the canary are from the trainer's, and which are quarantined."""
+    for engine in hive.engines.values():
+        for replica in engine_status(engine, 0).replicas:
+            what, canary = f"engine {engine.name}: {replica.replica}", canary_text(replica)
+            if replica.quarantined:
+                yield check(what, False, f"quarantined: {replica.quarantined}", "see `bombus why`", needed=False)
+            elif canary:
+                yield check(what, True, f"canary of version {replica.version}: {canary}")
 
 
 def _server(url: str) -> Finding:

@@ -92,6 +92,15 @@ class ExternalServer:
                 choice.top = [tuple(zip(*reversed([one.tolist() for one in row.topk(2)]))) for row in rows]
         return choices
 
+    def _scores(self, prompt: list[int]) -> list[float]:
+        """Return the logprobs of all tokens of a prompt but the first."""
+        sampling = SamplingParams(max_tokens=0)
+        prompted = Generate(
+            id="s", engine="main", run=1, prompt=pack_tokens(prompt), sampling=sampling, prompt_logprobs=True
+        )
+        self.engine.add(2, prompted)
+        return finish(self.engine)[2].prompt_logprobs[1:]
+
     def _load(self, folder: str) -> None:
         self.engine.swap_weights(read_state(Path(folder), SETTINGS), self.engine.version + 1, 1)
 
@@ -122,6 +131,14 @@ class ExternalCompletions(ExternalServer):
     async def _complete(self, body: dict[str, Any], send: Send) -> None:
         if "prompts" in self.lacks:
             await answer(send, 400, {"error": {"message": "prompt must be a string"}})
+            return
+        if "prompt_logprobs" in body and "scores" not in self.lacks:
+            pairs = zip(body["prompt"][1:], self._scores(body["prompt"]))
+            rows = [None, *({str(token): {"logprob": logprob, "rank": 1}} for token, logprob in pairs)]
+            await answer(send, 200, {"choices": [{"index": 0, "text": "", "prompt_logprobs": rows}]})
+            return
+        if "prompt_logprobs" in body:
+            await answer(send, 400, {"error": {"message": "prompt_logprobs is not supported"}})
             return
         sampling = SamplingParams(
             max_tokens=body["max_tokens"],
@@ -181,6 +198,13 @@ class ExternalSglang(ExternalServer):
 
     async def _generate(self, body: dict[str, Any], send: Send) -> None:
         wanted = body["sampling_params"]
+        if "logprob_start_len" in body:
+            prompt = body["input_ids"]
+            rows = [[None, prompt[0], None]]
+            if "scores" not in self.lacks:
+                rows += [[logprob, token, None] for token, logprob in zip(prompt[1:], self._scores(prompt))]
+            await answer(send, 200, {"text": "", "meta_info": {"input_token_logprobs": rows}})
+            return
         sampling = SamplingParams(
             max_tokens=wanted["max_new_tokens"],
             temperature=wanted["temperature"],

@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
+from bombus.architectures.canary import canary_logprobs
 from bombus.errors import Code, EngineFault
+from bombus.hive.events import Canary
+from bombus.weights.canary import CanaryFailed, Expected
 from bombus.weights.models import build_tiny, load_model
 from bombus_inference.backends.openai.backend import OpenAIBackend
 from bombus_inference.backends.openai.wire import completions_body, sglang_body
@@ -104,6 +107,27 @@ async def test_a_shorter_context_than_the_jobs_is_warned_about_once_per_run(
     assert [message.partition(":")[0] for message in warnings] == [
         f"sequences end at 200 tokens, not at the job's {CONTEXT}"
     ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_server_whose_weights_are_not_those_of_the_version_serves_nothing(
+    kind: type[ExternalServer], folders: list[Path]
+) -> None:
+    canary = Canary(logprobs=canary_logprobs(load_model(folders[0])), dtype="float32")
+    worse = tuple(each - 9.0 for each in canary.logprobs)
+    async with backend_of(kind(folders[0])) as (backend, client):
+        policy = Policy(folders[0], 1, 0, CONTEXT, expected=Expected(0, canary))
+        check = await backend.load(policy, ignore_stage)
+        assert check is not None
+        assert check.difference < 1e-4
+        wrong = Expected(1, Canary(logprobs=worse, dtype="float32"))
+        with pytest.raises(CanaryFailed, match="version 1 at the trainer"):
+            await backend.load(Policy(folders[0], 1, 1, CONTEXT, expected=wrong), ignore_stage)
+        assert backend.version == -1
+        assert (await client.refused(backend, request([5]))).retry
+    async with backend_of(kind(folders[0], lacks=frozenset({"scores"}))) as (backend, client):
+        assert await backend.load(policy, ignore_stage) is None, "it gives no scores, so it is not checked"
+        assert backend.version == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

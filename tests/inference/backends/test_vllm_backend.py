@@ -16,15 +16,16 @@ import psutil
 import pytest
 
 from bombus.errors import Code, EngineFault, Refused
-from bombus.hive.events import EngineStopped
+from bombus.hive.events import Canary, EngineStopped
 from bombus.hive.inbox import ReplicaAlive, ReplicaLeaves, StageReached, WeightsLoadedFact
 from bombus.hive.records import pack_tokens
+from bombus.weights.canary import CanaryFailed, Expected, canary_sequences
 from bombus_inference.backends.protocol import Policy
 from bombus_inference.backends.vllm.backend import VllmBackend
 from bombus_inference.settings import ComputeSettings, VllmSettings
 from tests.inference.backends.http_backends import BackendClient, ignore_stage
 from tests.inference.backends.small_adapters import address_of, random_adapter, write_adapter
-from tests.inference.backends.small_engines import llama, request
+from tests.inference.backends.small_engines import VOCABULARY, llama, request
 from tests.inference.test_choice import replica
 from tests.inference.test_service import FakeCoordinator, ask, coordinator, ready, started, weights
 from tests.patience import PATIENCE_S
@@ -100,6 +101,29 @@ async def test_an_answer_that_is_open_during_a_change_of_weights_has_two_spans(s
         assert made.versions == [0] * 6 + [1] * 6
     assert await stage.serves(1)
     assert stage.backend.pid == pid
+
+
+async def test_weights_that_compute_something_else_end_the_child_before_a_token_of_theirs_has_left(
+    stage: Stage,
+) -> None:
+    scores = tuple(-float(token) for line in canary_sequences(VOCABULARY) for token in line[1:])
+    good, bad = (Canary(logprobs=each, dtype="float32") for each in (scores, tuple(one - 2.0 for one in scores)))
+    check = await stage.backend.load(replace(stage.policy(1), expected=Expected(1, good)), ignore_stage)
+    assert check is not None
+    assert (check.difference, check.way) == (0.0, "as served in float32")
+    assert await stage.serves(1)
+    ticket = stage.client.add(stage.backend, request([7], stream=True))
+    await stage.client.until(lambda: stage.client.sampled(ticket) == 6)
+    with pytest.raises(CanaryFailed, match="version 2 at the trainer"):
+        await stage.backend.load(replace(stage.policy(2), expected=Expected(2, bad)), ignore_stage)
+    ended = await stage.client.finished(ticket)
+    assert ended.fault is not None
+    assert ended.fault.retry
+    assert ended.choices[0].versions == [1] * 6
+    assert (stage.backend.version, stage.backend.pid) == (-1, None)
+    with pytest.raises(CanaryFailed):
+        await stage.backend.load(replace(stage.policy(2), expected=Expected(2, bad)), ignore_stage)
+    assert (stage.backend.version, stage.backend.pid) == (-1, None), "a child that has just started is ended too"
 
 
 async def test_a_prompt_is_scored_by_one_version_or_the_call_is_tried_elsewhere(stage: Stage) -> None:

@@ -40,6 +40,7 @@ def replica_alive(engine: EngineState, live: Live, message: ReplicaAlive) -> Dec
                 replica=message.replica,
                 sequence_tokens=message.sequence_tokens,
                 constrains=message.constrains,
+                canary=message.canary,
             ),
         )
 
@@ -87,6 +88,7 @@ def weights_loaded(engine: EngineState, live: Live, message: WeightsLoadedFact) 
                     replica=message.replica,
                     sequence_tokens=message.sequence_tokens,
                     constrains=message.constrains,
+                    canary=message.canary,
                 ),
             )
         )

@@ -221,6 +221,7 @@ def weights_saved(engine: EngineState, live: Live, message: WeightsSaved) -> Dec
                 run=engine.run,
                 version=message.step,
                 weights=message.weights,
+                canary=message.canary,
             ),
         )
     )

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Protocol
 
 from bombus.errors import Code, Refused
+from bombus.hive.events import CanaryCheck
 from bombus.hive.generation import Fault, Generate, encode_frame
+from bombus.weights.canary import Expected
 from bombus_inference.model_files import read_config
 from bombus_inference.settings import ComputeSettings
 
@@ -49,10 +51,10 @@ class AdapterUse:
 class Policy:
     """One version of a run's policy, with its checked weights in `folder`.
 
-    `max_model_len` (tokens) and `dtype` come from the job. If the version was published as a delta, `delta` is the file
-    that turns version `base` into it. With an `adapter`, a folder in peft's layout, the policy is that adapter on top
-    of the model in `folder`; only backends that load adapters are given one. `beside` is true in an operations run,
-    where requests may name other adapters beside the policy and the policy does not change.
+    `max_model_len` (tokens) and `dtype` are the job's. `delta` is the file that turns version `base` into this one, if
+    it was published as a delta. With an `adapter`, a folder in peft's layout, the policy is that adapter on top of the
+    model in `folder`; only backends that load adapters are given one. `beside` says that requests may name other
+    adapters beside the policy, which does not change: an operations run. `expected` is what the policy must compute.
     """
 
     folder: Path
@@ -64,6 +66,7 @@ class Policy:
     adapter: Path | None = None
     dtype: str = "auto"
     beside: bool = False
+    expected: Expected | None = None
 
 
 def with_precision(settings: ComputeSettings, policy: Policy) -> ComputeSettings:
@@ -120,11 +123,12 @@ class InferenceBackend(Protocol):
     def abort(self, ticket: int) -> None:
         """Forget a request. Does nothing if it has ended or was never added."""
 
-    async def load(self, policy: Policy, report_stage: ReportStage) -> None:
-        """Serve this policy. Within a run, weights change in place while requests run; a new run starts from scratch.
+    async def load(self, policy: Policy, report_stage: ReportStage) -> CanaryCheck | None:
+        """Serve this policy, once it has been compared with what is `expected` of it. Return None if it could not be.
 
+        Within a run weights change in place while requests run; another run starts from scratch.
         A slow load calls `report_stage` with each of its stages. Raises `EngineFault`; never serves weights under a
-        wrong version.
+        wrong version. After `CanaryFailed` nothing is served.
         """
 
     async def unload(self) -> None:

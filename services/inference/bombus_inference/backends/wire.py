@@ -60,3 +60,9 @@ class ServerAnswer(Struct):
     def cached_prompt_tokens(self) -> int:
         details = self.usage.prompt_tokens_details if self.usage is not None else None
         return (details.cached_tokens or 0) if details is not None else 0
+
+
+class ScoredToken(Struct):
+    """A token of a prompt, as vLLM scores it."""
+
+    logprob: float

@@ -229,17 +229,44 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.where.removeprefix(OBJECTS) if self.where.startswith(OBJECTS) else ""
 
 
+class Canary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a trainer computes with a version: the logprobs of the sequences in `bombus.weights.canary`, in float64.
+
+    `dtype` is the precision in which the model was published, and `bits` a sum of the bits of all its weights, "" for
+    an adapter. `effect` is the root mean square of what an adapter changes in these logprobs.
+    """
+
+    logprobs: tuple[float, ...]
+    dtype: str
+    bits: str = ""
+    effect: float = 0.0
+
+
+class CanaryCheck(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How far a replica's logprobs of the canary are from the trainer's, in nats, and what its rounding explains.
+
+    Of the sequences, three are at least `difference` apart. `way` says how they were computed.
+    """
+
+    difference: float
+    limit: float
+    way: str = ""
+
+
 class WeightsReady(Event, frozen=True, kw_only=True, omit_defaults=True, tag="weights.ready"):
+    """A policy version can be loaded. `canary` is None if its trainer computes none."""
+
     run: int
     version: int
     weights: Weights
+    canary: Canary | None = None
 
 
 class WeightsLoaded(Event, frozen=True, kw_only=True, omit_defaults=True, tag="weights.loaded"):
     """A replica has loaded a policy version.
 
-    `sequence_tokens` is the longest sequence that it serves, 0 if it does not say. `constrains` says whether it
-    supports structured output.
+    `sequence_tokens` is the longest sequence that it serves, 0 if it does not say, and `constrains` whether it supports
+    structured output. `canary` is None if it was not compared with the trainer.
     """
 
     run: int
@@ -247,6 +274,7 @@ class WeightsLoaded(Event, frozen=True, kw_only=True, omit_defaults=True, tag="w
     replica: str
     sequence_tokens: int = 0
     constrains: bool = False
+    canary: CanaryCheck | None = None
 
 
 class ReplicaJoined(Event, frozen=True, kw_only=True, omit_defaults=True, tag="replica.joined"):

@@ -1,6 +1,15 @@
 """Facts: messages in which services report something. They get no answer, unless noted otherwise."""
 
-from bombus.hive.events import ConversationFormat, ModelShape, MovedBody, NotedCall, SavedWeights, Weights
+from bombus.hive.events import (
+    Canary,
+    CanaryCheck,
+    ConversationFormat,
+    ModelShape,
+    MovedBody,
+    NotedCall,
+    SavedWeights,
+    Weights,
+)
 from bombus.hive.fates import StepTokens
 from bombus.hive.inbox.common import Message
 from bombus.hive.records import BodyRef
@@ -60,8 +69,8 @@ class ModelReadFact(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
 class ReplicaAlive(Message, frozen=True, kw_only=True, omit_defaults=True, tag="replica.alive"):
     """A replica's heartbeat, once a second: it serves `version` of `run`, or no weights if that is -1.
 
-    `sequence_tokens` is the longest sequence that it serves, 0 if it does not say. `constrains` says whether it
-    supports structured output.
+    `sequence_tokens` is the longest sequence that it serves, 0 if it does not say, and `constrains` whether it supports
+    structured output. `canary` is None if it was not compared with the trainer.
     """
 
     replica: str
@@ -71,6 +80,7 @@ class ReplicaAlive(Message, frozen=True, kw_only=True, omit_defaults=True, tag="
     capacity: int = 64
     sequence_tokens: int = 0
     constrains: bool = False
+    canary: CanaryCheck | None = None
 
 
 class ReplicaLeaves(Message, frozen=True, kw_only=True, omit_defaults=True, tag="replica.leaves"):
@@ -80,8 +90,8 @@ class ReplicaLeaves(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
 class WeightsLoadedFact(Message, frozen=True, kw_only=True, omit_defaults=True, tag="weights.loaded"):
     """A replica has loaded a policy version.
 
-    `sequence_tokens` is the longest sequence that it serves, 0 if it does not say. `constrains` says whether it
-    supports structured output.
+    `sequence_tokens` is the longest sequence that it serves, 0 if it does not say, and `constrains` whether it supports
+    structured output. `canary` is None if it was not compared with the trainer.
     """
 
     run: int
@@ -89,6 +99,7 @@ class WeightsLoadedFact(Message, frozen=True, kw_only=True, omit_defaults=True, 
     replica: str
     sequence_tokens: int = 0
     constrains: bool = False
+    canary: CanaryCheck | None = None
 
 
 class LoadBroke(Message, frozen=True, kw_only=True, omit_defaults=True, tag="load.broke"):
@@ -168,12 +179,13 @@ class StepBroke(Message, frozen=True, kw_only=True, omit_defaults=True, tag="ste
 
 
 class WeightsSaved(Message, frozen=True, kw_only=True, omit_defaults=True, tag="weights.saved"):
-    """A trainer has saved the weights of a step. Step 0 is the model as loaded."""
+    """A trainer has saved the weights of a step, and computed their canary. Step 0 is the model as loaded."""
 
     run: int
     step: int
     trainer_epoch: int
     weights: Weights
+    canary: Canary | None = None
 
 
 class TrainerServes(Message, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.serves"):

@@ -104,6 +104,10 @@ def _last_step(engine: EngineState) -> StepStatus | None:
     return StepStatus(step=done.step, at_ns=done.at_ns, metrics=done.metrics)
 
 
+def _has_canary(engine: EngineState) -> bool:
+    return engine.weights is not None and engine.weights.canary is not None
+
+
 def _replicas(engine: EngineState) -> tuple[ReplicaStatus, ...]:
     return tuple(
         ReplicaStatus(
@@ -116,6 +120,10 @@ def _replicas(engine: EngineState) -> tuple[ReplicaStatus, ...]:
             sequence_tokens=replica.sequence_tokens,
             constrains=replica.constrains,
             quarantined=_quarantine(replica),
+            canary=replica.canary,
+            canary_worst=replica.canary_worst,
+            canary_worst_version=replica.canary_worst_version,
+            unchecked=name in engine.loaded and replica.canary is None and _has_canary(engine),
         )
         for name, replica in sorted(engine.replicas.items())
     )

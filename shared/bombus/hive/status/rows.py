@@ -3,7 +3,7 @@
 import msgspec
 
 from bombus.hive.collection import Measure
-from bombus.hive.events import AdapterShape, ConversationFormat, EpisodeType, Method
+from bombus.hive.events import AdapterShape, CanaryCheck, ConversationFormat, EpisodeType, Method
 from bombus.hive.failures import FailureKind
 from bombus.hive.pacing import Pace
 from bombus.hive.state import Phase
@@ -58,6 +58,10 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     sequence_tokens: int = 0  # the longest sequence that it serves, 0 if it does not say
     constrains: bool = False  # whether it supports structured output
     quarantined: str = ""  # why it gets no calls, and the run does not wait for it
+    canary: CanaryCheck | None = None  # how far it is from the trainer with the version that it serves
+    canary_worst: CanaryCheck | None = None  # the largest difference in this run
+    canary_worst_version: int = -1
+    unchecked: bool = False  # the trainer says what the version must compute, and it was not compared
 
 
 class FormatStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -166,9 +166,21 @@ def _replica_lines(replicas: tuple[ReplicaStatus, ...]) -> list[str]:
         if replica.constrains:
             version += ", structured output"
         lines.append(f"  {one_line(replica.replica)} {one_line(replica.url)} {version}")
+        if canary := canary_text(replica):
+            lines.append(f"    canary: {canary}")
         if replica.quarantined:
             lines.append(f"    quarantined: {one_line(replica.quarantined)}")
     return lines
+
+
+def canary_text(replica: ReplicaStatus) -> str:
+    """Return how far a replica's logprobs are from the trainer's, "" if there is nothing to say."""
+    check, worst = replica.canary, replica.canary_worst
+    if check is None or worst is None:
+        return "not checked" if replica.unchecked else ""
+    largest = "" if worst == check else f", at most {worst.difference:.1e} (version {replica.canary_worst_version})"
+    found = f"{check.difference:.1e} nats from the trainer {one_line(check.way)}{largest}"
+    return f"{found}; rounding explains {check.limit:.1e}"
 
 
 def _training_lines(status: EngineStatus, now_ns: int) -> list[str]:

@@ -11,10 +11,13 @@ from functools import partial
 from pathlib import Path
 
 import httpx
+import msgspec
 
 from bombus.endpoints.servers import LoadFailed
 from bombus.errors import Code, EngineFault, Refused
+from bombus.hive.events import CanaryCheck
 from bombus.hive.generation import Fault, Generate
+from bombus.weights.canary import ELSEWHERE, canary_sequences, compare
 from bombus_inference.backends.answers import FrameAssembler
 from bombus_inference.backends.http_calls import BackendFailed, FrameBatches, HttpCalls
 from bombus_inference.backends.limits import CHOICES_MAX, NO_ADAPTERS, Limits
@@ -97,7 +100,7 @@ class OpenAIBackend:
 
     # ---- weights ----------------------------------------------------------------------------------------------
 
-    async def load(self, policy: Policy, report_stage: ReportStage) -> None:
+    async def load(self, policy: Policy, report_stage: ReportStage) -> CanaryCheck | None:
         """Load the weights through the server's own route, from a folder that the server must also be able to read."""
         if self.version >= 0 and self.run != policy.run:
             await self.unload()
@@ -120,7 +123,25 @@ class OpenAIBackend:
                 extra={"run": policy.run},
             )
         self._limits = Limits(longest, config.vocabulary, CHOICES_MAX, self._compute.max_waiting)
+        check = await self._checked(server, policy)
         self._server, self.run, self.version = server, policy.run, policy.version
+        return check
+
+    async def _checked(self, server: Server, policy: Policy) -> CanaryCheck | None:
+        """Compare the logprobs that the server gives with what is expected. Raises `CanaryFailed`.
+
+        Return None if it gives none.
+        """
+        if policy.expected is None:
+            return None
+        found: list[float] = []
+        try:
+            for line in canary_sequences(self._limits.vocabulary):
+                found += await server.score(line) or ()
+        except (BackendFailed, Refused, httpx.HTTPError, msgspec.MsgspecError) as error:
+            log.warning("version %d is served unchecked: %s", policy.version, str(error) or type(error).__name__)
+            return None
+        return compare(policy.expected, found, ELSEWHERE)
 
     def _check_may_serve(self, server: Server, policy: Policy) -> None:
         if server.can_load:

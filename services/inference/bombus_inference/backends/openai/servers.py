@@ -12,9 +12,13 @@ from bombus_inference.backends.http_calls import JSON, check_answer, server_sent
 from bombus_inference.backends.openai.wire import (
     ServerChoice,
     completions_body,
+    completions_scoring_body,
     parse_completions,
+    parse_completions_scores,
     parse_sglang,
+    parse_sglang_scores,
     sglang_body,
+    sglang_scoring_body,
 )
 
 ServerChoices = AsyncIterator[list[ServerChoice]]
@@ -31,6 +35,12 @@ class Server(Protocol):
 
     def generate(self, request: Generate, prompt: list[int], tokens_max: int) -> ServerChoices:
         """Yield parts of the answer as they arrive. Raises `BackendFailed`, `Refused` or `httpx.HTTPError`."""
+
+    async def score(self, tokens: list[int]) -> list[float] | None:
+        """Return the logprobs of all tokens but the first, None if the server gives none.
+
+        Raises `BackendFailed`, `httpx.HTTPError` or `msgspec.MsgspecError`.
+        """
 
     async def load(self, folder: Path, label: str, timeout_s: float) -> None:
         """Load weights from a folder that the server can also read. Raises `LoadFailed` or `httpx.HTTPError`."""
@@ -55,6 +65,12 @@ class CompletionsServer:
             async for event in server_sent(response):
                 yield parse_completions(event)
 
+    async def score(self, tokens: list[int]) -> list[float] | None:
+        body = completions_scoring_body(self._model, tokens)
+        response = await self._client.post("/v1/completions", content=body, headers=JSON)
+        await check_answer(response)
+        return parse_completions_scores(response.content, tokens)
+
     async def load(self, folder: Path, label: str, timeout_s: float) -> None:
         await load_folder(self._client, ServerKind.VLLM, folder, label, timeout_s)
 
@@ -71,6 +87,11 @@ class SglangServer:
         response = await self._client.post("/generate", content=body, headers=JSON)
         await check_answer(response)
         yield parse_sglang(response.content)
+
+    async def score(self, tokens: list[int]) -> list[float] | None:
+        response = await self._client.post("/generate", content=sglang_scoring_body(tokens), headers=JSON)
+        await check_answer(response)
+        return parse_sglang_scores(response.content, tokens)
 
     async def load(self, folder: Path, label: str, timeout_s: float) -> None:
         await load_folder(self._client, ServerKind.SGLANG, folder, label, timeout_s)

@@ -14,7 +14,7 @@ from bombus.errors import Code, Refused
 from bombus.hive.generation import Generate
 from bombus_inference.backends.answers import ChoiceDelta, most_likely
 from bombus_inference.backends.http_calls import BackendFailed
-from bombus_inference.backends.wire import ServerAnswer, penalty_fields
+from bombus_inference.backends.wire import ScoredToken, ServerAnswer, penalty_fields
 
 TOKEN_PREFIX = "token_id:"
 
@@ -64,6 +64,7 @@ class CompletionChoice(Struct):
     token_ids: list[int] | None = None
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
+    prompt_logprobs: list[dict[int, ScoredToken] | None] | None = None
 
 
 class TextCompletion(ServerAnswer):
@@ -105,6 +106,21 @@ def parse_completions(data: bytes) -> list[ServerChoice]:
     return [_completion_choice(choice, answer.cached_prompt_tokens) for choice in answer.choices]
 
 
+def completions_scoring_body(model: str, tokens: list[int]) -> bytes:
+    """Return the body of a request that scores `tokens` as vLLM does; it must sample a token too."""
+    return _encoder.encode({"model": model, "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0})
+
+
+def parse_completions_scores(data: bytes, tokens: list[int]) -> list[float] | None:
+    """Return the logprobs of all `tokens` but the first, None if the server gives none. Raises `BackendFailed`."""
+    answer = _completions.decode(data)
+    answer.check()
+    rows = answer.choices[0].prompt_logprobs if answer.choices else None
+    found = [(row or {}).get(token) for token, row in zip(tokens[1:], (rows or [])[1:])]
+    logprobs = [each.logprob for each in found if each is not None]
+    return logprobs if len(logprobs) == len(tokens) - 1 else None
+
+
 def _completion_choice(choice: CompletionChoice, cached: int) -> ServerChoice:
     reported = choice.logprobs
     if reported is None or None in reported.token_logprobs:
@@ -142,6 +158,7 @@ class SglangFinish(Struct):
 class SglangMeta(Struct):
     finish_reason: SglangFinish | None = None
     output_token_logprobs: list[SglangLogprob] | None = None
+    input_token_logprobs: list[tuple[float | None, int, str | None]] | None = None
     output_top_logprobs: list[list[SglangLogprob] | None] | None = None
     cached_tokens: int = 0
     weight_version: str | None = None
@@ -189,6 +206,21 @@ def parse_sglang(data: bytes) -> list[ServerChoice]:
     answer = _sglang.decode(data)
     choices = answer if isinstance(answer, list) else [answer]
     return [_sglang_choice(number, choice) for number, choice in enumerate(choices)]
+
+
+def sglang_scoring_body(tokens: list[int]) -> bytes:
+    """Return the body of a request that scores `tokens`; it samples a token too."""
+    scoring = {"return_logprob": True, "logprob_start_len": 0, "stream": False}
+    return _encoder.encode({"input_ids": tokens, "sampling_params": {"max_new_tokens": 1}, **scoring})
+
+
+def parse_sglang_scores(data: bytes, tokens: list[int]) -> list[float] | None:
+    """Return the logprobs of all `tokens` but the first, None if the server gives none."""
+    answer = _sglang.decode(data)
+    choice = answer[0] if isinstance(answer, list) else answer
+    rows = (choice.meta_info.input_token_logprobs or [])[1:]
+    logprobs = [logprob for (logprob, token, _), own in zip(rows, tokens[1:]) if logprob is not None and token == own]
+    return logprobs if len(logprobs) == len(tokens) - 1 else None
 
 
 def _sglang_choice(number: int, choice: SglangChoice) -> ServerChoice:

@@ -15,7 +15,9 @@ from transformers import PreTrainedModel
 from bombus.architectures.probing import refusing, sequence_limit
 from bombus.architectures.shapes import layer_shapes
 from bombus.errors import Code, EngineFault, Refused, in_one_line
+from bombus.hive.events import CanaryCheck
 from bombus.hive.generation import Generate
+from bombus.weights.canary import CanaryFailed
 from bombus.weights.deltas import FULL_FILE
 from bombus.weights.merging import Adapter
 from bombus.weights.models import load_model
@@ -88,27 +90,35 @@ class TorchBackend:
     def abort(self, ticket: int) -> None:
         self.thread.abort(ticket)
 
-    async def load(self, policy: Policy, report_stage: ReportStage) -> None:
-        """Swap weights within a run, or create a new engine for a new run.
+    async def load(self, policy: Policy, report_stage: ReportStage) -> CanaryCheck | None:
+        """Swap weights within a run, or make a new engine for a new run.
 
         Files are read in a thread while the old version continues to serve.
         """
+        try:
+            return await self._load(policy)
+        except CanaryFailed:
+            self.version = -1
+            raise
+
+    async def _load(self, policy: Policy) -> CanaryCheck | None:
         run, version = policy.run, policy.version
         serving = self.version >= 0 and self.run == run
         if serving and policy.delta is not None and policy.base == self.version:
             patches = await asyncio.to_thread(read_patches, policy.delta, self._run_settings)
-            await self.thread.patch(patches, version, run)
+            check = await self.thread.patch(patches, version, run, policy.expected)
         elif serving:
             state, adapter = await _in_thread(self._read, policy)
-            await self.thread.swap(state, version, run, adapter)
+            check = await self.thread.swap(state, version, run, adapter, policy.expected)
         else:
             await self.unload()
             self._run_settings = await asyncio.to_thread(with_precision, self._settings, policy)
-            engine = await _in_thread(self._make_engine, policy)
+            engine, check = await _in_thread(self._make_engine, policy)
             self.sequence_tokens, self._dtypes = engine.max_model_len, engine.dtypes
             await self.thread.install(engine, UNLOADED)
         self.run, self.version = run, version
         self._base = policy.folder if policy.adapter is not None and is_computed_beside(self._run_settings) else None
+        return check
 
     def _read(self, policy: Policy) -> tuple[dict[str, Tensor] | None, dict[str, LowRank]]:
         """Read the weights that this policy needs: the model's, unless the engine has them, and the adapter's."""
@@ -118,8 +128,9 @@ class TorchBackend:
         state = None if policy.folder == self._base else read_state(policy.folder, settings, dtypes=self._dtypes)
         return state, read_adapter(policy.adapter, settings)
 
-    def _make_engine(self, policy: Policy) -> Engine:
-        return make_engine(policy, self._run_settings)
+    def _make_engine(self, policy: Policy) -> tuple[Engine, CanaryCheck | None]:
+        engine = make_engine(policy, self._run_settings)
+        return engine, None if policy.expected is None else engine.check_canary(policy.expected)
 
     async def unload(self) -> None:
         self.version = -1

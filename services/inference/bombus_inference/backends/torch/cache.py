@@ -68,6 +68,11 @@ class Blocks:
         self._holders[block] = 1
         return block
 
+    @property
+    def remembered(self) -> int:
+        """How many blocks later prefixes can find."""
+        return len(self._remembered)
+
     def find(self, parent: int, tokens: tuple[int, ...]) -> int | None:
         """Return the block that contains `tokens` and follows `parent`, and add the caller to its holders."""
         block = self._remembered.get((parent, tokens))

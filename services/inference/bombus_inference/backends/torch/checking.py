@@ -1,11 +1,13 @@
 """The engine's self-check at load: compares chunks, pages and rows of a probe with transformers' own forward pass."""
 
+import logging
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from bombus.architectures.canary import canary_logprobs, sum_of_bits
 from bombus.architectures.logits import LogitsForm
 from bombus.architectures.probing import (
     PROBE_TOKENS,
@@ -18,9 +20,17 @@ from bombus.architectures.probing import (
     refusing,
 )
 from bombus.architectures.shapes import layer_shapes
+from bombus.errors import in_one_line
+from bombus.hive.events import CanaryCheck
+from bombus.weights.canary import CONSTANTS_ROUNDED, IN_FLOAT64, SERVED, Expected, Numerics, compare
+from bombus.weights.models import persistent_buffers
+from bombus_inference.backends.torch.adapters.own import AdaptedLinear
+from bombus_inference.backends.torch.adapters.serving import tensors_of
 from bombus_inference.backends.torch.attention import PLAN, plan_pass
 from bombus_inference.backends.torch.pool import KvPool, SequenceChunk
 from bombus_inference.backends.torch.rows import Rows
+
+log = logging.getLogger(__name__)
 
 SINGLE_TOKENS = 6  # at the end of each line; from the third on, they are computed in rows if rows are used
 ROWS_BYTES = 256 << 20
@@ -39,6 +49,33 @@ def disagreement(model: PreTrainedModel, block_tokens: int, limit: int) -> Disag
         lines = probe_sequences(int(model.config.get_text_config().vocab_size), tokens)
         theirs = [reference_logprobs(model, line) for line in lines]
         return Disagreement.between(_paged_logprobs(model, block_tokens, lines), theirs)
+
+
+def check_model(model: PreTrainedModel, precision: str, expected: Expected) -> CanaryCheck | None:
+    """Compare a model's canary with the trainer's. Raises `CanaryFailed`.
+
+    Return None if it cannot be computed or compared.
+    """
+    adapted = any(isinstance(module, AdaptedLinear) for module in model.modules())
+    holds = precision in ("float32", expected.canary.dtype)  # the values as they were published
+    try:
+        found = canary_logprobs(model)
+        bits = sum_of_bits(tensors_of(model).items()) if holds and expected.canary.bits else ""
+    except Exception as error:  # a family's own code may raise anything, and memory may not suffice
+        log.warning("version %d is served unchecked: %s", expected.version, in_one_line(error))
+        return None
+    numerics = _numerics(model) if holds else SERVED[precision]
+    return compare(expected, found, numerics.with_adapter_rounded() if adapted else numerics, bits)
+
+
+def _numerics(model: PreTrainedModel) -> Numerics:
+    """Return the numerics of a model in float64.
+
+    Some families keep constants in the model's precision, in buffers that are not in its files.
+    """
+    stored = persistent_buffers(model)
+    constants = {value.dtype for name, value in model.named_buffers() if name not in stored}
+    return CONSTANTS_ROUNDED if constants & {torch.bfloat16, torch.float16} else IN_FLOAT64
 
 
 @torch.inference_mode()

@@ -14,7 +14,9 @@ from bombus.architectures.logits import LogitsForm
 from bombus.architectures.probing import context_of, refusing, sequence_limit
 from bombus.architectures.shapes import layer_shapes
 from bombus.errors import Code, EngineFault, Refused
+from bombus.hive.events import CanaryCheck
 from bombus.hive.generation import Fault, Frame, Generate
+from bombus.weights.canary import CanaryFailed, Expected
 from bombus_inference.backends.adapter_store import AdapterStore
 from bombus_inference.backends.limits import CHOICES_MAX, Limits
 from bombus_inference.backends.torch.adapters.loaded import LoadedAdapter
@@ -22,6 +24,7 @@ from bombus_inference.backends.torch.adapters.own import LowRank, check_adapter
 from bombus_inference.backends.torch.adapters.serving import BASE_VERSION, ServedAdapters, tensors_of
 from bombus_inference.backends.torch.attention import PLAN, ForwardPlan, plan_pass
 from bombus_inference.backends.torch.cache import Blocks
+from bombus_inference.backends.torch.checking import check_model
 from bombus_inference.backends.torch.patching import TensorPatch, apply_patches, fitting_patches
 from bombus_inference.backends.torch.pool import KvPool
 from bombus_inference.backends.torch.prompt_scores import rows_at_once, score
@@ -240,6 +243,19 @@ class Engine:
             self._replace_tensors(state)
         self._adapters.set_own(adapter)
         self._changed(version, run)
+
+    def check_canary(self, expected: Expected) -> CanaryCheck | None:
+        """Compare what the weights in memory compute, in float64, with what is expected. Raises `CanaryFailed`.
+
+        It is called right after the weights have changed, when nothing that others computed may be in the cache.
+        """
+        if self.blocks.remembered:
+            raise CanaryFailed(
+                f"version {expected.version} was loaded, but its prefix cache still has {self.blocks.remembered} "
+                "blocks that other weights computed"
+            )
+        self._adapters.detach()
+        return check_model(self._model, self.settings.precision, expected)
 
     def _check_tensors(self, state: Mapping[str, Tensor]) -> None:
         own = tensors_of(self._model)

@@ -13,7 +13,9 @@ from typing import TypeVar
 from torch import Tensor
 
 from bombus.errors import Code, EngineFault, Refused
+from bombus.hive.events import CanaryCheck
 from bombus.hive.generation import Fault, Generate, encode_frame
+from bombus.weights.canary import CanaryFailed, Expected
 from bombus_inference.backends.protocol import (
     NOTHING_LOADED,
     STOPPING,
@@ -70,26 +72,38 @@ class EngineThread:
         await self.call(lambda _: self._install(engine, fault))
 
     async def swap(
-        self, state: Mapping[str, Tensor] | None, version: int, run: int, adapter: Mapping[str, LowRank] = NO_ADAPTER
-    ) -> None:
-        """Call `Engine.swap_weights`. Raises `EngineFault` if the weights do not fit."""
+        self,
+        state: Mapping[str, Tensor] | None,
+        version: int,
+        run: int,
+        adapter: Mapping[str, LowRank] = NO_ADAPTER,
+        expected: Expected | None = None,
+    ) -> CanaryCheck | None:
+        """Call `Engine.swap_weights`, and check the result before anything is computed with it.
 
-        def swap(engine: Engine | None) -> None:
+        Raises `EngineFault` when the weights do not fit, and `CanaryFailed`, after which there is no engine.
+        """
+
+        def swap(engine: Engine | None) -> CanaryCheck | None:
             if engine is None:
                 raise EngineFault("there is no engine to load these weights into")
             engine.swap_weights(state, version, run, adapter)
+            return self._checked(engine, expected)
 
-        await self.call(swap)
+        return await self.call(swap)
 
-    async def patch(self, patches: Mapping[str, TensorPatch], version: int, run: int) -> None:
-        """Call `Engine.patch_weights`. Raises `EngineFault` if the patches do not fit."""
+    async def patch(
+        self, patches: Mapping[str, TensorPatch], version: int, run: int, expected: Expected | None = None
+    ) -> CanaryCheck | None:
+        """Do the same with `Engine.patch_weights`."""
 
-        def patch(engine: Engine | None) -> None:
+        def patch(engine: Engine | None) -> CanaryCheck | None:
             if engine is None:
                 raise EngineFault("there is no engine to patch")
             engine.patch_weights(patches, version, run)
+            return self._checked(engine, expected)
 
-        await self.call(patch)
+        return await self.call(patch)
 
     async def add_adapter(self, address: str, adapter: LoadedAdapter) -> bool:
         """Call `Engine.add_adapter`. Raises `Refused` if the adapter cannot be loaded."""
@@ -189,6 +203,15 @@ class EngineThread:
     def _install(self, engine: Engine | None, fault: Fault) -> None:
         self._drop_all(fault)
         self._engine = engine
+
+    def _checked(self, engine: Engine, expected: Expected | None) -> CanaryCheck | None:
+        if expected is None:
+            return None
+        try:
+            return engine.check_canary(expected)
+        except CanaryFailed as fault:
+            self._install(None, Fault(why=str(fault), code=Code.NO_REPLICA, retry=True))
+            raise
 
     def _drop_all(self, fault: Fault) -> None:
         self._deliveries += [failure(ticket, fault) for ticket in self._open]

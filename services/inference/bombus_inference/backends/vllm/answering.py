@@ -2,12 +2,18 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
-from bombus.errors import Code, Refused
+import httpx
+import msgspec
+
+from bombus.errors import Code, EngineFault, Refused
+from bombus.hive.events import CanaryCheck
 from bombus.hive.generation import Finished, Generate
 from bombus.hive.records import FinishReason
+from bombus.weights.canary import SERVED, Expected, canary_sequences, compare
 from bombus_inference.backends.answers import ChoiceDelta, FrameAssembler
 from bombus_inference.backends.http_calls import JSON, BackendFailed, FrameBatches, check_answer, server_sent
 from bombus_inference.backends.limits import NO_ADAPTERS, Limits, samples_plainly
@@ -15,6 +21,8 @@ from bombus_inference.backends.vllm.adapters import VllmAdapters
 from bombus_inference.backends.vllm.scoring import ScoredSequence, parse_scores, scoring_body
 from bombus_inference.backends.vllm.server import VllmServer
 from bombus_inference.backends.vllm.wire import parse_deltas, request_body
+
+log = logging.getLogger(__name__)
 
 GENERATE = "/inference/v1/generate"
 
@@ -85,6 +93,7 @@ class Answering:
         assembler = FrameAssembler(request, served.number, lambda: served.swaps == swaps, tokens_max - len(prompt))
         async with contextlib.aclosing(self._deltas(request, prompt, tokens_max, model)) as arriving:
             async for deltas in arriving:
+                await served.steady.wait()  # new weights are checked before any of their tokens leaves
                 for delta in deltas:
                     if request.prompt_logprobs:
                         delta.cached_prompt_tokens = 0  # the whole prompt was computed for its scores
@@ -113,6 +122,22 @@ class Answering:
         scored = await self._score([*prompt, *delta.tokens], width, model)
         delta.logprobs = scored.logprobs[len(prompt) - 1 :]
         delta.tops = scored.tops[len(prompt) - 1 :]
+
+    async def score_canary(self, expected: Expected, dtype: str) -> CanaryCheck | None:
+        """Compare the logprobs that vLLM serves with what is expected. Raises `CanaryFailed` or another `EngineFault`.
+
+        Return None if it gives none, as for a policy that is an adapter.
+        """
+        if not self.limits.scores:
+            return None
+        try:
+            scored = [await self._score(line, 0, self.model) for line in canary_sequences(self.limits.vocabulary)]
+        except httpx.HTTPError as error:
+            raise EngineFault(f"vLLM did not score the canary of version {expected.version}: {error}") from error
+        except (BackendFailed, msgspec.MsgspecError) as error:
+            log.warning("version %d is served unchecked: %s", expected.version, error)
+            return None
+        return compare(expected, [each for one in scored for each in one.logprobs], SERVED[dtype])
 
     async def _score(self, tokens: list[int], width: int, model: str) -> ScoredSequence:
         body = scoring_body(tokens, width, model)

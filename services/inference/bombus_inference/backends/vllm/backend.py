@@ -19,6 +19,7 @@ from pathlib import Path
 import httpx
 
 from bombus.errors import Code, EngineFault, Refused
+from bombus.hive.events import CanaryCheck
 from bombus.hive.generation import Fault, Generate
 from bombus.hive.records import SamplingParams, pack_tokens
 from bombus.machine.environments import environment_python
@@ -122,6 +123,7 @@ class VllmBackend:
         self._adapters: VllmAdapters | None = None  # adapters served beside the policy, if any
         self._answering: Answering | None = None
         self._served = ServedVersion()
+        self._precision = ""
         self._starts = 0
         self._pause_s = 0.0
 
@@ -184,14 +186,13 @@ class VllmBackend:
 
     # ---- weights ----------------------------------------------------------------------------------------------
 
-    async def load(self, policy: Policy, report_stage: ReportStage) -> None:
+    async def load(self, policy: Policy, report_stage: ReportStage) -> CanaryCheck | None:
         server = self._server
         same = self.run == policy.run and self._base_model == _base_model(policy) and self._adapters is None
         if server is not None and self.version >= 0 and same:
-            await self._change(server, policy)
-        else:
-            await self._end_server(UNLOADED)
-            await self._start(policy, report_stage)
+            return await self._change(server, policy)
+        await self._end_server(UNLOADED)
+        return await self._start(policy, report_stage)
 
     async def unload(self) -> None:
         await self._end_server(UNLOADED)
@@ -200,7 +201,7 @@ class VllmBackend:
         await self._calls.stop(STOPPING)
         await self._end_server(STOPPING)
 
-    async def _start(self, policy: Policy, report_stage: ReportStage) -> None:
+    async def _start(self, policy: Policy, report_stage: ReportStage) -> CanaryCheck | None:
         """Start a new child with these weights. Raises `EngineFault`."""
         config = await asyncio.to_thread(read_config, policy.folder)
         shapes = await asyncio.to_thread(read_shapes, _changing_file(policy))
@@ -228,10 +229,22 @@ class VllmBackend:
             scores=policy.adapter is None,  # with LoRA on the output layer, scoring crashes the engine
             adapters=adapters is not None,
         )
-        self.run, self._served.number = policy.run, policy.version
+        self.run, self._precision = policy.run, compute.precision
         self._answering = Answering(server, self.run, self._model, self._limits, self._served, adapters)
+        try:
+            check = await self._checked(policy)
+        except BaseException:
+            await asyncio.shield(self._end_server(UNLOADED))
+            raise
+        self._served.number = policy.version
         self._watching = asyncio.create_task(self._watch(server))
         log.info("vLLM started in %.1f s", asyncio.get_running_loop().time() - began, extra={"run": policy.run})
+        return check
+
+    async def _checked(self, policy: Policy) -> CanaryCheck | None:
+        if policy.expected is None or self._answering is None:
+            return None
+        return await self._answering.score_canary(policy.expected, self._precision)
 
     async def _started(
         self, child: _Child, shapes: Shapes, report_stage: ReportStage
@@ -281,8 +294,8 @@ class VllmBackend:
                 "for one that does"
             ) from error
 
-    async def _change(self, server: VllmServer, policy: Policy) -> None:
-        """Change weights in place. A failure midway ends the child, so nothing is served under a wrong label.
+    async def _change(self, server: VllmServer, policy: Policy) -> CanaryCheck | None:
+        """Change weights in place. A failure half-way ends the child, so nothing is served under a wrong label.
 
         The weights come from files, which works on every machine. To send tensors from GPU to GPU instead, only this
         method would have to change.
@@ -302,6 +315,7 @@ class VllmBackend:
             await self._post(server, "/update_weight_version", json={"new_version": label})
             await self._post(server, "/reset_prefix_cache?reset_running_requests=true", expect=b'"success":true')
             await self._post(server, "/resume")
+            check = await self._checked(policy)
             self._served.number = policy.version
         except BaseException as error:
             await asyncio.shield(self._end_server(DIED))
@@ -312,6 +326,7 @@ class VllmBackend:
             self._served.steady.set()
         milliseconds = round(1000 * (asyncio.get_running_loop().time() - began))
         log.info("changed weights in %d ms", milliseconds, extra={"run": policy.run, "version": policy.version})
+        return check
 
     @property
     def _model(self) -> str:

@@ -9,17 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
-from msgspec import Struct
 
 from bombus.hive.generation import PromptScores
 from bombus_inference.backends.answers import NO_PROBABILITY, most_likely, score_frames
 from bombus_inference.backends.http_calls import BackendFailed
 from bombus_inference.backends.protocol import TopLogprobs
-from bombus_inference.backends.wire import ServerAnswer
-
-
-class ScoredToken(Struct):
-    logprob: float
+from bombus_inference.backends.wire import ScoredToken, ServerAnswer
 
 
 class ScoredAnswer(ServerAnswer):

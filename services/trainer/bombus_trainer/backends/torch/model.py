@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from bombus.architectures.canary import canary_logprobs
 from bombus.architectures.logits import LogitsForm
 from bombus.architectures.miniatures import WINDOW, miniature
 from bombus.architectures.probing import (
@@ -31,6 +32,7 @@ from bombus.architectures.probing import (
 )
 from bombus.architectures.shapes import layer_shapes
 from bombus.errors import EngineFault
+from bombus.weights.adapters import merged
 from bombus.weights.models import load_config, load_model, persistent_buffers
 from bombus_trainer.backends.torch.attention import NAME, plan
 from bombus_trainer.backends.torch.flops import attention_pairs, cost_of, flops_of_step, peak_of
@@ -39,6 +41,7 @@ from bombus_trainer.backends.torch.lora import BASE, LoraLinear, adapters_of
 from bombus_trainer.backends.torch.transfer import to_device
 from bombus_trainer.data.packing import Bin, Terms, TrainingItem, pack
 from bombus_trainer.data.sequences import Ints
+from bombus_trainer.publish.export import ModelPart
 from bombus_trainer.publish.tensorfile import Shape
 from bombus_trainer.settings import TrainerSettings
 
@@ -243,6 +246,23 @@ class PolicyModel:
         """
         for name, value, adapter in self._dense():
             yield name, (value.detach() if adapter is None else adapter.merged()).to(self._exported_as(value))
+
+    def canary_logprobs(self, part: ModelPart = ModelPart.MODEL) -> tuple[float, ...]:
+        """Compute the canary with the weights as they are published, with the adapters that are switched on.
+
+        `part` is `MODEL` if these are published merged, in the export precision.
+        """
+        adapters = adapters_of(self._model).values() if part == ModelPart.MODEL else ()
+        merges = {adapter.base: (adapter.lora_a, adapter.lora_b, adapter.scale) for adapter in adapters}
+
+        def published(module: nn.Module, name: str, value: Tensor) -> Tensor:
+            if isinstance(module, LoraLinear):
+                return torch.zeros_like(value, dtype=torch.float64) if merges else value.double()
+            if module in merges and name == "weight":
+                return merged(value, *merges[module]).to(self.export_dtype).double()
+            return (value.to(self.export_dtype) if name in module._parameters else value).double()
+
+        return canary_logprobs(self._model, published)
 
     def _exported_as(self, value: Tensor) -> torch.dtype:
         return self.export_dtype if isinstance(value, nn.Parameter) else value.dtype

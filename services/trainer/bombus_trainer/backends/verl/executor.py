@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bombus.errors import EngineFault
+from bombus.hive.events import Canary
 from bombus.weights.adapters import AdapterConfig, adapter_names, merged
 from bombus.weights.checkpoints import Checkpoint, Seal
 from bombus.weights.models import load_tokenizer_files
@@ -216,6 +217,10 @@ class VerlExecutor(StepBackend[MicroBatch]):
         if part == ModelPart.ADAPTER:
             return adapter_outline(self._adapter_config(), self._adapter_shards())
         return Outline(self._export_dtype, self._dense_shapes())
+
+    def canary(self, part: ModelPart = ModelPart.MODEL) -> Canary | None:
+        """Return None: no rank has all the weights."""
+        return None
 
     def read_weights(self, use: Callable[[Tensors], T], part: ModelPart = ModelPart.MODEL) -> T:
         """See `TrainerBackend.read_weights`. The leader calls this while the other ranks call `gather_weights`."""
