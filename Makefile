@@ -26,6 +26,7 @@ TASKS_PIP := $(TASKS_VENV)/bin/python -m pip install --quiet --disable-pip-versi
 SEED ?= 0
 SEEDS ?= 10000
 KILLS ?= 200
+CUTS ?= 200
 MINUTES ?= 2
 HISTORIES ?= 10000
 SEQUENCES ?= 2000
@@ -41,7 +42,7 @@ OUT ?=
 # Where it is set, as in many images, each process of a hive would compile torch and all else that it imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup setup-dev help demo demo-tiny test test-long test-vllm test-verl test-models test-templates test-tinker test-atropos test-environments test-harnesses check bench bench-compare diagnose-bench sim chaos fuzz histories clean
+.PHONY: setup setup-dev help demo demo-tiny test test-long test-vllm test-verl test-models test-templates test-tinker test-atropos test-environments test-harnesses check bench bench-compare diagnose-bench sim chaos cuts fuzz histories clean
 
 setup: $(STAMP)  ## make .venv, with bombus and all that it and the demo need (TORCH=cpu or cuda: by default what the machine has)
 
@@ -188,6 +189,10 @@ sim: $(DEV_STAMP)  ## whole hives in virtual time (SEEDS=10000)
 # A hive of two engines in real processes, killed and stopped at random, and once all at the same time.
 chaos: $(DEV_STAMP)  ## kill the processes of a real hive at random (KILLS=200)
 	$(BIN)/python -m tests.chaos --kills $(KILLS) --broken-replica
+
+# A hive whose disk forgets, at random moments, what was not synced.
+cuts: $(DEV_STAMP)  ## cut the power of a real hive at random (CUTS=200)
+	$(BIN)/python -m tests.power --cuts $(CUTS)
 
 # Wrong requests and messages of every kind, from one seed.
 fuzz: $(DEV_STAMP)  ## send a real hive all that is wrong, then let it train a step (MINUTES=2, SEED=0)

@@ -91,6 +91,8 @@ def test_a_mistake_on_the_command_line_names_the_flag(
         "bombus up: --events-bytes-max 10 is refused: it must be a size of at least 4KiB, such as 512MB or 4GiB"
     )
     assert "give the URLs of a cluster as nats (--nats)" in refused_up(capsys, "--stream-replicas", "3")
+    elsewhere = refused_up(capsys, "--durability", "power", "--nats", "nats://elsewhere:4222")
+    assert "set sync_interval: always in the configuration of that server" in elsewhere
     assert main(["coordinator", "--stream-replicas", "2"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line == "bombus coordinator: --stream-replicas 2 is refused: it must be 1, 3 or 5"

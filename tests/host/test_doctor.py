@@ -15,8 +15,8 @@ import msgspec
 import pytest
 from transformers import MambaConfig, MusicgenConfig, T5Config
 
-from bombus.bus import Bus
-from bombus.cli import main
+from bombus.bus import Bus, EmbeddedServer
+from bombus.cli import URL_FILE, main
 from bombus.host.doctor import Finding, State, examine_environment, examine_machine, missing_packages
 from bombus.host.doctor_deployment import Need, examine_deployment, needed, parameters, weigh
 from bombus.host.doctor_model import examine_model
@@ -25,6 +25,7 @@ from bombus.host.installing import recipe
 from bombus.machine.environments import MARKER, InstalledEnvironment
 from bombus.machine.hardware import Gpu, nvidia_gpus
 from bombus.machine.process import free_port
+from bombus.private import write_private
 from bombus.weights.models import build_tiny
 from tests.bus.outside_nats import outside_nats
 from tests.config.test_cluster import read_cluster
@@ -127,17 +128,19 @@ def streams_of(folder: Path, nats: str = "", hive: str = "main", **streams: Any)
 
 
 def test_new_streams_need_their_limits_on_the_disk(tmp_path: Path) -> None:
-    (found,) = streams_of(tmp_path / "not" / "yet", calls_bytes_max="100MB", blobs_bytes_max="100MB")
+    durability, found = streams_of(tmp_path / "not" / "yet", calls_bytes_max="100MB", blobs_bytes_max="100MB")
+    assert durability.detail.startswith("process: ")
     assert (found.what, found.state) == ("streams", State.OK)
     assert found.detail.startswith("1 replica; reserves 4.8 GB of ")
-    (found,) = streams_of(tmp_path, calls_bytes_max="900TB")
+    _, found = streams_of(tmp_path, calls_bytes_max="900TB")
     assert found.state == State.MISSING
     assert found.todo.startswith("lower the streams' sizes (--inbox-bytes-max, ")
 
 
 async def test_a_server_with_the_default_size_of_messages_is_told_and_its_streams_are_shown(tmp_path: Path) -> None:
     async with outside_nats(tmp_path / "nats") as server:
-        payload, streams = await asyncio.to_thread(streams_of, tmp_path, server.url)
+        payload, durability, streams = await asyncio.to_thread(streams_of, tmp_path, server.url)
+        assert durability.detail.startswith("as these servers are set up")
         assert (payload.state, streams.state) == (State.OPTIONAL, State.OPTIONAL)
         assert payload.detail.endswith("answers and takes messages of up to 1.0 MB")
         assert payload.todo.startswith("set max_payload: 8388608 in its configuration")
@@ -150,6 +153,16 @@ async def test_a_server_with_the_default_size_of_messages_is_told_and_its_stream
         assert found["stream calls"].detail == "500 kB of 67 MB, 1 replica; 400 kB after a restart"
         assert found["stream calls"].todo == "--calls-bytes-max must be at least the size of the stream"
         assert found["stream events"] == Finding("stream events", State.OK, "0 B of 67 MB, 1 replica")
+
+
+async def test_it_says_whether_a_running_hive_survives_a_power_cut(tmp_path: Path) -> None:
+    for power, said in ((False, "process: "), (True, "power: ")):
+        server = EmbeddedServer(tmp_path / str(power), power=power)
+        await asyncio.to_thread(server.start)
+        write_private(tmp_path / URL_FILE.name, server.url)
+        found = by_name(await asyncio.to_thread(streams_of, tmp_path))
+        assert found["durability"].detail.startswith(said)
+        await asyncio.to_thread(server.stop)
 
 
 def test_a_server_that_does_not_answer_is_missing(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ class Lease:
 
     async def _write(self, expected: int) -> bool:
         requested_at = asyncio.get_running_loop().time()
-        ack = await self._bus.publisher.publish(
+        ack = await self._bus.publisher.publish_unsynced(
             self._subject,
             self.holder.encode(),
             msg_id=secrets.token_hex(8),

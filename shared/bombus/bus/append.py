@@ -52,7 +52,8 @@ AtomicWrite = Sequence[Outgoing]  # stored as a whole: one event, or a batch of 
 
 
 async def append(bus: Bus, decisions: Sequence[Sequence[Outgoing]], expected_last: int, timeout_s: float = 30.0) -> int:
-    """Append the events of `decisions` after event `expected_last`. Return the new last sequence once all are stored.
+    """Append the events of `decisions` after event `expected_last`; return the new last sequence once all are stored,
+    and would survive a power cut if the hive asks for that (`--durability power`).
 
     Each decision is stored as a whole or not at all. After a failure, the same call may be repeated over the same bus,
     since events that are already stored are recognised. The first append of an epoch must be its `epoch.opened`, alone.
@@ -60,35 +61,55 @@ async def append(bus: Bus, decisions: Sequence[Sequence[Outgoing]], expected_las
     `timeout_s`, `StreamFull` if the log is full for longer than a compaction in progress may take, `StreamEndLost` if
     it is shorter than `expected_last`, and `ValueError` for a decision of more than 1,000 events.
     """
-    rest = [decision for decision in decisions if decision]
-    for decision in rest:
-        if len(decision) > BATCH_MESSAGES_MAX:
-            raise ValueError(f"a decision of {len(decision)} events is over the limit of {BATCH_MESSAGES_MAX}")
+    wanted = _checked(decisions)
     loop = asyncio.get_running_loop()
     began = loop.time()
     deadline = began + timeout_s
     pause_s = _PAUSE_S
-    while rest:
-        failure = await _attempt(bus, rest, expected_last)
+    stored = 0  # of these decisions
+    while wanted:
+        rest = wanted[stored:]
+        failure = await _attempt(bus, rest, expected_last + sum(map(len, wanted[:stored]))) if rest else None
         if failure is None:
-            return expected_last + sum(map(len, rest))
+            failure = await _sync(bus, deadline)
+        if failure is None:
+            return expected_last + sum(map(len, wanted))
         if isinstance(failure, Refused):
             raise failure
         logger.warning("an append after event %d failed, checking how much is stored: %s", expected_last, failure)
         bus.epoch_fence = None
-        stored = await _count_stored(bus, rest, expected_last)
-        if stored == 0 and isinstance(failure, ServerRefused) and pause_s > _PAUSE_S:
+        before, stored = stored, await _count_stored(bus, wanted, expected_last)
+        if stored == before and isinstance(failure, ServerRefused) and pause_s > _PAUSE_S:
             raise failure  # refused twice, so a server failure is not the reason
-        expected_last += sum(map(len, rest[:stored]))
-        rest = rest[stored:]
-        if rest:
-            if isinstance(failure, StreamFull) and loop.time() + pause_s > began + FULL_S:
-                raise failure
-            if loop.time() + pause_s > deadline:
-                raise BusUnavailable(f"an append was not stored within {timeout_s:g} s: {failure}") from failure
+        if stored < len(wanted) and isinstance(failure, StreamFull) and loop.time() + pause_s > began + FULL_S:
+            raise failure
+        if loop.time() + pause_s > deadline and (stored < len(wanted) or bus.syncing.needed):
+            raise BusUnavailable(f"an append was not stored within {timeout_s:g} s: {failure}") from failure
+        if stored < len(wanted):
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _PAUSE_MAX_S)
     return expected_last
+
+
+def _checked(decisions: Sequence[Sequence[Outgoing]]) -> list[Sequence[Outgoing]]:
+    """Return the decisions that have events. Raises `ValueError` for one that has too many."""
+    found = [decision for decision in decisions if decision]
+    for decision in found:
+        if len(decision) > BATCH_MESSAGES_MAX:
+            raise ValueError(f"a decision of {len(decision)} events is over the limit of {BATCH_MESSAGES_MAX}")
+    return found
+
+
+async def _sync(bus: Bus, deadline: float) -> BombusError | None:
+    """Wait until all that is stored would survive a power cut, if the hive asks for that; return what prevents it."""
+    try:
+        async with asyncio.timeout_at(deadline):
+            await bus.syncing.wait()
+    except TimeoutError:
+        return BusUnavailable("the disk of the server was not synced")
+    except BusUnavailable as error:
+        return error
+    return None
 
 
 async def _attempt(bus: Bus, decisions: Sequence[Sequence[Outgoing]], last: int) -> BombusError | None:

@@ -9,7 +9,7 @@ from copy import deepcopy
 import msgspec
 
 from bombus.bus import TRACEPARENT, Bus, Reader, Stored, snapshots
-from bombus.errors import BusUnavailable, LogCorrupted, NewerEvent
+from bombus.errors import BusUnavailable, LogCorrupted, NewerEvent, StreamEndLost
 from bombus.hive.events import AnyEvent, decode_event
 from bombus.hive.fold.evolve import evolve
 from bombus.hive.state import Hive
@@ -58,7 +58,7 @@ class Follower:
             await self._start()
             self._wake()  # the snapshot may already include the last event
             async with Reader(self._bus, self._bus.subjects.events_stream, self.position + 1) as reader:
-                while self._fold(await reader.read()):
+                while self._fold(await self._durable(await reader.read())):
                     self._wake()
             log.warning("the log was compacted beyond event %d: continuing from a snapshot", self.position)
 
@@ -75,6 +75,29 @@ class Follower:
         self.hive, self.position = start.hive, start.position
         if self._on_start is not None:
             self._on_start(start.position, deepcopy(start.hive))
+
+    async def _durable(self, group: list[Stored]) -> list[Stored]:
+        """Return a group once it would survive a power cut, if the hive asks for that: others act on what we fold.
+
+        Raises `StreamEndLost` if it has not survived one.
+        """
+        while True:
+            try:
+                await self._bus.syncing_soon.wait()
+                return group
+            except BusUnavailable:
+                if self._bus.is_closed:
+                    raise
+            if not await self._is_there(group[-1]):
+                raise StreamEndLost(self._bus.subjects.events_stream, group[-1].seq)
+
+    async def _is_there(self, stored: Stored) -> bool:
+        while True:
+            try:
+                return await self._bus.is_kept(self._bus.subjects.events_stream, stored.place)
+            except BusUnavailable:
+                if self._bus.is_closed:
+                    raise
 
     def _fold(self, group: Sequence[Stored]) -> bool:
         """Fold a group. Return False if the events between our position and the group are gone."""

@@ -68,7 +68,7 @@ class InboxClient:
                 await pause()
 
     async def request(self, message: Message, timeout_s: float = 10.0, *, traceparent: str = "") -> AnyAnswer:
-        """Put a command into the inbox and return the coordinator's answer.
+        """Put a command into the inbox and return the coordinator's answer, which comes once its events are durable.
 
         Raises `Refused` if the answer is a refusal. Raises `BusUnavailable` if there is no answer within `timeout_s`,
         or as soon as the leader says that it decides nothing for now. The command may still be decided later.
@@ -112,7 +112,7 @@ class InboxClient:
             # Do not use the command's own id: the stream would drop a second attempt as a duplicate, and it would get
             # no answer.
             msg_id = f"{message.id}@{headers[REPLY]}.{attempt}"
-            await self._publisher.publish(subject, body, msg_id=msg_id, headers=headers, timeout_s=timeout_s)
+            await self._publisher.publish_unsynced(subject, body, msg_id=msg_id, headers=headers, timeout_s=timeout_s)
             attempt += 1
             try:
                 async with asyncio.timeout(RETRY_S):

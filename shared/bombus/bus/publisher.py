@@ -7,7 +7,9 @@ task and a timer for each message (bench/bus.py measures them).
 
 import asyncio
 import logging
+import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,6 +20,7 @@ from nats.errors import (
 )
 
 from bombus.bus.headers import MSG_ID, check_size
+from bombus.bus.syncing import Syncing
 from bombus.bus.window import Window
 from bombus.bus.wire import AckLost, NotNow, PubAck, ReceivedMessage, ack_of
 from bombus.errors import BombusError, BusUnavailable, Code, Refused
@@ -32,6 +35,18 @@ _OVERHEAD_BYTES = 256
 _NO_RESPONDER = "no stream accepts this subject, or its stream has no leader now"
 
 
+class _Care(msgspec.Struct, frozen=True, gc=False):
+    """Whether a message is sent again, and whether its acknowledgement waits for a sync where there are syncs."""
+
+    repeat: bool
+    durable: bool
+
+
+_DURABLE = _Care(repeat=True, durable=True)
+_UNSYNCED = _Care(repeat=True, durable=False)
+_ONCE = _Care(repeat=False, durable=False)
+
+
 class _Entry(msgspec.Struct, eq=False):
     """A message that waits for its acknowledgement. `failure` is why it was not acknowledged last time, if known."""
 
@@ -44,7 +59,7 @@ class _Entry(msgspec.Struct, eq=False):
     sent_at: float
     begun_at: float
     timeout_s: float
-    repeat: bool
+    care: _Care
     failure: BombusError | None = None
 
     @property
@@ -67,6 +82,7 @@ class Publisher:
         room_wait_s: float = 5.0,
     ) -> None:
         self._client = client
+        self.syncing: Syncing | None = None  # what its owner makes acknowledgements wait for
         self._repeat_after_s = repeat_after_s
         self._room_wait_s = room_wait_s
         self._prefix = f"{inbox}."
@@ -92,11 +108,26 @@ class Publisher:
     ) -> PubAck:
         """Store one message and return its position. It is resent under `msg_id` until it is acknowledged.
 
-        Raises `BusUnavailable` if there is no acknowledgement within `timeout_s` or the stream is full, `WrongSequence`
-        if the stream is not at the sequence that `headers` expect, and `Refused` if the message is over the server's
+        With `--durability power`, it survives a power cut from then on.
+
+        Raises `BusUnavailable` when there is no acknowledgement within `timeout_s` or the stream is full,
+        `WrongSequence` when an expected sequence in `headers` does not hold, `Refused` when it is over the server's
         size limit.
         """
         return await (await self.submit(subject, body, msg_id=msg_id, headers=headers, timeout_s=timeout_s))
+
+    async def publish_unsynced(
+        self,
+        subject: str,
+        body: bytes,
+        *,
+        msg_id: str,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = 10.0,
+    ) -> PubAck:
+        """Store one message as `publish` does, where it does not matter whether that message survives a power cut."""
+        headers = {MSG_ID: msg_id, **(headers or {})}
+        return await (await self._submit(subject, body, headers, timeout_s, _UNSYNCED))
 
     async def submit(
         self,
@@ -112,7 +143,7 @@ class Publisher:
 
         Messages of one task go out in the order of its calls. This waits only for room in the window.
         """
-        return await self._submit(subject, body, {MSG_ID: msg_id, **(headers or {})}, timeout_s, repeat=True)
+        return await self._submit(subject, body, {MSG_ID: msg_id, **(headers or {})}, timeout_s, _DURABLE)
 
     async def submit_once(
         self,
@@ -123,11 +154,14 @@ class Publisher:
         headers: Mapping[str, str] | None = None,
         timeout_s: float = 10.0,
     ) -> asyncio.Future[PubAck]:
-        """Send as `submit` does, but only once: the future fails with `AckLost` as soon as the connection breaks."""
-        return await self._submit(subject, body, {MSG_ID: msg_id, **(headers or {})}, timeout_s, repeat=False)
+        """Send as `submit` does, but only once: the future fails with `AckLost` as soon as the connection breaks.
+
+        The acknowledgement does not wait for a sync of the disk.
+        """
+        return await self._submit(subject, body, {MSG_ID: msg_id, **(headers or {})}, timeout_s, _ONCE)
 
     async def _submit(
-        self, subject: str, body: bytes, headers: dict[str, str], timeout_s: float, repeat: bool
+        self, subject: str, body: bytes, headers: dict[str, str], timeout_s: float, care: _Care
     ) -> asyncio.Future[PubAck]:
         check_size(self._client.max_payload, subject, body, headers)
         size = len(body) + _OVERHEAD_BYTES
@@ -147,13 +181,13 @@ class Publisher:
             sent_at=now,
             begun_at=now,
             timeout_s=timeout_s,
-            repeat=repeat,
+            care=care,
         )
         if self._timer is None:
             self._timer = self._loop.call_later(SWEEP_S, self._sweep)
         if self._client.is_connected:
             await self._send(token, entry)
-        elif not repeat or self._closed:
+        elif not care.repeat or self._closed:
             self._finish(token, entry, BusUnavailable(f"{subject}: the bus is not connected"))
         return entry.future
 
@@ -184,7 +218,7 @@ class Publisher:
 
     def connection_lost(self) -> None:
         for token, entry in list(self._waiting.items()):
-            if not entry.repeat:
+            if not entry.care.repeat:
                 self._finish(token, entry, AckLost(f"{entry.subject}: the connection broke"))
 
     def connection_back(self) -> None:
@@ -215,13 +249,22 @@ class Publisher:
         if entry is None:
             return  # the message was given up, or this acknowledges a resend
         result = ack_of(message.data, entry.subject) if message.data else NotNow(f"{entry.subject}: {_NO_RESPONDER}")
-        if isinstance(result, AckLost) and entry.repeat:
+        if isinstance(result, AckLost) and entry.care.repeat:
             entry.failure = result  # an earlier attempt may still be acknowledged
-        elif isinstance(result, NotNow) and entry.repeat:
+        elif isinstance(result, NotNow) and entry.care.repeat:
             entry.failure = result
             entry.sent_at = self._loop.time() - self._repeat_after_s  # the next sweep sends it again
+        elif entry.care.durable and isinstance(result, PubAck) and self.syncing is not None and self.syncing.needed:
+            entry.sent_at = math.inf  # it is not sent again, unless the connection breaks
+            self.syncing.after(partial(self._synced, token, entry, result))
         else:
             self._finish(token, entry, result)
+
+    def _synced(self, token: int, entry: _Entry, ack: PubAck, failure: BombusError | None) -> None:
+        if failure is None:
+            self._finish(token, entry, ack)
+        else:  # what was stored may be gone: it is sent again over the next connection
+            entry.failure, entry.sent_at = failure, self._loop.time()
 
     def _finish(self, token: int, entry: _Entry, result: PubAck | BombusError) -> None:
         if self._waiting.pop(token, None) is None:
@@ -243,7 +286,7 @@ class Publisher:
                 self._finish(token, entry, BusUnavailable("cancelled"))
             elif entry.begun_at + entry.timeout_s <= now:
                 self._finish(token, entry, entry.late)
-            elif entry.repeat and now - entry.sent_at >= self._repeat_after_s:
+            elif entry.care.repeat and now - entry.sent_at >= self._repeat_after_s:
                 late.append((token, entry))
         if late and self._client.is_connected:
             self._resend(late)

@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 from typing import IO, Self
 
-from bombus.config.streams import PAYLOAD_BYTES
+from bombus.bus.syncer import Sync, Syncer
+from bombus.config.streams import PAYLOAD_BYTES, POWER_NAME
 from bombus.errors import BusUnavailable
 from bombus.private import private_folder, write_private
 
@@ -25,6 +26,8 @@ USER = "bombus"
 PASSWORD = re.compile(r"[A-Za-z0-9_-]{16,128}")  # characters valid both in a URL and in a configuration
 MAX_PENDING_BYTES = 64 << 20
 MEMORY_LIMIT = "512MiB"  # limit above which Go collects garbage more often
+SYNC_S = 1
+SYNC_S_POWER = 120  # nothing is left to it: what it finds to sync, the syncer is about to
 _POLL_S = 0.02
 # A stream that failed to write stays broken until the server is restarted, even when there is room again.
 ROOM_BYTES = 16 << 20  # free space required before a restart: twice the largest message
@@ -50,9 +53,12 @@ class EmbeddedServer:
     Clients need the password in `url`, because every process on this machine can reach the port, even an agent in a
     sandbox that shares its network. The password is created with the folder and stays the same.
 
-    A supervisor calls `wait` and, when that returns, `start` again: the port and the data stay the same. With `port` 0,
-    the server takes a free port and keeps it. `store_bytes_max` bounds the sum of all streams' limits; by default the
-    server takes three quarters of the free disk. All methods block: from asyncio, call them in a thread.
+    A supervisor calls `wait` and, when that returns, `start` again: the port and the data stay the same. With `port` 0
+    it takes a free one and keeps it. `store_bytes_max` bounds the sum of all streams' limits; by default the server
+    takes three quarters of the free disk. All methods block: from asyncio, call them in a thread.
+
+    With `power`, which only Linux offers, clients' acknowledgements wait until this process has synced the server's
+    files, by `sync`; once that has failed, `sync_failure` says so, and no more comes.
     """
 
     def __init__(
@@ -61,11 +67,16 @@ class EmbeddedServer:
         port: int = 0,
         *,
         store_bytes_max: int | None = None,
+        power: bool = False,
+        sync: Sync = os.fsync,
     ) -> None:
         self.data_dir = data_dir.resolve()
         self.port = port
         self.log_path = self.data_dir / "nats-server.log"
-        self._name = f"bombus-{secrets.token_hex(8)}"
+        self._power = power
+        self._sync = sync
+        self._syncer: Syncer | None = None
+        self._name = f"{POWER_NAME if power else 'bombus-'}{secrets.token_hex(8)}"
         self._store_bytes_max = store_bytes_max
         self._password = ""
         self._process: subprocess.Popen[bytes] | None = None
@@ -85,6 +96,11 @@ class EmbeddedServer:
         """Return the process id of the server, or None if it is not running."""
         process = self._process
         return None if process is None or self._exited.is_set() else process.pid
+
+    @property
+    def sync_failure(self) -> str:
+        """Return why nothing is acknowledged any more, "" while syncs succeed."""
+        return "" if self._syncer is None else self._syncer.failure
 
     def start(self, timeout_s: float = 20.0) -> None:
         """Start the server and return when JetStream answers.
@@ -117,6 +133,20 @@ class EmbeddedServer:
         except BaseException:
             self.stop()
             raise
+        if self._power:
+            self._start_syncer()
+
+    def _start_syncer(self) -> None:
+        try:
+            self._syncer = Syncer(self._store, self.url, self._exited, self._sync)
+        except OSError as error:
+            self.stop()
+            raise BusUnavailable(f"the files of nats-server cannot be watched, to sync them: {error}") from error
+        self._syncer.start()
+
+    @property
+    def _store(self) -> Path:
+        return self.data_dir / "jetstream"
 
     def needs_restart(self) -> bool:
         """Return whether the server failed to write (see `broken`), for whatever reason, and could write now.
@@ -214,8 +244,8 @@ max_pending: {MAX_PENDING_BYTES}
 max_connections: 4096
 write_deadline: "10s"
 jetstream {{
-  store_dir: {json.dumps(str(self.data_dir / "jetstream"))}
-  sync_interval: "1s"
+  store_dir: {json.dumps(str(self._store))}
+  sync_interval: "{SYNC_S_POWER if self._power else SYNC_S}s"
   max_memory_store: {256 << 20}
 {store}}}
 """

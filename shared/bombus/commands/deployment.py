@@ -45,6 +45,7 @@ HIVE_FLAGS: Overrides = {
     "gateway.record_samples": Flag(help="record the samples of training clients in the log, for `bombus audit`"),
     "gateway.port": Flag(also="--swarm-port", help="the gateway's port; 0: any free port, which is printed"),
     "data_dir": Flag(metavar="DIR", help="for the log, checkpoints and weights", default=".bombus, in this folder"),
+    "durability": Flag(),
     "nats": Flag(metavar="URL", help="an external NATS server", default="our own is started"),
     "hive": Flag(metavar="NAME", help="the hive's name", default="$BOMBUS_HIVE, or main", read=name_of("hive")),
 }

@@ -5,14 +5,14 @@ import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType, UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from bombus.config import xorl
 from bombus.config.documents import BLOCKS, RunConfig, Tree, parse_job, read_job_file
-from bombus.config.flags import typed
+from bombus.config.flags import Flag, typed
 from bombus.config.groups import allowed, bad_config, nearest, shown
 from bombus.config.parts import PROCESSES_MAX, CoordinatorPart, GatewayPart, InferencePart, Part, TrainerPart
 from bombus.config.streams import StreamLimits
@@ -39,12 +39,18 @@ class EnginePart(Part):
 
 
 class Cluster(Part):
-    """A whole deployment. `nats` is the URL of an external NATS server or cluster; if it is empty, bombus starts its
-    own. `data_dir` is relative to the working directory."""
+    """`nats` is the URL of an external NATS server or cluster; empty: bombus starts its own. `data_dir` is relative to
+    the working directory. `durability` is what loses nothing that was acknowledged: the end of any `process`, or a
+    `power` cut too, for which the disk of our own server is synced before anything is acknowledged.
+    """
 
     hive: str = Field(default="main", description="a name of lower-case letters, digits and dashes")
     nats: str = Field(default="", max_length=4096)
     data_dir: str = Field(default=".bombus", min_length=1, max_length=4096)
+    durability: Annotated[
+        Literal["process", "power"],
+        Flag(help="what loses nothing that was acknowledged: the end of any process, or a power cut too"),
+    ] = "process"
     gateway: GatewayPart = GatewayPart()
     coordinator: CoordinatorPart = CoordinatorPart()
     streams: StreamLimits = StreamLimits()
@@ -63,6 +69,16 @@ class Cluster(Part):
             raise ValueError(
                 f"streams.replicas {self.streams.replicas} (--stream-replicas) is refused: bombus starts only a single "
                 "NATS server; give the URLs of a cluster as nats (--nats)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_server_of_ours_is_synced(self) -> "Cluster":
+        if self.durability == "power" and self.nats:
+            raise ValueError(
+                "durability power (--durability) is refused with nats (--nats): only a server that bombus starts is "
+                "synced here. Leave durability out, and set sync_interval: always in the configuration of that server, "
+                "or keep the streams on three servers (streams.replicas)"
             )
         return self
 

@@ -11,6 +11,7 @@ from bombus.config.parts import Part
 
 STREAM_BYTES_MIN = 4096
 PAYLOAD_BYTES = 8 << 20  # `max_payload` of the server that we start: its largest message, including headers
+POWER_NAME = "bombus-power-"  # begins the name of a server of ours whose disk is synced (`--durability power`)
 _TAKES = "a size of at least 4KiB, such as 512MB or 4GiB"
 _SIZE = re.compile(r"^(\d+(?:\.\d+)?) ?([kMGT]?)(i?)B?\Z")
 _POWERS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4}

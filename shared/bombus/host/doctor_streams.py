@@ -15,6 +15,7 @@ from bombus.config.cluster import Cluster
 from bombus.config.streams import (
     LIMIT_FLAGS,
     PAYLOAD_BYTES,
+    POWER_NAME,
     StreamLimits,
     bytes_reserved,
     disk_needed,
@@ -40,6 +41,7 @@ LESS_DISK = f"lower the streams' sizes ({LIMIT_FLAGS}), or give another --data-d
 class ServerInfo(msgspec.Struct, frozen=True):
     """The information that a NATS server sends to every client that connects."""
 
+    server_name: str = ""
     max_payload: int = 0
     jetstream: bool = False
 
@@ -54,10 +56,11 @@ def examine_streams(cluster: Cluster) -> Iterator[Finding]:
     if not urls:
         yield from _planned(cluster)
         return
-    findings = [_server(url.strip()) for url in urls.split(",")]
-    yield from findings
-    if all(finding.state == State.MISSING for finding in findings):
+    servers = [_server(url.strip()) for url in urls.split(",")]
+    yield from (finding for finding, _ in servers)
+    if all(finding.state == State.MISSING for finding, _ in servers):
         return
+    yield _durability(any(name.startswith(POWER_NAME) for _, name in servers), theirs=bool(cluster.nats))
     try:
         from bombus.bus import Bus
         from bombus.bus.follow import fold
@@ -91,18 +94,30 @@ def _replicas(hive: Hive) -> Iterator[Finding]:
                 yield check(what, True, f"canary of version {replica.version}: {canary}")
 
 
-def _server(url: str) -> Finding:
+def _durability(power: bool, theirs: bool) -> Finding:
+    if power:
+        detail = "power: what was acknowledged survives the end of any process and a power cut"
+    elif theirs:
+        detail = "as these servers are set up: by their sync_interval, and the replicas of the streams"
+    else:
+        kept = "what was acknowledged survives the end of any process"
+        detail = f"process: {kept}, but a power cut may take the last second of it (--durability power)"
+    return Finding("durability", State.OK, detail)
+
+
+def _server(url: str) -> tuple[Finding, str]:
+    """Return what was found at an address, and the name of the server there."""
     parsed = urlparse(url if "//" in url else f"nats://{url}")
     address = f"{parsed.hostname}:{parsed.port or NATS_PORT}"
     try:
         info = _server_info(parsed.hostname or "", parsed.port or NATS_PORT)
     except (OSError, ValueError) as error:
-        return check("nats", False, f"{address} does not answer: {error}", "start it, or correct its URL")
+        return check("nats", False, f"{address} does not answer: {error}", "start it, or correct its URL"), ""
     if not info.jetstream:
-        return check("nats", False, f"{address} answers without JetStream", "switch it on: `jetstream {}` or -js")
+        return check("nats", False, f"{address} answers without JetStream", "switch it on: `jetstream {}` or -js"), ""
     todo = f"set max_payload: {PAYLOAD_BYTES} in its configuration; until then larger calls and batches are refused"
     detail = f"{address} answers and takes messages of up to {byte_size(info.max_payload)}"
-    return check("nats", info.max_payload >= PAYLOAD_BYTES, detail, todo, needed=False)
+    return check("nats", info.max_payload >= PAYLOAD_BYTES, detail, todo, needed=False), info.server_name
 
 
 def _server_info(host: str, port: int) -> ServerInfo:
@@ -147,7 +162,8 @@ def check_room(cluster: Cluster) -> None:
 
 
 def _planned(cluster: Cluster) -> Iterator[Finding]:
-    """Check that the disk has room for new streams."""
+    """Check that the disk has room for new streams, and say what they will survive."""
+    yield _durability(cluster.durability == "power", theirs=False)
     folder = Path(cluster.data_dir).absolute()
     if (folder / "nats" / "jetstream").exists():
         yield Finding("streams", State.OK, f"those in {folder} are kept; `bombus status` shows them in a running hive")

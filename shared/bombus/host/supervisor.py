@@ -186,7 +186,8 @@ class Supervisor:
             raise
 
     async def _start_server(self) -> str:
-        self._server = EmbeddedServer(self.layout.data_dir / "nats", self.layout.nats_port)
+        power = self.cluster.durability == "power"
+        self._server = EmbeddedServer(self.layout.data_dir / "nats", self.layout.nats_port, power=power)
         await asyncio.to_thread(self._server.start)
         return self._server.url
 
@@ -194,6 +195,8 @@ class Supervisor:
         while True:
             # Polls, because a waiting thread cannot be cancelled.
             code = await asyncio.to_thread(server.wait, 0.5)
+            if server.sync_failure:
+                raise BusUnavailable(server.sync_failure)
             if code is None:
                 if await asyncio.to_thread(server.needs_restart):
                     # A stream that failed to write stays silent until its server is restarted.
