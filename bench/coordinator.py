@@ -126,9 +126,9 @@ async def measure_beside(bus: Bus, held: list[str], waiting: int, seconds: float
     return rate
 
 
-async def run(seconds: float) -> None:
+async def run(seconds: float, power: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        server = EmbeddedServer(Path(folder))
+        server = EmbeddedServer(Path(folder), power=power)
         server.start()
         command = [sys.executable, "-m", "bombus", "coordinator", "--nats", server.url, "--hive", HIVE]
         coordinator = subprocess.Popen([*command, "--log-level", "warning"])
@@ -159,7 +159,9 @@ async def run(seconds: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=5.0, help="for each number of waiting clients")
-    uvloop.run(run(parser.parse_args().seconds))
+    parser.add_argument("--durability", choices=("process", "power"), default="process", help="as of `bombus up`")
+    arguments = parser.parse_args()
+    uvloop.run(run(arguments.seconds, arguments.durability == "power"))
 
 
 if __name__ == "__main__":

@@ -125,9 +125,10 @@ def _quantiles(seconds: list[float]) -> tuple[float, float]:
     return seconds[len(seconds) // 2], seconds[int(len(seconds) * 0.99)]
 
 
-async def run(calls: int) -> None:
+async def run(calls: int, durability: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        async with hive.running(Path(folder), threads=1) as url, AsyncSwarmClient(url) as client:
+        running = hive.running(Path(folder), threads=1, durability=durability)
+        async with running as url, AsyncSwarmClient(url) as client:
             lengths = {
                 "max_prompt_length": 256, "max_response_length": 128,
                 "max_response_length_in_one_turn": TOKENS, "max_model_len": 512, "max_env_worker": 512,
@@ -151,9 +152,11 @@ async def run(calls: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--calls", type=int, default=1024, help="for each line")
+    parser.add_argument("--durability", choices=("process", "power"), default="process", help="as of `bombus up`")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        runner.run(run(parser.parse_args().calls))
+        arguments = parser.parse_args()
+        runner.run(run(arguments.calls, arguments.durability))
 
 
 if __name__ == "__main__":

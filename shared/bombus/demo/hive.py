@@ -21,7 +21,7 @@ class HiveFailed(BombusError):
 
 
 @asynccontextmanager
-async def running(folder: Path, threads: int = 0) -> AsyncIterator[str]:
+async def running(folder: Path, threads: int = 0, durability: str = "process") -> AsyncIterator[str]:
     """Start a hive with its data under `folder`, yield its URL, then stop it and wait until it has exited.
 
     Raises `HiveFailed` if it is not ready in time. Its log is `folder/hive.log`.
@@ -29,7 +29,7 @@ async def running(folder: Path, threads: int = 0) -> AsyncIterator[str]:
     private_folder(folder)
     port = free_port()
     command = [sys.executable, "-m", "bombus", "up", "--port", str(port), "--data-dir", str(folder / "hive")]
-    command += ["--threads", str(threads)]
+    command += ["--threads", str(threads), "--durability", durability]
     log_path = folder / "hive.log"
     with log_path.open("ab") as log:
         process = await asyncio.create_subprocess_exec(
