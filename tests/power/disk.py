@@ -68,8 +68,10 @@ class Disk:
         return self.syncs >= files
 
     def close(self) -> None:
-        for file in self._files.values():
-            os.close(file.descriptor)
+        with self.lock:  # the last sync may be under way
+            for file in self._files.values():
+                os.close(file.descriptor)
+            self._files.clear()
 
     def _leave(self, live: Path, inode: int, copy: Path) -> None:
         copy.mkdir(parents=True)
