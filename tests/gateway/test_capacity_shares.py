@@ -11,6 +11,7 @@ from bombus.hive.state import Hive
 from bombus.machine.hive_keys import HiveKeys, NamedKey
 from bombus_gateway.access import Access, Guard
 from bombus_gateway.call.capacity import CallCapacity
+from bombus_gateway.call.replica_client import ReplicaGone
 from bombus_gateway.settings import GatewaySettings
 
 KEYS = {"admin": "an-admin-key-for-tests", "client": "a-client-key-for-tests", "alice": "alices-key-for-tests"}
@@ -49,3 +50,22 @@ async def test_thousands_of_samples_leave_room_for_calls_of_episodes_and_for_sam
             pass
         assert refused.value.code == Code.OVERLOADED
     assert capacity.open_calls == capacity.reserved == 0
+
+
+async def test_samples_that_were_not_stored_take_no_room_in_the_log(bus: Bus) -> None:
+    size, whole = 1 << 20, (await bus.state(bus.subjects.calls_stream)).max_bytes
+    capacity = CallCapacity(bus, GatewaySettings(log_fill_max=2.5 * size / whole), Hive)
+    await capacity.refresh()
+    for _ in range(10):
+        with pytest.raises(ReplicaGone), capacity.room(size, ""):
+            raise ReplicaGone("it is gone")
+    for _ in range(2):
+        with capacity.room(size, ""):
+            assert capacity.reserved == size
+    with pytest.raises(Refused, match="The log of calls is 3% full") as refused, capacity.room(size, ""):
+        pass
+    assert refused.value.code == Code.OVERLOADED
+    assert capacity.reserved == 0
+    await capacity.refresh()
+    with capacity.room(2 * size, ""):
+        pass

@@ -473,6 +473,30 @@ async def test_samples_that_are_recorded_wait_for_room_in_the_log_before_they_ar
     assert not hive.replica.requests
 
 
+@pytest.mark.parametrize("gateway_settings", [{"record_samples": True}])
+async def test_recorded_samples_need_room_for_what_the_model_can_answer_and_a_second_attempt_makes_no_second_record(
+    hive: OperationHive, client: httpx.AsyncClient, model: str
+) -> None:
+    hive.replica.scripts.append(fault("it broke"))
+    body = sample(await begin(client, model), params={"max_tokens": 1 << 24})
+    assert tokens((await drawn(client, body)).sequences[0]) == tokens_of("ok")
+    assert len(hive.replica.requests) == 2
+    assert (await hive.bus.state(hive.bus.subjects.calls_stream)).messages == 1
+
+
+@pytest.mark.parametrize("gateway_settings", [{"record_samples": True, "bus_timeout_s": 0.5}])
+async def test_samples_that_cannot_be_recorded_are_not_given_to_their_client(
+    hive: OperationHive, client: httpx.AsyncClient, model: str
+) -> None:
+    sampler = await begin(client, model)
+    await hive.bus.requests.request(f"$JS.API.STREAM.DELETE.{hive.bus.subjects.calls_stream}")
+    answer = await failure(client, sample(sampler))
+    assert (answer["category"], "no stream accepts this" in answer["error"]) == ("server", True)
+    assert len(hive.replica.requests) == 1, "they were sampled, but nobody gets them"
+    direct = await client.post(f"{hive.url}/generate", json={"input_ids": [5, 6, 7], "sampling_params": {}})
+    assert direct.status_code == 503
+
+
 async def test_xorls_client_samples_in_sglangs_form_from_the_base_and_from_a_checkpoint(
     hive: OperationHive, client: httpx.AsyncClient
 ) -> None:

@@ -82,7 +82,10 @@ class CallCapacity:
 
     @contextmanager
     def room(self, size: int, holder: str) -> Iterator[None]:
-        """Reserve room for the record of samples while the block runs. Raises `Refused` OVERLOADED or TOO_LARGE."""
+        """Reserve room for the record of samples while the block runs. Raises `Refused` OVERLOADED or TOO_LARGE.
+
+        A block that fails has stored nothing: samples that wait for a replica reserve room at each of many attempts.
+        """
         limit = self._bus.publisher.message_bytes_max
         if size > limit:
             why = f"The record of these samples could take {size} bytes, but the log accepts {limit}"
@@ -91,9 +94,9 @@ class CallCapacity:
         self._count(size, holder)
         try:
             yield
+            self._used += size  # until the stream is next checked
         finally:
             self._count(-size, holder)
-            self._used += size
 
     def _check_room(self, size: int, holder: str) -> None:
         why = self._hive().why_no_calls(holder, size + self._reserved[holder])

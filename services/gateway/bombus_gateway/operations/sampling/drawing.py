@@ -100,11 +100,15 @@ class SampleDrawing:
     def _context(self, model: TextModel) -> int:
         return min(self._calls.models.job(self.engine).rollout.max_model_len, model.context_tokens)
 
-    async def draw(self, sampler: Sampler, asked: SampleRequest, holder: str) -> DrawnSamples:
-        """Draw samples, and record them for a `holder` of a share if the gateway is set to.
+    def _room(self, model: TextModel, length: int) -> int:
+        """Return the most tokens that an answer to a prompt of `length` tokens can have."""
+        return max(self._context(model) - length, 1)
 
-        Waits for a replica, and for room in the log, while the run continues, up to the time limit of a call. Raises
-        `Refused`, TIMEOUT after that limit, and `BusUnavailable` if the samples could not be recorded.
+    async def draw(self, sampler: Sampler, asked: SampleRequest, holder: str) -> DrawnSamples:
+        """Draw samples, and record them if the gateway records samples. They count toward the share of `holder`.
+
+        Wait for a replica, and for room in the log, while the run continues, up to the time limit of a call. Raises
+        `Refused`, with TIMEOUT after that limit, and `BusUnavailable` if the samples could not be recorded.
         """
         limit_s = self._calls.settings.call_timeout_s
         try:
@@ -114,7 +118,7 @@ class SampleDrawing:
             raise Refused(Code.TIMEOUT, f"The sample took longer than the limit of {limit_s:g} s.") from None
 
     async def _attempted(self, sampler: Sampler, asked: SampleRequest, holder: str) -> DrawnSamples:
-        """Draw samples, and retry if there is no replica, or if one is busy, fails, or lacks the adapter."""
+        """Draw samples, and retry if the log has no room, or if a replica is missing, busy, fails or lacks the adapter."""
         attempt = loads = failures = 0
         lacking = ""  # the replica that lacks the adapter
         while True:
@@ -175,14 +179,15 @@ class SampleDrawing:
         if not self._calls.settings.record_samples:
             await self._generated(generate, len(pieces), collected)
             return collected.drawn()
-        received_ns, sampled = time.time_ns(), asked.samples * generate.sampling.max_tokens
-        with self._calls.capacity.room(record_bytes(0, len(asked.prompt) // 4, sampled), holder):
+        length, received_ns = len(asked.prompt) // 4, time.time_ns()
+        sampled = asked.samples * min(generate.sampling.max_tokens, self._room(model, length))
+        with self._calls.capacity.room(record_bytes(0, length, sampled), holder):
             replica = await self._generated(generate, len(pieces), collected)
             await self._record(generate, collected, replica, received_ns, holder)
         return collected.drawn()
 
     async def _generated(self, generate: Generate, vocabulary: int, collected: "_Collected") -> str:
-        """Generate into `collected`, and return the replica that did."""
+        """Collect the samples of one attempt, and return the name of the replica that sampled them."""
         generation, replica = await self._calls.upstream.start(generate, vocabulary)
         try:
             await self._collect(generation, collected)
@@ -201,7 +206,7 @@ class SampleDrawing:
     async def _record(
         self, generate: Generate, collected: "_Collected", replica: str, received_ns: int, holder: str
     ) -> None:
-        """Record samples as a call that has no episode, before their client gets them (R9)."""
+        """Record samples as a call without an episode, before their client gets them (R9)."""
         bus, limit_s = self._calls.bus, self._calls.settings.bus_timeout_s
         record = CallRecord(
             id=generate.id,
@@ -260,7 +265,7 @@ class SampleDrawing:
         if length > context:
             why = f"The prompt has {length} tokens, but the model's limit for prompt and answer is {context}."
             raise PromptTooLong("prompt", why, length, context)
-        room = max(context - length, 1)
+        room = self._room(model, length)
         tokens = given.max_tokens or room
         check_sampled(asked.samples, min(tokens, room), given.top_logprobs)
         check_sampled(1, length, asked.top_prompt)
@@ -316,7 +321,7 @@ class _Collected:
         )
 
     def choices(self) -> tuple[Choice, ...]:
-        """Return the samples as a record has them."""
+        """Return the samples in the form in which they are recorded."""
         return tuple(choice.recorded() for choice in self._choices)
 
     def _of_prompt(self, length: int, scored: int | None) -> tuple[bytes, Alternatives]:
