@@ -6,12 +6,16 @@ import pytest
 
 from bombus.commands.audit import audited
 from bombus.hive import events as ev
+from bombus.hive import inbox
 from bombus.hive.events import AnyEvent, EnvironmentEnd, ModelEnd
 from bombus.hive.fates import Fate
-from bombus.hive.records import BodyRef
+from bombus.hive.records import BodyRef, CallRef
 from bombus.hive.trajectories.queue import QueuedGroup
 from bombus.replay.archive import FileSource
 from bombus.replay.audit import NOT_REPORTED
+from tests.coordinator.core_in_memory import CoreHarness
+from tests.coordinator.operations_in_memory import MODEL
+from tests.coordinator.test_sampled_episodes import SNAPSHOT, with_snapshot
 from tests.trainer.trainer_hive import audited as audited_events
 from tests.trainer.trainer_hive import audited_from_anywhere
 
@@ -132,3 +136,27 @@ def test_each_gradient_of_a_training_client_is_used_in_a_step_dropped_or_waits()
     assert not stopped.differences
     twice = audited_events([*events, done(6, fb)])
     assert [found.why for found in twice.differences] == ["operation 6 of model s:m was completed twice"]
+
+
+def test_a_compacted_log_has_calls_of_versions_and_adapters_from_before_it() -> None:
+    harness = CoreHarness()
+    harness.boot(batch_size=1, num_repeat=1, max_staleness=4)
+    (slow,) = harness.claim("slow")
+    for task in "abc":
+        harness.play(task)
+        harness.train()
+    harness.call(slow, version=0)
+    assert not audited_events(harness.log).differences
+    audited_from_anywhere(harness.log)
+    harness.call(slow, version=4)
+    assert [each.why for each in audited_events(harness.log).differences] == [
+        "was sampled by version 4, which is not in the log"
+    ]
+
+    sampled = with_snapshot()
+    (episode,) = sampled.claim(sampler=SNAPSHOT)
+    sampled.send(inbox.RemoveWeights(id=sampled.id(), engine=ENGINE, model=MODEL, use="sampler", name="step-1"))
+    noted = ev.NotedCall(episode, CallRef(1, "x", b""), 5, 3, 0, 0, sampler="aa")
+    sampled.send(inbox.CallRecorded(id=sampled.id(), engine=ENGINE, run=1, call=noted))
+    assert not audited_events(sampled.log).differences
+    audited_from_anywhere(sampled.log)

@@ -171,7 +171,7 @@ ON_THE_LOG: dict[str, tuple[type[AnyEvent], Callable[[Any], list[Any]], str]] = 
         of_tokens(lambda tokens: {"left_out": {next(iter(tokens.episodes)): Fate.DROPPED_STALE}}),
         "step 2 both accounts for it and leaves it out",
     ),
-    "a row that has not one count for each fate": (
+    "a row without a count for each fate": (
         ev.StepCompleted,
         of_tokens(lambda tokens: {"fates": (Fate.TRAINED, Fate.MASKED_GREEDY)}),
         "step 2 accounts for it with (5,) of 2 fates",
@@ -200,12 +200,12 @@ ON_THE_LOG: dict[str, tuple[type[AnyEvent], Callable[[Any], list[Any]], str]] = 
     "calls of another run": (
         ev.CallsNoted,
         lambda event: [replace(event, run=7)],
-        "calls.noted is of run 7, but run 1 is on",
+        "calls.noted is of run 7, but the current run is 1",
     ),
     "a step of another run": (
         ev.StepCompleted,
         lambda event: [replace(event, run=7)],
-        "step.completed is of run 7, but run 1 is on",
+        "step.completed is of run 7, but the current run is 1",
     ),
     "a batch that skips a step": (
         ev.BatchReady,

@@ -73,7 +73,8 @@ class _Step(NamedTuple):
 
 
 class _Model:
-    """The training operations of a model: those that wait, by number, and those whose gradients wait for a step."""
+    """The training operations of a model: the waiting ones by number, the numbers of the completed ones, and how many
+    gradients wait for an optimizer step."""
 
     __slots__ = ("accumulated", "completed", "waiting")
 
@@ -94,6 +95,7 @@ class _Books:
         self.handed: dict[int, dict[int, _Group]] = {}
         self.arrived = 0
         self.published: dict[int, str] = {}  # hash of each version's weights
+        self.earlier = 0  # versions below this one were published before the log was compacted
         self.counted = 0  # tokens that the run's calls have sampled
         self.adapters: set[str] = set()  # the hashes of those that training clients have saved
         self.models: dict[str, _Model] = {}
@@ -130,9 +132,10 @@ class SourceTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VersionTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """How many tokens the policy versions `oldest` to `newest` have sampled, over whole calls.
+    """How many tokens the policy versions `oldest` to `newest` sampled, counting whole calls.
 
-    `weights` is the hash of the newest, or of the training client's adapter that sampled; "" if the log lacks it.
+    `weights` is the hash of the weights of `newest`, or of the adapter that sampled for a training client. It is "" if
+    it is not in the log.
     """
 
     engine: str
@@ -183,13 +186,13 @@ class Audit:
             self._check_run(event)
             handle(self, self._of(event.engine), event)
         evolve(self.hive, event)
-        if isinstance(event, ev.EngineStarted):  # which may go on with the figures of the run before
+        if isinstance(event, ev.EngineStarted):  # which may continue the figures of the previous run
             self._of(event.engine).counted = self.hive.engines[event.engine].counters.completion_tokens
 
     def _check_run(self, event: Event) -> None:
         run = getattr(event, "run", 0)
         if isinstance(event, _OF_THE_RUN) and run != (current := self.hive.engine(event.engine).run):
-            self._differ(event.engine, "", f"{event.__struct_config__.tag} is of run {run}, but run {current} is on")
+            self._differ(event.engine, "", f"{event.__struct_config__.tag} is of run {run}, but the current run is {current}")
 
     # ---- episodes and their calls -------------------------------------------------------------------------------
 
@@ -208,7 +211,7 @@ class Audit:
             self._sampled[source] += count
             books.counted += count
             self._versions[event.engine, event.run, call.oldest, call.newest, weights] += count
-            if books.published and call.newest >= 0 and count and call.newest not in books.published:
+            if books.published and call.newest >= books.earlier and count and call.newest not in books.published:
                 self._differ(
                     event.engine, call.episode, f"was sampled by version {call.newest}, which is not in the log"
                 )
@@ -365,7 +368,7 @@ class Audit:
         self._abandon(books, Fate.DROPPED_RUN_OVER)
         for episode in (*books.open.values(), *books.pool.values()):
             self._all_to(Fate.DROPPED_RUN_OVER, episode)
-        books.open, books.pool, books.published = {}, {}, {}
+        books.open, books.pool, books.published, books.earlier = {}, {}, {}, 0
 
     def published(self, books: _Books, event: ev.WeightsReady) -> None:
         engine = self.hive.engine(event.engine)
@@ -581,7 +584,9 @@ class Audit:
         for ready in (engine.weights_before, engine.weights):
             if ready is not None and ready.run == engine.run:
                 books.published[ready.version] = ready.weights.sha256
+        books.earlier = min(books.published, default=0)
         books.adapters = {kept.noted.saved.address for kept in engine.clients.kept.values()}
+        books.adapters |= {each.sampler.address for each in engine.open.values() if each.sampler is not None}
         for name, episode in engine.open.items():
             source = TokenSource(engine.name, engine.run, episode.client)
             entry = books.open[name] = _Episode(source)
