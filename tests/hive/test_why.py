@@ -10,6 +10,7 @@ from bombus.hive.events import Collection, EpisodeType, Event, Method
 from bombus.hive.failures import FailureKind
 from bombus.hive.fold.evolve import evolve
 from bombus.hive.state import LOAD_FAILED, Hive, Phase
+from bombus.hive.status.text import render_status
 from bombus.hive.why.chains import chain
 from bombus.hive.why.links import ChainLink, LastEvents
 from bombus_coordinator.core import Core
@@ -130,6 +131,7 @@ def test_the_silence_of_a_client_is_counted_anew_after_a_pause_without_a_leader(
     harness.send(inbox.Tick(id=harness.id(), answered=0))
     harness.send(inbox.Tick(id=harness.id(), answered=0, after_ns=harness.now_ns), after_s=6)
     assert "aborted as idle in 1 m 40 s" in cause(harness, "client slow")
+    assert "aborted as idle in 1 m 40 s" in render_status(harness.core.hive, now_ns=harness.now_ns)
 
 
 def test_a_claim_waits_because_all_places_are_taken_and_the_chain_says_by_whom() -> None:
@@ -540,6 +542,8 @@ def test_clients_that_agreed_see_the_sync_for_a_while() -> None:
     harness.request(inbox.AgreeSync(id="x", engine=ENGINE, client="c1"))
     harness.train()
     assert cause(harness, "time") == "the clients that agreed need time to see this phase, which ends in 6.0 s"
+    text = render_status(harness.core.hive, now_ns=harness.now_ns)
+    assert "\n  engine main has handed out no episodes for 0.0 s: it is waiting until" in text
 
 
 # ---- multi-model episodes -----------------------------------------------------------------------------------------

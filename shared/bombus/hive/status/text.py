@@ -22,7 +22,7 @@ from bombus.hive.status.rows import (
 )
 from bombus.hive.trajectories.status import rollout_group_lines
 from bombus.hive.why.chains import chain
-from bombus.hive.why.links import LastEvents
+from bombus.hive.why.links import TIME, LastEvents
 
 BAR_CELLS = 24
 EPISODES_SHOWN = 12  # the most episodes in the plain text; the data has all of them
@@ -87,10 +87,9 @@ def _head_lines(status: EngineStatus, waits: Sequence[str]) -> list[str]:
     phase = status.phase.removeprefix("ENGINE.")
     version = status.version if status.version >= 0 else "-"
     since = f" for {duration(status.phase_s)}" if status.run else ""  # unknown before the first run
-    detail = "suspended" if status.suspended else one_line(status.detail)  # `waits` has the reason
+    # The reason why a run was suspended or has failed is in `waits`.
+    detail = "suspended" if status.suspended else one_line(status.detail)
     lines = [f"engine {status.engine}: {phase}{since} ({detail})"]
-    if status.failure:
-        lines.append(f"  failure: {one_line(status.failure)}")
     lines += [f"  {one_line(each)}" for each in waits]
     model = one_line(status.model) or "-"
     lines.append(f"  model {model}, run {status.run}, step {status.global_step}, policy version {version}")
@@ -227,9 +226,13 @@ def _indented_line(text: str) -> str:
 
 
 def _waits_lines(hive: Hive, engine: str, now_ns: int) -> list[str]:
-    """Return a line that says what an engine is waiting for, as `bombus why` does, if anything."""
-    links = chain(hive, now_ns, LastEvents(), engine) or []
-    return [f"waiting for {links[-1].who}: {'; '.join(link.what for link in links)}"] if links else []
+    """Return a line that says what an engine is waiting for, as `bombus why` does, or nothing if it does not wait."""
+    last = LastEvents()
+    if hive.pauses:  # the state does not have the times of other events
+        last.anew_ns = hive.pauses[-1].until_ns
+    links = chain(hive, now_ns, last, engine) or []
+    who = "" if not links or links[-1].who == TIME else f"waiting for {links[-1].who}: "
+    return [who + "; ".join(link.what for link in links)] if links else []
 
 
 def _engine_text(status: EngineStatus, waits: Sequence[str], now_ns: int) -> str:
