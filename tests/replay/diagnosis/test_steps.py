@@ -1,5 +1,6 @@
 """What is folded of a run's events, against numbers worked out by hand; and the figures of answers."""
 
+import itertools
 from random import Random
 from typing import Any
 
@@ -15,6 +16,7 @@ from bombus.hive.records import CallRef
 from bombus.replay.diagnosis import steps as series_module
 from bombus.replay.diagnosis.answers import PHRASE_TOKENS, SampledAnswer, figures_of
 from bombus.replay.diagnosis.diagnose import diagnose
+from bombus.replay.diagnosis.findings import FaultKind
 from bombus.replay.diagnosis.statistics import change, drift, noise, ratio, share_at_least, surprise
 from bombus.replay.diagnosis.steps import RunSeries
 
@@ -125,9 +127,26 @@ def test_events_of_other_runs_are_ignored_and_memory_is_bounded(monkeypatch: pyt
 
 
 def test_a_task_repeats_if_one_of_the_steps_just_before_had_it() -> None:
-    tasks = ("a", "b", "a", "c", "d", "e", "f", "g", "b")
-    log = [each for at, task in enumerate(tasks, 1) for each in (batch(at, (task, {f"e{at}": 1.0})), completed(at))]
-    assert [row.repeated for row in folded(*log).steps] == [0, 0, 1, 0, 0, 0, 0, 0, 0]
+    repeated = [row.repeated for row in folded(*played("a", "b", "a", "c", "d", "c", "a", "g", "e", "b")).steps]
+    assert repeated == [None] * 5 + [1, 1, 0, 0, 0]
+
+
+def played(*tasks: str) -> list[ev.AnyEvent]:
+    """Return the events of steps with a group of each of these tasks."""
+    return [
+        each
+        for step, of_step in enumerate(tasks, 1)
+        for each in (batch(step, *((task, {f"e{step}{task}": 1.0}) for task in of_step)), completed(step))
+    ]
+
+
+@pytest.mark.parametrize("count", [8, 20, 36, 40, 48])
+def test_a_run_that_plays_the_same_few_tasks_from_its_beginning_is_not_at_fault(count: int) -> None:
+    tasks = itertools.cycle(map(chr, range(1000, 1000 + count)))
+    always = ["".join(itertools.islice(tasks, 8)) for _ in range(30)]
+    assert FaultKind.TASKS_REPEAT not in [found.kind for found in diagnose(folded(*played(*always)).steps, RunConfig())]
+    late = ["".join(map(chr, range(2000 + 8 * step, 2008 + 8 * step))) for step in range(20)] + ["abcdefgh"] * 10
+    assert FaultKind.TASKS_REPEAT in [found.kind for found in diagnose(folded(*played(*late)).steps, RunConfig())]
 
 
 def test_statistics_against_numbers_by_hand() -> None:

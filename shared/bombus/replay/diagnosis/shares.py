@@ -11,7 +11,7 @@ from bombus.replay.diagnosis.findings import NEAR_BEST, FaultKind, RunFinding, S
 from bombus.replay.diagnosis.statistics import median, share_at_least
 from bombus.replay.diagnosis.steps import RECENT, StepFigures
 
-WORTH = 0.25  # of the answers: if fewer could be better, a model that repeats itself has learned nearly all tasks
+WORTH = 0.25  # share of answers that could be better: below it, the model has learned nearly all tasks
 SILENT = 0.6  # share of groups: above it, most of the work is wasted. Half is usual in healthy runs
 
 
@@ -67,6 +67,10 @@ def _silent(row: StepFigures) -> tuple[float, float]:
     return row.silent.count, row.groups - row.groups_of_one
 
 
+def _repeated(row: StepFigures) -> tuple[float, float]:
+    return (0, 0) if row.repeated is None else (row.repeated, row.groups)
+
+
 def _aborted(row: StepFigures) -> tuple[float, float]:
     return row.aborted.total(), row.aborted.total() + row.ended
 
@@ -77,8 +81,8 @@ SHARES = (
         "{share:.0%} of the episodes made no call, or their agent failed, and were ended with a reward",
         "abort such episodes (abort_episode, or raise InfraError) instead of ending them with a reward"),
     ShareRule(FaultKind.EPISODES_ABORTED, lambda row: (row.unusable, row.tokens.count), 0.1,
-        "{share:.0%} of the episodes of batches have calls that cannot be read or trained, and were left out",
-        "read the trainer's log; a logprob that is not finite, or calls that do not fit together, are such reasons"),
+        "{share:.0%} of the episodes in batches were left out, because their calls cannot be read or trained on",
+        "read the trainer's log: perhaps a logprob is not finite, or calls do not fit together"),
     ShareRule(FaultKind.TOOLS_FAIL, _tools, 0.2,
         "{share:.0%} of the tool calls fail, compared with {before:.0%} before",
         "read an episode (`bombus replay episode ID`): the tool is down, or the model calls it in the wrong format",
@@ -92,9 +96,9 @@ SHARES = (
         compared=True),
     ShareRule(FaultKind.STALE, lambda row: (row.stale, row.ended), 0.1,
         "{share:.0%} of the episodes are dropped as too old", _STALE),
-    ShareRule(FaultKind.TASKS_REPEAT, lambda row: (row.repeated, row.groups), 0.5,
-        f"{{share:.0%}} of the groups have a task of the {RECENT} steps before theirs, {{before:.0%}} before",
-        "find out why the same tasks come again: a data loader that begins anew, or a curriculum that has narrowed",
+    ShareRule(FaultKind.TASKS_REPEAT, _repeated, 0.5,
+        f"{{share:.0%}} of the groups have a task of the previous {RECENT} steps, compared with {{before:.0%}} before",
+        "find out why tasks come again so soon: the data loader may start over, or a curriculum may have narrowed",
         compared=True),
     ShareRule(FaultKind.EVALUATED_ON_TRAINED, lambda row: (row.evaluated_known, row.evaluated.count), 0.1,
         "{share:.0%} of {count} evaluation episodes have a task that was trained on",
@@ -113,12 +117,12 @@ ALONE = ShareRule(FaultKind.GROUPS_OF_ONE, lambda row: (row.groups_of_one, row.g
     "end all episodes of a task with the same task id, and claim num_repeat of them; or set trainer.adv_estimator to "
     "reinforce_plus_plus")  # fmt: skip
 DUPLICATES = ShareRule(FaultKind.DUPLICATE_ANSWERS, lambda row: (0, 0), 0.6,
-    "{share:.0%} of {count} answers that could be better have an equal one in their group",
+    "{share:.0%} of {count} answers that could be better are equal to another one of their group",
     "sample with temperature 1 and no fixed seed; if the entropy is low, set trainer.clip_high to 0.28",
     count_min=20)  # fmt: skip
 TOO_EASY = ShareRule(FaultKind.TOO_EASY, _silent, SILENT,
     "in {hits} of {count} groups all episodes have the same reward",
-    "end the run if the tasks are learned; else use harder ones, or set collection.method to "
+    "end the run if the tasks are learned; otherwise use harder ones, or set collection.method to "
     "rollout_until_finish_enough_non_dummy_tasks")  # fmt: skip
 TOO_HARD = ShareRule(FaultKind.TOO_HARD, _silent, SILENT, TOO_EASY.figure,
     "use easier tasks first (a curriculum), give partial reward, or raise rollout.num_repeat (now "
@@ -134,7 +138,7 @@ def groups_of_one(seen: Seen) -> RunFinding | None:
 
 
 def duplicate_answers(seen: Seen) -> RunFinding | None:
-    """Find equal answers among those without nearly the best reward: a model that has learned a task repeats itself."""
+    """Find equal answers among those that could be better. A model that has learned a task gives equal answers, too."""
     least, most = reward_bounds(seen.rows)
     limit = least + NEAR_BEST * (most - least) if most > least else 0.0
 

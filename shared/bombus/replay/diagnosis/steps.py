@@ -23,7 +23,7 @@ EPISODES_KEPT = 50_000  # episodes that are open, or have ended and are not in a
 TASKS_KEPT = 100_000  # tasks that were trained on
 NAMES_MAX = 32  # names of clients, data sets or metrics in one step; more are counted together
 OTHERS = "(others)"
-RECENT = 5  # steps, whose tasks are remembered in their order
+RECENT = 5  # number of previous steps in which a task counts as repeated
 SAMPLED_GROUPS = 4  # groups of each step whose answers are read
 NO_FAULT = (AbortReason.ENGINE_STOPPED, AbortReason.SUPERSEDED)
 
@@ -56,7 +56,7 @@ class StepFigures(msgspec.Struct, kw_only=True):
     highest: float = -inf
     groups: int = 0
     groups_of_one: int = 0
-    repeated: int = 0  # groups whose task is one of the steps just before
+    repeated: int | None = None  # groups whose task was in one of the previous `RECENT` steps, if that many are known
     silent: Spread = msgspec.field(default_factory=Spread)
     lengths: Moments = msgspec.field(default_factory=Moments)
     verdicts: Moments = msgspec.field(default_factory=Moments)
@@ -157,7 +157,8 @@ class RunSeries:
         row.collecting_s = seconds_between(began, event.at_ns) if began else 0.0
         self._sealed_ns, self._sealed = event.at_ns, row
         seconds: list[float] = []
-        row.repeated = sum(any(group.task in tasks for tasks in self._recent) for group in event.groups)
+        if len(self._recent) == RECENT:
+            row.repeated = sum(any(group.task in tasks for tasks in self._recent) for group in event.groups)
         self._recent.append({group.task for group in event.groups})
         for group in event.groups:
             if len(self._trained_tasks) < TASKS_KEPT:
