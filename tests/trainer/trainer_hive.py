@@ -17,7 +17,7 @@ from bombus.bus import Bus
 from bombus.bus.follow import Follower
 from bombus.config.job import RunConfig
 from bombus.hive import inbox
-from bombus.hive.events import AnyEvent, NotedCall, Weights
+from bombus.hive.events import AnyEvent, Event, NotedCall, Weights
 from bombus.hive.fold.evolve import evolve
 from bombus.hive.inbox import EpisodeResult
 from bombus.hive.records import CallRef, digest, encode_record
@@ -36,14 +36,14 @@ REPLICA = "r1"
 WAIT_S = PATIENCE_S
 
 
-def audited(events: Sequence[AnyEvent]) -> AuditReport:
+def audited(events: Sequence[Event]) -> AuditReport:
     audit = Audit()
     for seq, event in enumerate(events, 1):
         audit.read(event, seq)
     return audit.report()
 
 
-def audited_from_anywhere(events: Sequence[AnyEvent]) -> None:
+def audited_from_anywhere(events: Sequence[Event]) -> None:
     """Audit a log that was compacted before each of its events."""
     hive = Hive()
     for cut, event in enumerate(events):

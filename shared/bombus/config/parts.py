@@ -78,7 +78,7 @@ class GatewayOptions(BaseModel):
         ),
     ] = Field(default=64, ge=1, le=MODELS_MAX_MAX)
     record_samples: Annotated[
-        bool, Flag(help="whether the log also has the samples of training clients, for `bombus audit`")
+        bool, Flag(help="whether the samples of training clients are recorded in the log, for `bombus audit`")
     ] = False
 
     @field_validator("bases")
@@ -95,11 +95,11 @@ class GatewayPart(GatewayOptions, Part):
     """Where clients connect. `count` processes share the port; 0: the gateway runs on another machine. `port` 0 means
     any free port, which `bombus up` prints.
 
-    A gateway without a client key answers requests for localhost, for its own address, and for `host_names`.
-    Training clients may have their own inference servers, which get their weights, on `inference_hosts`.
-    `bases` maps names by which [training clients](training.md) ask for bases to models as in `model.path` of a job, and
-    `models_max` is how many models of training clients an engine has at once. With `record_samples` the log has what
-    training clients sample, as it has the calls of episodes, and `bombus audit` accounts for it.
+    A gateway without a client key answers requests for localhost, for its own address, and for `host_names`. Training
+    clients may have their own inference servers, which get their weights, on `inference_hosts`. `bases` maps the names
+    by which [training clients](training.md) ask for bases to models, given as in `model.path` of a job. `models_max` is
+    how many models of training clients an engine may have at the same time. With `record_samples`, what training
+    clients sample is in the log, as the calls of episodes are, and `bombus audit` accounts for it.
     """
 
     host: str = Field(default="127.0.0.1", min_length=1, max_length=253)

@@ -162,10 +162,10 @@ class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
 class CallRecord(msgspec.Struct, frozen=True, kw_only=True, tag="call.v1", tag_field="kind", omit_defaults=True):
     """One model call of an episode, as stored in the `calls` stream.
 
-    Samples of training clients are in it too if a gateway's `record_samples` asks for that; their `episode` is "".
+    With the setting `record_samples`, it can also be a training client's samples. Its `episode` is then "".
 
-    The prompt is the parent call's prompt, then the tokens of the parent's choice `parent_choice`, then `prompt_tail`;
-    without a parent it is `prompt_tail` alone. An episode of n turns therefore stores O(n) tokens.
+    The prompt is the parent call's prompt, followed by the tokens of the parent's choice `parent_choice`, followed by
+    `prompt_tail`; without a parent it is `prompt_tail` alone. An episode of n turns therefore stores O(n) tokens.
     """
 
     id: str
@@ -237,7 +237,7 @@ def decode_record(body: bytes, ref: CallRef | None = None) -> CallRecord:
 
 
 def add_span(spans: list[Span], version: int, count: int) -> None:
-    """Add `count` tokens that a version has sampled after those of `spans`."""
+    """Append `count` tokens that were sampled by a version, in place."""
     end = spans[-1].end if spans else 0
     start = spans.pop().start if spans and spans[-1].version == version else end
     if end + count > start:

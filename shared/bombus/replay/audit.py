@@ -192,7 +192,9 @@ class Audit:
     def _check_run(self, event: Event) -> None:
         run = getattr(event, "run", 0)
         if isinstance(event, _OF_THE_RUN) and run != (current := self.hive.engine(event.engine).run):
-            self._differ(event.engine, "", f"{event.__struct_config__.tag} is of run {run}, but the current run is {current}")
+            self._differ(
+                event.engine, "", f"{event.__struct_config__.tag} is of run {run}, but the current run is {current}"
+            )
 
     # ---- episodes and their calls -------------------------------------------------------------------------------
 

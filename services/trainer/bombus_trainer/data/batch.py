@@ -276,7 +276,7 @@ def staleness(batch: PreparedBatch, step: int) -> dict[str, float]:
 
 
 def answer_ends(batch: PreparedBatch) -> dict[str, Flags]:
-    """Return which terms of the batch are the first, and which the last, trained token of an answer."""
+    """Return masks of the batch's terms: those that are the first, or the last, trained token of an answer."""
     first, last = np.zeros(batch.terms, dtype=np.bool_), np.zeros(batch.terms, dtype=np.bool_)
     for entry in (entry for group in batch.groups for entry in group.sequences):
         positions = np.flatnonzero(entry.sequence.loss_mask_T)

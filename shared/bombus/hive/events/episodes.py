@@ -49,7 +49,7 @@ class EpisodeClaimed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
 class NotedCall(msgspec.Struct, frozen=True, array_like=True):
     """A recorded call. `oldest` and `newest` are the policy versions of its sampled tokens.
 
-    `episode` is "" for recorded samples of a training client, and `holder` then has whose share they count toward.
+    For recorded samples of a training client, `episode` is "", and `holder` names the share that they count toward.
     """
 
     episode: str

@@ -141,7 +141,7 @@ def played(view: View, engine: EngineState) -> Iterator[ChainLink]:
 
 
 def cleared(view: View, engine: EngineState) -> Iterator[ChainLink]:
-    """Yield that a pool which is too small for a batch was cleared since the newest one."""
+    """Yield that the pool, which is too small for a batch, has been cleared since the newest batch."""
     found, batch = view.last.of(ev.PoolCleared, engine.name), view.last.at_ns(ev.BatchReady, engine.name)
     if found is not None and found.run == engine.run and found.reason == DropReason.OVERFLOW and found.at_ns > batch:
         limit = engine.collection.max_pool_episodes

@@ -29,10 +29,10 @@ class SampledAnswer(msgspec.Struct, frozen=True):
 class AnswerFigures(msgspec.Struct, kw_only=True, frozen=True):
     """Counts over those answers of one step that were read.
 
-    `rewards` are those of all, and `duplicates` of the ones that have an equal answer in their group. `constant` is the
-    number of tasks that got the answer of most tasks. Of the `best` answers, `leaked` stand word for word in their
-    prompt. `phrases` are frequent sequences of tokens (hashes), with the shares of all, the better and the worse
-    answers of the groups that have them.
+    `rewards` has the rewards of all these answers, and `duplicates` those of answers that have an equal answer in their
+    group. `constant` counts the tasks that share the most common answer. Of the `best` answers, `leaked` appear word
+    for word in their prompt. `phrases` maps frequent sequences of tokens (hashes) to the fractions of all answers, of
+    the better and of the worse answers of their groups that have them.
     """
 
     rewards: list[float] = []

@@ -13,9 +13,9 @@ class ChangeRule(msgspec.Struct, frozen=True):
     """Finds a figure that has grown to at least `times` its earlier value or, if `times` is below 1, has fallen to
     that.
 
-    Its median must be at least `level`, and no step below half of that; without a level, the change must be certain by
-    its noise. `is_bought`: it is no fault if the model has become better. `may_drift`: nor if it follows its trend, as
-    long as the reward follows its own.
+    Its median must be at least `level`, and no step below half of that; if `level` is 0, the change must be significant
+    given its noise instead. With `is_bought`, a change is not a fault if the model has become better. With `may_drift`,
+    it is not a fault if it follows the figure's trend, unless the reward has stopped following its own.
 
     The texts can name `before` and `recent` (medians), `newest` (the step) and `job`.
     """

@@ -13,7 +13,7 @@ WINDOW = 5  # newest steps, compared with those before; half of the ten steps wi
 BEFORE = 20  # steps before the window that it is compared with
 BEFORE_MIN = 8  # with fewer steps, rules about changes find nothing
 
-NEAR_BEST = 0.9  # of the way from the lowest to the highest reward
+NEAR_BEST = 0.9  # fraction of the way from the lowest to the highest reward
 
 Value = Callable[[StepFigures], float | None]
 
@@ -104,7 +104,7 @@ class Seen(msgspec.Struct, frozen=True):
 
     @property
     def stalls(self) -> bool:
-        """Return whether the reward has visibly ceased to follow its trend upwards, has not fallen, and is not best."""
+        """Return whether the reward no longer rises as it did before, although it is not near the best or falling."""
         before, recent = self.both(reward_of)
         least, most = reward_bounds(self.rows)
         flat = surprise(before, recent) < -VISIBLE < change(before[-WINDOW:], recent)

@@ -17,15 +17,15 @@ CLIPPED = 2.5  # multiple of the gradient norm's bound; Adam ignores constant sc
 LASTING = 8  # number of steps that show it
 MISMATCH = 0.01  # limit of kl_sampler if sampler and policy have the same version (docs/reward.md)
 MISMATCH_STALE, MISMATCH_GROWN = 0.05, 3.0  # limits for samples older than the policy: absolute, relative to before
-CONCENTRATED = 5.0  # times that of all tokens: an answer's ends are the mean of few, and differ more by chance
+CONCENTRATED = 5.0  # multiple of the mismatch of all tokens: the ends of answers are few, so they vary more by chance
 ALL = "the same tokens"
 MISMATCHED = {
     "kl_sampler": (ALL, "look for quantized or low-precision inference, or a mixture of experts; set "
         "trainer.correction to icepop with tis_clip_low 0.5 and tis_clip 5"),
-    "kl_sampler_first": ("the first tokens of answers", "compare the prompts that both see, token by token: a token "
-        "that begins the text, the prefix cache of the inference server, or a part that it adds or cuts"),
-    "kl_sampler_last": ("the last tokens of answers", "look for settings by which the inference server forbids or "
-        "forces a token that ends an answer: min_tokens, ignore_eos, logit_bias, a grammar"),
+    "kl_sampler_first": ("the first tokens of answers", "compare the prompts that both see, token by token: look for "
+        "a token that begins the text, a stale prefix cache, or a part that the inference server adds or cuts"),
+    "kl_sampler_last": ("the last tokens of answers", "look for settings with which the inference server forbids "
+        "or forces tokens that end an answer: min_tokens, ignore_eos, logit_bias, a grammar"),
 }  # fmt: skip
 CAPPED = 0.1  # fraction of the importance weights that reach their bound
 
@@ -101,7 +101,7 @@ def gradient_clipped(seen: Seen) -> RunFinding | None:
 
 
 def sampler_mismatch(seen: Seen) -> RunFinding | None:
-    """Find a mismatch of all tokens or, if that is small, of the first or the last tokens of answers."""
+    """Find a mismatch in all tokens or, if that is small, in the first or the last tokens of answers."""
     every = median(seen.newest("kl_sampler", WINDOW))
     ages = seen.newest("staleness_mean", WINDOW)
     for name, (tokens, advice) in MISMATCHED.items():

@@ -32,14 +32,14 @@ from bombus.replay.diagnosis.steps import StepFigures
 
 BEYOND = 3.0  # distance from earlier rewards in multiples of their range: games may double it, other scales are tenfold
 INVERTED = -0.2  # correlation of rewards with success
-DISAGREES = 0.3  # of that correlation, lost
+DISAGREES = 0.3  # loss of that correlation
 FOLLOWS = 0.4  # correlation of rewards with tokens within groups: 0.2 to 0.3 is usual if long answers are better
 LONGER = 1.25  # growth of the number of tokens since the steps before
 PART = "reward/"  # the prefix of metrics that are parts of the reward
 PART_GAIN = 0.08  # fraction of its highest value by which a part of the reward must rise, beyond ...
 STEEPER = 1.5  # ... this multiple of its earlier trend: healthy runs learn the form first, too
 OTHERS_GAIN = 0.3  # fraction of that rise which other parts may reach
-CLIFF = 0.4  # of the height above the lowest reward, or of the range of rewards, lost or won in one step
+CLIFF = 0.4  # fraction lost of the height above the lowest reward, or gained of the range of rewards
 JUMP = 4.5  # step-to-step deviations that the reward jumps in one step, which makes up half of the change
 EVALUATION = 0.1  # fraction of the mean evaluation reward that is lost
 NEARLY_ALL = 0.9
@@ -82,7 +82,7 @@ def reward_inverted(seen: Seen) -> RunFinding | None:
 
 
 def reward_disagrees(seen: Seen) -> RunFinding | None:
-    """Find rewards that say less about `is_success` than before: those of other episodes, or of a judge that errs."""
+    """Find rewards that agree less with `is_success` than before: they may be mixed up, or their judge wrong."""
     then, now = (total([row.verdicts for row in rows], Moments) for rows in (seen.before, seen.recent))
     lost = then.correlation - now.correlation
     if not seen.comparable or lost < DISAGREES or lost * sqrt(min(then.degrees, now.degrees) / 2) < CERTAIN:
@@ -90,7 +90,7 @@ def reward_disagrees(seen: Seen) -> RunFinding | None:
     return seen.found(
         FaultKind.REWARD_DISAGREES,
         f"within groups, rewards and is_success correlate by {now.correlation:.2f}, {then.correlation:.2f} before",
-        "compare rewards with the episodes that got them: those of others are reported, or what judges them errs",
+        "compare rewards with their episodes: those of other episodes may be reported, or the judge may be wrong",
         lambda row: row.verdicts.correlation < then.correlation - DISAGREES / 2,
     )
 
@@ -169,7 +169,7 @@ def evaluation_falls(seen: Seen) -> RunFinding | None:
 
 
 def _has_stepped(before: Sequence[float], recent: Sequence[float], least: float) -> bool:
-    """Return whether values have risen by so much, a good part of it in one step, and noise does not explain it."""
+    """Return whether values have risen by `least`, much of it in one step, and by more than noise explains."""
     rise = mean(recent) - mean(before[-WINDOW:])
     at_once = recent[0] - before[-1] > rise / 3 and min(recent) > max(before[-WINDOW:])
     return at_once and rise > max(least, CERTAIN * noise(before) / 2)
@@ -195,7 +195,7 @@ def reward_jumps(seen: Seen) -> RunFinding | None:
 
 
 def reward_falls(seen: Seen) -> RunFinding | None:
-    """Find a reward that has lost much of its height, most of it from one step to the next."""
+    """Find a reward that has fallen far, much of it from one step to the next."""
     before, recent = seen.both(reward_of)
     if not seen.comparable or not before or len(recent) < len(seen.recent):
         return None

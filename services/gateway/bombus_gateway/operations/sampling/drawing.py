@@ -118,7 +118,7 @@ class SampleDrawing:
             raise Refused(Code.TIMEOUT, f"The sample took longer than the limit of {limit_s:g} s.") from None
 
     async def _attempted(self, sampler: Sampler, asked: SampleRequest, holder: str) -> DrawnSamples:
-        """Draw samples, and retry if the log has no room, or if a replica is missing, busy, fails or lacks the adapter."""
+        """Draw samples. Retry if the log has no room, or if a replica is missing, busy, fails or lacks the adapter."""
         attempt = loads = failures = 0
         lacking = ""  # the replica that lacks the adapter
         while True:

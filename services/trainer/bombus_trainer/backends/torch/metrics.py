@@ -24,7 +24,7 @@ class Tally:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self.classes: dict[str, Flags] = {}  # which terms of the batch are in a class, whose mismatch is counted too
+        self.classes: dict[str, Flags] = {}  # masks of the batch's terms; each class has its own `kl_sampler_`
         self._sums: dict[str, float] = {}
         self._terms: Counter[str] = Counter()  # how many tokens each sum covers
         self._updates: list[tuple[float, float]] = []  # (loss, gradient norm)
