@@ -46,6 +46,31 @@ def fill(harness: CoreHarness) -> list[ev.AnyEvent]:
     return harness.tick()
 
 
+def sample(harness: CoreHarness, holder: str, size: int, run: int = 1) -> int:
+    """Note recorded samples of a training client, and return their sequence."""
+    seq = harness.seq
+    noted = NotedCall("", CallRef(seq, harness.id(), b"d" * 16), 5, 3, 0, 0, bytes=size, holder=holder)
+    harness.send(inbox.CallRecorded(id=harness.id(), engine=ENGINE, run=run, call=noted))
+    return seq
+
+
+def test_r12_recorded_samples_are_needed_by_nobody_and_pinned_only_by_an_open_episode_of_the_same_key(
+    harness: CoreHarness,
+) -> None:
+    newest = sample(harness, "ann", 100)
+    assert pinned(harness) == {}
+    assert floors_of_holders(harness.core.hive)[ENGINE, "ann"].needed == newest
+    claim(harness, "bob")
+    later = sample(harness, "ann", 50)
+    sample(harness, "bob", 7)
+    assert sample(harness, "ann", 900, run=2) > later, "of another run: it is not noted"
+    assert pinned(harness) == {"bob": 7}
+    held = floors_of_holders(harness.core.hive)
+    assert held[ENGINE, "bob"].needed == newest
+    assert held[ENGINE, "ann"].needed == harness.engine.newest_call > later
+    assert (harness.engine.counters.calls, harness.engine.counters.calls_late) == (3, 0)
+
+
 def test_r12_an_episode_pins_all_that_its_holder_stores_after_its_claim_and_nothing_of_others(
     harness: CoreHarness,
 ) -> None:
