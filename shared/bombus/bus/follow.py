@@ -161,7 +161,7 @@ class Follower:
 
 
 async def fold(bus: Bus) -> Hive:
-    """Return the present state of a hive. Raises `TimeoutError`."""
+    """Return the current state of a hive. Raises `TimeoutError`."""
     follower = Follower(bus)
     following = asyncio.create_task(follower.run())
     try:

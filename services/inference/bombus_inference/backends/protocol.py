@@ -51,10 +51,11 @@ class AdapterUse:
 class Policy:
     """One version of a run's policy, with its checked weights in `folder`.
 
-    `max_model_len` (tokens) and `dtype` are the job's. `delta` is the file that turns version `base` into this one, if
-    it was published as a delta. With an `adapter`, a folder in peft's layout, the policy is that adapter on top of the
-    model in `folder`; only backends that load adapters are given one. `beside` says that requests may name other
-    adapters beside the policy, which does not change: an operations run. `expected` is what the policy must compute.
+    `max_model_len` (tokens) and `dtype` come from the job. If the version was published as a delta, `delta` is the file
+    that turns version `base` into it. With an `adapter`, a folder in peft's layout, the policy is that adapter on top
+    of the model in `folder`; only backends that load adapters are given one. `beside` is true in an operations run,
+    where requests may name other adapters beside the policy and the policy does not change. `expected` is what the
+    policy must compute, or None if its trainer does not say.
     """
 
     folder: Path
@@ -124,11 +125,11 @@ class InferenceBackend(Protocol):
         """Forget a request. Does nothing if it has ended or was never added."""
 
     async def load(self, policy: Policy, report_stage: ReportStage) -> CanaryCheck | None:
-        """Serve this policy, once it has been compared with what is `expected` of it. Return None if it could not be.
+        """Serve this policy. Within a run, weights change in place while requests run; a new run starts from scratch.
 
-        Within a run weights change in place while requests run; another run starts from scratch.
         A slow load calls `report_stage` with each of its stages. Raises `EngineFault`; never serves weights under a
-        wrong version. After `CanaryFailed` nothing is served.
+        wrong version. Before it serves, it compares what the policy computes with what is `expected`: returns the
+        result, or None if they could not be compared, or raises `CanaryFailed`, after which it serves nothing.
         """
 
     async def unload(self) -> None:

@@ -265,8 +265,8 @@ class WeightsReady(Event, frozen=True, kw_only=True, omit_defaults=True, tag="we
 class WeightsLoaded(Event, frozen=True, kw_only=True, omit_defaults=True, tag="weights.loaded"):
     """A replica has loaded a policy version.
 
-    `sequence_tokens` is the longest sequence that it serves, 0 if it does not say, and `constrains` whether it supports
-    structured output. `canary` is None if it was not compared with the trainer.
+    `sequence_tokens` is the longest sequence that it serves, 0 if it does not say. `constrains` says whether it
+    supports structured output. `canary` is None if its weights were not compared with the trainer's.
     """
 
     run: int

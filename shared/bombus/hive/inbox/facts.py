@@ -69,8 +69,8 @@ class ModelReadFact(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
 class ReplicaAlive(Message, frozen=True, kw_only=True, omit_defaults=True, tag="replica.alive"):
     """A replica's heartbeat, once a second: it serves `version` of `run`, or no weights if that is -1.
 
-    `sequence_tokens` is the longest sequence that it serves, 0 if it does not say, and `constrains` whether it supports
-    structured output. `canary` is None if it was not compared with the trainer.
+    `sequence_tokens` is the longest sequence that it serves, 0 if it does not say. `constrains` says whether it
+    supports structured output. `canary` is None if its weights were not compared with the trainer's.
     """
 
     replica: str
@@ -90,8 +90,8 @@ class ReplicaLeaves(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
 class WeightsLoadedFact(Message, frozen=True, kw_only=True, omit_defaults=True, tag="weights.loaded"):
     """A replica has loaded a policy version.
 
-    `sequence_tokens` is the longest sequence that it serves, 0 if it does not say, and `constrains` whether it supports
-    structured output. `canary` is None if it was not compared with the trainer.
+    `sequence_tokens` is the longest sequence that it serves, 0 if it does not say. `constrains` says whether it
+    supports structured output. `canary` is None if its weights were not compared with the trainer's.
     """
 
     run: int
@@ -179,7 +179,7 @@ class StepBroke(Message, frozen=True, kw_only=True, omit_defaults=True, tag="ste
 
 
 class WeightsSaved(Message, frozen=True, kw_only=True, omit_defaults=True, tag="weights.saved"):
-    """A trainer has saved the weights of a step, and computed their canary. Step 0 is the model as loaded."""
+    """A trainer has saved the weights of a step. Step 0 is the model as loaded. `canary` is None if it has none."""
 
     run: int
     step: int

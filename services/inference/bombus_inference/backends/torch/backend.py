@@ -91,7 +91,7 @@ class TorchBackend:
         self.thread.abort(ticket)
 
     async def load(self, policy: Policy, report_stage: ReportStage) -> CanaryCheck | None:
-        """Swap weights within a run, or make a new engine for a new run.
+        """Swap weights within a run, or create a new engine for a new run.
 
         Files are read in a thread while the old version continues to serve.
         """

@@ -79,9 +79,9 @@ class EngineThread:
         adapter: Mapping[str, LowRank] = NO_ADAPTER,
         expected: Expected | None = None,
     ) -> CanaryCheck | None:
-        """Call `Engine.swap_weights`, and check the result before anything is computed with it.
+        """Call `Engine.swap_weights`, then check the weights before anything is computed with them.
 
-        Raises `EngineFault` when the weights do not fit, and `CanaryFailed`, after which there is no engine.
+        Raises `EngineFault` if the weights do not fit, and `CanaryFailed`, after which there is no engine.
         """
 
         def swap(engine: Engine | None) -> CanaryCheck | None:
@@ -95,7 +95,7 @@ class EngineThread:
     async def patch(
         self, patches: Mapping[str, TensorPatch], version: int, run: int, expected: Expected | None = None
     ) -> CanaryCheck | None:
-        """Do the same with `Engine.patch_weights`."""
+        """Call `Engine.patch_weights`; otherwise like `swap`."""
 
         def patch(engine: Engine | None) -> CanaryCheck | None:
             if engine is None:

@@ -295,7 +295,7 @@ class VllmBackend:
             ) from error
 
     async def _change(self, server: VllmServer, policy: Policy) -> CanaryCheck | None:
-        """Change weights in place. A failure half-way ends the child, so nothing is served under a wrong label.
+        """Change weights in place. A failure midway ends the child, so nothing is served under a wrong label.
 
         The weights come from files, which works on every machine. To send tensors from GPU to GPU instead, only this
         method would have to change.
