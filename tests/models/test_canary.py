@@ -8,8 +8,8 @@ import torch
 from bombus.architectures.canary import canary_logprobs, sum_of_bits
 from bombus.architectures.miniatures import write_miniature
 from bombus.hive.events import Canary
-from bombus.weights.canary import CONSTANTS_ROUNDED, IN_FLOAT64, Expected, compare
-from bombus.weights.models import load_model
+from bombus.weights.canary import CONSTANTS_ROUNDED, IN_FLOAT64, SERVED, Expected, compare
+from bombus.weights.models import load_model, persistent_buffers
 from bombus_inference.backends.torch import attention
 from bombus_inference.backends.torch.adapters.serving import tensors_of
 from bombus_inference.backends.torch.checking import check_model
@@ -39,3 +39,38 @@ def test_an_engine_in_half_precision_and_a_trainer_in_float32_agree_on_the_same_
     assert found.way == CONSTANTS_ROUNDED.way or found.difference < 1e-9
     assert whole.config._attn_implementation == attention.NAME
     assert {value.dtype for value in half.parameters() if value.is_floating_point()} <= {torch.bfloat16, torch.float32}
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_router_whose_biases_an_engine_rounds_is_compared_as_it_is_served(adapted: bool, tmp_path: Path) -> None:
+    attention.register()
+    write_miniature(full_config("minimax_m2"), tmp_path / "made")
+    made = load_model(tmp_path / "made", "bfloat16").float()
+    for bias in persistent_buffers(made).values():
+        bias.copy_(torch.rand_like(bias))
+    made.save_pretrained(tmp_path / "model")
+    whole, half = (load_model(tmp_path / "model", dtype, attention.NAME) for dtype in ("float32", "bfloat16"))
+    bits = "" if adapted else sum_of_bits(tensors_of(whole).items())
+    found = check_model(
+        half, "bfloat16", Expected(0, Canary(logprobs=canary_logprobs(whole), dtype="bfloat16", bits=bits))
+    )
+    assert found is not None
+    assert found.way == SERVED["bfloat16"].way
+
+
+def test_a_model_that_cannot_compute_its_experts_in_float64_keeps_its_attention(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attention.register()
+    write_miniature(full_config("qwen3_moe"), tmp_path)
+    model = load_model(tmp_path, "float32", attention.NAME)
+    experts = model.config._experts_implementation
+
+    def refuse(implementation: str) -> None:
+        if implementation == "eager":
+            raise RuntimeError("it is chosen at load time")
+
+    monkeypatch.setattr(model, "set_experts_implementation", refuse)
+    with pytest.raises(RuntimeError):
+        canary_logprobs(model)
+    assert (model.config._attn_implementation, model.config._experts_implementation) == (attention.NAME, experts)

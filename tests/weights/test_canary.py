@@ -150,6 +150,26 @@ def test_the_sum_of_bits_sees_one_bit_and_which_tensor_has_which_values() -> Non
     assert usual != sum_of_bits([("one", flipped.view(torch.float32)), ("two", two)])
 
 
+def test_weights_that_are_not_numbers_have_no_canary(tmp_path: Path) -> None:
+    executor = Executor(tiny_model_folder(tmp_path), tiny_settings())
+    executor.policy.network.get_output_embeddings().weight.data[3, 0] = torch.nan
+    assert executor.canary() is None
+
+
+@pytest.mark.parametrize("part", [ModelPart.MODEL, ModelPart.ADAPTER])
+def test_training_goes_on_to_the_bit_as_without_a_canary(part: ModelPart, tmp_path: Path) -> None:
+    changes: dict[str, object] = {"lora_rank": 4} if part == ModelPart.ADAPTER else {}
+    settings = tiny_settings(lr=1e-3, gradient_checkpointing=True, **changes)
+    made, plain = (Executor(tiny_model_folder(tmp_path / name), settings) for name in ("made", "plain"))
+    random = torch.get_rng_state()
+    for step in (1, 2, 3):
+        assert made.canary(part) is not None
+        made.train_step(batch(step), step)
+        plain.train_step(batch(step), step)
+    assert made.read_weights(sum_of_bits, part) == plain.read_weights(sum_of_bits, part)
+    assert torch.equal(torch.get_rng_state(), random)
+
+
 # ---- planted faults -----------------------------------------------------------------------------------------------
 
 

@@ -31,7 +31,7 @@ def in_double(module: nn.Module, name: str, value: Tensor) -> Tensor:
 
 @torch.no_grad()
 def canary_logprobs(model: "PreTrainedModel", exact: Exact = in_double) -> tuple[float, ...]:
-    """Return the logprobs of all tokens of the canary's sequences but the first of each. One pass computes them.
+    """Return the logprobs of all tokens of the canary's sequences but the first of each, computed in one pass.
 
     `exact` gives the values to compute with. The family's own code may raise anything.
     """
@@ -64,9 +64,9 @@ def _logprobs(model: "PreTrainedModel", hidden_ND: Tensor, targets_N: Tensor, ex
 def _plain_kernels(model: "PreTrainedModel") -> Iterator[None]:
     """Within the block, attention and experts are computed by transformers' own code, whose kernels take float64."""
     attention, experts = model.config._attn_implementation, model.config._experts_implementation
-    model.set_attn_implementation("eager")
-    model.set_experts_implementation("eager")
     try:
+        model.set_attn_implementation("eager")
+        model.set_experts_implementation("eager")
         yield
     finally:
         model.set_attn_implementation(attention)

@@ -59,7 +59,7 @@ class Numerics:
         return Numerics(f"{self.way}, adapter rounded", self.limit, self.rms, 0.1, 0.01)
 
 
-# Measured as docs/weights.md says, and widened by a factor of at least three.
+# docs/weights.md has the measured differences that these exceed.
 IN_FLOAT64 = Numerics("in float64", 1e-4, 1.5e-5)
 CONSTANTS_ROUNDED = Numerics("in float64, constants in half precision", 3e-3, 5e-4)  # such as Gemma's scale
 SERVED = {

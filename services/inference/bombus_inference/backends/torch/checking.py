@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 SINGLE_TOKENS = 6  # at the end of each line; from the third on, they are computed in rows if rows are used
 ROWS_BYTES = 256 << 20
+HALF = {torch.bfloat16, torch.float16}
 
 
 def check_faithful(model: PreTrainedModel, block_tokens: int, limit: int) -> None:
@@ -52,9 +53,9 @@ def disagreement(model: PreTrainedModel, block_tokens: int, limit: int) -> Disag
 
 
 def check_model(model: PreTrainedModel, precision: str, expected: Expected) -> CanaryCheck | None:
-    """Compare a model's canary with the trainer's. Raises `CanaryFailed`.
+    """Compare a model's canary with the trainer's. Return None if it cannot be computed or compared.
 
-    Return None if it cannot be computed or compared.
+    Raises `CanaryFailed`.
     """
     adapted = any(isinstance(module, AdaptedLinear) for module in model.modules())
     holds = precision in ("float32", expected.canary.dtype)  # the values as they were published
@@ -64,6 +65,8 @@ def check_model(model: PreTrainedModel, precision: str, expected: Expected) -> C
     except Exception as error:  # a family's own code may raise anything, and memory may not suffice
         log.warning("version %d is served unchecked: %s", expected.version, in_one_line(error))
         return None
+    if _rounds_buffers(model) and (not bits or bits != expected.canary.bits):
+        holds, bits = False, ""
     numerics = _numerics(model) if holds else SERVED[precision]
     return compare(expected, found, numerics.with_adapter_rounded() if adapted else numerics, bits)
 
@@ -75,7 +78,12 @@ def _numerics(model: PreTrainedModel) -> Numerics:
     """
     stored = persistent_buffers(model)
     constants = {value.dtype for name, value in model.named_buffers() if name not in stored}
-    return CONSTANTS_ROUNDED if constants & {torch.bfloat16, torch.float16} else IN_FLOAT64
+    return CONSTANTS_ROUNDED if constants & HALF else IN_FLOAT64
+
+
+def _rounds_buffers(model: PreTrainedModel) -> bool:
+    """Return whether buffers that are published in float32, such as a router's biases, are in half precision here."""
+    return any(value.dtype in HALF for value in persistent_buffers(model).values())
 
 
 @torch.inference_mode()
