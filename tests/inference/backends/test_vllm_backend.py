@@ -19,8 +19,9 @@ from bombus.errors import Code, EngineFault, Refused
 from bombus.hive.events import Canary, EngineStopped
 from bombus.hive.inbox import ReplicaAlive, ReplicaLeaves, StageReached, WeightsLoadedFact
 from bombus.hive.records import pack_tokens
-from bombus.weights.canary import CanaryFailed, Expected, canary_sequences
+from bombus.weights.canary import SCORED, SEQUENCES, CanaryFailed, Expected, canary_sequences
 from bombus_inference.backends.protocol import Policy
+from bombus_inference.backends.vllm import answering
 from bombus_inference.backends.vllm.backend import VllmBackend
 from bombus_inference.settings import ComputeSettings, VllmSettings
 from tests.inference.backends.http_backends import BackendClient, ignore_stage
@@ -124,6 +125,27 @@ async def test_weights_that_compute_something_else_end_the_child_before_a_token_
     with pytest.raises(CanaryFailed):
         await stage.backend.load(replace(stage.policy(2), expected=Expected(2, bad)), ignore_stage)
     assert (stage.backend.version, stage.backend.pid) == (-1, None), "a child that has just started is ended too"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("refused", "the prompt is too long"), ("busy", "vLLM is too busy to score the canary within")]
+)
+async def test_a_child_that_refuses_the_canary_or_is_too_busy_serves_unchecked(
+    stage: Stage, name: str, why: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answering, "CANARY_S", 2.0)
+    expected = Expected(1, Canary(logprobs=(-1.0,) * (SEQUENCES * SCORED), dtype="float32"))
+    assert await stage.backend.load(replace(stage.policy(1, name), expected=expected), ignore_stage) is None
+    assert await stage.serves(1)
+    assert "version 1 is served unchecked: " in caplog.text
+    assert why in caplog.text
+
+
+async def test_scores_that_are_not_numbers_where_the_trainers_are_end_the_child(stage: Stage) -> None:
+    expected = Expected(1, Canary(logprobs=(-1.0,) * (SEQUENCES * SCORED), dtype="float32"))
+    with pytest.raises(EngineFault, match="vLLM did not score the canary of version 1"):
+        await stage.backend.load(replace(stage.policy(1, "nan"), expected=expected), ignore_stage)
+    assert (stage.backend.version, stage.backend.pid) == (-1, None)
 
 
 async def test_a_prompt_is_scored_by_one_version_or_the_call_is_tried_elsewhere(stage: Stage) -> None:

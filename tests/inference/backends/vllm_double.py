@@ -3,7 +3,8 @@
 It uses the standard library alone, and samples 1, 2, 3, ... A request whose prompt begins with 7 stops half-way until
 the weights have changed; one that scores such a prompt answers then. The name of the weights' folder selects a failure:
 with `broken...` loading fails, with `dead...` the process does not start, with `strange...` it does so only without a
-tokenizer, with `plain...` only without LoRA, with `sick...` the weights load and the engine dies, and with
+tokenizer, with `plain...` only without LoRA, with `sick...` the weights load and the engine dies, with
+`nan...` scores are not numbers, with `refused...` it scores nothing, with `busy...` it is for ever about to, and with
 `without_ids`, `without_logprobs`, `without_versions` or `without_routes` it is a vLLM that lacks these.
 """
 
@@ -25,6 +26,7 @@ class Weights:
         self.running = 0
         self.healthy = True
         self.lacks = ""
+        self.name = ""
         self.changed = threading.Condition()
 
 
@@ -59,7 +61,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 self._answer(500, b'{"error": {"message": "the file breaks off"}}')
                 return
             if path == "/collective_rpc":
-                WEIGHTS.healthy = not Path(body["kwargs"]["weights_path"]).name.startswith("sick")
+                WEIGHTS.name = Path(body["kwargs"]["weights_path"]).name
+                WEIGHTS.healthy = not WEIGHTS.name.startswith("sick")
             if path in ("/pause", "/resume"):
                 WEIGHTS.paused = path == "/pause"
             elif path == "/update_weight_version":
@@ -96,11 +99,22 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def _score(self, tokens: list[int]) -> None:
         """Give each token a logprob that is minus its id."""
-        began = WEIGHTS.label
+        began, name = WEIGHTS.label, WEIGHTS.name.partition("-")[0]
+        if name == "refused":
+            self._answer(400, b'{"error": {"message": "the prompt is too long"}}')
+            return
+        if name == "busy":
+            threading.Event().wait()
         if tokens[0] == 7:
             with WEIGHTS.changed:
                 WEIGHTS.changed.wait_for(lambda: WEIGHTS.label != began and not WEIGHTS.paused)
-        scores = [None, *({str(token): {"logprob": -float(token), "rank": 1}} for token in tokens[1:])]
+        scores = [
+            None,
+            *(
+                {str(token): {"logprob": float("nan") if name == "nan" else -float(token), "rank": 1}}
+                for token in tokens[1:]
+            ),
+        ]
         self._answer(200, json.dumps({"choices": [], "prompt_logprobs": scores}).encode())
 
     def _answer(self, status: int, body: bytes) -> None:

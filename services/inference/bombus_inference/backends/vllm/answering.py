@@ -25,6 +25,7 @@ from bombus_inference.backends.vllm.wire import parse_deltas, request_body
 log = logging.getLogger(__name__)
 
 GENERATE = "/inference/v1/generate"
+CANARY_S = 10.0  # under load, vLLM scores the canary only after the requests that already wait
 
 _NOT_COMPILED = "the engine failed on a structured-output request ({}); it may not support this schema"
 _TokenDeltas = AsyncGenerator[list[ChoiceDelta], None]
@@ -124,19 +125,23 @@ class Answering:
         delta.tops = scored.tops[len(prompt) - 1 :]
 
     async def score_canary(self, expected: Expected, dtype: str) -> CanaryCheck | None:
-        """Compare the logprobs that vLLM serves with what is expected. Raises `CanaryFailed` or another `EngineFault`.
+        """Compare the logprobs that vLLM gives with what is expected. Raises `CanaryFailed` or another `EngineFault`.
 
-        Return None if it gives none, as for a policy that is an adapter.
+        Return None if it gives none, as for a policy that is an adapter, or gives none within `CANARY_S`.
         """
         if not self.limits.scores:
             return None
+        lines = canary_sequences(self.limits.vocabulary)
         try:
-            scored = [await self._score(line, 0, self.model) for line in canary_sequences(self.limits.vocabulary)]
-        except httpx.HTTPError as error:
-            raise EngineFault(f"vLLM did not score the canary of version {expected.version}: {error}") from error
-        except (BackendFailed, msgspec.MsgspecError) as error:
-            log.warning("version %d is served unchecked: %s", expected.version, error)
+            async with asyncio.timeout(CANARY_S):
+                scored = await asyncio.gather(*(self._score(line, 0, self.model) for line in lines))
+        except (Refused, TimeoutError) as error:
+            why = str(error) or f"vLLM is too busy to score the canary within {CANARY_S:.0f} s"
+            log.warning("version %d is served unchecked: %s", expected.version, why)
             return None
+        except (BackendFailed, httpx.HTTPError, msgspec.MsgspecError) as error:  # also if scores are not finite
+            why = str(error) or type(error).__name__
+            raise EngineFault(f"vLLM did not score the canary of version {expected.version}: {why}") from error
         return compare(expected, [each for one in scored for each in one.logprobs], SERVED[dtype])
 
     async def _score(self, tokens: list[int], width: int, model: str) -> ScoredSequence:
