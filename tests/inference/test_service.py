@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import httpx
+import msgspec
 import pytest
 from transformers import PreTrainedModel
 
@@ -20,6 +21,7 @@ from bombus.errors import Refused
 from bombus.hive import events as ev
 from bombus.hive.generation import FrameReader, encode_request
 from bombus.hive.inbox import AnyMessage, LoadBroke, ReplicaAlive, ReplicaLeaves, WeightsLoadedFact, decode_message
+from bombus.weights.canary import SCORED, SEQUENCES
 from bombus_inference import cli, service
 from bombus_inference.settings import ComputeSettings, InferenceSettings, ServerSettings
 from bombus_trainer.publish.directories import remove_others
@@ -289,6 +291,29 @@ async def test_a_replica_reports_once_and_again_after_its_quarantine_was_lifted(
         again = await coordinator.receive(LoadBroke)
         assert again.reason == broke.reason
     assert caplog.text.count("version 0, attempt 1: ") == 2
+
+
+async def test_a_replica_that_computes_something_else_reports_it_at_once_and_not_at_each_attempt(
+    coordinator: FakeCoordinator, nats_url: str, hive: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    canary = ev.Canary(logprobs=(-1.0,) * (SEQUENCES * SCORED), dtype="float32")
+    version = msgspec.structs.replace(ready(1, 0, weights(tmp_path / "v0", llama(0))), canary=canary)
+    await coordinator.write(started(1), ev.ReplicaJoined(engine="main", replica="r1", url="http://r1"), version)
+    reports: list[LoadBroke] = []
+    async with replica(nats_url, hive):
+        broke = await coordinator.receive(LoadBroke)
+        assert "attempt 2" not in caplog.text
+        assert broke.reason.startswith("its weights are not those of version 0 at the trainer")
+        quarantined = ev.ReplicaQuarantined(engine="main", run=1, version=0, replica="r1", reason=broke.reason)
+        await coordinator.write(quarantined)
+
+        def is_past(message: AnyMessage) -> bool:
+            reports.extend([message] if isinstance(message, LoadBroke) else [])
+            assert not isinstance(message, ReplicaLeaves | WeightsLoadedFact)
+            return "version 0, attempt 5: " in caplog.text
+
+        await coordinator._receive(is_past)
+    assert len(reports) <= 1, "the second attempt may be made before it sees that it is quarantined"
 
 
 async def test_a_cache_that_cannot_be_written_is_a_reason_and_does_not_end_the_process(

@@ -159,14 +159,14 @@ class ReplicaService:
                 return
             except EngineFault as fault:
                 failures += 1
-                # A replica that computes wrongly stays in the hive, to be quarantined, and gets no calls all the same.
-                emptied = served and self.app.backend.version < 0 and not isinstance(fault, CanaryFailed)
+                computes_wrongly = isinstance(fault, CanaryFailed)
+                # A replica that computes wrongly stays in the hive, to be quarantined, which stops its calls too.
+                emptied = served and self.app.backend.version < 0 and not computes_wrongly
                 if self.app.backend.lost.is_set() or emptied:
                     self.app.backend.lost.clear()
                     await self._leave_without_weights()
                 log.warning("version %d, attempt %d: %s", ready.version, failures, fault, extra={"run": ready.run})
-                computes_wrongly = isinstance(fault, CanaryFailed)
-                if computes_wrongly or (failures >= LOAD_ATTEMPTS and (self._quarantine is None or not reports)):
+                if (computes_wrongly or failures >= LOAD_ATTEMPTS) and (self._quarantine is None or not reports):
                     reports += 1
                     await self._report_broken(ready, str(fault), reports)
             if await self._is_released(ready, self._retry_s(failures)):

@@ -47,10 +47,8 @@ class ServerInfo(msgspec.Struct, frozen=True):
 
 
 def examine_streams(cluster: Cluster) -> Iterator[Finding]:
-    """Check the NATS servers that the hive uses or that run here, and its streams; without any, the planned streams.
-
-    Of replicas that are in the hive, say how far they are from what the trainer computes.
-    """
+    """Check the NATS servers that the hive uses or that run here, its replicas, and its streams, or the planned streams
+    if it has none yet."""
     url_file = Path(cluster.data_dir) / URL_FILE.name
     urls = cluster.nats or (url_file.read_text().strip() if url_file.is_file() else "")
     if not urls:
@@ -68,13 +66,17 @@ def examine_streams(cluster: Cluster) -> Iterator[Finding]:
         yield check("streams", False, "not checked: nats-py is not installed", "pip install 'bombus[bus]'", False)
         return
 
-    async def states() -> "tuple[dict[str, StreamState], Hive]":
+    async def states() -> "tuple[dict[str, StreamState], Hive | None]":
         async with await Bus.connect(urls, cluster.hive, name="doctor", timeout_s=CONNECT_S) as bus:
-            return await bus.limited_states(), await fold(bus)
+            streams = await bus.limited_states()
+            try:
+                return streams, await fold(bus)
+            except TimeoutError:
+                return streams, None
 
     try:
         found, hive = asyncio.run(states())
-    except (BombusError, TimeoutError) as error:
+    except BombusError as error:
         detail = f"hive {cluster.hive} has none yet: {error}"
         yield check("streams", False, detail, "`bombus up` or `bombus coordinator` creates them", False)
         return
@@ -83,8 +85,11 @@ def examine_streams(cluster: Cluster) -> Iterator[Finding]:
     yield from _replicas(hive)
 
 
-def _replicas(hive: Hive) -> Iterator[Finding]:
+def _replicas(hive: Hive | None) -> Iterator[Finding]:
     """Yield how far each replica's logprobs of the canary are from the trainer's, and which are quarantined."""
+    if hive is None:
+        yield check("replicas", False, "not checked: the log could not be read in time", "try again", needed=False)
+        return
     for engine in hive.engines.values():
         for replica in engine_status(engine, 0).replicas:
             what, canary = f"engine {engine.name}: {replica.replica}", canary_text(replica)
