@@ -195,10 +195,11 @@ async def test_what_msgpack_cannot_hold_is_a_fault_and_never_a_500() -> None:
 
 
 async def test_a_swap_under_load_drops_nothing() -> None:
+    state = another(llama()).state_dict()
     async with serving() as (app, _, client):
         posts = [asyncio.ensure_future(post(client, request([seed], seed=seed, max_tokens=150))) for seed in range(20)]
         await until(lambda: tokens_decoded(app) > 100)
-        await engine_thread(app).swap(another(llama()).state_dict(), 1, 1)
+        await engine_thread(app).change(lambda engine: engine.swap_weights(state, 1, 1))
         answers = [read((await one).content).only for one in posts]
     for answer in answers:
         assert len(answer.tokens) == 150
@@ -209,7 +210,7 @@ async def test_a_swap_under_load_drops_nothing() -> None:
 async def test_weights_that_do_not_fit_are_the_callers_error_and_serving_goes_on() -> None:
     async with serving() as (app, _, client):
         with pytest.raises(EngineFault, match="lack"):
-            await engine_thread(app).swap({}, 1, 1)
+            await engine_thread(app).change(lambda engine: engine.swap_weights({}, 1, 1))
         assert (await post(client, request([1]))).status_code == 200
 
 

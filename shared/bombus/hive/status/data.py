@@ -104,11 +104,8 @@ def _last_step(engine: EngineState) -> StepStatus | None:
     return StepStatus(step=done.step, at_ns=done.at_ns, metrics=done.metrics)
 
 
-def _has_canary(engine: EngineState) -> bool:
-    return engine.weights is not None and engine.weights.canary is not None
-
-
 def _replicas(engine: EngineState) -> tuple[ReplicaStatus, ...]:
+    has_canary = engine.weights is not None and engine.weights.canary is not None
     return tuple(
         ReplicaStatus(
             replica=name,
@@ -123,7 +120,7 @@ def _replicas(engine: EngineState) -> tuple[ReplicaStatus, ...]:
             canary=replica.canary,
             canary_worst=replica.canary_worst,
             canary_worst_version=replica.canary_worst_version,
-            unchecked=name in engine.loaded and replica.canary is None and _has_canary(engine),
+            unchecked=has_canary and name in engine.loaded and replica.canary is None,
         )
         for name, replica in sorted(engine.replicas.items())
     )

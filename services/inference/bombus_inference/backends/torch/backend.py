@@ -106,10 +106,14 @@ class TorchBackend:
         serving = self.version >= 0 and self.run == run
         if serving and policy.delta is not None and policy.base == self.version:
             patches = await asyncio.to_thread(read_patches, policy.delta, self._run_settings)
-            check = await self.thread.patch(patches, version, run, policy.expected)
+            check = await self.thread.change(
+                lambda engine: engine.patch_weights(patches, version, run), policy.expected
+            )
         elif serving:
             state, adapter = await _in_thread(self._read, policy)
-            check = await self.thread.swap(state, version, run, adapter, policy.expected)
+            check = await self.thread.change(
+                lambda engine: engine.swap_weights(state, version, run, adapter), policy.expected
+            )
         else:
             await self.unload()
             self._run_settings = await asyncio.to_thread(with_precision, self._settings, policy)

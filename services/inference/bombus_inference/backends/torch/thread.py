@@ -7,10 +7,8 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TypeVar
-
-from torch import Tensor
 
 from bombus.errors import Code, EngineFault, Refused
 from bombus.hive.events import CanaryCheck
@@ -26,9 +24,7 @@ from bombus_inference.backends.protocol import (
     refusal_fault,
 )
 from bombus_inference.backends.torch.adapters.loaded import LoadedAdapter
-from bombus_inference.backends.torch.adapters.own import LowRank
-from bombus_inference.backends.torch.engine import NO_ADAPTER, Engine, Output, Stats
-from bombus_inference.backends.torch.patching import TensorPatch
+from bombus_inference.backends.torch.engine import Engine, Output, Stats
 
 log = logging.getLogger(__name__)
 
@@ -71,39 +67,23 @@ class EngineThread:
         """Serve this engine, or nothing. Open requests of the previous engine end with `fault`."""
         await self.call(lambda _: self._install(engine, fault))
 
-    async def swap(
-        self,
-        state: Mapping[str, Tensor] | None,
-        version: int,
-        run: int,
-        adapter: Mapping[str, LowRank] = NO_ADAPTER,
-        expected: Expected | None = None,
-    ) -> CanaryCheck | None:
-        """Call `Engine.swap_weights`, then check the weights before anything is computed with them.
+    async def change(self, change: Callable[[Engine], None], expected: Expected | None = None) -> CanaryCheck | None:
+        """Change the engine's weights, then check them before anything is computed with them.
 
-        Raises `EngineFault` if the weights do not fit, and `CanaryFailed`, after which there is no engine.
+        Raises what `change` raises, and `CanaryFailed`, after which there is no engine.
         """
 
-        def swap(engine: Engine | None) -> CanaryCheck | None:
+        def turn(engine: Engine | None) -> CanaryCheck | None:
             if engine is None:
-                raise EngineFault("there is no engine to load these weights into")
-            engine.swap_weights(state, version, run, adapter)
-            return self._checked(engine, expected)
+                raise EngineFault("there is no engine whose weights could be changed")
+            change(engine)
+            try:
+                return None if expected is None else engine.check_canary(expected)
+            except CanaryFailed as fault:
+                self._install(None, Fault(why=str(fault), code=Code.NO_REPLICA, retry=True))
+                raise
 
-        return await self.call(swap)
-
-    async def patch(
-        self, patches: Mapping[str, TensorPatch], version: int, run: int, expected: Expected | None = None
-    ) -> CanaryCheck | None:
-        """Call `Engine.patch_weights`; otherwise like `swap`."""
-
-        def patch(engine: Engine | None) -> CanaryCheck | None:
-            if engine is None:
-                raise EngineFault("there is no engine to patch")
-            engine.patch_weights(patches, version, run)
-            return self._checked(engine, expected)
-
-        return await self.call(patch)
+        return await self.call(turn)
 
     async def add_adapter(self, address: str, adapter: LoadedAdapter) -> bool:
         """Call `Engine.add_adapter`. Raises `Refused` if the adapter cannot be loaded."""
@@ -203,15 +183,6 @@ class EngineThread:
     def _install(self, engine: Engine | None, fault: Fault) -> None:
         self._drop_all(fault)
         self._engine = engine
-
-    def _checked(self, engine: Engine, expected: Expected | None) -> CanaryCheck | None:
-        if expected is None:
-            return None
-        try:
-            return engine.check_canary(expected)
-        except CanaryFailed as fault:
-            self._install(None, Fault(why=str(fault), code=Code.NO_REPLICA, retry=True))
-            raise
 
     def _drop_all(self, fault: Fault) -> None:
         self._deliveries += [failure(ticket, fault) for ticket in self._open]
