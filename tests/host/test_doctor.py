@@ -15,8 +15,9 @@ import msgspec
 import pytest
 from transformers import MambaConfig, MusicgenConfig, T5Config
 
-from bombus.bus import Bus, EmbeddedServer
+from bombus.bus import Bus, EmbeddedServer, follow
 from bombus.cli import URL_FILE, main
+from bombus.hive.state import Hive
 from bombus.host.doctor import Finding, State, examine_environment, examine_machine, missing_packages
 from bombus.host.doctor_deployment import Need, examine_deployment, needed, parameters, weigh
 from bombus.host.doctor_model import examine_model
@@ -163,6 +164,22 @@ async def test_it_says_whether_a_running_hive_survives_a_power_cut(tmp_path: Pat
         found = by_name(await asyncio.to_thread(streams_of, tmp_path))
         assert found["durability"].detail.startswith(said)
         await asyncio.to_thread(server.stop)
+
+
+async def test_the_streams_of_a_hive_whose_log_takes_too_long_are_shown_without_its_replicas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def slow(bus: Bus) -> Hive:
+        raise TimeoutError
+
+    monkeypatch.setattr(follow, "fold", slow)
+    async with outside_nats(tmp_path / "nats") as server:
+        async with await Bus.connect(server.url, "main") as bus:
+            await bus.ensure_streams(SMALL_STREAMS)
+        found = by_name(await asyncio.to_thread(streams_of, tmp_path, server.url))
+    assert found["stream events"].state == State.OK
+    assert found["replicas"].state == State.OPTIONAL
+    assert found["replicas"].detail == "not checked: the log could not be read in time"
 
 
 def test_a_server_that_does_not_answer_is_missing(tmp_path: Path) -> None:
