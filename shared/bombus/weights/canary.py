@@ -64,8 +64,8 @@ IN_FLOAT64 = Numerics("in float64", 1e-4, 1.5e-5)
 CONSTANTS_ROUNDED = Numerics("in float64, constants in half precision", 3e-3, 5e-4)  # such as Gemma's scale
 SERVED = {
     "float32": Numerics("as served in float32", 1e-3, 1e-4),
-    "bfloat16": Numerics("as served in bfloat16", 1.5, 0.15),
-    "float16": Numerics("as served in float16", 0.25, 0.03),
+    "bfloat16": Numerics("as served in bfloat16", 3.0, 0.15),
+    "float16": Numerics("as served in float16", 0.5, 0.03),
 }
 # A server elsewhere does not say its precision, and an adapter that is merged in half precision is mostly rounded away.
 ELSEWHERE = Numerics("as served elsewhere", 4.0, 0.5, 5.0, 1.0)
