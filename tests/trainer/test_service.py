@@ -41,6 +41,15 @@ async def stage(bus: Bus, tmp_path: Path) -> AsyncIterator[Stage]:
         yield stage
 
 
+@pytest.mark.parametrize("wanted", [True, False])
+async def test_a_version_has_a_canary_if_the_job_wants_one(stage: Stage, wanted: bool) -> None:
+    stage.train()
+    await stage.start(stage.job(canary=wanted))
+    await stage.until(Phase.ROLLING, version=0)
+    assert stage.engine.weights is not None
+    assert (stage.engine.weights.canary is not None) == wanted
+
+
 async def test_an_engine_boots_and_a_batch_becomes_the_next_policy_version(stage: Stage) -> None:
     stage.train()
     await stage.start(stage.job())

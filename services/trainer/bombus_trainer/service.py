@@ -253,8 +253,10 @@ class Trainer:
     async def _publish_weights(self, executor: TrainerBackend, version: int, versions: Versions) -> None:
         ownership = self._ownership
         weights = await versions.publish(executor, version, self._tokenizer, ownership.engine.weights)
-        part = ModelPart.MODEL if weights.adapter_of is None else ModelPart.ADAPTER
-        canary = await in_thread(Kind.WEIGHTS, f"the canary of version {version}", partial(executor.canary, part))
+        canary = None
+        if ownership.job.trainer.canary:
+            part = ModelPart.MODEL if weights.adapter_of is None else ModelPart.ADAPTER
+            canary = await in_thread(Kind.WEIGHTS, f"the canary of version {version}", partial(executor.canary, part))
         saved = WeightsSaved(
             id=ownership.id(f"weights-{version}"),
             engine=self._options.engine,

@@ -101,6 +101,8 @@ class TrainerConfig(ConfigGroup):
     checkpoint. After a crash, the steps since the newest checkpoint are repeated from the log. The newest
     `checkpoints_kept` of a run stay on disk, but at least two.
 
+    With `canary`, replicas compare each version that they load with what the trainer computes (docs/weights.md).
+
     With `resume: auto` a run continues where the last run of its job stopped: at the newest checkpoint on this engine,
     with its optimizer and version. Two jobs are the same if they have the same project and experiment, model,
     tokenizer, seed, backend and adapter; any other setting may change, such as `lr`. If only other jobs of an
@@ -159,6 +161,7 @@ class TrainerConfig(ConfigGroup):
     gradient_checkpointing: bool = False
     checkpoint_every: int = Field(default=1, ge=1, le=1_000_000)
     checkpoints_kept: int = Field(default=2, ge=1, le=100)
+    canary: bool = True
     resume: str = Field(default="auto", pattern=r"^(never|auto|from [0-9]{1,9})$")
     save_debug_rollout_data: str = Field(
         default="",
