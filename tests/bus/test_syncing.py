@@ -3,6 +3,8 @@
 import asyncio
 import errno
 import os
+import resource
+import shutil
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -10,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from bombus.bus import Bus, EmbeddedServer, Outgoing, append
+from bombus.bus import Bus, EmbeddedServer, Outgoing, Reader, append
 from bombus.bus.follow import Follower
 from bombus.bus.headers import EPOCH, INBOX
-from bombus.bus.syncer import StoreChanges
-from bombus.errors import BusUnavailable
+from bombus.bus.streams import secret_stream
+from bombus.bus.syncer import StoreChanges, SyncFailed
+from bombus.bus.syncing import SYNC
+from bombus.errors import BusUnavailable, StreamEndLost
 from bombus.hive import events as ev
 from tests.conftest import SMALL_STREAMS, kill
 from tests.patience import PATIENCE_S, until
@@ -72,6 +76,15 @@ async def stored(bus: Bus, count: int) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while (await bus.state(bus.subjects.calls_stream)).last_seq < count:
             await asyncio.sleep(0)
+
+
+async def stored_and_delivered(bus: Bus, new: Outgoing) -> None:
+    """Store an event, and return when those who follow the log over this connection have read it."""
+    await (await bus.publisher.submit_once(new.subject, new.body, msg_id=new.msg_id, headers=new.headers))
+    async with Reader(bus, bus.subjects.events_stream) as reader:
+        async with asyncio.timeout(PATIENCE_S):
+            while (await reader.read())[-1].data != new.body:
+                pass
 
 
 def event(seq: int) -> Outgoing:
@@ -142,6 +155,29 @@ async def test_an_append_returns_and_followers_fold_only_what_is_synced(gate: Ga
         await asyncio.gather(following, return_exceptions=True)
 
 
+async def test_followers_do_not_fold_what_they_had_read_ahead_and_the_stream_has_lost(
+    gate: Gate, tmp_path: Path
+) -> None:
+    async with synced_by(gate, tmp_path) as (server, bus):
+        follower = Follower(bus)
+        following = asyncio.create_task(follower.run())
+        assert await append(bus, [[event(1)]], 0) == 1
+        await follower.wait_position(1, PATIENCE_S)
+        gate.open.clear()
+        await stored_and_delivered(bus, event(2))
+        folder = next(tmp_path.rglob("streams/BOMBUS_h_events"))
+        shutil.copytree(folder, tmp_path / "copy")
+        await stored_and_delivered(bus, event(3))
+        await asyncio.to_thread(kill, server)
+        shutil.rmtree(folder)
+        (tmp_path / "copy").rename(folder)
+        gate.open.set()
+        await asyncio.to_thread(server.start)
+        with pytest.raises(StreamEndLost):
+            await asyncio.wait_for(following, PATIENCE_S)
+        assert follower.position == 2
+
+
 async def test_after_a_sync_that_failed_nothing_is_acknowledged_and_the_server_says_why(
     gate: Gate, tmp_path: Path
 ) -> None:
@@ -171,6 +207,22 @@ async def test_what_was_stored_but_not_synced_is_sent_again_when_the_server_is_b
         await asyncio.gather(*waiting)
         assert await appending == 1
         assert (await bus.state(bus.subjects.calls_stream)).messages == 5
+
+
+async def test_a_secret_is_returned_only_once_it_is_synced(gate: Gate, tmp_path: Path) -> None:
+    async with synced_by(gate, tmp_path) as (server, bus), await Bus.connect(server.url, "h") as other:
+        gate.open.clear()
+        creating = asyncio.create_task(bus.secret("keys"))
+        async with asyncio.timeout(PATIENCE_S):
+            while await other.last(secret_stream(bus.subjects)) is None:
+                await asyncio.sleep(0)
+        reading = asyncio.create_task(other.secret("keys"))
+        for _ in range(3):
+            await other.last(secret_stream(bus.subjects))
+        assert not creating.done()
+        assert not reading.done()
+        gate.open.set()
+        assert await creating == await reading
 
 
 async def test_a_server_without_power_acknowledges_without_a_sync(gate: Gate, tmp_path: Path) -> None:
@@ -227,5 +279,31 @@ def test_more_changes_than_the_kernel_notes_are_all_known(tmp_path: Path) -> Non
             first.write(b"x")
             second.write(b"x")
     (tmp_path / "after").write_bytes(b"x")
+    assert changes.look()
+    assert changes.moved, "one of those that are not known may be another name"
     assert {Path(path).name for path in changes.take()} >= {"0", "1", "after"}
+    changes.close()
+
+
+async def test_requests_that_cannot_be_read_are_ignored_and_others_answered(gate: Gate, tmp_path: Path) -> None:
+    async with synced_by(gate, tmp_path) as (server, bus):
+        for body in (b"x", b"\r\nMSG bombus-sync 1\r\n"):
+            await bus.client.publish(SYNC, body, reply="nobody")
+        await bus.client.publish(SYNC, b"")  # says not where to answer
+        await publishing(bus, "one")
+        assert server.sync_failure == ""
+
+
+def test_a_folder_that_cannot_be_read_is_a_sync_that_failed(tmp_path: Path) -> None:
+    changes = StoreChanges(tmp_path)
+    (tmp_path / "new").mkdir()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    try:
+        with pytest.raises(SyncFailed, match="Too many open files"):
+            changes.look()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     changes.close()

@@ -52,11 +52,11 @@ AtomicWrite = Sequence[Outgoing]  # stored as a whole: one event, or a batch of 
 
 
 async def append(bus: Bus, decisions: Sequence[Sequence[Outgoing]], expected_last: int, timeout_s: float = 30.0) -> int:
-    """Append the events of `decisions` after event `expected_last`; return the new last sequence once all are stored,
-    and would survive a power cut if the hive asks for that (`--durability power`).
+    """Append the events of `decisions` after event `expected_last`. Return the new last sequence once all are stored.
 
-    Each decision is stored as a whole or not at all. After a failure, the same call may be repeated over the same bus,
-    since events that are already stored are recognised. The first append of an epoch must be its `epoch.opened`, alone.
+    With `--durability power`, they are on the disk by then. Each decision is stored as a whole or not at all. After a
+    failure, the same call may be repeated over the same bus, since events that are already stored are recognised. The
+    first append of an epoch must be its `epoch.opened`, alone.
     Raises `Deposed` if another coordinator has written, `BusUnavailable` if the log cannot be reached within
     `timeout_s`, `StreamFull` if the log is full for longer than a compaction in progress may take, `StreamEndLost` if
     it is shorter than `expected_last`, and `ValueError` for a decision of more than 1,000 events.
@@ -70,7 +70,7 @@ async def append(bus: Bus, decisions: Sequence[Sequence[Outgoing]], expected_las
     while wanted:
         rest = wanted[stored:]
         failure = await _attempt(bus, rest, expected_last + sum(map(len, wanted[:stored]))) if rest else None
-        if failure is None:
+        if failure is None and bus.syncing.needed:
             failure = await _sync(bus, deadline)
         if failure is None:
             return expected_last + sum(map(len, wanted))
@@ -101,12 +101,12 @@ def _checked(decisions: Sequence[Sequence[Outgoing]]) -> list[Sequence[Outgoing]
 
 
 async def _sync(bus: Bus, deadline: float) -> BombusError | None:
-    """Wait until all that is stored would survive a power cut, if the hive asks for that; return what prevents it."""
+    """Wait until everything that is stored is on the disk. Return what prevented that, or None."""
     try:
         async with asyncio.timeout_at(deadline):
             await bus.syncing.wait()
     except TimeoutError:
-        return BusUnavailable("the disk of the server was not synced")
+        return BusUnavailable("the server's disk was not synced")
     except BusUnavailable as error:
         return error
     return None

@@ -26,7 +26,7 @@ from bombus.bus.streams import (
     secret_stream,
     stream_configs,
 )
-from bombus.bus.syncing import SYNC_SOON, Syncing
+from bombus.bus.syncing import Syncing
 from bombus.bus.window import Window
 from bombus.bus.wire import (
     NAME_IN_USE,
@@ -76,8 +76,8 @@ class Bus:
     """A connection to the bus of one hive, created by `Bus.connect`.
 
     It reconnects forever; calls that cannot wait for that raise `BusUnavailable`. `publisher` publishes into streams,
-    `inbox` sends facts and commands to the coordinator, `requests` sends requests to the server, `syncing` waits until
-    what is stored would survive a power cut, `syncing_soon` too, for what was read and others are about to sync.
+    `inbox` sends facts and commands to the coordinator, `requests` sends requests to the server, and `syncing` waits
+    until what is stored would survive a power cut.
     """
 
     def __init__(self, client: Any, subjects: Subjects, inbox: str) -> None:
@@ -90,7 +90,6 @@ class Bus:
         self._getting = Window(GET_MESSAGES_IN_FLIGHT, GET_BYTES_IN_FLIGHT, GETS_WAITING_MAX)
         self.requests = Requests(client, f"{inbox}.api")
         self.syncing = Syncing(client, self.requests)
-        self.syncing_soon = Syncing(client, self.requests, SYNC_SOON)
         self.publisher = Publisher(client, f"{inbox}.ack")
         self.publisher.syncing = self.syncing
         self.inbox = InboxClient(client, self.publisher, subjects, f"{inbox}.ask")
@@ -378,7 +377,7 @@ class Bus:
         for _ in range(SECRET_ATTEMPTS):
             stored = await self.last(secret_stream(self.subjects), subject)
             if stored is not None and stored.data:  # a deleted key has an empty value
-                await self.syncing.wait()  # another caller may have made it just now
+                await self.syncing.wait()  # another caller may have just created it
                 return stored.data
             try:
                 await self.publisher.publish(
@@ -422,7 +421,7 @@ class Bus:
         if not self._client.is_closed:
             logger.warning("the connection to the bus is lost; reconnecting")
         self.publisher.connection_lost()
-        self._syncs_lost()
+        self.syncing.connection_lost()
 
     def _connection_back(self) -> None:
         logger.warning("the bus is back")
@@ -430,14 +429,10 @@ class Bus:
             notify()
 
     def _connection_closed(self) -> None:
-        self._syncs_lost()
+        self.syncing.connection_lost()
         self.publisher.close()
         for notify in list(self._on_reconnect):
             notify()
-
-    def _syncs_lost(self) -> None:
-        self.syncing.connection_lost()
-        self.syncing_soon.connection_lost()
 
 
 class _ErrorLog:

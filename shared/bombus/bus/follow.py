@@ -58,7 +58,7 @@ class Follower:
             await self._start()
             self._wake()  # the snapshot may already include the last event
             async with Reader(self._bus, self._bus.subjects.events_stream, self.position + 1) as reader:
-                while self._fold(await self._durable(await reader.read())):
+                while self._fold(await self._durable(await reader.read(), reader)):
                     self._wake()
             log.warning("the log was compacted beyond event %d: continuing from a snapshot", self.position)
 
@@ -76,20 +76,24 @@ class Follower:
         if self._on_start is not None:
             self._on_start(start.position, deepcopy(start.hive))
 
-    async def _durable(self, group: list[Stored]) -> list[Stored]:
-        """Return a group once it would survive a power cut, if the hive asks for that: others act on what we fold.
+    async def _durable(self, group: list[Stored], reader: Reader) -> list[Stored]:
+        """Return a group; with `--durability power`, once it is on the disk, because services act on what is folded.
 
         Raises `StreamEndLost` if it has not survived one.
         """
+        if not self._bus.syncing.needed:
+            return group
+        is_sure = group[0].seq > reader.unsure
         while True:
+            if not is_sure and not await self._is_there(group[-1]):
+                raise StreamEndLost(self._bus.subjects.events_stream, group[-1].seq)
             try:
-                await self._bus.syncing_soon.wait()
+                await self._bus.syncing.wait()
                 return group
             except BusUnavailable:
                 if self._bus.is_closed:
                     raise
-            if not await self._is_there(group[-1]):
-                raise StreamEndLost(self._bus.subjects.events_stream, group[-1].seq)
+            is_sure = False
 
     async def _is_there(self, stored: Stored) -> bool:
         while True:

@@ -36,7 +36,7 @@ _NO_RESPONDER = "no stream accepts this subject, or its stream has no leader now
 
 
 class _Care(msgspec.Struct, frozen=True, gc=False):
-    """Whether a message is sent again, and whether its acknowledgement waits for a sync where there are syncs."""
+    """Whether a message is resent, and whether its acknowledgement waits for a sync with `--durability power`."""
 
     repeat: bool
     durable: bool
@@ -82,7 +82,7 @@ class Publisher:
         room_wait_s: float = 5.0,
     ) -> None:
         self._client = client
-        self.syncing: Syncing | None = None  # what its owner makes acknowledgements wait for
+        self.syncing: Syncing | None = None  # set by the owner: acknowledgements wait for its syncs
         self._repeat_after_s = repeat_after_s
         self._room_wait_s = room_wait_s
         self._prefix = f"{inbox}."
@@ -108,10 +108,10 @@ class Publisher:
     ) -> PubAck:
         """Store one message and return its position. It is resent under `msg_id` until it is acknowledged.
 
-        With `--durability power`, it survives a power cut from then on.
+        With `--durability power`, it is on the disk by then.
 
-        Raises `BusUnavailable` when there is no acknowledgement within `timeout_s` or the stream is full,
-        `WrongSequence` when an expected sequence in `headers` does not hold, `Refused` when it is over the server's
+        Raises `BusUnavailable` if there is no acknowledgement within `timeout_s` or the stream is full, `WrongSequence`
+        if the stream is not at the sequence that `headers` expect, and `Refused` if the message is over the server's
         size limit.
         """
         return await (await self.submit(subject, body, msg_id=msg_id, headers=headers, timeout_s=timeout_s))
@@ -125,7 +125,7 @@ class Publisher:
         headers: Mapping[str, str] | None = None,
         timeout_s: float = 10.0,
     ) -> PubAck:
-        """Store one message as `publish` does, where it does not matter whether that message survives a power cut."""
+        """Store one message as `publish` does, for messages that need not survive a power cut."""
         headers = {MSG_ID: msg_id, **(headers or {})}
         return await (await self._submit(subject, body, headers, timeout_s, _UNSYNCED))
 
@@ -255,7 +255,7 @@ class Publisher:
             entry.failure = result
             entry.sent_at = self._loop.time() - self._repeat_after_s  # the next sweep sends it again
         elif entry.care.durable and isinstance(result, PubAck) and self.syncing is not None and self.syncing.needed:
-            entry.sent_at = math.inf  # it is not sent again, unless the connection breaks
+            entry.sent_at = math.inf  # resent only if the connection breaks
             self.syncing.after(partial(self._synced, token, entry, result))
         else:
             self._finish(token, entry, result)
@@ -263,7 +263,7 @@ class Publisher:
     def _synced(self, token: int, entry: _Entry, ack: PubAck, failure: BombusError | None) -> None:
         if failure is None:
             self._finish(token, entry, ack)
-        else:  # what was stored may be gone: it is sent again over the next connection
+        else:  # what was stored may be gone: the next connection sends it again
             entry.failure, entry.sent_at = failure, self._loop.time()
 
     def _finish(self, token: int, entry: _Entry, result: PubAck | BombusError) -> None:

@@ -70,6 +70,7 @@ class Reader:
         self._last = start_seq - 1  # the last stream sequence received
         self._before = MessagePlace(self._last) if after is None else after
         self._newest: Stored | None = None  # the last message, None before the first
+        self.unsure = 0  # up to here, messages arrived over an earlier connection and may be gone by now
         self._buffer: list[Stored] = []
         self._buffer_bytes = 0
         self._waiter: asyncio.Future[None] | None = None
@@ -169,6 +170,10 @@ class Reader:
             return
         self._give_up(f"status {status} {headers.get('Description', '')}")
 
+    def _connection_back(self) -> None:
+        self.unsure = self._last
+        self._give_up("a new connection")
+
     def _give_up(self, why: str) -> None:
         """Stop listening to this consumer; the keeper makes another."""
         if self._consumer:
@@ -187,7 +192,7 @@ class Reader:
 
     async def _keep(self) -> None:
         client = self._bus.client
-        stop_listening = self._bus.on_reconnect(lambda: self._give_up("a new connection"))
+        stop_listening = self._bus.on_reconnect(self._connection_back)
         subscription: Any = None
         try:
             subscription = await client.subscribe(

@@ -27,7 +27,7 @@ PASSWORD = re.compile(r"[A-Za-z0-9_-]{16,128}")  # characters valid both in a UR
 MAX_PENDING_BYTES = 64 << 20
 MEMORY_LIMIT = "512MiB"  # limit above which Go collects garbage more often
 SYNC_S = 1
-SYNC_S_POWER = 120  # nothing is left to it: what it finds to sync, the syncer is about to
+SYNC_S_POWER = 120  # the server's default: the syncer does the work earlier
 _POLL_S = 0.02
 # A stream that failed to write stays broken until the server is restarted, even when there is room again.
 ROOM_BYTES = 16 << 20  # free space required before a restart: twice the largest message
@@ -53,12 +53,12 @@ class EmbeddedServer:
     Clients need the password in `url`, because every process on this machine can reach the port, even an agent in a
     sandbox that shares its network. The password is created with the folder and stays the same.
 
-    A supervisor calls `wait` and, when that returns, `start` again: the port and the data stay the same. With `port` 0
-    it takes a free one and keeps it. `store_bytes_max` bounds the sum of all streams' limits; by default the server
-    takes three quarters of the free disk. All methods block: from asyncio, call them in a thread.
+    A supervisor calls `wait` and, when that returns, `start` again: the port and the data stay the same. With `port` 0,
+    the server takes a free port and keeps it. `store_bytes_max` bounds the sum of all streams' limits; by default the
+    server takes three quarters of the free disk. All methods block: from asyncio, call them in a thread.
 
-    With `power`, which only Linux offers, clients' acknowledgements wait until this process has synced the server's
-    files, by `sync`; once that has failed, `sync_failure` says so, and no more comes.
+    With `power`, which needs Linux, clients' acknowledgements wait until this process has synced the server's files, by
+    calling `sync` for each. After a failure, which `sync_failure` explains, nothing is acknowledged any more.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class EmbeddedServer:
 
     @property
     def sync_failure(self) -> str:
-        """Return why nothing is acknowledged any more, "" while syncs succeed."""
+        """Return why nothing is acknowledged any more, or "" while syncs succeed."""
         return "" if self._syncer is None else self._syncer.failure
 
     def start(self, timeout_s: float = 20.0) -> None:
@@ -141,7 +141,9 @@ class EmbeddedServer:
             self._syncer = Syncer(self._store, self.url, self._exited, self._sync)
         except OSError as error:
             self.stop()
-            raise BusUnavailable(f"the files of nats-server cannot be watched, to sync them: {error}") from error
+            raise BusUnavailable(
+                f"--durability power needs to watch the files of nats-server, and cannot: {error}"
+            ) from error
         self._syncer.start()
 
     @property

@@ -1,8 +1,8 @@
-"""Waits until what a server has stored would survive a power cut, where the hive asks for that (`--durability power`).
+"""Waits until what a server has stored would survive a power cut, with `--durability power`.
 
-nats-server acknowledges what it has written to the page cache. The process that runs it syncs the files of its streams
-whenever it is asked (`bombus.bus.syncer`), and says in the server's name, which each client gets as it connects, that
-it does. Those who wait for acknowledgements share one request, so that a sync serves all that were written before it.
+nats-server acknowledges what it has written to the page cache. With `--durability power`, the process that runs it
+syncs its files on request (`bombus.bus.syncer`). The server's name, which each client gets when it connects, tells
+clients to wait for that. All that wait on one connection share a request.
 """
 
 import asyncio
@@ -17,35 +17,33 @@ from bombus.errors import BombusError, BusUnavailable
 
 logger = logging.getLogger(__name__)
 
-SYNC_NOW = "bombus-sync.now"
-SYNC_SOON = "bombus-sync.soon"  # with a sync that another request causes, if one comes in a few milliseconds
+SYNC = "bombus-sync"  # the subject of requests
 
 SyncNotice = Callable[[BombusError | None], None]
 
 
 class Syncing:
-    """The syncs that one connection waits for, with requests on `subject`. Its owner calls `connection_lost`.
+    """The syncs that one connection waits for. Its owner calls `connection_lost`.
 
-    A sync that was asked for over an earlier connection is void: the server may have lost what it had not synced.
+    A sync covers nothing that was stored over an earlier connection: the server may have lost that in a power cut.
     """
 
-    def __init__(self, client: Any, requests: Requests, subject: str = SYNC_NOW) -> None:
+    def __init__(self, client: Any, requests: Requests) -> None:
         self._client = client
-        self._subject = subject
         self._requests = requests
         self._waiting: list[SyncNotice] = []
-        self._shared: list[SyncNotice] = []  # those whom the request in flight serves
+        self._shared: list[SyncNotice] = []  # those that the request in flight serves
         self._flight: asyncio.Task[None] | None = None
 
     @property
     def needed(self) -> bool:
-        """Return whether acknowledgements of the server that we are connected to have to wait for a sync."""
+        """Return whether acknowledgements of the present server must wait for a sync."""
         return str(self._client._server_info.get("server_name", "")).startswith(POWER_NAME)
 
     async def wait(self) -> None:
-        """Return once all that was stored before this call would survive a power cut; at once if nobody asked for that.
+        """Return once everything stored before this call would survive a power cut; immediately if not `needed`.
 
-        Raises `BusUnavailable` when the connection breaks: what was stored may be gone.
+        Raises `BusUnavailable` if the connection breaks: what was stored may be gone.
         """
         if not self.needed:
             return
@@ -63,7 +61,7 @@ class Syncing:
         await synced
 
     def after(self, notify: SyncNotice) -> None:
-        """Call `notify` with None after a sync that begins after this call, or with what has prevented it."""
+        """Call `notify` with None after a sync that begins after this call, or with the error that prevented it."""
         if not self._client.is_connected:
             notify(AckLost("the connection broke before the disk was synced"))
             return
@@ -72,7 +70,7 @@ class Syncing:
             self._flight = asyncio.create_task(self._fly())
 
     def connection_lost(self) -> None:
-        """Tell all who wait that no sync will cover what they stored."""
+        """Tell all that wait that no sync will cover what they stored."""
         if self._flight is not None:
             self._flight.cancel()
             self._flight = None
@@ -84,7 +82,7 @@ class Syncing:
         while self._waiting:
             self._shared, self._waiting = self._waiting, []
             try:
-                await self._requests.request(self._subject)
+                await self._requests.request(SYNC)
             except BusUnavailable as error:
                 if self._client.is_closed:
                     self.connection_lost()
