@@ -13,9 +13,11 @@ def private_folder(path: Path) -> Path:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file that holds a secret. An existing file is replaced atomically."""
+    """Write a file that holds a secret. An existing file is replaced atomically, in a power cut too."""
     draft = path.with_name(f".{path.name}-{os.getpid()}")
     draft.unlink(missing_ok=True)
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     draft.replace(path)

@@ -13,6 +13,7 @@ import msgspec
 from bombus.bus import Blobs, Bus
 from bombus.bus.streams import blob_stream
 from bombus.bus.wire import ReceivedMessage
+from bombus.durable import make_durable
 from bombus.errors import BombusError, Code, EngineFault, Refused
 from bombus.faults import Point, reached
 from bombus.hive.events import OBJECTS, Weights, WeightsReady
@@ -33,7 +34,7 @@ from bombus_trainer.publish.export import (
     export_delta,
 )
 from bombus_trainer.publish.host_copy import HostCopy
-from bombus_trainer.recovery.progress import Kind, in_thread
+from bombus_trainer.recovery.progress import Kind, advanced, in_thread
 
 log = logging.getLogger(__name__)
 
@@ -143,10 +144,15 @@ class Versions:
         return (self._held.version, self._held.sha256) == (ready.version, ready.weights.sha256)
 
     async def _store(self, weights: Weights) -> Weights:
-        """Copy a version into the object store if replicas read it from there. Return its `Weights` for the log."""
-        if not self._stored:
-            return weights
+        """Copy a version into the object store if replicas read it from there. Return its `Weights` for the log.
+
+        With `--durability power`, it is on the disk by then: nobody would write it again once the log names it.
+        """
         directory = Path(weights.where)
+        if not self._stored:
+            if self._bus.syncing.needed:
+                await in_thread(Kind.WEIGHTS, f"syncing {directory.name}", partial(_make_files_durable, directory))
+            return weights
         await self._put(directory, sorted(file.name for file in directory.iterdir()))
         return msgspec.structs.replace(weights, where=f"{OBJECTS}{self._objects}{directory.name}")
 
@@ -265,3 +271,9 @@ def check_fits(size: int, room: int) -> None:
             f"the object store has {room / 1e6:.1f} MB, but must hold {COPIES} versions of {size / 1e6:.1f} MB: "
             "give it more room, or share a folder (--weights-by folder)"
         )
+
+
+def _make_files_durable(directory: Path) -> None:
+    for path in (*directory.iterdir(), directory):
+        make_durable(path)
+        advanced()
