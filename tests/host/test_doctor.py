@@ -141,7 +141,7 @@ def test_new_streams_need_their_limits_on_the_disk(tmp_path: Path) -> None:
 async def test_a_server_with_the_default_size_of_messages_is_told_and_its_streams_are_shown(tmp_path: Path) -> None:
     async with outside_nats(tmp_path / "nats") as server:
         payload, durability, streams = await asyncio.to_thread(streams_of, tmp_path, server.url)
-        assert durability.detail.startswith("as these servers are set up")
+        assert durability.detail.startswith("depends on these servers")
         assert (payload.state, streams.state) == (State.OPTIONAL, State.OPTIONAL)
         assert payload.detail.endswith("answers and takes messages of up to 1.0 MB")
         assert payload.todo.startswith("set max_payload: 8388608 in its configuration")

@@ -39,9 +39,9 @@ class EnginePart(Part):
 
 
 class Cluster(Part):
-    """`nats` is the URL of an external NATS server or cluster; empty: bombus starts its own. `data_dir` is relative to
-    the working directory. `durability` is what loses nothing that was acknowledged: the end of any `process`, or a
-    `power` cut too, for which the disk of our own server is synced before anything is acknowledged.
+    """A whole deployment. `nats` is the URL of an external NATS server or cluster; if it is empty, bombus starts its
+    own. `data_dir` is relative to the working directory. What was acknowledged survives the end of any process
+    (`durability: process`), or a power cut too (`power`): then it is synced to the disk first.
     """
 
     hive: str = Field(default="main", description="a name of lower-case letters, digits and dashes")
@@ -49,7 +49,7 @@ class Cluster(Part):
     data_dir: str = Field(default=".bombus", min_length=1, max_length=4096)
     durability: Annotated[
         Literal["process", "power"],
-        Flag(help="what loses nothing that was acknowledged: the end of any process, or a power cut too"),
+        Flag(help="what acknowledged work survives: the end of any process, or a power cut too"),
     ] = "process"
     gateway: GatewayPart = GatewayPart()
     coordinator: CoordinatorPart = CoordinatorPart()
@@ -76,9 +76,9 @@ class Cluster(Part):
     def _a_server_of_ours_is_synced(self) -> "Cluster":
         if self.durability == "power" and self.nats:
             raise ValueError(
-                "durability power (--durability) is refused with nats (--nats): only a server that bombus starts is "
-                "synced here. Leave durability out, and set sync_interval: always in the configuration of that server, "
-                "or keep the streams on three servers (streams.replicas)"
+                "durability power (--durability) cannot be combined with nats (--nats): bombus syncs only "
+                "a server that it starts. Leave durability out, and set sync_interval: always in the configuration of "
+                "that server, or keep the streams on three servers (streams.replicas)"
             )
         return self
 

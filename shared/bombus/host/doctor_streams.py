@@ -103,10 +103,10 @@ def _durability(power: bool, theirs: bool) -> Finding:
     if power:
         detail = "power: what was acknowledged survives the end of any process and a power cut"
     elif theirs:
-        detail = "as these servers are set up: by their sync_interval, and the replicas of the streams"
+        detail = "depends on these servers: their sync_interval and the replicas of the streams"
     else:
         kept = "what was acknowledged survives the end of any process"
-        detail = f"process: {kept}, but a power cut may take the last second of it (--durability power)"
+        detail = f"process: {kept}, but a power cut may take the last second of it (see --durability power)"
     return Finding("durability", State.OK, detail)
 
 

@@ -89,12 +89,14 @@ class Service(msgspec.Struct, frozen=True):
 
 
 def check_can_start(layout: Layout) -> None:
-    """Raise `Refused` for a disk without room or that cannot be synced, an environment that is not installed, an API
-    key that is not set, or a GPU that is not among those of our own CUDA_VISIBLE_DEVICES.
+    """Raise `Refused` if the deployment cannot start.
+
+    The reason is a full disk, `--durability power` on a system without inotify, an environment that is not installed,
+    an API key that is not set, or a GPU that is not among those of our own CUDA_VISIBLE_DEVICES.
     """
     check_room(layout.cluster)
     if layout.cluster.durability == "power" and sys.platform != "linux":
-        raise Refused(Code.BAD_CONFIG, "--durability power needs Linux, which tells which files have to be synced")
+        raise Refused(Code.BAD_CONFIG, "--durability power needs Linux, which reports which files must be synced")
     for name, engine in layout.cluster.engines.items():
         used: set[str] = {engine.trainer.backend} if engine.trainer is not None else set()
         used |= {part.backend for part in engine.inference if part.count and not part.python}
